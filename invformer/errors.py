@@ -1,0 +1,43 @@
+"""The errors a user can cause, each with the exit code a shell script can act on."""
+
+
+class InvformerError(Exception):
+    """Base class: one clear line (what, where, what to do) and an exit code."""
+
+    exit_code = 1
+
+
+class ConfigurationError(InvformerError):
+    """The command line or a configuration file asks for something impossible."""
+
+    exit_code = 2
+
+
+class DataError(InvformerError):
+    """The text cannot be read, or there is too little of it."""
+
+    exit_code = 3
+
+
+class CheckpointError(InvformerError):
+    """A checkpoint is missing, damaged, foreign, or belongs to another configuration."""
+
+    exit_code = 4
+
+
+class NonFiniteError(InvformerError):
+    """A loss, gradient or weight became NaN or infinite."""
+
+    exit_code = 5
+
+
+class CertificateViolation(InvformerError):
+    """An estimate exceeded a bound in the same norm, or a bound its target: a bug, never noise."""
+
+    exit_code = 6
+
+
+class StorageError(InvformerError):
+    """The run directory cannot be written."""
+
+    exit_code = 7
