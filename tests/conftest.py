@@ -7,8 +7,11 @@ os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import jaxtyping
 import pytest
 import torch
+
+from tests import shapes
 
 
 @pytest.fixture(autouse=True)
@@ -21,5 +24,27 @@ def _double_precision_and_a_fixed_seed() -> Iterator[None]:
     torch.set_default_dtype(previous)
 
 
-def pytest_configure() -> None:
+@pytest.fixture(autouse=True)
+def _shapes_may_be_wrong_on_purpose(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under --check-shapes, let the code under test refuse what a ``wrong_shapes`` test passes."""
+    on_purpose = request.node.get_closest_marker("wrong_shapes") is not None
+    jaxtyping.config.update("jaxtyping_disable", on_purpose)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--check-shapes",
+        action="store_true",
+        help="check every annotated tensor shape while the tests run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    if config.getoption("--check-shapes"):
+        # Before the first test module is imported: the hook decorates modules as they load.
+        jaxtyping.install_import_hook(
+            "invformer", f"{shapes.__name__}.{shapes.shapes_only.__name__}"
+        )

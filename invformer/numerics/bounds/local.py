@@ -1,0 +1,486 @@
+"""Local Lipschitz bounds: the operator norm of the Jacobian at given inputs, from above.
+
+Tied L2 attention in q-space (row convention, s = √d):
+
+    f(X) = Σ_h P^h q^h G_h,    q^h = X W_h,    P^h = softmax(−‖q_i − q_j‖²/s + b_h)
+
+    dY_i = Σ_j P_ij dq_j + (2/s) C_i dq_i − (2/s) Σ_j P_ij (q_j − Y_i)(q_j − q_i)·dq_j
+
+with Y = P q and C_i the P_i-covariance of q: a value, a query and a key term. Masks and biases
+enter through P alone. Bounds are per sample, in float64, rounded outward. Inputs in float32 are
+taken at face value: the bound is for the Jacobian at those numbers, with rows of P that sum to one.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+
+def token_max_local_bound(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in ``token_max`` ≤ ‖[b_h σ_h G_h / t_h]_h‖₂ · max_i (Σ_h (t_h β_i^h / b_h)²)^½.
+
+    β as in :func:`token_gains`, b_h = max_i β_i^h, σ_h = ‖W_h‖₂. Returned is the least of t_h = 1,
+    t_h² = b_h σ_h ‖G_h‖₂ and max_i Σ_h β_i^h σ_h ‖G_h‖₂: never above the global certificate, which
+    has 4 g(n_h) + 1 for β and b.
+
+    Args:
+        q: queries X W_h.
+        p: attention weights.
+        w_q: W_h.
+        g: output maps G_h.
+
+    Returns:
+        One bound per sequence.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    beta = token_gains(q, p)
+    worst = beta.amax(-1)
+    query, output, g = spectral_norm_bound(w_q), spectral_norm_bound(g), g.double()
+    bounds = [(beta * (query * output)[:, None]).sum(-2).amax(-1)]
+    tiny = torch.finfo(g.dtype).tiny
+    for weight in (torch.ones_like(worst), (worst * query * output).clamp_min(tiny).sqrt()):
+        stacked = ((worst * query / weight)[..., None, None] * g).flatten(-3, -2)
+        rows = ((weight / worst).unsqueeze(-1) * beta).square().sum(-2).amax(-1).sqrt()
+        bounds.append(spectral_norm_bound(stacked) * rows)
+    return _outward(torch.stack(bounds).amin(0), q)
+
+
+def token_gains(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+) -> Float[Tensor, "*batch heads tokens"]:
+    """β_i = (2/s) λ_max(C_i) + Σ_j P_ij ‖I − (2/s)(q_j − Y_i)(q_j − q_i)ᵀ‖₂.
+
+    ‖dY_i‖ ≤ β_i max_j ‖dq_j‖ for each head. With ‖I − abᵀ‖ ≤ 1 + ‖a‖‖b‖ it follows that
+    β_i ≤ 4 g(n) + 1, whatever the input; the closed form used here is smaller at the same price.
+
+    Args:
+        q: queries of every head.
+        p: attention weights.
+
+    Returns:
+        β_i per head and token, in float64.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    at = _Moments.of(q.double(), p)
+    return 2 / at.s * at.covariance_norm + (at.p * at.key_and_value_norms).sum(-1)
+
+
+def fast_local_bound(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in ``frobenius`` ≤ ‖[G′_h]_h‖₂ (‖[W_h L_h]_h‖₂ max_h (max_j Σ_i P_ij)^½ + query + key).
+
+    G_h = L_h G′_h, the better of two factorisations: G′_h with orthonormal rows, or L_h = 1/σ_h.
+    ‖P‖₂ ≤ (largest column sum)^½ because rows sum to one; the other terms are those of
+    :func:`query_and_key_terms`, in spectral norms. 1 to 6 times the true value; O(N² d²) a head.
+
+    Args:
+        q: queries X W_h.
+        p: attention weights.
+        w_q: W_h.
+        g: output maps G_h.
+
+    Returns:
+        One bound per sequence.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    at = _Moments.of(q.double(), p)
+    w = w_q.double()
+    r_q = torch.linalg.qr(w).R  # ‖W M‖ = ‖R M‖
+    attention = at.p.sum(-2).amax((-2, -1)).sqrt()
+    bounds = []
+    for left, stacked in _output_factors(w, g.double()):
+        value = spectral_norm_bound(_side_by_side(w @ left)) * attention
+        query, key = _query_and_key_terms(at, r_q, left, spectral_norm_bound)
+        bounds.append(stacked * (value + query + key))
+    return _outward(torch.stack(bounds).amin(0), q)
+
+
+def query_and_key_terms(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """The query and key terms of (Y^h)_h from above (``frobenius``), cheap and differentiable.
+
+    query = (2/s) max_i (Σ_h ‖W_h C_i^h‖_F²)^½
+    key   = (2/s) max_j (Σ_h Σ_i P_ij^h ‖C_i^h‖_F ‖W_h(q_j − q_i)‖²)^½
+
+    Both vanish where the attention weights do not react to the input. Computed in the dtype of q.
+
+    Args:
+        q: queries X W_h.
+        p: attention weights.
+        w_q: W_h.
+
+    Returns:
+        The two terms per sequence.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    at = _Moments.of(q, p)
+    identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+    left = identity.expand(q.shape[-3], -1, -1)
+    return _query_and_key_terms(at, w_q.to(q.dtype), left, torch.linalg.matrix_norm)
+
+
+def tight_local_bound(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in ``frobenius`` ≤ min(val + qry + key, (‖Σ_h W_h G_h‖² + (val_⊥ + qry + key)²)^½).
+
+    The three terms are bounded one by one, each nearly exactly: 1.0 to 2.8 times the true value. A
+    common shift of all tokens passes straight through, f(X + 1cᵀ) = f(X) + 1cᵀ Σ_h W_h G_h, so only
+    its complement needs the triangle inequality, with P^h(I − 11ᵀ/N) for P^h in val_⊥.
+
+    Cost: N spectral norms of D × D matrices a sample, O(N D²) memory; about that of Lanczos.
+
+    Args:
+        q: queries X W_h.
+        p: attention weights.
+        w_q: W_h.
+        g: output maps G_h.
+
+    Returns:
+        One bound per sequence.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    at = _Moments.of(q.double(), p)
+    w, g = w_q.double(), g.double()
+    query_and_key = 2 / at.s * (_tight_query_term(at, w, g) + _tight_key_term(at, w, g))
+    value = _tight_value_term(at.p, w, g)
+    centred = _tight_value_term(at.p - at.p.mean(-1, keepdim=True), w, g)
+    shift = spectral_norm_bound((w @ g).sum(-3))
+    bound = torch.minimum(value + query_and_key, torch.hypot(shift, centred + query_and_key))
+    return _outward(bound, q)
+
+
+def comparison_local_bound(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in ``frobenius`` ≤ ‖[G′_h]_h‖₂ ‖[K^h]_h‖₂, K_ij^h ≥ the norm of block (i, j) of head h.
+
+    K_ij = P_ij min(‖W L‖ + (2/s)‖W b‖‖Lᵀa‖, ‖W‖‖I − (2/s) b aᵀ‖‖L‖) + δ_ij (2/s)‖W‖λ_max(C_i)‖L‖,
+    a = q_j − Y_i, b = q_j − q_i, G_h = L_h G′_h as in :func:`fast_local_bound`. Best on adversarial
+    inputs; otherwise :func:`tight_local_bound` is closer.
+
+    Args:
+        q: queries X W_h.
+        p: attention weights.
+        w_q: W_h.
+        g: output maps G_h.
+
+    Returns:
+        One bound per sequence.
+
+    Source:
+        Ours, docs/numerics.md.
+    """
+    at = _Moments.of(q.double(), p)
+    w = w_q.double()
+    distance = _square_distances(at.q @ w.mT)
+    bounds = []
+    for left, stacked in _output_factors(w, g.double()):
+        gain = (spectral_norm_bound(w) * spectral_norm_bound(left))[:, None, None]
+        apart = spectral_norm_bound(w @ left)[:, None, None]
+        apart = apart + 2 / at.s * (at.to_mean(left) * distance).sqrt()
+        block = at.p * torch.minimum(apart, gain * at.key_and_value_norms)
+        block = block + torch.diag_embed(2 / at.s * gain[..., 0] * at.covariance_norm)
+        bounds.append(stacked * spectral_norm_bound(block.flatten(-3, -2)))
+    return _outward(torch.stack(bounds).amin(0), q)
+
+
+def feed_forward_local_bound(
+    slope: Float[Tensor, "*batch tokens hidden"],
+    w_in: Float[Tensor, "width hidden"],
+    w_out: Float[Tensor, "hidden width"],
+) -> Float[Tensor, "*batch"]:
+    """max_i ‖W₁ diag(φ′_i) W₂‖₂ for x ↦ φ(x W₁ + b₁) W₂, token by token.
+
+    The Jacobian is block-diagonal in tokens: this is its norm in ``token_max`` and in ``frobenius``
+    alike. One D × D spectral norm a token; :func:`feed_forward_fast_bound` is cheaper.
+
+    Args:
+        slope: φ′(x W₁ + b₁) at every token.
+        w_in: W₁, rows are inputs.
+        w_out: W₂, rows are hidden units.
+
+    Returns:
+        One bound per sequence.
+    """
+    per_token = (w_in.double() * slope.double().unsqueeze(-2)) @ w_out.double()
+    return _outward(spectral_norm_bound(per_token).amax(-1), slope)
+
+
+def feed_forward_fast_bound(
+    slope: Float[Tensor, "*batch tokens hidden"],
+    w_in: Float[Tensor, "width hidden"],
+    w_out: Float[Tensor, "hidden width"],
+) -> Float[Tensor, "*batch"]:
+    """The same norm ≤ min(r‖W₁‖‖W₂‖, m‖W₁W₂‖ + (r₊ − r₋)/2 ‖W₁‖‖W₂‖), without per-token matrices.
+
+    r₊ and r₋ are the largest and smallest slope in the sequence, r = max(|r₊|, |r₋|) and
+    m = |r₊ + r₋|/2: the slopes are a constant plus a deviation.
+
+    Args:
+        slope: φ′(x W₁ + b₁) at every token.
+        w_in: W₁, rows are inputs.
+        w_out: W₂, rows are hidden units.
+
+    Returns:
+        One bound per sequence.
+    """
+    w_in, w_out = w_in.double(), w_out.double()
+    product = spectral_norm_bound(w_in) * spectral_norm_bound(w_out)
+    lowest, highest = slope.double().flatten(-2).aminmax(dim=-1)
+    largest = torch.maximum(highest.abs(), lowest.abs())
+    around_middle = (highest + lowest).abs() / 2 * spectral_norm_bound(w_in @ w_out)
+    split = around_middle + (highest - lowest) / 2 * product
+    return _outward(torch.minimum(largest * product, split), slope)
+
+
+def dot_product_local_bound(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    k: Float[Tensor, "*batch heads tokens d_head"],
+    v: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+    w_k: Float[Tensor, "heads width d_head"],
+    w_v: Float[Tensor, "heads width d_head"],
+    w_o: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in ``frobenius`` of Σ_h softmax(q kᵀ/s + b_h) v W_o, by the three terms of ``fast``.
+
+    ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
+           + (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½)
+
+    There is no global bound it could be compared with: dot-product attention is not Lipschitz.
+
+    Args:
+        q: queries X W_q.
+        k: keys X W_k.
+        v: values X W_v.
+        p: attention weights.
+        w_q: query maps.
+        w_k: key maps.
+        w_v: value maps.
+        w_o: output maps.
+
+    Returns:
+        One bound per sequence.
+
+    Source:
+        The Jacobian is Castin, Ablin & Peyré 2024, arXiv 2312.14820, Lemma C.2; the bound is ours.
+    """
+    s = math.sqrt(q.shape[-1])
+    p = _row_normalised(p)
+    q, k, v = q.double(), k.double() - k.double()[..., :1, :], v.double() - v.double()[..., :1, :]
+    w_q, w_k, w_v, w_o = w_q.double(), w_k.double(), w_v.double(), w_o.double()
+    value = spectral_norm_bound(_side_by_side(w_v)) * p.sum(-2).amax((-2, -1)).sqrt()
+    largest = torch.linalg.vector_norm(torch.cat((k, v), dim=-2), dim=-1).amax(-1, keepdim=True)
+    slack = _rounding(largest, v)
+    cross = _covariance(p, v, k) @ w_q.mT.unsqueeze(-3)
+    query = torch.linalg.matrix_norm(cross) + slack * torch.linalg.matrix_norm(w_q)[:, None]
+    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0) + slack
+    pull = (q @ w_k.mT).square().sum(-1)
+    key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
+    terms = query.square().sum(-2).amax(-1).sqrt() + key.sum(-2).amax(-1).sqrt()
+    return _outward(spectral_norm_bound(w_o.flatten(0, 1)) * (value + terms / s), q)
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """q (relative to the first token), P with rows summing to one, and the moments of q under P."""
+
+    q: Tensor
+    p: Tensor
+    s: float
+
+    @classmethod
+    def of(cls, q: Tensor, p: Tensor) -> "_Moments":
+        return cls(q - q[..., :1, :], _row_normalised(p).to(q.dtype), math.sqrt(q.shape[-1]))
+
+    @cached_property
+    def y(self) -> Tensor:
+        return self.p @ self.q
+
+    @cached_property
+    def slack(self) -> Tensor:
+        """Rounding of every second moment, absolute, (…, H, 1)."""
+        largest = torch.linalg.vector_norm(self.q, dim=-1).amax(-1, keepdim=True)
+        return _rounding(largest, self.q)
+
+    @cached_property
+    def covariance(self) -> Tensor:
+        """C_i, (…, N, d, d)."""
+        return _covariance(self.p, self.q, self.q)
+
+    @cached_property
+    def covariance_norm(self) -> Tensor:
+        """λ_max(C_i) from above."""
+        return spectral_norm_bound(self.covariance) + self.slack
+
+    @cached_property
+    def key_and_value_norms(self) -> Tensor:
+        """‖I − abᵀ‖ = ‖a‖‖b‖/2 + (1 − a·b + (‖a‖‖b‖/2)²)^½, a = (2/s)(q_j − Y_i), b = q_j − q_i."""
+        q, y = self.q, self.y
+        inner = q.square().sum(-1).unsqueeze(-2) - (q + y) @ q.mT + (q * y).sum(-1, keepdim=True)
+        inner = 2 / self.s * (inner - self.slack.unsqueeze(-1))
+        half = (self.to_mean() * _square_distances(q)).sqrt() / self.s
+        return half + (1 - inner + half.square()).clamp_min(0).sqrt()
+
+    def to_mean(self, left: Tensor | None = None) -> Tensor:
+        """‖Lᵀ(q_j − Y_i)‖² from above."""
+        u, mean = (self.q, self.y) if left is None else (self.q @ left, self.y @ left)
+        square = u.square().sum(-1).unsqueeze(-2) + mean.square().sum(-1, keepdim=True)
+        largest = torch.linalg.vector_norm(u, dim=-1).amax(-1)
+        return (square - 2 * mean @ u.mT).clamp_min(0) + _rounding(largest, u)[..., None, None]
+
+
+def _output_factors(w: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """L_h and ‖[G′_h]_h‖₂ of G_h = L_h G′_h: orthonormal rows in G′_h, then L_h = 1/‖W_h‖₂.
+
+    The first is best where heads write to different channels, the second where they share some.
+    """
+    q, r = torch.linalg.qr(g.mT)
+    yield r.mT, spectral_norm_bound(q.mT.flatten(-3, -2))
+    unit = spectral_norm_bound(w).clamp_min(torch.finfo(w.dtype).tiny)[:, None, None]
+    identity = torch.eye(w.shape[-1], dtype=w.dtype, device=w.device)
+    yield identity / unit, spectral_norm_bound((g * unit).flatten(-3, -2))
+
+
+def _query_and_key_terms(
+    at: _Moments, w: Tensor, left: Tensor, matrix_norm: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The terms of :func:`query_and_key_terms` for outputs Y^h L_h, in any norm ≥ the spectral."""
+    size = torch.linalg.matrix_norm(left)[:, None]
+    covariance, left = at.covariance, left.unsqueeze(-3)
+    query = matrix_norm(w.unsqueeze(-3) @ covariance @ left)
+    query = query + at.slack * size * torch.linalg.matrix_norm(w)[:, None]
+    spread = matrix_norm(left.mT @ covariance @ left) + at.slack * size.square()
+    key = at.p * spread.unsqueeze(-1) * _square_distances(at.q @ w.mT)
+    tiny = torch.finfo(w.dtype).tiny  # the square root is then differentiable at zero
+    return (
+        2 / at.s * query.square().sum(-2).amax(-1).clamp_min(tiny).sqrt(),
+        2 / at.s * key.sum((-3, -2)).amax(-1).clamp_min(tiny).sqrt(),
+    )
+
+
+def _tight_value_term(p: Tensor, w: Tensor, g: Tensor) -> Tensor:
+    """‖Σ_h P^h ⊗ W_h G_h‖ from above: head by head, or the heads' mean and deviations from it."""
+    mean = p.mean(-3)
+    from_mean = spectral_norm_bound(mean) * spectral_norm_bound((w @ g).sum(-3))
+    each, deviation = spectral_norm_bound(p), spectral_norm_bound(p - mean.unsqueeze(-3))
+    bounds = []
+    for left, stacked in _output_factors(w, g):
+        bounds.append(stacked * _weighted_norm(each, w @ left))
+        bounds.append(from_mean + stacked * _weighted_norm(deviation, w @ left))
+    return torch.stack(bounds).amin(0)
+
+
+def _tight_query_term(at: _Moments, w: Tensor, g: Tensor) -> Tensor:
+    """max_i ‖Σ_h W_h C_i^h G_h‖: the query term (but 2/s) exactly, as it is block-diagonal."""
+    slack = (at.slack * (spectral_norm_bound(w) * spectral_norm_bound(g))[:, None]).sum((-2, -1))
+    blocks = (w.unsqueeze(-3) @ at.covariance @ g.unsqueeze(-3)).sum(-4)
+    return spectral_norm_bound(blocks).amax(-1) + slack
+
+
+def _tight_key_term(at: _Moments, w: Tensor, g: Tensor) -> Tensor:
+    """min(‖[G′]‖ κ(λ), κ(Λ)), λ_i^h = λ_max(L_hᵀ C_i^h L_h), Λ_i = λ_max(Σ_h G_hᵀ C_i^h G_h)."""
+    slack = (at.slack * spectral_norm_bound(g).square()[:, None]).sum(-2)
+    blocks = (g.mT.unsqueeze(-3) @ at.covariance @ g.unsqueeze(-3)).sum(-4)
+    bounds = [_kappa(at, w, (spectral_norm_bound(blocks) + slack).unsqueeze(-2))]
+    for left, stacked in _output_factors(w, g):
+        slack = at.slack * spectral_norm_bound(left).square()[:, None]
+        blocks = left.mT.unsqueeze(-3) @ at.covariance @ left.unsqueeze(-3)
+        bounds.append(stacked * _kappa(at, w, spectral_norm_bound(blocks) + slack))
+    return torch.stack(bounds).amin(0)
+
+
+def _kappa(at: _Moments, w: Tensor, weight: Tensor) -> Tensor:
+    """max_j λ_max(Σ_h Σ_i P_ij w_i W_h (q_j − q_i)(q_j − q_i)ᵀ W_hᵀ)^½ for weights w_i ≥ 0."""
+    r = (at.p * weight.unsqueeze(-1)).mT
+    mass, mean = r.sum(-1)[..., None, None], (r @ at.q).unsqueeze(-1)
+    second = (r @ _outer(at.q, at.q).flatten(-2)).unflatten(-1, 2 * at.q.shape[-1:])
+    q = at.q.unsqueeze(-1)
+    spread = mass * (q @ q.mT) - q @ mean.mT - mean @ q.mT + second
+    slack = at.slack * r.sum(-1) * spectral_norm_bound(w).square()[:, None]
+    blocks = (w.unsqueeze(-3) @ spread @ w.mT.unsqueeze(-3)).sum(-4)
+    return (spectral_norm_bound(blocks) + 4 * slack.sum(-2)).amax(-1).sqrt()
+
+
+def _covariance(p: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Σ_j P_ij a_j b_jᵀ − (Σ_j P_ij a_j)(Σ_j P_ij b_j)ᵀ for every i."""
+    second = (p @ _outer(a, b).flatten(-2)).unflatten(-1, (a.shape[-1], b.shape[-1]))
+    return second - _outer(p @ a, p @ b)
+
+
+def _outer(a: Tensor, b: Tensor) -> Tensor:
+    """a_j b_jᵀ for every row."""
+    return a.unsqueeze(-1) * b.unsqueeze(-2)
+
+
+def _square_distances(z: Tensor) -> Tensor:
+    """‖z_j − z_i‖², from above: cancellation is absolute."""
+    square = z.square().sum(-1)
+    distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * z @ z.mT
+    return distance.clamp_min(0) + _rounding(square.amax(-1).sqrt(), z)[..., None, None]
+
+
+def _row_normalised(p: Tensor) -> Tensor:
+    """P with rows that sum to one in float64."""
+    p = p.double()
+    return p / p.sum(-1, keepdim=True)
+
+
+def _side_by_side(w: Tensor) -> Tensor:
+    """[W_1, …, W_H] as one matrix with D rows."""
+    return w.transpose(-3, -2).flatten(-2)
+
+
+def _weighted_norm(weight: Tensor, w: Tensor) -> Tensor:
+    """‖[c_1 W_1, …, c_H W_H]‖₂ for weights c of every sample."""
+    return spectral_norm_bound(_side_by_side(weight[..., None, None] * w))
+
+
+def _rounding(largest: Tensor, z: Tensor) -> Tensor:
+    """Outward allowance for second moments of N vectors of length ≤ ``largest``."""
+    return 8 * sum(z.shape[-2:]) * torch.finfo(z.dtype).eps * largest.square()
+
+
+def _outward(bound: Tensor, inputs: Tensor) -> Tensor:
+    """The bound, enlarged by its own rounding and that of inputs below float64; inf for NaN."""
+    size, eps = sum(inputs.shape[-3:]), torch.finfo(inputs.dtype).eps
+    bound = bound * (1 + 1e-13 * size + (100 * eps if inputs.dtype != torch.float64 else 0))
+    return torch.where(bound.isnan(), torch.inf, bound)

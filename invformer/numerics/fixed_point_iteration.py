@@ -1,0 +1,173 @@
+"""The loop all methods share: propose, evaluate, accept or fall back, judge; frozen once judged."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from invformer.numerics.acceleration import Picard, Proposer
+from invformer.numerics.fixed_point_solution import InversionStatus
+from invformer.numerics.residual_equation import Contraction, ResidualEquation
+
+# Without a global constant a residual may grow for a while and still converge; beyond these factors
+# over the smallest one seen it is given up. Under a causal mask transient growth is ordinary.
+DIVERGENCE_FACTOR: dict[Contraction, float] = {"global": 1e3, "causal": 1e8}
+STEPS_WITHOUT_PREDICTION = 1_000
+MOST_PREDICTED_STEPS = 10_000
+RUNNING = -1
+
+
+@dataclass
+class State:
+    """Where every sample stands; per sample (B,) unless noted."""
+
+    x: Tensor  # (B, N, D), the iterate
+    fx: Tensor  # (B, N, D), f there
+    r: Tensor  # (B, N, D), y − x − f(x)
+    residual: Tensor
+    smallest: Tensor  # residual so far
+    size: Tensor  # ‖x‖ + ‖f(x)‖
+    status: Tensor
+    num_steps: Tensor
+    num_evaluations: Tensor
+    observed_rate: Tensor
+    max_steps: Tensor
+
+
+def iterate(
+    equation: ResidualEquation,
+    proposer: Proposer,
+    max_steps: int | None,
+    status: Tensor,
+) -> State:
+    """Propose, evaluate, accept or fall back, until every sample has its verdict.
+
+    A rejected proposal is followed by Picard steps: one, if c is global, because each of them shrinks
+    the residual. A causal c promises that only of long runs of them, so there the runs double.
+    """
+    s = first_state(equation, max_steps, status)
+    causal = equation.contraction == "causal"
+    only_plain = isinstance(proposer, Picard)
+    plain_left, penalty = torch.zeros_like(s.status), torch.ones_like(s.status)
+    while bool((active := s.status == RUNNING).any()):
+        plain = only_plain | (plain_left > 0)
+        proposal, extra = proposer.propose(s.x, s.r, active)
+        proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
+        proposal = torch.where(active[:, None, None], proposal, s.x)
+        fp = equation.evaluate(proposal, active)
+        r = equation.y - proposal - fp
+        residual, size = equation.size(r), equation.size(proposal) + equation.size(fp)
+        s.num_steps += active
+        s.num_evaluations += torch.where(active, extra + 1, 0)
+
+        rate = equation.observed_rate(proposal - s.x, fp - s.fx, size + s.size)
+        s.observed_rate = torch.where(active, torch.maximum(s.observed_rate, rate), s.observed_rate)
+        accepted = active & (plain | (residual <= (s.smallest if causal else s.residual)))
+        step = torch.where(accepted[:, None, None], proposal - s.x, 0)
+        proposer.learn(step, torch.where(accepted[:, None, None], r - s.r, 0), keep=accepted)
+        plain_left = torch.where(accepted, (plain_left - 1).clamp(min=0), penalty)
+        penalty = torch.where(accepted, penalty, penalty * (2 if causal else 1)).clamp(max=2**40)
+
+        finite = residual.isfinite() & size.isfinite()
+        _judge(s, InversionStatus.NONFINITE, accepted & ~finite)
+        # Past this line only finite iterates move: the last finite one is what is returned.
+        accepted = accepted & finite
+        moved = accepted[:, None, None]
+        s.x, s.fx = torch.where(moved, proposal, s.x), torch.where(moved, fp, s.fx)
+        s.r = torch.where(moved, r, s.r)
+        s.residual = torch.where(accepted, residual, s.residual)
+        s.size = torch.where(accepted, size, s.size)
+        s.smallest = torch.minimum(s.smallest, s.residual)
+
+        _judge(s, InversionStatus.NOT_CONTRACTIVE, equation.disproved(s.observed_rate))
+        _judge_convergence(equation, s)
+        limit = DIVERGENCE_FACTOR[equation.contraction] * s.smallest
+        _judge(s, InversionStatus.DIVERGED, s.residual > limit)
+        _judge(s, InversionStatus.MAX_STEPS, s.num_steps >= s.max_steps)
+    return s
+
+
+def refused_or_running(equation: ResidualEquation) -> Tensor:
+    """The status every sample begins with."""
+    refused = equation.tolerance_below_precision()
+    return torch.where(refused, int(InversionStatus.TOLERANCE_BELOW_PRECISION), RUNNING)
+
+
+def first_state(equation: ResidualEquation, max_steps: int | None, status: Tensor) -> State:
+    """Evaluate f at the start and settle what can be settled before the first step."""
+    x = equation.start
+    fx = equation.f(x) if equation.f_start is None else equation.f_start
+    r = equation.y - x - fx
+    residual, size = equation.size(r), equation.size(x) + equation.size(fx)
+    s = State(
+        x=x,
+        fx=fx,
+        r=r,
+        residual=residual,
+        smallest=residual,
+        size=size,
+        status=status,
+        num_steps=torch.zeros_like(status),
+        num_evaluations=(status == RUNNING).long(),
+        observed_rate=torch.zeros_like(residual),
+        max_steps=_step_limit(equation, residual, max_steps),
+    )
+    nonfinite = ~(residual.isfinite() & size.isfinite())
+    s.status = torch.where(nonfinite, int(InversionStatus.NONFINITE), s.status)
+    _judge_convergence(equation, s)
+    return s
+
+
+def _judge(s: State, verdict: InversionStatus, condition: Tensor) -> None:
+    """Give a verdict to the running samples that meet the condition."""
+    s.status = torch.where((s.status == RUNNING) & condition, int(verdict), s.status)
+
+
+def _judge_convergence(equation: ResidualEquation, s: State) -> None:
+    """CONVERGED needs the working residual first, and then the one in full precision."""
+    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, s.residual)
+    if not equation.exact_residual and not bool(candidates.any()):
+        return
+    residual, rounding, _ = equation.measure(
+        s.x, candidates, s.fx if equation.exact_residual else None
+    )
+    s.num_evaluations += 0 if equation.exact_residual else candidates
+    confirmed = equation.within_tolerance(s.x, residual + rounding)
+    _judge(s, InversionStatus.CONVERGED, candidates & confirmed)
+
+
+def _step_limit(equation: ResidualEquation, residual: Tensor, max_steps: int | None) -> Tensor:
+    c = equation.lipschitz_bound
+    if max_steps is not None:
+        limit = torch.full_like(residual, max_steps)
+    elif c is None or equation.contraction == "causal":
+        limit = torch.full_like(residual, STEPS_WITHOUT_PREDICTION)
+    else:
+        # Half the residual for rounding, twice the steps for proposals that were rejected.
+        predicted = predicted_steps(c, residual, equation.tolerance(equation.y) / 4)
+        limit = 2 * predicted + 10
+    return limit.long()
+
+
+def predicted_steps(
+    lipschitz_bound: float, residual: Float[Tensor, "..."], tolerance: Float[Tensor, "..."] | float
+) -> Int[Tensor, "..."]:
+    """Picard steps until the error is at most ``tolerance``: the residual shrinks by c a step.
+
+        k = ⌈log((1 − c) tolerance / ‖r₀‖) / log c⌉
+
+    An upper bound on the steps in exact arithmetic, if Lip(f) ≤ c in the norm of the residual.
+
+    Args:
+        lipschitz_bound: c in [0, 1).
+        residual: ‖r₀‖ = ‖y − x₀ − f(x₀)‖.
+        tolerance: the error allowed, in the same norm.
+
+    Returns:
+        The number of steps, at least 0 and at most ten thousand.
+    """
+    ratio = (1 - lipschitz_bound) * tolerance / residual.double()
+    steps = ratio.log() / math.log(max(lipschitz_bound, 1e-300))
+    return steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long()

@@ -1,0 +1,114 @@
+"""The tied L2 attention core in q-space, shared by layers, estimators and bounds.
+
+Per head, with keys, queries and values the same tensor q ∈ R^{N×d} (rows are tokens):
+
+    S_ij = −‖q_i − q_j‖²/√d + b_ij,    P = softmax_j S,    Y = P q
+
+Every function takes any leading batch dimensions and needs O(N²) memory per head. Products with the
+Jacobian are analytic and use P only: a mask (b = −∞) never meets an arithmetic operation, and no
+derivative rule of a fused kernel is needed.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def attention_weights(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    bias: Float[Tensor, "heads tokens tokens"] | None = None,
+) -> Float[Tensor, "*batch heads tokens tokens"]:
+    """P = softmax_j(−‖q_i − q_j‖²/√d + b_ij), in float32 at least.
+
+    ‖q_i‖² is constant in j, which softmax ignores: the logits are (2 q_i·q_j − ‖q_j‖²)/√d + b_ij.
+    This expansion cancels badly in half precision, hence the float32 floor, also under autocast.
+
+    Args:
+        q: queries, which are also the keys.
+        bias: added to the logits, broadcast over the batch; −∞ hides (i, j), which (i, i) never is.
+
+    Returns:
+        The attention weights; each row sums to one.
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        k = _shifted(q.to(torch.promote_types(q.dtype, torch.float32)))
+        scale = 1 / math.sqrt(q.shape[-1])
+        logits = (2 * scale * k) @ k.mT - scale * k.square().sum(-1).unsqueeze(-2)
+        return (logits if bias is None else logits + bias).softmax(-1)
+
+
+def l2_attention(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    bias: Float[Tensor, "heads tokens tokens"] | None = None,
+) -> Float[Tensor, "*batch heads tokens d_head"]:
+    """Y = P q, the output of every head before its output map.
+
+    Args:
+        q: queries, which are also the keys and the values.
+        bias: added to the logits, as in :func:`attention_weights`.
+
+    Returns:
+        One convex combination of the visible q_j per token and head.
+    """
+    p = attention_weights(q, bias)
+    return (p @ q.to(p.dtype)).to(q.dtype)
+
+
+def l2_attention_jvp(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    dq: Float[Tensor, "*batch heads tokens d_head"],
+) -> Float[Tensor, "*batch heads tokens d_head"]:
+    """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
+
+    T is dS up to a term constant in j, which the row sum removes.
+
+    Args:
+        q: the point of linearisation.
+        p: its attention weights.
+        dq: a direction.
+
+    Returns:
+        The derivative of Y along ``dq``.
+    """
+    k = _shifted(q)
+    t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
+    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (_softmax_jacobian(p, t) @ k)
+
+
+def l2_attention_vjp(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    g: Float[Tensor, "*batch heads tokens d_head"],
+) -> Float[Tensor, "*batch heads tokens d_head"]:
+    """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ)).
+
+    The adjoint of :func:`l2_attention_jvp`: ⟨g, dY⟩ = ⟨q̄, dq⟩.
+
+    Args:
+        q: the point of linearisation.
+        p: its attention weights.
+        g: a cotangent of Y.
+
+    Returns:
+        The cotangent of q.
+    """
+    k = _shifted(q)
+    t = _softmax_jacobian(p, g @ k.mT)
+    pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
+    return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
+
+
+def _softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
+    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
+    return p * (a - (p * a).sum(-1, keepdim=True))
+
+
+def _shifted(q: Tensor) -> Tensor:
+    """Q minus its first token: distances ignore a common shift, rounding does not.
+
+    The mean would serve as well, but then later tokens would reach the rounding of earlier rows.
+    """
+    return q - q[..., :1, :]

@@ -1,0 +1,104 @@
+"""The Jacobian of a map at a point, as a pair of products."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*batch tokens width"]]
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """J = ∂f/∂X at a fixed X of ``shape`` (*batch, N, D); J acts on each sample separately.
+
+    Attributes:
+        jvp: dX ↦ J dX.
+        vjp: G ↦ Jᵀ G.
+        shape: shape of X and of both products, batch dimensions included.
+        dtype: the dtype both products work in.
+        device: the device both products work on.
+    """
+
+    jvp: Callable[[Tensor], Tensor]
+    vjp: Callable[[Tensor], Tensor]
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+    """J = ∂f/∂X at X for any composition of twice differentiable operations.
+
+    JᵀG is reverse mode; G ↦ JᵀG is linear with adjoint J, so J dX is its reverse mode in turn. Both
+    graphs are built once and reused: every product costs about one backward pass and needs no
+    forward-mode rule. Works under ``no_grad`` and in inference mode.
+
+    Args:
+        f: a map from (*batch, N, D) to the same shape that does not mix samples or update buffers.
+            Fused attention has no second derivative: use the plain form inside.
+        x: where to linearise.
+
+    Returns:
+        The products with J and Jᵀ.
+
+    Raises:
+        ValueError: f changes the shape of its input.
+    """
+    with torch.inference_mode(False):
+        # Inference tensors cannot be saved for backward; a clone made here is an ordinary tensor.
+        y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
+        if y.shape != x.shape:
+            raise ValueError(f"f maps {tuple(x.shape)} to {tuple(y.shape)}: it must keep the shape")
+        push_forward = torch.func.vjp(lambda g: pull_back(g)[0], torch.zeros_like(y))[1]
+
+    def product(transposed_map: Callable, vector: Tensor) -> Tensor:
+        with torch.inference_mode(False):
+            return transposed_map(vector.detach().clone())[0].detach()
+
+    return LinearMap(
+        jvp=lambda dx: product(push_forward, dx),
+        vjp=lambda g: product(pull_back, g),
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def plus_identity(jacobian: LinearMap) -> LinearMap:
+    """I + J, the Jacobian of the residual map x + f(x).
+
+    Args:
+        jacobian: J = ∂f/∂X.
+
+    Returns:
+        The products with I + J and its transpose.
+    """
+    return replace(
+        jacobian,
+        jvp=lambda dx: dx + jacobian.jvp(dx),
+        vjp=lambda g: g + jacobian.vjp(g),
+    )
+
+
+def dense_jacobian(
+    f: SequenceMap, x: Float[Tensor, "tokens width"]
+) -> Float[Tensor, "tokens*width tokens*width"]:
+    """The matrix of ∂f/∂X at one sample, ordered as X.flatten(): for small sizes only.
+
+    Args:
+        f: a map from (N, D) to the same shape.
+        x: where to linearise, one sample.
+
+    Returns:
+        The ND × ND Jacobian.
+
+    Raises:
+        ValueError: x has batch dimensions.
+    """
+    if x.ndim != 2:
+        raise ValueError(f"a dense Jacobian is of one sample (N, D), got shape {tuple(x.shape)}")
+    jacobian = torch.func.jacrev(f)(x)
+    return jacobian.reshape(x.numel(), x.numel())

@@ -1,0 +1,345 @@
+"""y = x + f(x) as the solver sees it: how f is evaluated, what that rounds, what is proven of f."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from invformer.numerics.error_bound import (
+    causal_error_bound,
+    contraction_error_bound,
+    sequence_norm,
+    token_norm,
+)
+from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.precision import RESIDUAL_FLOOR, rounding_factor, unit_roundoff
+
+Contraction = Literal["global", "causal"]
+
+# Headroom over a rounding error that was measured, as the difference between two precisions: from
+# one point to another, and on the way from a low precision down to float64.
+FROM_POINT_TO_POINT = 4
+FROM_LOW_TO_HIGH = 16
+LEAST_DEFAULT_RTOL = 1e-10
+HEADROOM = 8
+
+
+@dataclass(frozen=True)
+class ResidualEquation:
+    """y = x + f(x) for a batch flattened to (B, N, D). Lengths are float64, one per sample.
+
+    Attributes:
+        f: the map in the precision of ``y``, which is that of the iterates.
+        precise_f: the map behind the reported residual.
+        residual_dtype: the precision ``precise_f`` works in.
+        y: right-hand sides.
+        start: first iterates.
+        f_start: f(start) if it is known.
+        forward_dtype: the precision y was computed in.
+        gap: what evaluating f in ``forward_dtype`` rounds, measured at the start.
+        factor: k of the rounding model (:func:`.precision.rounding_factor`).
+        norm: the norm of every length.
+        lipschitz_bound: c, or None.
+        contraction: what c bounds.
+        off_diagonal_bound: L of the causal error bound, or None.
+        evaluation_error: proven error of ``precise_f``, or None for the model.
+        output_error: proven error of y, or None for the model.
+        atol: error allowed.
+        rtol: error allowed relative to ‖x̂‖.
+        compact: evaluate on unsolved samples only, once they are half the batch.
+    """
+
+    f: SequenceMap
+    precise_f: SequenceMap
+    residual_dtype: torch.dtype
+    y: Tensor
+    start: Tensor
+    f_start: Tensor | None
+    forward_dtype: torch.dtype
+    gap: Tensor
+    factor: float
+    norm: Norm
+    lipschitz_bound: float | None
+    contraction: Contraction
+    off_diagonal_bound: float | Tensor | None
+    evaluation_error: Tensor | float | None
+    output_error: Tensor | float | None
+    atol: Tensor | float
+    rtol: float
+    compact: bool
+
+    # --- how f is evaluated -----------------------------------------------------------------
+
+    @property
+    def exact_residual(self) -> bool:
+        """Whether the working residual is already the reported one."""
+        return self.y.dtype == self.residual_dtype
+
+    def evaluate(self, x: Tensor, active: Tensor) -> Tensor:
+        """f(x) of the active samples; of the others, whatever comes along."""
+        return self._on_active(self.f, x, active)
+
+    def _on_active(self, f: SequenceMap, x: Tensor, active: Tensor) -> Tensor:
+        if not self.compact or 2 * int(active.sum()) > len(active):
+            return f(x)
+        index = active.nonzero().squeeze(1)
+        return torch.zeros_like(x).index_copy_(0, index, f(x[index]))
+
+    def measure(
+        self, x: Tensor, active: Tensor, fx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """‖y − x − f(x)‖ in full precision, its rounding, and the residual of every token."""
+        if fx is None:
+            fx = self._on_active(self.precise_f, x.to(self.residual_dtype), active)
+        residual = self.y.double() - x.double() - fx.double()
+        rounding = self.rounding(self.size(x) + self.size(fx))
+        return self.size(residual), rounding, token_norm(residual, self.norm)
+
+    def size(self, x: Tensor) -> Tensor:
+        """‖x‖ per sample."""
+        at_least_single = x if x.dtype == torch.float64 else x.float()
+        return vector_norm(at_least_single, self.norm).double()
+
+    def check_causality(self) -> None:
+        """Refuse an f whose early tokens see later ones."""
+        half = self.start.shape[1] // 2
+        if half == 0:
+            return
+        whole, prefix = self.f(self.start)[:, :half], self.f(self.start[:, :half])
+        allowed = 8 * self.evaluation_noise(self.size(self.start) + self.size(whole))
+        if bool((self.size(whole - prefix) > allowed).any()):
+            raise ValueError(
+                "method='sequential' solves token by token, but f of the first "
+                f"{half} tokens depends on later ones: use another method"
+            )
+
+    def start_residual(self) -> Tensor:
+        """‖y − x₀ − f(x₀)‖."""
+        f_start = self.f(self.start) if self.f_start is None else self.f_start
+        return self.size(self.y - self.start - f_start)
+
+    # --- what rounding it allows ------------------------------------------------------------
+
+    def evaluation_noise(self, size: Tensor) -> Tensor:
+        """≥ ‖fl(f(x)) − f(x)‖ in the working precision, for size = ‖x‖ + ‖f(x)‖."""
+        if self.exact_residual:
+            return self.rounding(size)
+        measured = FROM_POINT_TO_POINT * self.gap
+        return measured + self.factor * unit_roundoff(self.y.dtype) * size
+
+    def rounding(self, size: Tensor) -> Tensor:
+        """≥ the rounding of the reported residual, for size = ‖x‖ + ‖f(x)‖."""
+        sizes = size + self.size(self.y)
+        if self.evaluation_error is not None:
+            return self.evaluation_error + 4 * unit_roundoff(torch.float64) * sizes
+        u = unit_roundoff(self.residual_dtype)
+        scaled = FROM_LOW_TO_HIGH * u / unit_roundoff(self.forward_dtype) * self.gap
+        return scaled + self.factor * u * sizes
+
+    def allowed_output_error(self, size: Tensor) -> Tensor:
+        """≥ ‖y − (x + f(x))‖ for the x that was put in, for size = ‖x‖ + ‖f(x)‖."""
+        if self.output_error is not None:
+            return torch.zeros_like(size) + self.output_error
+        if self.forward_dtype == self.residual_dtype:
+            return self.rounding(size)
+        rounded = unit_roundoff(self.forward_dtype) * (size + self.size(self.y))
+        return FROM_POINT_TO_POINT * (self.gap + rounded)
+
+    # --- what is asked ----------------------------------------------------------------------
+
+    @property
+    def margin(self) -> float:
+        """1 − c: error = residual / margin. One if c is not known."""
+        return 1.0 if self.lipschitz_bound is None else 1 - self.lipschitz_bound
+
+    def tolerance(self, x: Tensor) -> Tensor:
+        """atol + rtol ‖x‖."""
+        return self.atol + self.rtol * self.size(x)
+
+    def within_tolerance(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Whether residual / (1 − c) ≤ atol + rtol ‖x‖; never with NaN."""
+        return residual <= self.margin * self.tolerance(x)
+
+    def smallest_rtol(self) -> float:
+        """The relative error that the format, the rounding model and c allow to certify."""
+        model = 3 * self.factor * unit_roundoff(self.residual_dtype)
+        return (RESIDUAL_FLOOR[self.y.dtype] + model) / self.margin
+
+    def tolerance_below_precision(self) -> Tensor:
+        """Which samples cannot be solved to the tolerance by anyone."""
+        return self.tolerance(self.y) < self.smallest_rtol() * self.size(self.y)
+
+    def with_tolerance(self, atol: float, rtol: float | None) -> "ResidualEquation":
+        """The same equation, another tolerance; rtol None is one that can be met comfortably."""
+        if rtol is None:
+            # Every step rounds anew and J carries all of it on: √(1 + c² + c⁴ + …) times one step's.
+            c = self.lipschitz_bound or 0.0
+            rtol = max(LEAST_DEFAULT_RTOL, HEADROOM * self.smallest_rtol() / math.sqrt(1 - c * c))
+        return replace(self, atol=atol, rtol=rtol)
+
+    # --- what is known ----------------------------------------------------------------------
+
+    def observed_rate(self, dx: Tensor, df: Tensor, size: Tensor) -> Tensor:
+        """(‖df‖ − rounding)/‖dx‖ ≤ Lip(f), for two points whose sizes sum to ``size``."""
+        noise = self.evaluation_noise(size / 2) * 2
+        rate = (self.size(df) - noise) / self.size(dx)
+        return rate.nan_to_num(0, 0, 0).clamp(min=0)
+
+    def disproved(self, rate: Tensor) -> Tensor:
+        """Whether a rate contradicts c. A causal c says nothing about whole steps."""
+        if self.lipschitz_bound is None or self.contraction == "causal":
+            return torch.zeros_like(rate, dtype=torch.bool)
+        return rate > self.lipschitz_bound
+
+    def error_bound(self, residual: Tensor, token_residual: Tensor, rounding: Tensor) -> Tensor:
+        """≥ ‖x̂ − x‖ from the measured residuals and all rounding; infinite if nothing follows."""
+        outward = 1 + (self.y[0].numel() + 8) * unit_roundoff(torch.float64)
+        if self.lipschitz_bound is None:
+            return torch.full_like(residual, math.inf)
+        if self.contraction == "global":
+            return contraction_error_bound(outward * residual + rounding, self.lipschitz_bound)
+        if self.off_diagonal_bound is None:
+            return torch.full_like(residual, math.inf)
+        token_residual = outward * token_residual + rounding[:, None]
+        tokens = causal_error_bound(token_residual, self.lipschitz_bound, self.off_diagonal_bound)
+        return outward * sequence_norm(tokens, self.norm)
+
+    # --- equations made from it -------------------------------------------------------------
+
+    def in_float64(self) -> "ResidualEquation":
+        """The same equation, for iterates in float64."""
+        y, start = self.y.double(), self.start.double()
+        return replace(self, f=self.precise_f, y=y, start=start, f_start=None)
+
+    def from_start(self, start: Tensor) -> "ResidualEquation":
+        """The same equation, another start."""
+        return replace(self, start=start, f_start=None)
+
+    def chunk(self, x: Tensor, begin: int, end: int) -> "ResidualEquation":
+        """The equation for tokens begin…end−1 of a causal f, with x_{<begin} as their past.
+
+        The tolerance is that of the whole, shared out, with ‖y‖/4 standing for the unknown ‖x‖.
+        """
+        parts = math.ceil(x.shape[1] / (end - begin)) if self.norm == "frobenius" else 1
+        one_token = end - begin == 1
+
+        def with_past(g: SequenceMap) -> SequenceMap:
+            return lambda z: g(torch.cat([x[:, :begin].to(z.dtype), z], dim=1))[:, begin:end]
+
+        return replace(
+            self,
+            f=with_past(self.f),
+            precise_f=with_past(self.precise_f),
+            y=self.y[:, begin:end],
+            start=x[:, begin:end].clone(),
+            f_start=None,
+            contraction="global" if one_token else self.contraction,
+            atol=(self.atol + self.rtol * self.size(self.y) / 4) / math.sqrt(parts),
+            rtol=0.0,
+            compact=False,
+        )
+
+
+def residual_equation(
+    f: SequenceMap,
+    y: Tensor,
+    initial: Tensor | None,
+    residual_map: SequenceMap | None,
+    forward_map: SequenceMap | None,
+    forward_dtype: torch.dtype | None,
+    *,
+    norm: Norm,
+    lipschitz_bound: float | None,
+    contraction: Contraction,
+    off_diagonal_bound: float | Tensor | None,
+    evaluation_error: Tensor | float | None,
+    output_error: Tensor | float | None,
+    compact: bool,
+) -> ResidualEquation:
+    """Flatten the batch, find out what f can be evaluated in, and measure what that rounds.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit together.
+    """
+    batch, (tokens, width) = y.shape[:-2], y.shape[-2:]
+    flat = y.reshape(-1, tokens, width)
+    start = y if initial is None else initial.to(y.dtype).expand_as(y)
+
+    def flattened(g: SequenceMap) -> SequenceMap:
+        def on_samples(x: Tensor) -> Tensor:
+            if len(x) != len(flat):
+                return g(x)
+            return g(x.reshape(*batch, *x.shape[1:])).reshape(x.shape)
+
+        return on_samples
+
+    f_start = _same_kind(f(start), start, "f")
+    precise_f = f if y.dtype == torch.float64 else _precise(f, f_start, residual_map, start)
+    residual_dtype = torch.float64 if precise_f is not None else y.dtype
+    precise_f = precise_f or f
+    if forward_map is None:
+        forward_dtype, forward = y.dtype, f_start
+    elif forward_dtype is None:
+        raise ValueError("forward_map needs forward_dtype, the precision the forward pass ran in")
+    else:
+        forward = forward_map(start.to(forward_dtype))
+    gap = torch.zeros_like(f_start, dtype=torch.float64)
+    if forward_dtype != residual_dtype:
+        # Both at the point as the lower precision sees it: the difference is f's rounding alone.
+        gap = forward.double() - precise_f(start.to(forward_dtype).to(residual_dtype)).double()
+    equation = ResidualEquation(
+        f=flattened(f),
+        precise_f=flattened(precise_f),
+        residual_dtype=residual_dtype,
+        y=flat,
+        start=start.reshape(flat.shape),
+        f_start=f_start.reshape(flat.shape),
+        forward_dtype=forward_dtype,
+        gap=torch.zeros(len(flat), dtype=torch.float64, device=y.device),
+        factor=rounding_factor(tokens, width),
+        norm=norm,
+        lipschitz_bound=lipschitz_bound,
+        contraction=contraction,
+        off_diagonal_bound=off_diagonal_bound,
+        evaluation_error=_per_sample(evaluation_error, batch),
+        output_error=_per_sample(output_error, batch),
+        atol=0.0,
+        rtol=0.0,
+        compact=compact,
+    )
+    return replace(equation, gap=equation.size(gap.reshape(flat.shape)))
+
+
+def _precise(
+    f: SequenceMap, f_start: Tensor, residual_map: SequenceMap | None, start: Tensor
+) -> SequenceMap | None:
+    """The float64 map behind the residual: the one given, else f itself unless it refuses."""
+    if residual_map is not None:
+        _same_kind(residual_map(start.double()), start.double(), "residual_map")
+        return residual_map
+    try:
+        value = f(start.double())
+    except RuntimeError:  # torch refuses to mix float64 input with low-precision weights
+        return None
+    # An f that computes in low precision inside gives itself away: its values fit low precision.
+    if value.dtype != torch.float64 or torch.equal(value, value.to(f_start.dtype).double()):
+        return None
+    return f
+
+
+def _same_kind(value: Tensor, x: Tensor, name: str) -> Tensor:
+    if value.shape != x.shape or value.dtype != x.dtype:
+        raise ValueError(
+            f"{name} maps {x.dtype} {tuple(x.shape)} to {value.dtype} {tuple(value.shape)}: "
+            "it must keep dtype and shape"
+        )
+    return value
+
+
+def _per_sample(value: Tensor | float | None, batch: torch.Size) -> Tensor | float | None:
+    if isinstance(value, Tensor):
+        return value.double().expand(batch).reshape(-1)
+    return value

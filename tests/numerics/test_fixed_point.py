@@ -1,0 +1,753 @@
+"""The inversion engine: every answer within its bound, no failure called success."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from invformer.numerics.acceleration import gmres
+from invformer.numerics.error_bound import (
+    ErrorStep,
+    causal_error_bound,
+    residual_step,
+    scale_step,
+    stack_error_bound,
+)
+from invformer.numerics.fixed_point import (
+    FixedPointError,
+    FixedPointSolution,
+    InversionStatus,
+    Method,
+    invert_residual,
+    predicted_steps,
+)
+from invformer.numerics.implicit_inverse import implicit_inverse
+from invformer.numerics.norms import NORMS, Norm, vector_norm
+from invformer.numerics.precision import rounding_factor, unit_roundoff
+from tests.numerics.contractions import (
+    CausalL2,
+    linear_map,
+    orthogonal,
+    planted_inverse,
+    slow_map,
+    two_layers,
+)
+
+METHODS: tuple[Method, ...] = ("picard", "anderson", "newton_krylov", "sequential")
+CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
+
+
+def true_error(solution: FixedPointSolution, x: Tensor) -> Tensor:
+    return vector_norm(solution.value.double() - x.double(), solution.norm)
+
+
+def all_converged(solution: FixedPointSolution) -> bool:
+    return bool(solution.converged.all())
+
+
+# --- right answers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+@pytest.mark.parametrize("c", [0.3, 0.9, 0.99])
+def test_a_planted_linear_inverse_is_found_to_the_tolerance(method: Method, c: float) -> None:
+    matrix = c * orthogonal(8, 12, 12) * (1 - 1e-12)
+    y = torch.randn(8, 3, 4)
+    solution = invert_residual(
+        linear_map(matrix), y, lipschitz_bound=c, norm="frobenius", method=method, atol=1e-9, rtol=0
+    )
+    x = planted_inverse(matrix, y)
+    assert all_converged(solution)
+    assert (true_error(solution, x) <= 1e-9).all()
+    assert (true_error(solution, x) <= solution.error_bound).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_inverts_in_every_norm(method: Method, norm: Norm) -> None:
+    f = two_layers(16, 6, 5, 0.9, norm)
+    x = torch.randn(16, 6, 5)
+    solution = invert_residual(f, x + f(x), lipschitz_bound=0.9, norm=norm, method=method)
+    assert all_converged(solution)
+    assert (true_error(solution, x) <= solution.error_bound).all()
+    assert (solution.error_bound <= 1.1e-10 * vector_norm(x, norm) + 1e-12).all()
+
+
+def test_leading_dimensions_are_all_batch() -> None:
+    f = two_layers(6, 4, 3, 0.7, "token_max")
+    x = torch.randn(6, 4, 3)
+    flat = invert_residual(f, x + f(x), lipschitz_bound=0.7, norm="token_max")
+    grid = invert_residual(
+        lambda z: f(z.flatten(0, 1)).view(2, 3, 4, 3),
+        (x + f(x)).view(2, 3, 4, 3),
+        lipschitz_bound=0.7,
+        norm="token_max",
+    )
+    assert grid.value.shape == (2, 3, 4, 3)
+    assert grid.status.shape == grid.error_bound.shape == grid.num_steps.shape == (2, 3)
+    assert torch.equal(grid.value.flatten(0, 1), flat.value)
+    single = invert_residual(
+        lambda z: 0.5 * z.tanh(), torch.ones(2, 3), lipschitz_bound=0.5, norm="entry_max"
+    )
+    assert single.status.shape == ()
+
+
+def test_a_solved_start_takes_no_steps() -> None:
+    f = two_layers(4, 4, 3, 0.7, "token_max")
+    x = torch.randn(4, 4, 3)
+    solution = invert_residual(f, x + f(x), lipschitz_bound=0.7, norm="token_max", initial=x)
+    assert all_converged(solution)
+    assert (solution.num_steps == 0).all()
+    assert torch.equal(solution.value, x)
+
+
+# --- the bound ----------------------------------------------------------------------------------
+
+
+def stack_violations(
+    c: float, norm: Norm, dtype: torch.dtype, samples: int, method: Method, max_steps: int | None
+) -> tuple[int, int]:
+    """Push x through three residual layers and two scales, come back; (violations, finite bounds)."""
+    layers = [two_layers(samples, 4, 6, c, norm, dtype) for _ in range(3)]
+    log_scale = (0.5 * torch.randn(2, 6)).to(dtype)
+    shift = torch.randn(2, 6).to(dtype)
+    x = torch.randn(samples, 4, 6).to(dtype)
+    z = x
+    for i, f in enumerate(layers):
+        z = z + f(z)
+        if i < 2:
+            z = z * log_scale[i].exp() + shift[i]
+    steps: list[ErrorStep] = []
+    for i in (2, 1, 0):
+        if i < 2:
+            steps.append(scale_step(z, log_scale[i], shift[i], norm))
+            z = (z - shift[i]) * (-log_scale[i]).exp()
+        solution = invert_residual(
+            layers[i],
+            z,
+            lipschitz_bound=c,
+            norm=norm,
+            method=method,
+            max_steps=max_steps,
+            throw=False,
+        )
+        steps.append(residual_step(solution.error_bound, c))
+        z = solution.value
+    error, bound = vector_norm(z.double() - x.double(), norm), stack_error_bound(steps)
+    return int((~(error <= bound)).sum()), int(bound.isfinite().sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_true_error_of_a_stack_is_never_above_its_bound(dtype: torch.dtype) -> None:
+    samples, violations, finite = 0, 0, 0
+    for c in CONSTANTS:
+        for norm in NORMS:
+            for method, max_steps in (("picard", 5), ("anderson", None)):
+                bad, good = stack_violations(c, norm, dtype, 40, method, max_steps)
+                samples, violations, finite = samples + 40, violations + bad, finite + good
+    assert samples >= 1000
+    assert violations == 0
+    assert finite == samples
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_ten_thousand_stacks_stay_within_their_bounds(dtype: torch.dtype, method: Method) -> None:
+    for c in CONSTANTS:
+        for norm in NORMS:
+            violations, finite = stack_violations(c, norm, dtype, 150, method, None)
+            assert (violations, finite) == (0, 150)
+
+
+def test_the_bound_is_attained_by_the_worst_direction() -> None:
+    c = 0.9
+    x = torch.randn(5, 3, 2)
+    solution = invert_residual(
+        lambda z: -c * z,
+        (1 - c) * x,
+        lipschitz_bound=c,
+        norm="frobenius",
+        max_steps=20,
+        output_error=0.0,
+        throw=False,
+    )
+    assert (solution.status == InversionStatus.MAX_STEPS).all()
+    ratio = true_error(solution, x) / solution.error_bound
+    assert (ratio <= 1).all()
+    assert (ratio > 1 - 1e-9).all()
+
+
+def test_the_difference_of_iterates_would_not_have_been_a_bound() -> None:
+    """c/(1 − c)‖Δ‖ in working precision goes to zero where the true error does not."""
+    c = 0.95
+    w = orthogonal(1, 8, 8)
+    x = torch.randn(200, 4, 8).float()
+
+    def f(z: Tensor) -> Tensor:
+        return (c * 0.999999) * torch.tanh(z @ w.to(z.dtype) + 3) @ w.mT.to(z.dtype)
+
+    y = x + f(x)
+    z = y
+    for _ in range(400):
+        z, previous = y - f(z), z
+    popular = c / (1 - c) * vector_norm(z - previous, "token_max")
+    error = vector_norm(z.double() - x.double(), "token_max")
+    assert (error > popular).any()
+    solution = invert_residual(f, y, lipschitz_bound=c, norm="token_max", initial=z)
+    assert (true_error(solution, x) <= solution.error_bound).all()
+
+
+def test_a_float32_output_solved_in_float64_still_counts_its_forward_rounding() -> None:
+    f = two_layers(100, 4, 6, 0.7, "token_max", torch.float32)
+    x = torch.randn(100, 4, 6).float()
+    y = x + f(x)
+    settings = {"lipschitz_bound": 0.7, "norm": "token_max"}
+    polished = invert_residual(f, y, polish=True, **settings)
+    chained = invert_residual(f, y.double(), forward_map=f, forward_dtype=torch.float32, **settings)
+    assert polished.value.dtype == chained.value.dtype == torch.float64
+    for solution in (polished, chained):
+        assert (true_error(solution, x) > 1e-9).any()
+        assert (true_error(solution, x) <= solution.error_bound).all()
+        assert (solution.error_bound < 1e-4).all()
+    exact = invert_residual(f, y, polish=True, output_error=0.0, **settings)
+    assert (exact.error_bound <= 1e-10 * vector_norm(exact.value, "token_max")).all()
+
+
+def test_a_branch_that_refuses_float64_gets_the_allowance_of_its_own_precision() -> None:
+    w = (0.5 * orthogonal(6, 6)).float()
+    x = torch.randn(50, 4, 6).float()
+
+    def f(z: Tensor) -> Tensor:
+        return torch.tanh(z @ w)
+
+    def in_float64(z: Tensor) -> Tensor:
+        return torch.tanh(z @ w.double())
+
+    settings = {"lipschitz_bound": 0.501, "norm": "token_max"}
+    own = invert_residual(f, x + f(x), **settings)
+    assert own.residual_dtype == torch.float32
+    given = invert_residual(f, x + f(x), residual_map=in_float64, **settings)
+    assert given.residual_dtype == torch.float64
+    for solution in (own, given):
+        assert (true_error(solution, x) <= solution.error_bound).all()
+    cast_inside = invert_residual(lambda z: f(z.float()).to(z.dtype), x + f(x), **settings)
+    assert cast_inside.residual_dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_inverted_as_far_as_it_goes(dtype: torch.dtype) -> None:
+    f = two_layers(50, 4, 6, 0.5, "token_max", dtype)
+    x = torch.randn(50, 4, 6).to(dtype)
+    c = 0.5 * (1 + 3 * unit_roundoff(dtype)) ** 2
+    solution = invert_residual(f, x + f(x), lipschitz_bound=c, norm="token_max")
+    assert all_converged(solution)
+    assert (true_error(solution, x) <= solution.error_bound).all()
+
+
+def test_the_rounding_model_covers_what_float32_rounds() -> None:
+    worst = 0.0
+    for tokens, width in ((1, 2), (4, 8), (32, 64), (64, 16)):
+        w_q, g = torch.randn(2, width, width // 2) / width**0.5, torch.randn(2, width // 2, width)
+        for f in (
+            two_layers(8, tokens, width, 0.9, "token_max", torch.float32),
+            CausalL2(w_q.float(), (g / width**0.5).float()),
+        ):
+            x = 3 * torch.randn(8, tokens, width).float()
+            rounded = vector_norm(f(x).double() - f(x.double()), "token_max")
+            size = vector_norm(x, "token_max") + vector_norm(f(x), "token_max")
+            unit = rounding_factor(tokens, width) * unit_roundoff(torch.float32)
+            worst = max(worst, float((rounded / (unit * size)).max()))
+    assert worst <= 0.25
+
+
+def test_a_proven_evaluation_error_replaces_the_model() -> None:
+    f = two_layers(4, 4, 3, 0.5, "token_max")
+    x = torch.randn(4, 4, 3)
+    settings = {"lipschitz_bound": 0.5, "norm": "token_max", "rtol": 1e-6}
+    modelled = invert_residual(f, x + f(x), **settings)
+    proven = invert_residual(
+        f,
+        x + f(x),
+        evaluation_error=torch.full((4,), 1e-3),
+        output_error=0.0,
+        throw=False,
+        max_steps=60,
+        **settings,
+    )
+    assert (proven.error_bound >= 2e-3).all()
+    assert (proven.status == InversionStatus.MAX_STEPS).all()
+    assert (modelled.error_bound < 1e-5).all()
+
+
+def test_without_a_constant_there_is_no_error_bound() -> None:
+    f = two_layers(4, 4, 3, 0.9, "token_max")
+    x = torch.randn(4, 4, 3)
+    solution = invert_residual(f, x + f(x), lipschitz_bound=None, norm="token_max")
+    assert all_converged(solution)
+    assert solution.error_bound.isinf().all()
+    assert solution.predicted_steps is None
+
+
+# --- causal certificates ------------------------------------------------------------------------
+
+
+def shift_map(tokens: int, c: float, off_diagonal: float) -> Tensor:
+    """f(x)_i = −c x_i − L x_{i−1}: nothing cancels, so the causal recursion is attained."""
+    return -c * torch.eye(tokens) - off_diagonal * torch.eye(tokens).roll(1, 0).tril(-1)
+
+
+def test_a_causal_constant_alone_bounds_no_error() -> None:
+    matrix = shift_map(40, 0.5, 2.0)
+    x = torch.randn(3, 40, 1)
+    solution = invert_residual(
+        lambda z: matrix @ z,
+        x + matrix @ x,
+        lipschitz_bound=0.5,
+        norm="token_max",
+        contraction="causal",
+        initial=x + 1e-13 * torch.randn_like(x),
+        rtol=1e-9,
+    )
+    assert all_converged(solution)
+    assert (solution.residual < 1e-10).all()
+    assert solution.error_bound.isinf().all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("off_diagonal", [0.2, 0.9])
+def test_the_causal_bound_holds_and_is_attained(norm: Norm, off_diagonal: float) -> None:
+    matrix = shift_map(12, 0.5, off_diagonal)
+    x = torch.randn(20, 12, 1)
+    settings = {"lipschitz_bound": 0.5, "norm": norm, "contraction": "causal", "throw": False}
+    for bound in (off_diagonal, (-matrix).tril(-1)):
+        solution = invert_residual(
+            lambda z: matrix @ z,
+            x + matrix @ x,
+            max_steps=10,
+            off_diagonal_bound=bound,
+            **settings,
+        )
+        assert (true_error(solution, x) <= solution.error_bound).all()
+    error = causal_error_bound(torch.ones(12), 0.5, off_diagonal)
+    truth = torch.linalg.solve(torch.eye(12) + matrix, torch.ones(12, 1)).squeeze(-1)
+    assert (error >= truth).all()
+    torch.testing.assert_close(error, truth, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_causal_map_with_a_global_constant_above_one_is_inverted(method: Method) -> None:
+    matrix = shift_map(16, 0.6, 1.5)
+    x = torch.randn(5, 16, 3)
+    solution = invert_residual(
+        lambda z: matrix[: z.shape[-2], : z.shape[-2]] @ z,
+        x + matrix @ x,
+        lipschitz_bound=0.6,
+        norm="token_max",
+        contraction="causal",
+        method=method,
+    )
+    assert all_converged(solution)
+    assert (solution.observed_rate > 1).all() or method in ("sequential", "newton_krylov")
+    assert (solution.residual <= 1e-9 * vector_norm(x, "token_max")).all()
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16])
+def test_sequential_inverts_causal_attention_chunk_by_chunk(chunk_size: int) -> None:
+    f = CausalL2(0.4 * orthogonal(2, 8, 8)[..., :4], 0.2 * orthogonal(2, 8, 8)[:, :4])
+    x = torch.randn(4, 16, 8)
+    solution = invert_residual(
+        f,
+        x + f(x),
+        lipschitz_bound=0.9,
+        norm="token_max",
+        contraction="causal",
+        method="sequential",
+        chunk_size=chunk_size,
+    )
+    assert all_converged(solution)
+    assert (true_error(solution, x) <= 1e-8).all()
+
+
+def test_sequential_refuses_a_map_that_is_not_causal() -> None:
+    mixing = torch.full((6, 6), 1 / 6)
+    with pytest.raises(ValueError, match="depends on later ones"):
+        invert_residual(
+            lambda z: 0.5 * (mixing[: z.shape[-2], : z.shape[-2]] @ z),
+            torch.randn(2, 6, 3),
+            lipschitz_bound=0.5,
+            norm="token_max",
+            method="sequential",
+        )
+
+
+def test_sequential_disproves_a_wrong_causal_constant() -> None:
+    matrix = shift_map(6, 0.8, 0.1)
+    solution = invert_residual(
+        lambda z: matrix[: z.shape[-2], : z.shape[-2]] @ z,
+        torch.randn(3, 6, 2),
+        lipschitz_bound=0.5,
+        norm="token_max",
+        contraction="causal",
+        method="sequential",
+        throw=False,
+    )
+    assert (solution.status == InversionStatus.NOT_CONTRACTIVE).all()
+
+
+# --- verdicts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_planted_failures_are_never_called_converged(method: Method, dtype: torch.dtype) -> None:
+    batch, c = 60, 0.9
+    scale = torch.full((batch, 1, 1), 0.85)
+    scale[0::6] = 1.5  # expands
+    scale[1::6] = math.nan
+    scale[2::6] = 0.97  # contracts, but not as claimed
+    w = orthogonal(batch, 6, 6)
+    y = torch.randn(batch, 4, 6).to(dtype)
+    y[3::6, 0, 0] = math.inf
+    solution = invert_residual(
+        lambda z: z @ (scale * w).to(z.dtype),
+        y,
+        lipschitz_bound=c,
+        norm="token_max",
+        method=method,
+        throw=False,
+    )
+    expected = torch.full((batch,), int(InversionStatus.CONVERGED))
+    expected[0::6] = expected[2::6] = InversionStatus.NOT_CONTRACTIVE
+    expected[1::6] = expected[3::6] = InversionStatus.NONFINITE
+    assert torch.equal(solution.status, expected)
+    assert solution.error_bound[~solution.converged].isinf().all()
+    assert (solution.observed_rate[solution.converged] <= c).all()
+
+
+def test_an_exact_constant_is_never_disproved_by_rounding() -> None:
+    for dtype in (torch.float64, torch.float32):
+        for c in CONSTANTS:
+            w = orthogonal(50, 6, 6)
+
+            def f(z: Tensor, w: Tensor = w, c: float = c) -> Tensor:
+                return z @ (c * w).to(z.dtype)
+
+            y = 1e3 * torch.randn(50, 4, 6).to(dtype)
+            claimed = c * (1 + 1e-15 if dtype == torch.float64 else 1 + 3e-7)
+            solution = invert_residual(f, y, lipschitz_bound=claimed, norm="token_max")
+            assert all_converged(solution)
+            assert (solution.observed_rate > 0.9 * c).all()
+
+
+def test_a_growing_residual_is_divergence() -> None:
+    solution = invert_residual(
+        lambda z: 3 * z, torch.randn(4, 2, 2), lipschitz_bound=None, norm="token_max", throw=False
+    )
+    assert (solution.status == InversionStatus.DIVERGED).all()
+
+
+def test_running_out_of_steps_is_said() -> None:
+    f = slow_map(4, 3, 8, 0.99)
+    solution = invert_residual(
+        f, torch.randn(4, 3, 8), lipschitz_bound=0.99, norm="frobenius", max_steps=3, throw=False
+    )
+    assert (solution.status == InversionStatus.MAX_STEPS).all()
+    assert (solution.num_steps == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float64, 1e-16), (torch.float32, 1e-7), (torch.bfloat16, 1e-2)]
+)
+def test_a_tolerance_below_the_precision_is_refused_untried(
+    dtype: torch.dtype, rtol: float
+) -> None:
+    y = torch.randn(3, 4, 2).to(dtype)
+    solution = invert_residual(
+        lambda z: 0.5 * z.tanh(), y, lipschitz_bound=0.5, norm="token_max", rtol=rtol, throw=False
+    )
+    assert (solution.status == InversionStatus.TOLERANCE_BELOW_PRECISION).all()
+    assert (solution.num_steps == 0).all()
+    assert torch.equal(solution.value, y)
+
+
+def test_the_refusal_grows_with_the_constant_and_vanishes_with_polish() -> None:
+    y = torch.randn(3, 4, 2).float()
+    settings = {"norm": "token_max", "rtol": 1e-5, "throw": False}
+    for c, expected in ((0.5, "CONVERGED"), (0.99, "TOLERANCE_BELOW_PRECISION")):
+
+        def f(z: Tensor, c: float = c) -> Tensor:
+            return 0.5 * c * z.sin()
+
+        solution = invert_residual(f, y, lipschitz_bound=c, **settings)
+        assert {InversionStatus(s).name for s in solution.status.tolist()} == {expected}
+    assert all_converged(invert_residual(f, y, lipschitz_bound=0.99, polish=True, **settings))
+
+
+def test_polishing_forgets_no_evidence_against_the_constant() -> None:
+    w = 1.2 * orthogonal(6, 6)
+    y = torch.randn(3, 4, 6).float()
+    solution = invert_residual(
+        lambda z: z @ w.to(z.dtype),
+        y,
+        lipschitz_bound=0.9,
+        norm="token_max",
+        method="anderson",
+        polish=True,
+        throw=False,
+    )
+    assert (solution.status == InversionStatus.NOT_CONTRACTIVE).all()
+
+
+def test_an_accelerated_step_that_explodes_falls_back_to_picard() -> None:
+    """Near the kink of |x| Anderson's line fit is useless; the answer must not suffer."""
+    x = torch.randn(50, 3, 4)
+    c = 0.95
+    f = lambda z: c * (z.abs() + 5 * torch.sin(z / 5)) / 2  # noqa: E731
+    for method in METHODS[1:3]:
+        solution = invert_residual(f, x + f(x), lipschitz_bound=c, norm="entry_max", method=method)
+        assert all_converged(solution)
+        assert (true_error(solution, x) <= solution.error_bound).all()
+
+
+def test_the_error_says_how_many_failed_how_badly_and_what_to_try() -> None:
+    scale = torch.tensor([0.5, 1.5, math.nan])[:, None, None]
+    with pytest.raises(FixedPointError) as caught:
+        invert_residual(
+            lambda z: scale * z, torch.ones(3, 2, 2), lipschitz_bound=0.6, norm="token_max"
+        )
+    message = str(caught.value)
+    assert message.startswith("2 of 3 samples were not inverted (1 NONFINITE, 1 NOT_CONTRACTIVE)")
+    assert "worst residual inf in token_max" in message
+    assert "certify the weights" in message
+    assert "look for NaN" in message
+    assert "\n" not in message
+    assert caught.value.solution.converged.tolist() == [True, False, False]
+
+
+# --- batch mates --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_does_not_depend_on_batch_mates(method: Method) -> None:
+    def f(z: Tensor) -> Tensor:
+        return 0.9 * torch.tanh(z @ w) + 0.09 * z
+
+    w = orthogonal(4, 4)
+    settings = {"lipschitz_bound": 0.99, "norm": "token_max", "method": method, "throw": False}
+    y = torch.randn(6, 5, 4)
+    others = y.clone()
+    others[1:] *= torch.tensor([1e-3, 1e3, math.nan, math.inf, 0.0])[:, None, None]
+    first, second = invert_residual(f, y, **settings), invert_residual(f, others, **settings)
+    for field in ("value", "residual", "error_bound", "num_steps", "status", "observed_rate"):
+        assert torch.equal(getattr(first, field)[0], getattr(second, field)[0])
+    alone = invert_residual(f, y[:1], **settings)
+    torch.testing.assert_close(alone.value[0], first.value[0], rtol=1e-9, atol=1e-9)
+
+
+def test_solved_samples_are_not_evaluated_again_when_compact() -> None:
+    evaluated = 0
+
+    def f(z: Tensor) -> Tensor:
+        nonlocal evaluated
+        evaluated += len(z)
+        return 0.95 * torch.tanh(z @ w)
+
+    w = orthogonal(4, 4)
+    y = torch.randn(64, 5, 4)
+    y[8:] *= 1e-3  # these are done at once
+    settings = {"lipschitz_bound": 0.95, "norm": "token_max", "atol": 1e-2, "rtol": 0.0}
+    whole = invert_residual(f, y, **settings)
+    work, evaluated = evaluated, 0
+    compact = invert_residual(f, y, compact=True, **settings)
+    torch.testing.assert_close(compact.value, whole.value)
+    assert torch.equal(compact.status, whole.status)
+    assert evaluated < work / 3
+
+
+# --- speed --------------------------------------------------------------------------------------
+
+
+def test_anderson_needs_at_most_half_of_picards_evaluations_on_a_slow_map() -> None:
+    f = slow_map(20, 8, 16, 0.95)
+    x = torch.randn(20, 8, 16)
+    evaluations = {}
+    for method in METHODS[:3]:
+        solution = invert_residual(
+            f, x + f(x), lipschitz_bound=0.95, norm="token_max", method=method
+        )
+        assert (true_error(solution, x) <= solution.error_bound).all()
+        evaluations[method] = float(solution.num_evaluations.double().mean())
+    assert evaluations["picard"] > 60
+    assert evaluations["anderson"] <= evaluations["picard"] / 2
+    assert evaluations["newton_krylov"] <= evaluations["picard"] / 2
+
+
+def test_picard_needs_at_most_the_predicted_steps_and_exactly_so_in_the_worst_direction() -> None:
+    c, tolerance = 0.9, 1e-6
+    x = torch.randn(10, 3, 2)
+    solution = invert_residual(
+        lambda z: -c * z,
+        (1 - c) * x,
+        lipschitz_bound=c,
+        norm="frobenius",
+        atol=tolerance,
+        rtol=0.0,
+    )
+    assert solution.predicted_steps is not None
+    assert ((solution.num_steps - solution.predicted_steps).abs() <= 1).all()
+    assert int(predicted_steps(0.5, torch.tensor(1.0), 0.5)) == 2
+    assert int(predicted_steps(0.5, torch.tensor(0.0), 0.5)) == 0
+    assert int(predicted_steps(0.0, torch.tensor(1.0), 0.5)) == 1
+
+
+def test_gmres_solves_to_its_tolerance_and_counts_products_per_sample() -> None:
+    matrix = torch.eye(12) + 0.8 * orthogonal(5, 12, 12)
+    matrix[4] = torch.eye(12)
+    b = torch.randn(5, 3, 4)
+    active = torch.tensor([True, True, True, False, True])
+    solution, products = gmres(linear_map(matrix), b, active, 1e-12, 12)
+    expected = torch.linalg.solve(matrix, b.flatten(1)).view(b.shape)
+    torch.testing.assert_close(solution[active], expected[active], rtol=1e-9, atol=1e-9)
+    assert products[3] == 0
+    assert products[4] == 1
+
+
+# --- stacks -------------------------------------------------------------------------------------
+
+
+def test_the_stack_bound_is_the_recursion_written_out() -> None:
+    y = torch.randn(2, 3, 2)
+    log_scale, shift = torch.tensor([0.5, -1.0]), torch.zeros(2)
+    scale = scale_step(y, log_scale, shift, "token_max")
+    top, bottom = torch.tensor([1e-3, 2e-3]), torch.tensor([1e-5, 0.0])
+    bound = stack_error_bound([residual_step(top, 0.5), scale, residual_step(bottom, 0.75)])
+    by_hand = bottom + 4 * math.e * top
+    assert (bound >= by_hand).all()
+    torch.testing.assert_close(bound, by_hand, rtol=1e-5, atol=0)
+    assert stack_error_bound([]) == 0
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "token_max"])
+def test_the_implicit_gradient_is_that_of_a_dense_solve(norm: Norm) -> None:
+    w = (0.9 * orthogonal(4, 4)).requires_grad_()
+    y = torch.randn(3, 5, 4, requires_grad=True)
+
+    def f(z: Tensor) -> Tensor:
+        return torch.tanh(z @ w)
+
+    x = implicit_inverse(f, y, lipschitz_bound=0.9 + 1e-12, norm=norm, rtol=1e-12)
+    weight = torch.randn_like(x)
+    gradient_y, gradient_w = torch.autograd.grad((weight * x.sin()).sum(), (y, w))
+
+    x, cotangent = x.detach(), weight * x.detach().cos()
+    expected_w = torch.zeros_like(w)
+    for b in range(3):
+        jacobian = torch.func.jacrev(f)(x[b]).reshape(20, 20).detach()
+        u = torch.linalg.solve(torch.eye(20) + jacobian.mT, cotangent[b].flatten()).view(5, 4)
+        torch.testing.assert_close(gradient_y[b], u, rtol=1e-8, atol=1e-10)
+        expected_w -= torch.autograd.grad((f(x[b]) * u).sum(), w)[0]
+    torch.testing.assert_close(gradient_w, expected_w, rtol=1e-8, atol=1e-10)
+
+
+def test_the_implicit_gradient_passes_gradcheck() -> None:
+    w = 0.5 * orthogonal(3, 3)
+
+    def inverse(y: Tensor, w: Tensor) -> Tensor:
+        return implicit_inverse(
+            lambda z: torch.tanh(z @ w), y, lipschitz_bound=0.6, norm="frobenius", rtol=1e-12
+        )
+
+    inputs = torch.randn(2, 2, 3, requires_grad=True), w.requires_grad_()
+    assert torch.autograd.gradcheck(inverse, inputs)
+
+
+def test_a_float32_implicit_gradient_is_close_to_the_float64_one() -> None:
+    w = 0.8 * orthogonal(4, 4)
+    y = torch.randn(3, 5, 4)
+    gradients = []
+    for dtype in (torch.float64, torch.float32):
+        leaf = y.to(dtype).requires_grad_()
+        v = w.to(dtype)
+        x = implicit_inverse(
+            lambda z, v=v: torch.tanh(z @ v), leaf, lipschitz_bound=0.81, norm="frobenius"
+        )
+        gradients.append(torch.autograd.grad(x.square().sum(), leaf)[0].double())
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-3)
+
+
+def test_the_solver_itself_refuses_to_be_differentiated() -> None:
+    y = torch.randn(2, 3, 4, requires_grad=True)
+    settings = {"lipschitz_bound": 0.5, "norm": "token_max"}
+    with pytest.raises(ValueError, match="implicit_inverse"):
+        invert_residual(lambda z: 0.5 * z.tanh(), y, **settings)
+    with torch.no_grad():
+        solution = invert_residual(lambda z: 0.5 * z.tanh(), y, **settings)
+    assert not solution.value.requires_grad
+    with pytest.raises(ValueError, match="does not take throw"):
+        implicit_inverse(lambda z: 0.5 * z.tanh(), y, throw=False, **settings)
+
+
+def test_it_runs_in_inference_mode() -> None:
+    w = 0.5 * orthogonal(4, 4)
+    y = torch.randn(2, 3, 4)
+    with torch.inference_mode():
+        for method in METHODS:
+            solution = invert_residual(
+                lambda z: F.silu(z @ w) / 1.1,
+                y,
+                lipschitz_bound=0.5,
+                norm="token_max",
+                method=method,
+            )
+            assert all_converged(solution)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lipschitz_bound": 1.0}, r"must be in \[0, 1\), got 1.0"),
+        ({"lipschitz_bound": math.nan}, r"must be in \[0, 1\)"),
+        ({"norm": "spectral"}, "unknown norm 'spectral': choose one of token_max"),
+        ({"method": "broyden"}, "unknown method 'broyden'"),
+        ({"contraction": "local"}, "unknown contraction 'local'"),
+        ({"atol": -1.0}, "atol must be finite and not negative"),
+        ({"rtol": math.inf}, "rtol must be finite"),
+        ({"max_steps": 0}, "max_steps must be at least 1"),
+        ({"y": torch.zeros(3)}, "must be floating point"),
+        ({"y": torch.zeros(2, 3, dtype=torch.int64)}, "must be floating point"),
+        ({"f": lambda z: z.float()}, "f maps torch.float64"),
+        ({"f": lambda z: z[..., :1]}, "must keep dtype and shape"),
+        ({"off_diagonal_bound": 1.0}, "belongs to contraction='causal'"),
+        ({"forward_map": torch.tanh}, "needs forward_dtype"),
+        (
+            {"y": torch.zeros(2, 3, dtype=torch.float32), "residual_map": lambda z: z.float()},
+            "residual_map maps torch.float64",
+        ),
+    ],
+)
+def test_impossible_arguments_are_refused_in_one_line(change: dict, message: str) -> None:
+    arguments = {"f": lambda z: 0.5 * z, "y": torch.ones(2, 3), "lipschitz_bound": 0.5}
+    arguments = {**arguments, "norm": "token_max", **change}
+    with pytest.raises(ValueError, match=message):
+        invert_residual(arguments.pop("f"), arguments.pop("y"), **arguments)
+
+
+def test_polish_refuses_a_map_that_cannot_do_float64() -> None:
+    w = 0.5 * orthogonal(4, 4).float()
+    with pytest.raises(ValueError, match="pass residual_map"):
+        invert_residual(
+            lambda z: z @ w,
+            torch.ones(2, 3, 4).float(),
+            lipschitz_bound=0.6,
+            norm="token_max",
+            polish=True,
+        )

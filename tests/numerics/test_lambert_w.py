@@ -1,0 +1,172 @@
+"""Lambert W and the gains made of it: against SciPy, mpmath, finite differences and the lemma itself."""
+
+import math
+
+import mpmath
+import pytest
+import scipy.special
+import torch
+from torch import Tensor
+
+from invformer.numerics.lambert_w import (
+    causal_gain,
+    causal_gain_from_log,
+    causal_gain_upper,
+    causal_gain_upper_from_log,
+    lambert_w0,
+    phi_inverse,
+    phi_inverse_from_log,
+    phi_inverse_upper,
+    phi_inverse_upper_from_log,
+)
+
+MASSES = [0.0, 1e-300, 1e-20, 1e-3, 0.5, 1.0, 7.0, 255.0, 1e6, 1e40, 1e300]
+
+
+def true_w0(x: mpmath.mpf) -> mpmath.mpf:
+    return mpmath.lambertw(x).real
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(torch.float64, 300), (torch.float32, 37)])
+def test_w0_agrees_with_scipy_to_two_units_of_rounding(dtype: torch.dtype, largest: int) -> None:
+    x = torch.cat([torch.zeros(1), torch.logspace(-largest, largest, 2001)]).to(dtype)
+    expected = torch.from_numpy(scipy.special.lambertw(x.double().numpy()).real)
+    torch.testing.assert_close(
+        lambert_w0(x).double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"), [(1, 0.2785), (4, 0.7178), (49, 2.1339), (287, 3.4276), (999, 4.4205)]
+)
+def test_phi_inverse_has_the_known_values(n: int, expected: float) -> None:
+    assert phi_inverse(torch.tensor(float(n))).item() == pytest.approx(expected, abs=5e-5)
+
+
+def test_phi_inverse_solves_its_equation() -> None:
+    n = torch.logspace(-12, 12, 200)
+    u = phi_inverse(n)
+    torch.testing.assert_close(u * (u + 1).exp(), n, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_row_that_sees_nobody_else_has_gap_zero_and_finite_gradients(dtype: torch.dtype) -> None:
+    n = torch.zeros((), dtype=dtype, requires_grad=True)
+    log_n = torch.tensor(-math.inf, dtype=dtype, requires_grad=True)
+    assert phi_inverse(n) == 0
+    assert causal_gain(n) == 1
+    assert phi_inverse_from_log(log_n) == 0
+    assert causal_gain_from_log(log_n) == 1
+    assert torch.autograd.grad(phi_inverse(n), n)[0].item() == pytest.approx(1 / math.e)
+    assert torch.autograd.grad(phi_inverse_from_log(log_n), log_n)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_both_forms_agree_where_both_exist(dtype: torch.dtype) -> None:
+    n = torch.logspace(-30, 30, 301, dtype=dtype)
+    close = {"rtol": 200 * torch.finfo(dtype).eps, "atol": 0}
+    torch.testing.assert_close(phi_inverse_from_log(n.log()), phi_inverse(n), **close)
+    torch.testing.assert_close(causal_gain_from_log(n.log()), causal_gain(n), **close)
+
+
+@pytest.mark.parametrize("log_n", [-1000.0, -300.0, 0.0, 5.0, 1000.0, 1e6])
+def test_the_log_form_reaches_beyond_the_range_of_n(log_n: float) -> None:
+    with mpmath.workdps(50):
+        u = phi_inverse_from_log(torch.tensor(log_n)).item()
+        assert u == pytest.approx(float(true_w0(mpmath.exp(mpmath.mpf(log_n) - 1))), rel=1e-12)
+
+
+def test_derivatives_of_first_and_second_order_are_exact() -> None:
+    n = torch.tensor([1e-6, 0.3, 5.0, 300.0], requires_grad=True)
+    log_n = torch.tensor([-9.0, -1.0, 0.0, 2.0, 6.0], requires_grad=True)
+    for function, at in ((phi_inverse, n), (causal_gain, n), (lambert_w0, n)):
+        assert torch.autograd.gradcheck(function, at, eps=1e-8, atol=1e-6)
+        assert torch.autograd.gradgradcheck(function, at[1:].detach().requires_grad_())
+    for function in (phi_inverse_from_log, causal_gain_from_log):
+        assert torch.autograd.gradcheck(function, log_n)
+        assert torch.autograd.gradgradcheck(function, log_n)
+
+
+def test_the_gradient_with_respect_to_log_n_is_g_over_one_plus_g() -> None:
+    log_n = torch.linspace(-50, 200, 101, requires_grad=True)
+    g = phi_inverse_from_log(log_n)
+    (slope,) = torch.autograd.grad(g.sum(), log_n)
+    torch.testing.assert_close(slope, g / (1 + g))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_vmap_and_forward_mode_give_the_same() -> None:
+    log_n = torch.tensor([-math.inf, -3.0, 0.0, 5.0])
+    g = phi_inverse_from_log(log_n)
+    torch.testing.assert_close(torch.vmap(phi_inverse_from_log)(log_n), g)
+    tangent = torch.func.jvp(phi_inverse_from_log, (log_n,), (torch.ones(4),))[1]
+    torch.testing.assert_close(tangent, g / (1 + g))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_compile_traces_both_forms_without_a_break() -> None:
+    def both(log_n: Tensor) -> Tensor:
+        return phi_inverse_from_log(log_n) + lambert_w0(log_n.exp())
+
+    log_n = torch.tensor([-math.inf, -3.0, 0.0, 5.0])
+    compiled = torch.compile(both, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(log_n), both(log_n))
+
+
+def test_the_lemma_is_attained_and_never_exceeded() -> None:
+    """max_s Σ P s = g(n) with weights ∝ e^{b − s} and a self token ∝ 1, at s = 1 + g."""
+    biases = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    g = phi_inverse_from_log(biases.logsumexp(0))
+
+    def mean_gap(s: Tensor) -> Tensor:
+        weights = torch.nn.functional.pad(biases - s, (1, 0)).softmax(-1)[..., 1:]
+        return (weights * s).sum(-1)
+
+    torch.testing.assert_close(mean_gap((1 + g).expand(4)), g)
+    assert (mean_gap(10 * torch.rand(20000, 4)) <= g).all()
+
+
+def test_the_causal_gain_is_attained_and_never_exceeded() -> None:
+    """max_s (1 + 2 Σ s e^{−s})/(1 + Σ e^{−s}) = κ(n), at s = 3/2 + W₀(n e^{−3/2})."""
+    n = 9
+
+    def gain(s: Tensor) -> Tensor:
+        return (1 + 2 * (s * (-s).exp()).sum(-1)) / (1 + (-s).exp().sum(-1))
+
+    kappa = causal_gain(torch.tensor(float(n)))
+    torch.testing.assert_close(gain((1 + kappa / 2).expand(n)), kappa)
+    assert (gain(8 * torch.rand(20000, n)) <= kappa).all()
+    assert causal_gain(torch.tensor(255.0)).item() == pytest.approx(6.91, abs=5e-3)
+
+
+def test_the_rounded_up_forms_are_above_the_truth_and_close() -> None:
+    with mpmath.workdps(50):
+        for n in [*MASSES, *(10 ** (k / 40 - 5) for k in range(600))]:
+            gap = true_w0(mpmath.mpf(n) / mpmath.e)
+            kappa = 1 + 2 * true_w0(mpmath.mpf(n) * mpmath.exp(mpmath.mpf(-1.5)))
+            assert gap <= phi_inverse_upper(n) <= gap * (1 + mpmath.mpf(1e-13)) + 1e-300
+            assert kappa <= causal_gain_upper(n) <= kappa * (1 + mpmath.mpf(1e-13))
+        for log_n in (-5000.0, -690.0, -3.0, 0.0, 8.0, 2e4, 1e17):
+            gap = true_w0(mpmath.exp(mpmath.mpf(log_n) - 1))
+            assert gap <= phi_inverse_upper_from_log(log_n)
+            assert phi_inverse_upper_from_log(log_n) <= gap * (1 + mpmath.mpf(1e-12)) + 1e-300
+
+
+@pytest.mark.parametrize("unknown", [math.inf, math.nan])
+def test_what_is_not_finite_gets_an_infinite_bound(unknown: float) -> None:
+    assert phi_inverse_upper(unknown) == math.inf
+    assert causal_gain_upper(unknown) == math.inf
+    assert phi_inverse_upper_from_log(unknown) == math.inf
+    assert causal_gain_upper_from_log(unknown) == math.inf
+
+
+def test_nobody_else_gives_exactly_zero_and_one() -> None:
+    assert phi_inverse_upper(0) == phi_inverse_upper_from_log(-math.inf) == 0
+    assert causal_gain_upper(0) == causal_gain_upper_from_log(-math.inf) == 1
+
+
+def test_a_negative_mass_is_refused() -> None:
+    with pytest.raises(ValueError, match="never negative"):
+        phi_inverse_upper(-1.0)
+    with pytest.raises(ValueError, match="never negative"):
+        causal_gain_upper(-1e-9)

@@ -1,0 +1,87 @@
+"""Jacobians as products: against dense Jacobians, in every grad mode."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from invformer.numerics.linear_map import dense_jacobian, linearise, plus_identity
+
+N, D = 4, 3
+
+
+def mixing_map(x: Tensor) -> Tensor:
+    """Not linear, and every token reacts to every other of its own sample."""
+    return torch.tanh(x) * x.cumsum(-2).sin() + x.square().mean(-2, keepdim=True)
+
+
+def test_products_agree_with_the_dense_jacobian_sample_by_sample() -> None:
+    x = torch.randn(2, 3, N, D)
+    dx, g = torch.randn_like(x), torch.randn_like(x)
+    jacobian = linearise(mixing_map, x)
+    pushed, pulled = jacobian.jvp(dx), jacobian.vjp(g)
+    for i in range(2):
+        for j in range(3):
+            dense = dense_jacobian(mixing_map, x[i, j])
+            expected = (dense @ dx[i, j].flatten()).view(N, D)
+            torch.testing.assert_close(pushed[i, j], expected)
+            expected = (dense.mT @ g[i, j].flatten()).view(N, D)
+            torch.testing.assert_close(pulled[i, j], expected)
+
+
+def test_the_dense_jacobian_is_the_matrix_of_a_linear_map() -> None:
+    matrix = torch.randn(N * D, N * D)
+    dense = dense_jacobian(lambda x: (matrix @ x.flatten()).view(N, D), torch.randn(N, D))
+    torch.testing.assert_close(dense, matrix)
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_linearising_works_in_every_grad_mode_and_leaves_no_graph(mode) -> None:
+    layer = nn.Linear(D, D)
+    with mode():
+        x, dx, g = torch.randn(3, 2, N, D).unbind(0)
+        jacobian = linearise(lambda z: torch.tanh(layer(z)), x)
+        pushed, pulled = jacobian.jvp(dx), jacobian.vjp(g)
+        torch.testing.assert_close((pushed * g).sum(), (pulled * dx).sum())
+        slope = 1 - torch.tanh(layer(x)).square()
+        torch.testing.assert_close(pushed, slope * (dx @ layer.weight.mT))
+    assert not pushed.requires_grad
+    assert not pulled.requires_grad
+    assert layer.weight.grad is None
+
+
+def test_the_same_products_can_be_taken_again_and_again() -> None:
+    jacobian = linearise(mixing_map, torch.randn(N, D))
+    dx = torch.randn(N, D)
+    first = jacobian.jvp(dx), jacobian.vjp(dx)
+    jacobian.jvp(torch.randn(N, D))
+    torch.testing.assert_close((jacobian.jvp(dx), jacobian.vjp(dx)), first, rtol=0, atol=0)
+
+
+def test_a_linear_map_knows_its_shape_and_dtype() -> None:
+    x = torch.randn(2, N, D, dtype=torch.float32)
+    jacobian = linearise(mixing_map, x)
+    assert (jacobian.shape, jacobian.dtype, jacobian.device) == (x.shape, x.dtype, x.device)
+    assert jacobian.jvp(x).dtype == jacobian.vjp(x).dtype == torch.float32
+    exact = linearise(mixing_map, x.double()).jvp(x.double())
+    torch.testing.assert_close(jacobian.jvp(x).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_plus_identity_is_the_jacobian_of_the_residual_map() -> None:
+    x = torch.randn(N, D)
+    jacobian = plus_identity(linearise(mixing_map, x))
+    dense = dense_jacobian(lambda z: z + mixing_map(z), x)
+    v = torch.randn(N, D)
+    torch.testing.assert_close(jacobian.jvp(v).flatten(), dense @ v.flatten())
+    torch.testing.assert_close(jacobian.vjp(v).flatten(), dense.mT @ v.flatten())
+
+
+def test_a_map_that_changes_the_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match="must keep the shape"):
+        linearise(lambda x: x[..., :1], torch.randn(N, D))
+
+
+def test_a_dense_jacobian_of_a_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="one sample"):
+        dense_jacobian(mixing_map, torch.randn(2, N, D))

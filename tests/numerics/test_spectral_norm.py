@@ -1,0 +1,261 @@
+"""Certified spectral norms against 50-digit arithmetic; the normaliser; the estimate."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import mpmath
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.numerics.spectral_norm import (
+    gram_normaliser,
+    power_iteration,
+    spectral_norm_bound,
+)
+from tests.problems import matrix_with, trained_like
+
+
+def true_norm(weight: Tensor) -> mpmath.mpf:
+    """‖W‖₂ to 50 digits: the root of the largest eigenvalue of the smaller Gram matrix."""
+    with mpmath.workdps(50):
+        w = mpmath.matrix(weight.double().tolist())
+        gram = w.T * w if w.rows >= w.cols else w * w.T
+        return mpmath.sqrt(max(mpmath.eigsy(gram, eigvals_only=True)))
+
+
+def small_matrices(number: int, largest: int) -> Iterator[Tensor]:
+    """Every kind that makes rounding matter: Gaussian, orthogonal, rank one, clustered, graded, cast."""
+    for seed in range(number):
+        generator = torch.Generator().manual_seed(seed)
+        m, n = torch.randint(1, largest + 1, (2,), generator=generator).tolist()
+        size = min(m, n)
+        gaussian = torch.randn(m, n, generator=generator)
+        match seed % 7:
+            case 0:
+                yield gaussian
+            case 1:
+                yield matrix_with(torch.ones(size), m, n, seed)
+            case 2:
+                yield torch.outer(gaussian[:, 0], gaussian[0])
+            case 3:
+                yield matrix_with(1 - 1e-9 * torch.rand(size, generator=generator), m, n, seed)
+            case 4:
+                yield matrix_with(10.0 ** -torch.arange(float(size)), m, n, seed)
+            case 5:
+                yield (1e150 if seed % 2 else 1e-150) * gaussian
+            case 6:
+                yield gaussian.to(torch.float32 if seed % 2 else torch.bfloat16)
+
+
+def check_against_fifty_digits(matrices: Iterator[Tensor]) -> None:
+    for weight in matrices:
+        truth = true_norm(weight)
+        for num_steps in (1, 3, 8):
+            bound = spectral_norm_bound(weight, num_steps).item()
+            assert truth <= bound <= truth * (min(weight.shape) ** 0.5 ** (num_steps + 1) + 1e-12)
+
+
+def test_the_certified_norm_is_never_below_the_true_one() -> None:
+    check_against_fifty_digits(small_matrices(70, largest=9))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_certified_norm_is_never_below_the_true_one_for_two_hundred_matrices() -> None:
+    check_against_fifty_digits(small_matrices(200, largest=24))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 32])
+def test_norms_known_in_closed_form_are_met(n: int) -> None:
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < n:
+        top, bottom = torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)
+        hadamard = torch.cat([top, bottom])
+    rank_one = torch.outer(torch.arange(1.0, n + 1), torch.tensor([3.0, 4.0]))
+    expected = torch.tensor([n, 25 * sum(k * k for k in range(1, n + 1))]).sqrt()
+    bounds = torch.stack([spectral_norm_bound(hadamard), spectral_norm_bound(rank_one)])
+    assert (bounds.square() >= expected.square()).all()
+    torch.testing.assert_close(bounds, expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 384), (384, 96)])
+def test_the_excess_is_below_two_millionths_on_trained_spectra(shape: tuple[int, int]) -> None:
+    weight = trained_like(*shape)
+    excess = spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
+    assert -1e-14 < excess < 2e-6
+
+
+def test_the_excess_is_below_two_millionths_on_orthogonal_matrices() -> None:
+    """Where the Frobenius norm of the last iterate alone would be 1 % off."""
+    for rows, columns in ((256, 256), (300, 100)):
+        weight = matrix_with(torch.ones(min(rows, columns)), rows, columns)
+        assert 1 - 1e-13 <= spectral_norm_bound(weight).item() < 1 + 2e-6
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 8, 12])
+def test_the_excess_halves_with_every_step(num_steps: int) -> None:
+    half = torch.cat([torch.ones(32), torch.zeros(32)])
+    excess = spectral_norm_bound(matrix_with(half, 64, 64), num_steps).item() - 1
+    assert 0 < excess < 64 ** 0.5 ** (num_steps + 1) - 1 + 1e-9
+
+
+def test_a_batch_gives_what_each_matrix_gives() -> None:
+    weights = torch.stack([trained_like(12, 7, seed) for seed in range(6)]).unflatten(0, (2, 3))
+    bounds = spectral_norm_bound(weights)
+    assert bounds.shape == (2, 3)
+    for i in range(2):
+        for j in range(3):
+            torch.testing.assert_close(
+                bounds[i, j], spectral_norm_bound(weights[i, j]), rtol=1e-14, atol=0
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_weights_are_certified_as_they_are(dtype: torch.dtype) -> None:
+    weight = trained_like(16, 16).to(dtype)
+    bound = spectral_norm_bound(weight)
+    assert bound.dtype == torch.float64
+    assert bound == spectral_norm_bound(weight.double())
+    assert bound >= torch.linalg.matrix_norm(weight.double(), 2) * (1 - 1e-15)
+
+
+def test_zero_is_certified_as_zero_and_the_unknown_as_infinite() -> None:
+    weights = torch.zeros(4, 3, 2)
+    weights[1, 0, 0] = math.nan
+    weights[2, 2, 1] = -math.inf
+    weights[3, 0, 0] = 5
+    torch.testing.assert_close(
+        spectral_norm_bound(weights), torch.tensor([0, math.inf, math.inf, 5])
+    )
+    assert spectral_norm_bound(weights)[0] == 0
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e200, 1e307])
+def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) -> None:
+    weight = scale * torch.tensor([[3.0, 0.0], [4.0, 0.0]])
+    bound = spectral_norm_bound(weight).item()
+    assert mpmath.mpf(bound) >= true_norm(weight)
+    assert bound <= 5 * scale * (1 + 1e-12) + 1e-323
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3), torch.zeros(2, 0), torch.zeros(2, 2, dtype=torch.int64)]
+)
+def test_what_is_no_matrix_is_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match="real matrix"):
+        spectral_norm_bound(wrong)
+    with pytest.raises(ValueError, match="num_steps >= 1"):
+        spectral_norm_bound(torch.eye(2), num_steps=0)
+
+
+ZOO = {
+    "gaussian": lambda: torch.randn(48, 48),
+    "tall": lambda: torch.randn(300, 20),
+    "wide": lambda: torch.randn(20, 300),
+    "row": lambda: torch.randn(1, 9),
+    "column": lambda: torch.randn(9, 1),
+    "orthogonal": lambda: matrix_with(torch.ones(128), 128, 128),
+    "half rank": lambda: matrix_with(torch.cat([torch.ones(32), torch.zeros(32)]), 64, 64),
+    "close pair": lambda: matrix_with(torch.tensor([1, 1 - 1e-7, *[0.5] * 30]), 32, 40),
+    "trained": lambda: trained_like(96, 384),
+    "graded": lambda: matrix_with(10.0 ** -torch.arange(12.0), 12, 12),
+    "tiny": lambda: 1e-12 * torch.randn(16, 16),
+    "huge": lambda: 1e12 * torch.randn(16, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ZOO)
+def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtype) -> None:
+    weight = ZOO[kind]().to(dtype)
+    sigma, u, v = gram_normaliser(weight)
+    truth = torch.linalg.matrix_norm(weight.double(), 2)
+    assert sigma.dtype == u.dtype == v.dtype == dtype
+    assert sigma.double() >= truth
+    worst = min(weight.shape) ** 0.5**9 - 1
+    assert sigma.double() <= truth * (1 + worst + 1e-4 + 3 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        torch.stack([u.norm(), v.norm()]).double(),
+        torch.ones(2),
+        rtol=0,
+        atol=4 * torch.finfo(dtype).eps,
+    )
+
+
+def test_the_normaliser_agrees_with_the_certificate_to_two_margins() -> None:
+    for kind in ZOO:
+        weight = ZOO[kind]().float()
+        ratio = gram_normaliser(weight)[0].double() / spectral_norm_bound(weight)
+        assert 1 <= ratio < 1 + 1e-4
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (12, 40), (40, 12)])
+def test_the_vectors_give_the_gradient_of_the_norm(shape: tuple[int, int]) -> None:
+    weight = trained_like(*shape).float().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.linalg.matrix_norm(weight, 2), weight)
+    _, u, v = gram_normaliser(weight)
+    torch.testing.assert_close(torch.outer(u, v), expected, rtol=0, atol=1e-5)
+
+
+def test_in_a_cluster_the_vectors_still_nearly_attain_the_norm() -> None:
+    for kind in ("orthogonal", "half rank", "close pair"):
+        weight = ZOO[kind]().float()
+        _, u, v = gram_normaliser(weight)
+        assert u @ weight @ v > 1 - 1e-5
+
+
+def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
+    weights = torch.randn(3, 10, 6)
+    for one, again in zip(gram_normaliser(weights), gram_normaliser(weights), strict=True):
+        assert torch.equal(one, again)
+    for i in range(3):
+        for batched, single in zip(gram_normaliser(weights), gram_normaliser(weights[i]), strict=True):
+            torch.testing.assert_close(batched[i], single)
+
+
+def test_normalising_a_zero_matrix_divides_by_something() -> None:
+    sigma, u, v = gram_normaliser(torch.zeros(2, 3, 4, dtype=torch.float32))
+    assert (sigma > 0).all()
+    assert torch.equal(torch.zeros(2, 3, 4) / sigma[:, None, None], torch.zeros(2, 3, 4))
+    assert u.count_nonzero() == v.count_nonzero() == 0
+
+
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """The setting under which float32 products run in bfloat16 where the hardware can."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> None:
+    weight = torch.randn(64, 64, dtype=torch.float32)
+    expected = gram_normaliser(weight)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gram_normaliser(weight)[0], expected)
+    with bfloat16_products():
+        torch.testing.assert_close(gram_normaliser(weight)[0], expected, rtol=2e-6, atol=0)
+
+
+def test_power_iteration_estimates_from_below_and_says_how_far_it_is() -> None:
+    weight = matrix_with(torch.tensor([3.0, 2.9, 1.0, 0.1]), 6, 4)
+    start = torch.randn(4)
+    values = [power_iteration(weight, start, k).value.item() for k in (0, 1, 5, 20, 400)]
+    assert values == sorted(values)
+    assert values[-1] == pytest.approx(3.0, abs=1e-12)
+    done = power_iteration(weight, start, 400)
+    assert done.residual < 1e-8 < power_iteration(weight, start, 1).residual
+    torch.testing.assert_close(weight @ done.v, done.value * done.u)
+
+
+def test_power_iteration_started_across_the_leading_vector_misses_it() -> None:
+    """Why its value is never called a bound: here every residual is zero and the value is a third."""
+    estimate = power_iteration(torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([0.0, 1.0]), 50)
+    assert estimate.value == 1
+    assert estimate.residual == 0

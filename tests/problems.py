@@ -1,0 +1,309 @@
+"""Inputs with known answers, and the naive attention maps that serve as oracles.
+
+The maps are loops over heads and tokens that touch visible tokens only, so that their dense Jacobians
+(reverse-mode autodiff of the loop) share no code and no derivation with what they are held against.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+
+from invformer.numerics.norms import Norm
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """An L2 attention map at one point.
+
+    Attributes:
+        x: tokens, (N, D).
+        w_q: (H, D, d).
+        g: output maps G_h, (H, d, D).
+        bias: (H, N, N), −inf where hidden, zero on the diagonal.
+    """
+
+    x: Tensor
+    w_q: Tensor
+    g: Tensor
+    bias: Tensor
+
+    def map(self, x: Tensor) -> Tensor:
+        return l2_attention(x, self.w_q, self.g, self.bias)
+
+    def log_mass_per_row(self) -> Tensor:
+        return log_mass_per_row(self.bias)
+
+    def log_mass(self) -> Tensor:
+        return self.log_mass_per_row().amax(-1)
+
+    def jacobian(self) -> Tensor:
+        return jacobian(self.map, self.x)
+
+    def last_row(self) -> Tensor:
+        """The last token's rows of the Jacobian, (1, D, N, D), cheap for many tokens."""
+        last = len(self.x) - 1
+        return jacobian(
+            lambda x: l2_attention_row(x, last, self.w_q, self.g, self.bias)[None], self.x
+        )
+
+
+def l2_attention_row(
+    x: Tensor, i: int, w_q: Tensor, g: Tensor, bias: Tensor, w_k: Tensor | None = None
+) -> Tensor:
+    """F(X)_i = Σ_h Σ_j P_ij q_j G_h over visible j, written out; untied if w_k is given."""
+    row = x.new_zeros(g.shape[-1])
+    for h in range(len(w_q)):
+        visible = bias[h, i] > -math.inf
+        q = x @ w_q[h]
+        k = q if w_k is None else x @ w_k[h]
+        logits = -(q[i] - k[visible]).square().sum(-1) / math.sqrt(q.shape[-1]) + bias[h, i, visible]
+        row = row + logits.softmax(-1) @ q[visible] @ g[h]
+    return row
+
+
+def l2_attention(
+    x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor, w_k: Tensor | None = None
+) -> Tensor:
+    return torch.stack([l2_attention_row(x, i, w_q, g, bias, w_k) for i in range(len(x))])
+
+
+def paper_attention(
+    x: Tensor, w_q: Tensor, w_v: Tensor, w_o: Tensor, bias: Tensor, with_a: bool = True
+) -> Tensor:
+    """[P^h X A_h W^V_h]_h W^O with A_h = W^Q_h W^Q_hᵀ/√d, as printed; A_h can be left out."""
+    num_heads, width, d_head = w_q.shape
+    heads = []
+    for h in range(num_heads):
+        a = w_q[h] @ w_q[h].T / math.sqrt(d_head) if with_a else torch.eye(width)
+        heads.append(l2_attention_values(x, x @ a @ w_v[h], w_q[h], bias[h]))
+    return torch.cat(heads, -1) @ w_o
+
+
+def l2_attention_values(x: Tensor, values: Tensor, w_q: Tensor, bias: Tensor) -> Tensor:
+    """softmax(−‖q_i − q_j‖²/√d + b_ij) values, one head."""
+    q = x @ w_q
+    rows = []
+    for i in range(len(x)):
+        visible = bias[i] > -math.inf
+        gaps = (q[i] - q[visible]).square().sum(-1) / math.sqrt(q.shape[-1])
+        rows.append((bias[i, visible] - gaps).softmax(-1) @ values[visible])
+    return torch.stack(rows)
+
+
+def anchored_attention(
+    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, g: Tensor, bias: Tensor, squash: bool = True
+) -> Tensor:
+    """Untied L2 logits, the self token's logit 0, values of norm below one."""
+    rows = []
+    for i in range(len(x)):
+        row = x.new_zeros(g.shape[-1])
+        for h in range(len(w_q)):
+            visible = bias[h, i] > -math.inf
+            q, k, z = x @ w_q[h], x @ w_k[h], x @ w_v[h]
+            v = z / (1 + z.square().sum(-1, keepdim=True)).sqrt() if squash else z
+            gaps = (q[i] - k).square().sum(-1) / math.sqrt(q.shape[-1])
+            gaps = torch.where(torch.arange(len(x)) == i, 0.0, gaps)
+            row = row + (bias[h, i] - gaps)[visible].softmax(-1) @ v[visible] @ g[h]
+        rows.append(row)
+    return torch.stack(rows)
+
+
+def jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """∂f_i/∂x_j as (N, D, N, D), rows by reverse mode."""
+    return torch.func.jacrev(f)(x)
+
+
+def norm_from_below(jac: Tensor, norm: Norm) -> float:
+    """The operator norm of a dense Jacobian: exact, except in token_max, where it is a lower bound.
+
+    In token_max: for every row i, maximise ‖Σ_j J_ij x_j‖ over unit x_j by alternating between the
+    x_j and the unit vector that reads the output.
+    """
+    if norm == "frobenius":
+        return torch.linalg.matrix_norm(jac.flatten(2).flatten(0, 1), 2).item()
+    if norm == "entry_max":
+        return jac.abs().sum((-2, -1)).max().item()
+    readout = torch.linalg.svd(jac.flatten(2), full_matrices=False).U[..., 0]
+    value = torch.zeros(len(jac))
+    for _ in range(30):
+        pulled = torch.einsum("id,idje->ije", readout, jac)
+        x = torch.nn.functional.normalize(pulled, dim=-1)
+        out = torch.einsum("idje,ije->id", jac, x)
+        value = torch.linalg.vector_norm(out, dim=-1)
+        readout = torch.nn.functional.normalize(out, dim=-1)
+    return value.max().item()
+
+
+def diagonal_norm(jac: Tensor) -> float:
+    """max_i ‖∂f_i/∂x_i‖₂."""
+    blocks = jac.diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    return torch.linalg.matrix_norm(blocks, 2).max().item()
+
+
+def two_headed_problem(others: int) -> tuple[AttentionProblem, float]:
+    """Two heads at their witness at once, each on its own half of the tokens, writing the same channel.
+
+    Head h sees the last token and the tokens of group h only, placed at ±r along channel h.
+
+    Returns:
+        The problem, and its gain: both heads' tokens move freely, the query's move is shared.
+    """
+    n = others // 2
+    gap = best_two_sided_gap(n)
+    group = torch.arange(others + 1) % 2
+    sides = torch.ones(others + 1)
+    sides[2::4] = sides[3::4] = -1
+    sides[-1] = 0
+    x = math.sqrt(gap) * sides[:, None] * torch.nn.functional.one_hot(group, 2)
+    bias = torch.zeros(2, others + 1, others + 1)
+    for h in range(2):
+        bias[h, :, group != h] = -math.inf
+        bias[h].fill_diagonal_(0)
+    g = torch.tensor([[[1.0, 0.0]], [[1.0, 0.0]]])
+    p = n * math.exp(-gap) / (1 + n * math.exp(-gap))
+    gain = 2 * p * (2 * gap - 1) + math.sqrt(2) * (1 - p + 2 * p * gap)
+    return AttentionProblem(x, torch.eye(2)[:, :, None], g, bias), gain
+
+
+def plain_bias(num_heads: int, num_tokens: int, causal: bool) -> Tensor:
+    """No preference; under a causal mask later tokens are hidden."""
+    bias = torch.zeros(num_heads, num_tokens, num_tokens)
+    hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    return bias.masked_fill(hidden, -math.inf) if causal else bias
+
+
+def log_mass_per_row(bias: Tensor) -> Tensor:
+    """log Σ_{j ≠ i} e^{b_ij}, (H, N)."""
+    n = bias.shape[-1]
+    return bias.masked_fill(torch.eye(n, dtype=torch.bool), -math.inf).logsumexp(-1)
+
+
+def random_problem(
+    seed: int,
+    num_heads: int,
+    d_head: int,
+    num_tokens: int,
+    causal: bool,
+    query_scale: float = 1.0,
+    spread: float = 1.0,
+    bias_scale: float = 0.0,
+    clusters: int = 0,
+) -> AttentionProblem:
+    """Gaussian weights and tokens; or tokens in a few tight clusters, where softmax rows are flat."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    width = num_heads * d_head
+    x = spread * normal(num_tokens, width)
+    if clusters:
+        centres = spread * normal(clusters, width)
+        x = centres[torch.arange(num_tokens) % clusters] + 1e-3 * normal(num_tokens, width)
+    by_lag = bias_scale * normal(num_heads, 2 * num_tokens - 1)
+    by_lag[:, num_tokens - 1] = 0
+    position = torch.arange(num_tokens)
+    lag = position[:, None] - position[None, :]
+    return AttentionProblem(
+        x=x,
+        w_q=query_scale * normal(num_heads, width, d_head) / math.sqrt(width),
+        g=normal(num_heads, d_head, width) / math.sqrt(width),
+        bias=by_lag[:, lag + num_tokens - 1] + plain_bias(num_heads, num_tokens, causal),
+    )
+
+
+def two_sided_problem(
+    num_tokens: int,
+    gap: float,
+    num_heads: int = 1,
+    d_head: int = 1,
+    causal: bool = True,
+    bias: float = 0.0,
+) -> AttentionProblem:
+    """The witness: the last token at 0, half of the others at +r, half at −r, s = r²‖W^Q‖²/√d = gap.
+
+    All along the leading direction of the first head's W^Q; the other heads write nothing. With
+    p = n e^{−s}/(1 + n e^{−s}), n = (N − 1) e^bias, Y = 0 by symmetry and the last row of the Jacobian is
+
+        ‖B_ii‖ = 1 − p + 2ps,     Σ_{j ≠ i} ‖B_ij‖ = p |2s − 1|     (times ‖W^Q‖ and ‖G‖)
+
+    so the gain is 1 − 2p + 4ps for s ≥ 1/2. At s = 1 + g(n), p = g/(1 + g): 4g + 1 − 2g/(1 + g).
+    """
+    if num_tokens % 2 == 0:
+        raise ValueError("an odd number of tokens has an even number of others")
+    generator = torch.Generator().manual_seed(7)
+    width = num_heads * d_head
+    w_q = torch.randn(num_heads, width, d_head, generator=generator)
+    g = torch.zeros(num_heads, d_head, width)
+    left, sigma, right = torch.linalg.svd(w_q[0], full_matrices=False)
+    g[0] = torch.randn(d_head, width, generator=generator)
+    # Align: the leading output of W^Q is the leading input of G.
+    _, values, v = torch.linalg.svd(g[0], full_matrices=False)
+    g[0] = right.T @ torch.diag(values) @ v
+    r = math.sqrt(gap * math.sqrt(d_head)) / sigma[0].item()
+    sides = torch.ones(num_tokens)
+    sides[1::2] = -1
+    sides[-1] = 0
+    relative = torch.full((num_tokens, num_tokens), bias).fill_diagonal_(0)
+    return AttentionProblem(
+        x=r * sides[:, None] * left[:, 0],
+        w_q=w_q,
+        g=g,
+        bias=relative + plain_bias(num_heads, num_tokens, causal),
+    )
+
+
+def two_sided_gain(n: float, gap: float) -> float:
+    """1 − 2p + 4ps, the last row's gain in :func:`two_sided_problem` at unit norms (s ≥ 1/2)."""
+    p = n * math.exp(-gap) / (1 + n * math.exp(-gap))
+    return 1 - 2 * p + 4 * p * gap
+
+
+def best_two_sided_gap(n: float) -> float:
+    """The s that maximises :func:`two_sided_gain`, by golden section."""
+    ratio = (math.sqrt(5) - 1) / 2
+    low, high = 0.5, 5 + math.log(1 + n)
+    while high - low > 1e-10:
+        a, b = high - ratio * (high - low), low + ratio * (high - low)
+        if two_sided_gain(n, a) > two_sided_gain(n, b):
+            high = b
+        else:
+            low = a
+    return (low + high) / 2
+
+
+def matrix_with(singular_values: Tensor, rows: int, columns: int, seed: int = 0) -> Tensor:
+    """A matrix with the given singular values (as many as min(rows, columns)) in random directions."""
+    generator = torch.Generator().manual_seed(seed)
+    size = min(rows, columns)
+    u = torch.linalg.qr(torch.randn(rows, size, generator=generator)).Q
+    v = torch.linalg.qr(torch.randn(columns, size, generator=generator)).Q
+    return u * singular_values @ v.T
+
+
+def trained_like(rows: int, columns: int, seed: int = 0) -> Tensor:
+    """Noise plus a few strong directions: the shape of spectrum that training leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(rows, columns, generator=generator) / math.sqrt(rows)
+    strong = torch.zeros(min(rows, columns))
+    strong[:6] = torch.tensor([5.0, 4.4, 4.0, 3.7, 3.5, 3.4])
+    return noise + matrix_with(strong, rows, columns, seed + 1)
+
+
+# Random attention maps over several orders of magnitude of everything that enters the bounds.
+attention_problems = st.builds(
+    random_problem,
+    seed=st.integers(0, 2**31),
+    num_heads=st.integers(1, 3),
+    d_head=st.integers(1, 3),
+    num_tokens=st.integers(1, 7),
+    causal=st.booleans(),
+    query_scale=st.sampled_from([0.03, 0.3, 1.0, 3.0, 30.0]),
+    spread=st.sampled_from([0.01, 0.3, 1.0, 3.0, 100.0]),
+    bias_scale=st.sampled_from([0.0, 1.0, 4.0]),
+    clusters=st.sampled_from([0, 0, 2, 3]),
+)
