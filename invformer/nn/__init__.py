@@ -1,0 +1,40 @@
+"""Layers: contractive L2 attention and feed-forward, ActivationNorm, invertible stacks, the model."""
+
+from invformer.nn.activation_norm import ActivationNorm
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    DotProductAttention,
+    L2Attention,
+    PaperContractiveL2Attention,
+)
+from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import Certificate, NoCertificateError, certify, enforce
+from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, InvertibleStack
+from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
+
+__all__ = [
+    "ActivationNorm",
+    "CausalMask",
+    "Certificate",
+    "CharEmbedding",
+    "CharTransformer",
+    "ContractiveFeedForward",
+    "ContractiveL2Attention",
+    "DotProductAttention",
+    "FeedForward",
+    "InvertibleBlock",
+    "InvertibleResidual",
+    "InvertibleStack",
+    "L2Attention",
+    "NoCertificateError",
+    "PaperContractiveL2Attention",
+    "PreNormBlock",
+    "PreNormStack",
+    "RelativePositionBias",
+    "VisibilityMask",
+    "certify",
+    "enforce",
+    "frozen_weights",
+]

@@ -1,0 +1,318 @@
+"""Self-attention maps: dot product (baseline), tied L2, and L2 that is a contraction by construction.
+
+Notation: X ∈ R^{N×D}, rows are tokens; H heads of d = D/H channels; q^h = X W^Q_h ∈ R^{N×d}.
+
+    dot product   F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O
+    tied L2       F(X) = Σ_h (P^h q^h) G_h,   P^h = softmax(−‖q_i − q_j‖²/√d + b_h(i − j))
+
+Because W^K = W^Q, the value path P X A_h W^V_h W^O_h with A_h = W^Q_h W^Q_hᵀ/√d (Kim et al. 2021) is a
+function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d. The matrix in brackets is G_h, the output map.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.spectral import SpectralNormalised, max_row_sum, write_to
+from invformer.numerics import l2_attention as core
+from invformer.numerics.bounds import contractive, kim, local
+from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm
+
+AttentionCertificate = Literal["token_max", "causal"]
+PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
+
+
+class DotProductAttention(nn.Module):
+    """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline (Vaswani et al. 2017).
+
+    Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
+
+    Args:
+        d_model: width D.
+        num_heads: H, a divisor of D.
+        position: causal mask or relative position bias added to the logits.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, position: VisibilityMask) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.position = position
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Attend, causally."""
+        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        logits = q @ k.mT / math.sqrt(q.shape[-1]) + self.position(x.shape[-2]).to(q.dtype)
+        return self.out(merge_heads(logits.softmax(-1) @ v))
+
+
+class L2Weights(NamedTuple):
+    """The weights an L2 attention runs with: W^Q as (H, D, d) and G as (H, d, D)."""
+
+    w_q: Tensor
+    g: Tensor
+
+
+class TiedL2Attention(LipschitzBranch):
+    """f(X)_i = Σ_h (P^h q^h)_i G_h: what all L2 attentions share. Subclasses say what G_h is.
+
+    The mask always keeps the self token, and there is no separate key matrix to untie: either would
+    destroy the Lipschitz property (docs/numerics.md shows by how much).
+    """
+
+    position: VisibilityMask
+
+    def effective_weights(self) -> L2Weights:
+        """The plain matrices of the present function, constants folded in."""
+        raise NotImplementedError
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Attend, causally, with the frozen weights if there are any."""
+        weights = self.weights()
+        q = project(x, weights.w_q)
+        y = core.l2_attention(q, self.position(x.shape[-2]))
+        return merge_heads(y) @ weights.g.flatten(-3, -2)
+
+    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+        """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
+        return attention_jacobian(x, *self.weights(), self.position(x.shape[-2]))
+
+    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
+        w_q, g = (cast(w, dtype) for w in self.weights())
+        log_mass = self.position.log_mass_per_row().to(w_q.device)
+        match norm:
+            case "token_max":
+                return contractive.token_max_bound(w_q, g, log_mass[:, -1])
+            case "frobenius":
+                return contractive.frobenius_bound(w_q, g, log_mass)
+            case "entry_max":
+                return kim.entry_max_composite_bound(w_q, g, log_mass[:, -1])
+
+    def local_bound(
+        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+    ) -> Float[Tensor, "*batch"]:
+        """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
+        w_q, g = self.weights()
+        q = project(x, w_q)
+        p = core.attention_weights(q, self.position(x.shape[-2]))
+        match norm:
+            case "token_max":
+                return local.token_max_local_bound(q, p, w_q, g)
+            case "frobenius":
+                bound = local.tight_local_bound if tight else local.fast_local_bound
+                return bound(q, p, w_q, g)
+            case "entry_max":
+                raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
+
+    def causal_bound(self, dtype: torch.dtype | None = None) -> float:
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
+
+        Raises:
+            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
+        """
+        if not self.position.is_causal:
+            raise ValueError("the causal certificate needs a causal mask")
+        w_q, g = (cast(w, dtype) for w in self.weights())
+        log_mass = self.position.log_mass_per_row().to(w_q.device)
+        return contractive.causal_bound(w_q, g, log_mass[:, -1])
+
+
+class L2Attention(TiedL2Attention):
+    """Tied L2 multi-head attention (Kim et al. 2021, §3.2), Lipschitz but not scaled.
+
+    G_h = W^Q_hᵀ W^V_h W^O_h / √d, so W^K = W^Q and the factor A_h are there by construction.
+
+    Args:
+        d_model: width D.
+        num_heads: H, a divisor of D.
+        position: causal mask or relative position bias added to the logits.
+    """
+
+    def __init__(self, d_model: int, num_heads: int, position: VisibilityMask) -> None:
+        super().__init__()
+        self.position = position
+        d_head = d_model // num_heads
+        self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
+        self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
+        self.w_o = nn.Parameter(torch.randn(num_heads, d_head, d_model) / math.sqrt(d_model))
+
+    def effective_weights(self) -> L2Weights:
+        """W^Q, and G_h = W^Q_hᵀ W^V_h W^O_h / √d."""
+        return L2Weights(self.w_q, paper_output_map(self.w_q, self.w_v, self.w_o))
+
+
+class ContractiveL2Attention(TiedL2Attention):
+    """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂: Lip(f) ≤ c.
+
+    ``token_max``: κ_h = 4 g(n_h) + 1 bounds one head's gain, globally, in the norm max_i ‖x_i‖₂.
+    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks only; that is enough to
+    invert a causal block, and it is not a global constant (docs/numerics.md has both proofs).
+
+    The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
+
+    Args:
+        d_model: width D.
+        num_heads: H, a divisor of D.
+        position: causal mask or relative position bias; its mass n_h enters κ_h.
+        lipschitz_target: c in (0, 1).
+        certificate: which of the two constants is held at c.
+        output_channels: channels the output map writes to at initialisation (None: all).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        position: VisibilityMask,
+        lipschitz_target: float,
+        certificate: AttentionCertificate = "token_max",
+        output_channels: slice | None = None,
+    ) -> None:
+        super().__init__(lipschitz_target)
+        self.position = position
+        self.certificate = certificate
+        d_head = d_model // num_heads
+        w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
+        self.w_q = SpectralNormalised(w_q)
+        self.w_g = SpectralNormalised(write_to(torch.randn(d_model, d_model), output_channels))
+
+    def effective_weights(self) -> L2Weights:
+        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h)."""
+        num_heads, _, d_head = self.w_q.weight.shape
+        scale = self.target_scale() / math.sqrt(num_heads)
+        per_head = scale / (self.head_gain() * self.w_q.sigma())
+        return L2Weights(
+            self.w_q.weight, self.w_g().unflatten(0, (num_heads, d_head)) * per_head[:, None, None]
+        )
+
+    def bound_by_construction(self, norm: Norm) -> Tensor | None:
+        """c in token_max; c √(Σ_i max_h ((4 g(n_hi) + 1)/κ_h)²) ≤ c √N in frobenius."""
+        target = self.correction.double() * self.lipschitz_target
+        log_mass = self.position.log_mass_per_row().to(target)
+        gain = (4 * phi_inverse_from_log(log_mass) + 1) / self.head_gain().detach()[:, None]
+        per_row = gain.amax(0)
+        match norm:
+            case "token_max":
+                return target if self.certificate == "token_max" else target * per_row.amax()
+            case "frobenius":
+                return target * per_row.square().sum().sqrt()
+            case "entry_max":
+                return None
+
+    def head_gain(self) -> Float[Tensor, "heads"]:
+        """κ_h, the gain of one head in the certificate's sense; grows like log n_h."""
+        log_mass = self.position.log_mass().to(self.w_q.weight)
+        if self.certificate == "causal":
+            return causal_gain_from_log(log_mass)
+        return 4 * phi_inverse_from_log(log_mass) + 1
+
+
+class PaperContractiveL2Attention(TiedL2Attention):
+    """c F(X) / Lip(F): Contractive-L2-MHA as published (Kim et al. 2021, §4), with W^V and W^O.
+
+    ``kim_entry_max`` divides by Theorem 3.2's bound in the norm max |X_ik|, ``kim_frobenius`` by its
+    bound in ‖X‖_F with the exponent 4 on ‖W^Q_h‖ (2, as often reproduced, cannot hold). Gradients
+    flow through numerator and denominator, as in the paper.
+
+    Args:
+        d_model: width D.
+        num_heads: H, a divisor of D.
+        position: causal mask or relative position bias.
+        lipschitz_target: c in (0, 1).
+        certificate: whose bound divides.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        position: VisibilityMask,
+        lipschitz_target: float,
+        certificate: PaperCertificate = "kim_entry_max",
+    ) -> None:
+        super().__init__(lipschitz_target)
+        self.position = position
+        self.certificate = certificate
+        d_head = d_model // num_heads
+        shape = (num_heads, d_model, d_head)
+        self.w_q = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
+        self.w_v = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
+        self.w_o = SpectralNormalised(torch.randn(d_model, d_model) / math.sqrt(d_model))
+
+    def effective_weights(self) -> L2Weights:
+        """W^Q, and G_h = c W^Q_hᵀ W^V_h W^O_h / (√d Lip(F))."""
+        w_q, w_v = self.w_q.weight, self.w_v.weight
+        w_o = self.w_o.weight.unflatten(0, (w_q.shape[0], w_q.shape[2]))
+        scale = self.target_scale() / self.published_bound()
+        return L2Weights(w_q, paper_output_map(w_q, w_v, w_o) * scale)
+
+    def bound_by_construction(self, norm: Norm) -> Tensor | None:
+        """c in the norm of the certificate; nothing in the others."""
+        if norm != self.certificate.removeprefix("kim_"):
+            return None
+        return self.correction.double() * self.lipschitz_target
+
+    def published_bound(self) -> Float[Tensor, ""]:
+        """Theorem 3.2 on the present weights, differentiable; float rounding is left to certify."""
+        num_heads, _, d_head = self.w_q.weight.shape
+        u = phi_inverse_from_log(self.position.log_mass().to(self.w_q.weight)).max()
+        if self.certificate == "kim_frobenius":
+            per_head = self.w_q.sigma() ** 4 * self.w_v.sigma() ** 2
+            tokens = math.sqrt(self.position.seq_len / d_head)
+            return tokens * (4 * u + 1) * per_head.sum().sqrt() * self.w_o.sigma()
+        w_q, w_v, w_o = self.w_q.weight, self.w_v.weight, self.w_o.weight
+        query = (max_row_sum(w_q) * max_row_sum(w_q.mT)).amax()
+        value = max_row_sum(w_v.mT).amax()
+        return (4 * u + 1 / math.sqrt(d_head)) * max_row_sum(w_o.mT) * query * value
+
+
+def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> LinearMap:
+    """The Jacobian of f(X)_i = Σ_h (P^h q^h)_i G_h at X.
+
+    Leading dimensions of the weights broadcast against those of X, so that one call serves several
+    layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
+    """
+    q = project(x, w_q)
+    p = core.attention_weights(q, bias)
+    output = g.flatten(-3, -2)
+    return LinearMap(
+        jvp=lambda dx: merge_heads(core.l2_attention_jvp(q, p, project(dx, w_q))) @ output,
+        vjp=lambda dy: unproject(core.l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(*batch, N, D) → (*batch, H, N, d)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
+
+
+def merge_heads(y: Tensor) -> Tensor:
+    """(*batch, H, N, d) → (*batch, N, D)."""
+    return y.transpose(-2, -3).flatten(-2)
+
+
+def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+    """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
+    return split_heads(x @ w.transpose(-3, -2).flatten(-2), w.shape[-3])
+
+
+def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+    """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
+    return merge_heads(q) @ w.transpose(-3, -2).flatten(-2).mT
+
+
+def paper_output_map(w_q: Tensor, w_v: Tensor, w_o: Tensor) -> Float[Tensor, "heads d_head width"]:
+    """G_h = W^Q_hᵀ W^V_h W^O_h / √d: the value path of the paper with its factor A_h."""
+    return w_q.mT @ w_v @ w_o / math.sqrt(w_q.shape[-1])

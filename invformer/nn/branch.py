@@ -1,0 +1,106 @@
+"""What a residual branch must offer to be certified, linearised and inverted."""
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm
+
+# Constants normalised in the forward precision stay below their target after float64 certification.
+ROUNDING_MARGIN = 1 - 2e-5
+
+
+class LipschitzBranch(nn.Module):
+    """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
+
+    Args:
+        lipschitz_target: c, what the branch is scaled to; inf for an unconstrained branch.
+    """
+
+    correction: Tensor
+    _frozen: Any = None
+
+    def __init__(self, lipschitz_target: float = math.inf) -> None:
+        super().__init__()
+        self.lipschitz_target = lipschitz_target
+        # Below one only if certification found the branch above its target (low precision).
+        self.register_buffer("correction", torch.ones(()))
+
+    def target_scale(self) -> Tensor:
+        """c, less the margin for rounding and any correction: what normalised weights multiply."""
+        return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)
+
+    def effective_weights(self) -> Any:
+        """The plain matrices of the present function, constants folded in."""
+        raise NotImplementedError
+
+    def weights(self) -> Any:
+        """The frozen weights inside :func:`frozen_weights`, the present ones otherwise."""
+        return self._frozen if self._frozen is not None else self.effective_weights()
+
+    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+        """The Jacobian of f at X as analytic products."""
+        raise NotImplementedError
+
+    def local_bound(
+        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+    ) -> Float[Tensor, "*batch"]:
+        """A proven upper bound on the Jacobian's norm at each X, between estimate and certificate.
+
+        ``tight`` spends an eigenproblem or a spectral norm per token.
+        """
+        raise NotImplementedError
+
+    def bound_by_construction(self, norm: Norm) -> Tensor | None:
+        """The bound on Lip(f) that the normalisation guarantees, at no cost and on the device.
+
+        None where the construction says nothing about ``norm``. :meth:`lipschitz_bound` proves an
+        at least as small number from the weights themselves.
+        """
+        return None
+
+    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+        """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
+        raise NotImplementedError
+
+
+@contextmanager
+def frozen_weights(model: nn.Module) -> Iterator[None]:
+    """Compute every branch's effective weights once and hold them, for evaluation and inversion.
+
+    The function cannot change inside the block, which a fixed-point iteration relies on; it is also
+    faster, because no normalisation is repeated per call. Nested use keeps the outer weights.
+    """
+    branches = [m for m in model.modules() if isinstance(m, LipschitzBranch) and m._frozen is None]
+    try:
+        for branch in branches:
+            with torch.no_grad():
+                branch._frozen = branch.effective_weights()
+        yield
+    finally:
+        for branch in branches:
+            branch._frozen = None
+
+
+def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:
+    """The same function in float64: today's effective weights, cast, not normalised anew.
+
+    Residuals evaluated with it are those of the function that was certified and inverted.
+    """
+    with torch.no_grad():
+        weights = branch.weights()
+    copied = copy.deepcopy(branch).double()
+    copied._frozen = type(weights)(*(w.detach().double() for w in weights))
+    return copied
+
+
+def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The weight as it is used when the forward pass runs in ``dtype``."""
+    return w.detach() if dtype is None else w.detach().to(dtype)

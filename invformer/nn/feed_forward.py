@@ -1,0 +1,167 @@
+"""Feed-forward branches: the ordinary one, and one that is a contraction by construction."""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.spectral import SpectralNormalised, max_row_sum, write_to
+from invformer.numerics.bounds import layers, local
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm
+
+Activation = Literal["silu", "gelu", "relu", "tanh"]
+# Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
+INITIAL_SHARPNESS = 8.0
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+
+
+class FeedForward(nn.Sequential):
+    """x ↦ W₂ φ(W₁ x + b₁) + b₂ per token, unconstrained."""
+
+    def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
+        super().__init__(
+            nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model)
+        )
+
+
+class Pointwise(nn.Module):
+    """An activation by name."""
+
+    def __init__(self, activation: Activation) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """φ(x), entry by entry."""
+        return ACTIVATIONS[self.activation](x)
+
+
+class FeedForwardWeights(NamedTuple):
+    """The matrices a contractive feed-forward runs with, as (in, out), and its sharpness."""
+
+    w_in: Tensor
+    b_in: Tensor
+    w_out: Tensor
+    sharpness: Tensor
+
+
+class ContractiveFeedForward(LipschitzBranch):
+    """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
+
+    φ_β has the slopes of φ whatever β > 0, so every hidden unit learns how sharply it bends without
+    touching the constant (Chen et al. 2019 learn one β for LipSwish; here each unit has its own).
+    The constant holds per token, hence in ``token_max`` and in ``frobenius`` alike.
+
+    Args:
+        d_model: width D.
+        d_ff: number of hidden units.
+        lipschitz_target: c in (0, 1).
+        activation: φ; its largest slope, rounded up, divides.
+        norm: ``spectral`` holds ‖W‖₂ at one (token_max and frobenius); ``entry_max`` the row sums.
+        output_channels: channels the output map writes to at initialisation (None: all).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        lipschitz_target: float,
+        activation: Activation = "silu",
+        norm: Literal["spectral", "entry_max"] = "spectral",
+        output_channels: slice | None = None,
+    ) -> None:
+        super().__init__(lipschitz_target)
+        self.activation: Activation = activation
+        self.norm = norm
+        self.w_in = SpectralNormalised(torch.randn(d_model, d_ff) / math.sqrt(d_model))
+        self.b_in = nn.Parameter(torch.zeros(d_ff))
+        self.w_out = SpectralNormalised(write_to(torch.randn(d_ff, d_model), output_channels))
+        self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(INITIAL_SHARPNESS)))
+
+    def effective_weights(self) -> FeedForwardWeights:
+        """Ŵ₁, b, c Ŵ₂/lip(φ) and β."""
+        scale = self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
+        if self.norm == "spectral":
+            w_in, w_out = self.w_in(), self.w_out()
+        else:
+            w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT)
+            w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT)
+        return FeedForwardWeights(w_in, self.b_in, scale * w_out, self.log_sharpness.exp())
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Apply f to every token."""
+        w_in, b_in, w_out, sharpness = self.weights()
+        hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
+        y = (ACTIVATIONS[self.activation](hidden * sharpness) / sharpness) @ w_out
+        return y.view(x.shape)
+
+    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+        """The Jacobian at X, token by token."""
+        return feed_forward_jacobian(x, *self.weights(), activation=self.activation)
+
+    def local_bound(
+        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+    ) -> Float[Tensor, "*batch"]:
+        """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
+        if norm == "entry_max":
+            raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
+        w_in, b_in, w_out, sharpness = self.weights()
+        slope = activation_slope(self.activation, (x @ w_in + b_in) * sharpness)
+        bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
+        return bound(slope, w_in, w_out)
+
+    def bound_by_construction(self, norm: Norm) -> Tensor | None:
+        """c in the norms that the normalisation holds."""
+        held = ("entry_max",) if self.norm == "entry_max" else ("token_max", "frobenius")
+        return self.correction.double() * self.lipschitz_target if norm in held else None
+
+    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
+        weights = self.weights()
+        return layers.feed_forward_bound(
+            cast(weights.w_in, dtype), cast(weights.w_out, dtype), self.activation, norm
+        )
+
+
+def feed_forward_jacobian(
+    x: Tensor,
+    w_in: Tensor,
+    b_in: Tensor,
+    w_out: Tensor,
+    sharpness: Tensor,
+    *,
+    activation: Activation,
+) -> LinearMap:
+    """J = W₁ diag(φ′(β(x W₁ + b))) W₂ in row convention, token by token.
+
+    Leading dimensions of the weights broadcast, as in ``attention_jacobian``; vectors then carry a
+    dimension of size one for the tokens.
+    """
+    slope = activation_slope(activation, (x @ w_in + b_in) * sharpness)
+    return LinearMap(
+        jvp=lambda dx: ((dx @ w_in) * slope) @ w_out,
+        vjp=lambda dy: ((dy @ w_out.mT) * slope) @ w_in.mT,
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def activation_slope(activation: Activation, h: Tensor) -> Tensor:
+    """φ′(h), entry by entry."""
+    match activation:
+        case "silu":
+            gate = torch.sigmoid(h)
+            return gate * (1 + h * (1 - gate))
+        case "gelu":
+            density = torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
+            return torch.special.ndtr(h) + h * density
+        case "relu":
+            return (h > 0).to(h.dtype)
+        case "tanh":
+            return 1 - torch.tanh(h).square()

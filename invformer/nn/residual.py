@@ -1,0 +1,187 @@
+"""Residual layers y = x + f(x) that can be undone, and stacks of them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.nn.activation_norm import ActivationNorm
+from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights
+from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
+from invformer.numerics.norms import Norm, vector_norm
+
+
+class InvertibleResidual(nn.Module):
+    """y = x + f(x) with Lip(f) ≤ c < 1: a bijection (Behrmann et al. 2019, Theorem 1).
+
+    Args:
+        branch: the contraction f.
+    """
+
+    def __init__(self, branch: LipschitzBranch) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """x + f(x)."""
+        return x + self.branch(x)
+
+    def inverse(
+        self, y: Float[Tensor, "*batch tokens width"], **options: Any
+    ) -> FixedPointSolution:
+        """The x with x + f(x) = y, and the evidence for it.
+
+        Args:
+            y: what the layer put out.
+            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
+        """
+        return invert_residual(self.branch, y, residual_map=exact_copy(self.branch), **options)
+
+
+class InvertibleBlock(nn.Module):
+    """x ↦ x + attention(x), normalise, x ↦ x + feed_forward(x), normalise.
+
+    Args:
+        attention: contractive attention branch.
+        feed_forward: contractive feed-forward branch.
+        d_model: width, for the two normalisations; None leaves them out.
+    """
+
+    def __init__(
+        self, attention: LipschitzBranch, feed_forward: LipschitzBranch, d_model: int | None
+    ) -> None:
+        super().__init__()
+        self.attention = InvertibleResidual(attention)
+        self.attention_norm = None if d_model is None else ActivationNorm(d_model)
+        self.feed_forward = InvertibleResidual(feed_forward)
+        self.feed_forward_norm = None if d_model is None else ActivationNorm(d_model)
+
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
+        """The layers by name, in the order they act."""
+        for name, layer in self.named_children():
+            assert isinstance(layer, InvertibleResidual | ActivationNorm)
+            yield name, layer
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Apply the layers in order."""
+        for _, layer in self.layers():
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True)
+class StackSolution:
+    """The input of a stack found from its output, layer by layer.
+
+    Attributes:
+        value: the recovered input, (*batch, N, D).
+        error_bound: proven distance of ``value`` from the exact preimage of the given output, in the
+            stack's norm, per sample; inf where nothing is proven.
+        layers: the fixed-point solution of every residual layer, from the top down.
+    """
+
+    value: Tensor
+    error_bound: Float[Tensor, "*batch"]
+    layers: dict[str, FixedPointSolution]
+
+
+class StackBounds(Protocol):
+    """What inversion needs of a certificate."""
+
+    @property
+    def per_branch(self) -> dict[str, float]:
+        """Proven bound of every residual branch."""
+        ...
+
+    @property
+    def inverse_scales(self) -> dict[str, float]:
+        """Largest inverse scale of every ActivationNorm."""
+        ...
+
+
+class InvertibleStack(nn.Module):
+    """A chain of invertible blocks; block l's layers are named ``block_0l/attention`` and so on.
+
+    Args:
+        blocks: the blocks, bottom first.
+        seq_len: longest sequence.
+        norm: the norm in which the branches' targets are set.
+        kind: ``global`` if the targets bound Lipschitz constants, ``causal`` if they bound the
+            diagonal Jacobian blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: list[InvertibleBlock],
+        seq_len: int,
+        norm: Norm = "token_max",
+        kind: Literal["global", "causal"] = "global",
+    ) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.seq_len = seq_len
+        self.norm: Norm = norm
+        self.kind: Literal["global", "causal"] = kind
+
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
+        """Every layer by its full name, in the order they act."""
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, InvertibleBlock)
+            for name, layer in block.layers():
+                yield f"block_{index:02d}/{name}", layer
+
+    def branches(self) -> Iterator[tuple[str, LipschitzBranch]]:
+        """Every residual branch by its full name, in the order they act."""
+        for name, layer in self.layers():
+            if isinstance(layer, InvertibleResidual):
+                yield name, layer.branch
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Apply the blocks in order."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    @torch.no_grad()
+    def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
+        """Initialise every ActivationNorm from the activations that this batch produces."""
+        for _, layer in self.layers():
+            if isinstance(layer, ActivationNorm):
+                layer.initialise(x)
+            x = layer(x)
+
+    @torch.no_grad()
+    def inverse(
+        self, z: Float[Tensor, "*batch tokens width"], certificate: StackBounds, **options: Any
+    ) -> StackSolution:
+        """Undo the layers from the top down.
+
+        The error bound follows E ← E · max e^{−s} through an ActivationNorm (plus its rounding) and
+        E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l.
+
+        Args:
+            z: the output of the stack.
+            certificate: proven bounds of this stack.
+            options: passed to every layer's inverse.
+        """
+        solutions: dict[str, FixedPointSolution] = {}
+        error = torch.zeros(z.shape[:-2], dtype=torch.float64, device=z.device)
+        with frozen_weights(self):
+            for name, layer in reversed(list(self.layers())):
+                if isinstance(layer, ActivationNorm):
+                    z = layer.inverse(z)
+                    rounding = 4 * torch.finfo(z.dtype).eps * vector_norm(z.double(), self.norm)
+                    error = error * certificate.inverse_scales[name] + rounding
+                    continue
+                bound = certificate.per_branch[name]
+                solutions[name] = layer.inverse(
+                    z, lipschitz_bound=bound, norm=self.norm, contraction=self.kind, **options
+                )
+                z = solutions[name].value
+                error = solutions[name].error_bound + error / (1 - bound)
+        if self.kind == "causal":
+            error = torch.full_like(error, torch.inf)
+        return StackSolution(value=z, error_bound=error, layers=solutions)

@@ -1,0 +1,188 @@
+"""The character-level language model: embedding, a stack of blocks, a free head."""
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from invformer.nn.residual import InvertibleStack
+from invformer.numerics.linear_map import LinearMap, linearise
+
+
+class CharEmbedding(nn.Module):
+    """Token plus position embedding in the first ``d_embedding`` channels, zero in the others.
+
+    The zero channels (injective padding, Jacobsen et al. 2018) are room for the blocks to write to:
+    a contraction can only whisper next to the embedding, but not next to silence.
+
+    Args:
+        vocab_size: number of symbols V.
+        seq_len: longest sequence.
+        d_model: width D.
+        d_embedding: channels written, at most D.
+    """
+
+    def __init__(self, vocab_size: int, seq_len: int, d_model: int, d_embedding: int) -> None:
+        super().__init__()
+        self.padding = d_model - d_embedding
+        self.token = nn.Embedding(vocab_size, d_embedding)
+        self.position = nn.Parameter(0.1 * torch.randn(seq_len, d_embedding))
+
+    def forward(self, tokens: Int[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens width"]:
+        """The input of the stack."""
+        x = self.token(tokens) + self.position[: tokens.shape[-1]]
+        return nn.functional.pad(x, (0, self.padding))
+
+    def nearest_tokens(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Int[Tensor, "*batch tokens"]:
+        """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""
+        at_token = x[..., : self.token.embedding_dim] - self.position[: x.shape[-2]].to(x)
+        table = self.token.weight.to(x)
+        # ‖a − e‖² without ‖a‖², which is the same for every symbol e.
+        return (table.square().sum(-1) - 2 * at_token @ table.mT).argmin(-1)
+
+    @torch.no_grad()
+    def decoding_margin(self) -> float:
+        """Half the least distance between two embeddings: a smaller error cannot change a symbol."""
+        distances = torch.nn.functional.pdist(self.token.weight.double())
+        return distances.min().item() / 2 if distances.numel() else math.inf
+
+
+class PreNormBranch(nn.Module):
+    """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it.
+
+    Args:
+        inner: an attention or feed-forward map.
+        d_model: width D.
+    """
+
+    def __init__(self, inner: nn.Module, d_model: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(d_model)
+        self.inner = inner
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """inner(LN(x))."""
+        return self.inner(self.norm(x))
+
+    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+        """The Jacobian at X, by automatic differentiation."""
+        return linearise(self, x)
+
+
+class PreNormBlock(nn.Module):
+    """x ↦ x + attention(LN(x)), x ↦ x + feed_forward(LN(x)): the baseline, not invertible.
+
+    Args:
+        attention: any attention map.
+        feed_forward: any per-token map.
+        d_model: width D.
+        dropout: probability on each branch's output.
+    """
+
+    def __init__(
+        self, attention: nn.Module, feed_forward: nn.Module, d_model: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attention = PreNormBranch(attention, d_model)
+        self.feed_forward = PreNormBranch(feed_forward, d_model)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Apply both residual branches."""
+        x = x + self.dropout(self.attention(x))
+        return x + self.dropout(self.feed_forward(x))
+
+
+class PreNormStack(nn.Module):
+    """A chain of pre-norm blocks.
+
+    Args:
+        blocks: the blocks, bottom first.
+    """
+
+    def __init__(self, blocks: list[PreNormBlock]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """Apply the blocks in order."""
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CharTransformer(nn.Module):
+    """tokens → embedding → stack → LayerNorm → logits.
+
+    With an :class:`InvertibleStack` everything between embedding and LayerNorm can be undone and is
+    certified; LayerNorm and the head are free and outside that part.
+
+    Args:
+        embedding: tokens to vectors.
+        stack: an invertible stack, or a chain of pre-norm blocks.
+        vocab_size: number of symbols V.
+        d_model: width D.
+    """
+
+    def __init__(
+        self,
+        embedding: CharEmbedding,
+        stack: InvertibleStack | PreNormStack,
+        vocab_size: int,
+        d_model: int,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.stack = stack
+        self.norm = nn.LayerNorm(d_model)
+        self.head = nn.Linear(d_model, vocab_size)
+
+    @property
+    def seq_len(self) -> int:
+        """Longest sequence the position embedding knows."""
+        return self.embedding.position.shape[0]
+
+    @property
+    def is_invertible(self) -> bool:
+        """Whether the stack can be undone."""
+        return isinstance(self.stack, InvertibleStack)
+
+    def forward(self, tokens: Int[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens vocab"]:
+        """Logits of the next symbol at every position."""
+        return self.head(self.norm(self.stack(self.embedding(tokens))))
+
+    def initialise(self, tokens: Int[Tensor, "*batch tokens"]) -> None:
+        """Initialise the ActivationNorms, if there are any, from one batch."""
+        if isinstance(self.stack, InvertibleStack):
+            self.stack.initialise(self.embedding(tokens))
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompt: Int[Tensor, "tokens"],
+        length: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> Int[Tensor, "longer"]:
+        """Continue a prompt by ``length`` symbols, each drawn from the last ``seq_len`` ones.
+
+        Args:
+            prompt: at least one symbol.
+            length: number of symbols to add.
+            temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
+            generator: source of randomness.
+        """
+        tokens = prompt
+        for _ in range(length):
+            logits = self(tokens[-self.seq_len :][None])[0, -1]
+            if temperature == 0:
+                drawn = logits.argmax(-1, keepdim=True)
+            else:
+                drawn = torch.multinomial(
+                    (logits / temperature).softmax(-1), 1, generator=generator
+                )
+            tokens = torch.cat([tokens, drawn])
+        return tokens

@@ -1,0 +1,74 @@
+"""Small models for tests."""
+
+import torch
+
+from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
+from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.position_bias import RelativePositionBias
+from invformer.nn.residual import InvertibleBlock, InvertibleStack
+from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
+
+VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
+
+
+def contractive_model(
+    target: float = 0.7, certificate: str = "token_max", norm: bool = True
+) -> CharTransformer:
+    """A tiny contractive model with injective padding, initialised on random tokens."""
+    d_embedding = WIDTH // 3
+    share = (WIDTH - d_embedding) // LAYERS
+    blocks = []
+    for index in range(LAYERS):
+        first = d_embedding + index * share
+        channels = slice(first, first + share)
+        attention = ContractiveL2Attention(
+            WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN), target, certificate, channels
+        )
+        feed_forward = ContractiveFeedForward(
+            WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
+        )
+        blocks.append(InvertibleBlock(attention, feed_forward, WIDTH if norm else None))
+    kind = "causal" if certificate == "causal" else "global"
+    stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
+    model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)
+    model.initialise(random_tokens(8))
+    return model
+
+
+def baseline(attention: type = DotProductAttention, dropout: float = 0.0) -> CharTransformer:
+    """A tiny pre-norm baseline."""
+    blocks = [
+        PreNormBlock(
+            attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN)),
+            FeedForward(WIDTH, 2 * WIDTH),
+            WIDTH,
+            dropout,
+        )
+        for _ in range(LAYERS)
+    ]
+    embedding = CharEmbedding(VOCAB, SEQ_LEN, WIDTH, WIDTH)
+    return CharTransformer(embedding, PreNormStack(blocks), VOCAB, WIDTH)
+
+
+def l2_baseline() -> CharTransformer:
+    """The baseline with tied L2 attention."""
+    return baseline(L2Attention)
+
+
+def random_tokens(batch: int, seed: int = 0) -> torch.Tensor:
+    """Random symbols, (batch, SEQ_LEN)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB, (batch, SEQ_LEN), generator=generator)
+
+
+def trained_a_little(model: CharTransformer, steps: int = 10) -> CharTransformer:
+    """The model after a few AdamW steps on random text, so that nothing is at its start value."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        tokens = random_tokens(4, seed=step)
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return model.eval()

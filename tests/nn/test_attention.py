@@ -1,0 +1,214 @@
+"""Attention maps against naive loops, dense Jacobians and the inputs that break imitations."""
+
+import math
+
+import pytest
+import torch
+
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    DotProductAttention,
+    L2Attention,
+    PaperContractiveL2Attention,
+)
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.norms import NORMS
+
+WIDTH, HEADS, SEQ_LEN, TARGET = 6, 2, 7, 0.7
+
+
+def position(kind: str) -> VisibilityMask:
+    if kind == "bias":
+        return RelativePositionBias(HEADS, SEQ_LEN)
+    if kind == "full":
+        return VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
+    return CausalMask(SEQ_LEN)
+
+
+def operator_norm(jacobian: torch.Tensor, norm: str, tokens: int) -> float:
+    """‖J‖ in a norm on sequences, exactly for entry_max and frobenius, from below for token_max."""
+    if norm == "frobenius":
+        return torch.linalg.matrix_norm(jacobian, 2).item()
+    if norm == "entry_max":
+        return jacobian.abs().sum(-1).max().item()
+    blocks = jacobian.view(tokens, -1, jacobian.shape[-1])
+    best = 0.0
+    for row in blocks:
+        a = torch.randn(row.shape[0], 64)
+        a /= a.norm(dim=0)
+        for _ in range(30):
+            w = (row.T @ a).view(tokens, -1, a.shape[-1])
+            x = (w / w.norm(dim=1, keepdim=True).clamp(min=1e-300)).flatten(0, 1)
+            a = row @ x
+            gain = a.norm(dim=0)
+            a /= gain.clamp(min=1e-300)
+        best = max(best, gain.max().item())
+    return best
+
+
+@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@torch.no_grad()
+def test_tied_l2_attention_is_the_papers_formula_with_its_factor_a(kind: str) -> None:
+    layer = L2Attention(WIDTH, HEADS, position(kind))
+    x = torch.randn(SEQ_LEN, WIDTH)
+    d_head = WIDTH // HEADS
+    bias = layer.position(SEQ_LEN)
+    expected = torch.zeros(SEQ_LEN, WIDTH)
+    for h in range(HEADS):
+        q = x @ layer.w_q[h]
+        a = layer.w_q[h] @ layer.w_q[h].T / math.sqrt(d_head)
+        for i in range(SEQ_LEN):
+            logits = torch.stack(
+                [
+                    -(q[i] - q[j]).square().sum() / math.sqrt(d_head) + bias[h % len(bias), i, j]
+                    for j in range(SEQ_LEN)
+                ]
+            )
+            expected[i] += logits.softmax(0) @ x @ a @ layer.w_v[h] @ layer.w_o[h]
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_dot_product_attention_is_the_usual_formula() -> None:
+    layer = DotProductAttention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN))
+    x = torch.randn(SEQ_LEN, WIDTH)
+    q, k, v = (p.view(SEQ_LEN, HEADS, -1).transpose(0, 1) for p in layer.qkv(x).chunk(3, -1))
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, layer.position(SEQ_LEN))
+    torch.testing.assert_close(layer(x), layer.out(expected.transpose(0, 1).flatten(1)))
+
+
+@pytest.mark.parametrize("layer_type", [L2Attention, DotProductAttention])
+def test_no_output_depends_on_a_later_token(layer_type: type) -> None:
+    layer = layer_type(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN))
+    x = torch.randn(SEQ_LEN, WIDTH)
+    changed = x.clone()
+    changed[4:] += 10 * torch.randn(SEQ_LEN - 4, WIDTH)
+    assert torch.equal(layer(x)[:4], layer(changed)[:4])
+
+
+def contractive(certificate: str, kind: str = "bias") -> torch.nn.Module:
+    if certificate.startswith("kim"):
+        return PaperContractiveL2Attention(WIDTH, HEADS, position(kind), TARGET, certificate)
+    return ContractiveL2Attention(WIDTH, HEADS, position(kind), TARGET, certificate)
+
+
+CERTIFIED_NORM = {
+    "token_max": "token_max",
+    "kim_entry_max": "entry_max",
+    "kim_frobenius": "frobenius",
+}
+
+
+@pytest.mark.parametrize("certificate", CERTIFIED_NORM)
+@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_true_local_constant_stays_below_bound_and_bound_below_target(
+    certificate: str, kind: str, scale: float
+) -> None:
+    layer = contractive(certificate, kind).eval()
+    x = scale * torch.randn(SEQ_LEN, WIDTH)
+    jacobian = dense_jacobian(layer, x)
+    assert layer.lipschitz_bound(CERTIFIED_NORM[certificate]) <= TARGET
+    for norm in NORMS:
+        assert operator_norm(jacobian, norm, SEQ_LEN) <= layer.lipschitz_bound(norm)
+
+
+def test_every_certificate_is_held_at_its_target_not_far_below_it() -> None:
+    for certificate in ("token_max", "kim_frobenius", "kim_entry_max"):
+        layer = contractive(certificate).eval()
+        guaranteed = layer.bound_by_construction(CERTIFIED_NORM[certificate])
+        assert guaranteed.item() == pytest.approx(TARGET)
+    assert contractive("token_max").lipschitz_bound("token_max") > 0.97 * TARGET
+
+
+@pytest.mark.parametrize("norm", ["token_max", "frobenius"])
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+def test_what_the_construction_guarantees_is_never_below_the_certified_bound(
+    norm: str, certificate: str
+) -> None:
+    layer = contractive(certificate).eval()
+    assert layer.lipschitz_bound(norm) <= layer.bound_by_construction(norm).item()
+
+
+def test_causal_certificate_bounds_the_diagonal_blocks_and_nothing_else() -> None:
+    layer = contractive("causal").eval()
+    assert layer.causal_bound() <= TARGET
+    for scale in (0.3, 3.0):
+        x = scale * torch.randn(SEQ_LEN, WIDTH)
+        blocks = dense_jacobian(layer, x).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
+        for i in range(SEQ_LEN):
+            assert torch.linalg.matrix_norm(blocks[i, :, i], 2).item() <= layer.causal_bound()
+    assert layer.lipschitz_bound("token_max") > layer.causal_bound()
+
+
+def test_causal_certificate_is_refused_where_tokens_see_later_ones() -> None:
+    with pytest.raises(ValueError, match="causal mask"):
+        contractive("causal", "full").causal_bound()
+
+
+def test_a_mask_that_hides_a_token_from_itself_is_refused() -> None:
+    visible = torch.ones(4, 4, dtype=torch.bool)
+    visible[2, 2] = False
+    with pytest.raises(ValueError, match="hides token 2 from itself"):
+        VisibilityMask(visible)
+
+
+def test_the_witness_nearly_attains_the_token_max_certificate() -> None:
+    # One head, orthogonal maps: the last query at 0, half of the others at +r, half at −r.
+    seq_len, width = 65, 4
+    layer = ContractiveL2Attention(width, 1, CausalMask(seq_len), TARGET)
+    with torch.no_grad():
+        layer.w_q.weight.copy_(torch.eye(width)[None])
+        layer.w_g.weight.copy_(torch.eye(width))
+    layer.eval()
+    log_n = layer.position.log_mass()
+    g = (layer.head_gain() - 1).item() / 4
+    x = torch.zeros(seq_len, width)
+    radius = math.sqrt((1 + g) * math.sqrt(width))
+    x[0:-1:2, 0], x[1:-1:2, 0] = radius, -radius
+    direction = torch.zeros_like(x)
+    direction[:-1, 0], direction[-1, 0] = 1.0, -1.0
+    gain = layer.linearise(x).jvp(direction)[-1].norm().item()
+    bound = layer.lipschitz_bound("token_max")
+    assert math.exp(log_n.item()) == pytest.approx(seq_len - 1)
+    assert 0.85 * bound <= gain <= bound
+
+
+@pytest.mark.parametrize("certificate", ["token_max", "causal", "kim_entry_max"])
+def test_analytic_products_are_those_of_the_dense_jacobian(certificate: str) -> None:
+    layer = contractive(certificate).eval()
+    x = torch.randn(SEQ_LEN, WIDTH)
+    jacobian = dense_jacobian(layer, x)
+    products = layer.linearise(x)
+    vector = torch.randn(SEQ_LEN, WIDTH)
+    torch.testing.assert_close(products.jvp(vector).flatten(), jacobian @ vector.flatten())
+    torch.testing.assert_close(products.vjp(vector).flatten(), jacobian.T @ vector.flatten())
+
+
+def test_a_shorter_sequence_gets_the_beginning_of_the_longer_ones_output() -> None:
+    layer = contractive("token_max").eval()
+    x = torch.randn(SEQ_LEN, WIDTH)
+    torch.testing.assert_close(layer(x[:3]), layer(x)[:3], rtol=0, atol=1e-15)
+
+
+def test_gradients_of_normalised_weights_match_finite_differences() -> None:
+    layer = contractive("token_max")
+    x = torch.randn(SEQ_LEN, WIDTH)
+    probe = torch.randn(SEQ_LEN, WIDTH)
+
+    def value() -> torch.Tensor:
+        return (layer(x) * probe).sum()
+
+    value().backward()
+    for weight in (layer.w_q.weight, layer.w_g.weight, layer.position.table):
+        direction = torch.randn_like(weight)
+        step = 1e-5
+        with torch.no_grad():
+            weight.add_(step * direction)
+            above = value().item()
+            weight.sub_(2 * step * direction)
+            below = value().item()
+            weight.add_(step * direction)
+        assert weight.grad is not None
+        numeric = (above - below) / (2 * step)
+        assert (weight.grad * direction).sum().item() == pytest.approx(numeric, rel=2e-2, abs=1e-5)

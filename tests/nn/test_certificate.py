@@ -1,0 +1,117 @@
+"""Certificates of whole stacks: what they prove, and what they refuse to guess."""
+
+import pytest
+import torch
+
+from invformer.nn import NoCertificateError, certify, enforce
+from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.numerics.linear_map import dense_jacobian
+from tests.nn.builders import baseline, contractive_model, random_tokens, trained_a_little
+
+
+@pytest.mark.parametrize("norm", ["token_max", "frobenius", "entry_max"])
+def test_every_branch_of_a_trained_model_has_a_bound_in_every_norm(norm: str) -> None:
+    model = trained_a_little(contractive_model())
+    certificate = certify(model, norm=norm)
+    assert set(certificate.per_branch) == {name for name, _ in model.stack.branches()}
+    assert all(0 < bound < float("inf") for bound in certificate.per_branch.values())
+
+
+def test_a_trained_model_is_held_at_its_target() -> None:
+    certificate = certify(trained_a_little(contractive_model(target=0.7)))
+    assert certificate.holds
+    assert certificate.target == 0.7
+    assert certificate.norm == "token_max"
+
+
+def test_the_bound_of_the_whole_stack_covers_its_jacobian() -> None:
+    model = trained_a_little(contractive_model())
+    certificate = certify(model, norm="frobenius", dtype=torch.float64)
+    x = model.embedding(random_tokens(1))[0].detach()
+    jacobian = dense_jacobian(lambda t: model.stack(t), x)
+    assert torch.linalg.matrix_norm(jacobian, 2).item() <= certificate.total
+    assert certificate.total > 1
+
+
+def test_a_causal_certificate_claims_no_constant_for_the_stack() -> None:
+    certificate = certify(trained_a_little(contractive_model(certificate="causal")))
+    assert certificate.kind == "causal"
+    assert certificate.total is None
+    assert certificate.holds
+
+
+def test_layer_norm_in_the_stack_is_refused() -> None:
+    with pytest.raises(NoCertificateError, match="LayerNorm"):
+        certify(baseline())
+
+
+def test_an_unknown_branch_is_refused_by_name() -> None:
+    model = contractive_model()
+    model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(12, 12)
+    with pytest.raises(NoCertificateError, match="block_01/feed_forward: no proof.*Linear"):
+        certify(model)
+
+
+def test_dropout_in_training_mode_is_refused() -> None:
+    model = contractive_model()
+    model.stack.blocks[0].attention.branch.extra = torch.nn.Dropout(0.1)
+    with pytest.raises(NoCertificateError, match=r"dropout.*eval\(\)"):
+        certify(model)
+
+
+def test_weights_are_certified_as_they_are_cast() -> None:
+    model = trained_a_little(contractive_model())
+    exact = certify(model, dtype=torch.float64)
+    rounded = certify(model, dtype=torch.bfloat16)
+    assert rounded.dtype == "bfloat16"
+    assert exact.per_branch != rounded.per_branch
+
+
+def test_a_branch_above_its_target_after_the_cast_is_shrunk_until_proven_below() -> None:
+    model = trained_a_little(contractive_model())
+    for _, branch in model.stack.branches():
+        branch.correction.fill_(1.01)
+    assert not certify(model, dtype=torch.bfloat16).holds
+    assert enforce(model, dtype=torch.bfloat16).holds
+    assert certify(model, dtype=torch.bfloat16).holds
+
+
+def test_a_certificate_is_plain_data() -> None:
+    import json
+
+    certificate = certify(trained_a_little(contractive_model()))
+    assert json.loads(json.dumps(certificate.to_dict()))["norm"] == "token_max"
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline])
+def test_probe_estimates_approach_the_dense_constant_from_below(build) -> None:
+    model = trained_a_little(build())
+    tokens = random_tokens(1, seed=3)
+    probe = LipschitzProbe(model, tokens, norms=("frobenius",), num_steps=200)
+    estimates = probe.estimate()["frobenius"]
+    x = model.embedding(tokens)[0].detach()
+    block = model.stack.blocks[0]
+    branch = block.attention.branch if model.is_invertible else block.attention
+    true = torch.linalg.matrix_norm(dense_jacobian(branch, x), 2).item()
+    found = estimates["block_00/attention"].value.item()
+    assert found <= true * (1 + 1e-12)
+    assert found == pytest.approx(true, rel=1e-3)
+
+
+def test_warm_started_estimates_of_a_fixed_model_only_improve() -> None:
+    model = trained_a_little(contractive_model())
+    probe = LipschitzProbe(model, random_tokens(1))
+    first, later = (None, None)
+    for step in range(30):
+        values = {n: e.value for n, e in probe.estimate()["frobenius"].items()}
+        first = first or values
+        later = values
+    assert all((later[n] >= first[n] - 1e-12).all() for n in first)
+
+
+def test_estimates_stay_below_bounds_in_both_norms() -> None:
+    model = trained_a_little(contractive_model())
+    probe = LipschitzProbe(model, random_tokens(4), num_steps=20)
+    for norm, estimates in probe.estimate().items():
+        bounds = certify(model, norm=norm).per_branch
+        assert all(e.value.max().item() <= bounds[name] for name, e in estimates.items())

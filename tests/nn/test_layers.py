@@ -1,0 +1,158 @@
+"""ActivationNorm, feed-forward, residual layers, stacks and the language model."""
+
+import math
+
+import pytest
+import torch
+
+from invformer.nn import (
+    ActivationNorm,
+    ContractiveFeedForward,
+    InvertibleResidual,
+    certify,
+    frozen_weights,
+)
+from invformer.numerics.linear_map import dense_jacobian
+from tests.nn.builders import (
+    SEQ_LEN,
+    VOCAB,
+    WIDTH,
+    baseline,
+    contractive_model,
+    l2_baseline,
+    random_tokens,
+    trained_a_little,
+)
+
+
+def test_activation_norm_leaves_its_first_batch_with_zero_mean_and_unit_variance() -> None:
+    x = 5 + 3 * torch.randn(16, 8, WIDTH)
+    layer = ActivationNorm(WIDTH)
+    layer.initialise(x)
+    y = layer(x).flatten(0, 1)
+    torch.testing.assert_close(y.mean(0), torch.zeros(WIDTH), rtol=0, atol=1e-12)
+    torch.testing.assert_close(y.std(0), torch.ones(WIDTH))
+
+
+def test_activation_norm_leaves_silent_channels_alone() -> None:
+    x = torch.randn(16, 8, WIDTH)
+    x[..., 3] = 0
+    layer = ActivationNorm(WIDTH)
+    layer.initialise(x)
+    assert layer.log_scale[3].item() == 0
+    assert torch.equal(layer(x)[..., 3], x[..., 3])
+
+
+def test_activation_norm_is_undone_exactly_up_to_rounding() -> None:
+    layer = ActivationNorm(WIDTH)
+    layer.initialise(3 * torch.randn(64, WIDTH) + 1)
+    x = torch.randn(7, WIDTH)
+    torch.testing.assert_close(layer.inverse(layer(x)), x, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
+@pytest.mark.parametrize("sharpness", [0.5, 4.0, 50.0])
+def test_feed_forward_jacobians_stay_below_the_certificate_however_sharp(
+    activation: str, sharpness: float
+) -> None:
+    layer = ContractiveFeedForward(WIDTH, 3 * WIDTH, 0.9, activation).eval()
+    with torch.no_grad():
+        layer.log_sharpness.fill_(math.log(sharpness))
+    bound = layer.lipschitz_bound("frobenius")
+    assert bound <= 0.9
+    assert layer.lipschitz_bound("token_max") == bound
+    for scale in (0.1, 1.0, 10.0):
+        jacobian = dense_jacobian(layer, scale * torch.randn(2, WIDTH))
+        assert torch.linalg.matrix_norm(jacobian, 2).item() <= bound
+
+
+def test_feed_forward_held_in_entry_max_is_certified_there() -> None:
+    layer = ContractiveFeedForward(WIDTH, 3 * WIDTH, 0.9, norm="entry_max").eval()
+    bound = layer.lipschitz_bound("entry_max")
+    jacobian = dense_jacobian(layer, torch.randn(2, WIDTH))
+    assert jacobian.abs().sum(-1).max().item() <= bound <= 0.9
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
+def test_feed_forward_products_are_those_of_the_dense_jacobian(activation: str) -> None:
+    layer = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9, activation).eval()
+    x, vector = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    jacobian = dense_jacobian(layer, x)
+    products = layer.linearise(x)
+    torch.testing.assert_close(products.jvp(vector).flatten(), jacobian @ vector.flatten())
+    torch.testing.assert_close(products.vjp(vector).flatten(), jacobian.T @ vector.flatten())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", ["picard", "anderson"])
+def test_a_residual_layer_is_undone(method: str) -> None:
+    layer = InvertibleResidual(ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9)).eval()
+    x = torch.randn(2, 5, WIDTH)
+    bound = layer.branch.lipschitz_bound("token_max")
+    solution = layer.inverse(layer(x), lipschitz_bound=bound, norm="token_max", method=method)
+    error = (solution.value - x).norm(dim=-1).amax(-1)
+    assert solution.converged.all()
+    assert (error <= solution.error_bound).all()
+    assert error.max().item() < 1e-9
+
+
+def test_the_whole_stack_is_undone_and_the_text_comes_back() -> None:
+    model = trained_a_little(contractive_model())
+    tokens = random_tokens(3, seed=5)
+    x = model.embedding(tokens)
+    certificate = certify(model, dtype=torch.float64)
+    solution = model.stack.inverse(model.stack(x), certificate)
+    error = (solution.value - x).norm(dim=-1).amax(-1)
+    assert (error <= solution.error_bound).all()
+    assert (solution.error_bound < model.embedding.decoding_margin()).all()
+    assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
+
+
+def test_embedding_leaves_the_padded_channels_silent() -> None:
+    model = contractive_model()
+    assert (model.embedding(random_tokens(2))[..., WIDTH // 3 :] == 0).all()
+
+
+def test_blocks_first_write_to_their_own_channels() -> None:
+    model = contractive_model(norm=False)
+    block = model.stack.blocks[0]
+    written = block.attention.branch(model.embedding(random_tokens(2))).abs().sum((0, 1)) > 0
+    share = (WIDTH - WIDTH // 3) // 2
+    expected = torch.zeros(WIDTH, dtype=torch.bool)
+    expected[WIDTH // 3 : WIDTH // 3 + share] = True
+    assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+def test_logits_never_depend_on_later_characters(build) -> None:
+    model = build().eval()
+    tokens = random_tokens(1)
+    changed = tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
+    torch.testing.assert_close(model(tokens)[:, :6], model(changed)[:, :6], rtol=0, atol=1e-14)
+
+
+def test_frozen_weights_compute_the_same_function() -> None:
+    model = trained_a_little(contractive_model())
+    tokens = random_tokens(2)
+    expected = model(tokens)
+    with frozen_weights(model):
+        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=0)
+    assert all(branch._frozen is None for _, branch in model.stack.branches())
+
+
+def test_generation_extends_the_prompt_and_repeats_with_the_same_seed() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    first, second = (
+        model.generate(prompt, 20, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first[:3], prompt)
+    assert len(first) == 23 > SEQ_LEN
+
+
+def test_greedy_generation_takes_the_likeliest_character() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    assert model.generate(prompt, 1, temperature=0)[-1] == model(prompt[None])[0, -1].argmax()

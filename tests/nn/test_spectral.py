@@ -1,0 +1,86 @@
+"""The differentiable normaliser: an upper bound, stateless, fresh when it matters."""
+
+import copy
+
+import pytest
+import torch
+
+from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3), (4, 6, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_normalised_weights_never_exceed_norm_one_and_nearly_reach_it(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    weight = SpectralNormalised(10 * torch.randn(shape, dtype=dtype))
+    norms = torch.linalg.matrix_norm(weight().double(), 2)
+    assert (norms <= 1 + 1e-7).all()
+    assert (norms > 0.97).all()
+
+
+def test_orthogonal_weights_are_not_overestimated() -> None:
+    orthogonal, _ = torch.linalg.qr(torch.randn(32, 32))
+    assert torch.linalg.matrix_norm(SpectralNormalised(orthogonal)(), 2).item() > 0.999
+
+
+def test_a_zero_weight_stays_zero_and_finite() -> None:
+    assert torch.equal(SpectralNormalised(torch.zeros(3, 3))(), torch.zeros(3, 3))
+
+
+def test_the_gradient_is_that_of_the_weight_over_its_spectral_norm() -> None:
+    raw = torch.randn(6, 4)
+    probe = torch.randn(6, 4)
+    weight = SpectralNormalised(raw.clone())
+    (weight() * probe).sum().backward()
+    exact = raw.clone().requires_grad_()
+    (exact / torch.linalg.matrix_norm(exact, 2) * probe).sum().backward()
+    torch.testing.assert_close(weight.weight.grad, exact.grad, rtol=3e-2, atol=3e-3)
+
+
+def test_training_mode_follows_a_changed_weight_without_being_told() -> None:
+    weight = SpectralNormalised(torch.randn(4, 4))
+    with torch.no_grad():
+        weight.weight.mul_(7)
+    assert torch.linalg.matrix_norm(weight(), 2).item() <= 1
+
+
+def test_a_weight_changed_behind_manual_refresh_is_seen_after_the_refresh() -> None:
+    model = torch.nn.ModuleList(SpectralNormalised(torch.randn(4, 4)) for _ in range(3))
+    set_manual_refresh(model)
+    with torch.no_grad():
+        for weight in model:
+            weight.weight.mul_(7)
+    assert all(torch.linalg.matrix_norm(w(), 2).item() > 2 for w in model)
+    refresh_normalisers(model)
+    assert all(torch.linalg.matrix_norm(w(), 2).item() <= 1 for w in model)
+
+
+def test_leaving_training_mode_refreshes_a_stale_constant() -> None:
+    weight = SpectralNormalised(torch.randn(4, 4))
+    set_manual_refresh(weight)
+    with torch.no_grad():
+        weight.weight.mul_(7)
+    assert torch.linalg.matrix_norm(weight.eval()(), 2).item() <= 1
+
+
+def test_batched_refresh_gives_what_each_weight_computes_alone() -> None:
+    model = torch.nn.ModuleList(SpectralNormalised(torch.randn(4, 6)) for _ in range(3))
+    alone = [w.sigma_bound.clone() for w in model]
+    refresh_normalisers(model)
+    for weight, expected in zip(model, alone, strict=True):
+        torch.testing.assert_close(weight.sigma_bound, expected)
+
+
+def test_copies_and_loaded_states_carry_a_fresh_constant() -> None:
+    weight = SpectralNormalised(torch.randn(4, 4))
+    other = SpectralNormalised(torch.randn(4, 4))
+    other.load_state_dict(weight.state_dict())
+    torch.testing.assert_close(other(), weight())
+    torch.testing.assert_close(copy.deepcopy(weight)(), weight())
+
+
+def test_two_forward_passes_before_one_backward_are_allowed() -> None:
+    weight = SpectralNormalised(torch.randn(4, 4))
+    (weight().sum() + weight().square().sum()).backward()
+    assert weight.weight.grad is not None
