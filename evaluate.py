@@ -1,0 +1,31 @@
+"""Evaluate a trained model: likelihood, certificate, local constants, and the way back to the text.
+
+python evaluate.py checkpoint=checkpoints/first data.split=test generate.prompt="The "
+"""
+
+import sys
+from pathlib import Path
+
+from invformer.config import parse_or_exit
+from invformer.exit import guarded
+from invformer.schema import EvaluateConfig
+
+
+def main() -> None:
+    """Parse, load, evaluate, report."""
+    config = parse_or_exit(sys.argv[1:], EvaluateConfig, Path(__file__).parent)
+
+    def work() -> None:
+        # The heavy imports wait until the configuration is known to be valid.
+        from invformer.build.evaluation import evaluate_checkpoint
+        from invformer.evaluation.report import print_table, write_json
+
+        report, directory = evaluate_checkpoint(config)
+        print_table(report)
+        write_json(report, directory / "evaluation.json")
+
+    raise SystemExit(guarded(work, debug=False))
+
+
+if __name__ == "__main__":
+    main()

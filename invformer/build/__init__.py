@@ -1,0 +1,1 @@
+"""From a configuration to objects: the only place that knows both sides."""

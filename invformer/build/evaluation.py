@@ -1,0 +1,213 @@
+"""From a checkpoint to an evaluation report."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from invformer.build.model import build_model
+from invformer.build.run import FORWARD_DTYPE
+from invformer.config import from_dict
+from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.data.windows import EvaluationWindows
+from invformer.errors import CheckpointError, ConfigurationError, DataError
+from invformer.evaluation.checkpoint import Checkpoint, read_checkpoint
+from invformer.evaluation.inversion import InversionReport, invert_text
+from invformer.evaluation.likelihood import Likelihood, score
+from invformer.evaluation.lipschitz import measured_branches
+from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import Certificate, certify
+from invformer.nn.transformer import CharTransformer
+from invformer.schema import DataConfig, EvaluateConfig, MeasureConfig, TrainConfig
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
+    """Load a model and measure everything that is asked for.
+
+    Returns:
+        The report as a nested plain dict, and the folder it belongs into.
+    """
+    checkpoint = read_checkpoint(config.checkpoint)
+    trained = trained_configuration(checkpoint)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    device = pick_device(config.evaluate.device)
+    model = load_model(checkpoint, trained, vocabulary).to(device)
+    data = replace(
+        trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None}
+    )
+    corpus = read_corpus(data)
+    text = getattr(corpus, data.split)
+    tokens = vocabulary.encode(text)
+    seq_len = trained.data.seq_len
+    measure = config.evaluate
+    stride = measure.stride or seq_len
+    if stride > seq_len:
+        raise ConfigurationError(
+            f"evaluate.stride: {stride} is more than the model's seq_len={seq_len}; characters "
+            "between windows would never be scored"
+        )
+    if len(tokens) < 2:
+        raise DataError(f"data.split={data.split}: {len(tokens)} characters, nothing to score")
+    likelihood = score(
+        model, EvaluationWindows(tokens, seq_len, stride, measure.batch_size), device
+    )
+    certificate = certify_model(model, trained)
+    report: dict[str, Any] = {
+        "checkpoint": str(checkpoint.path),
+        "step": checkpoint.step,
+        "command": checkpoint.metadata.get("command"),
+        "commit": checkpoint.metadata.get("commit"),
+        "bpc": likelihood.bpc,
+        "nats": likelihood.nats,
+        "num_characters": likelihood.num_characters,
+        "context": {
+            "seq_len": seq_len,
+            "stride": stride,
+            "first_character": "uniform over the vocabulary",
+            "protocol": "every character of the split once; windows do not see what precedes them",
+        },
+        "data": {
+            "name": corpus.name,
+            "split": data.split,
+            "source": corpus.source,
+            "sha256": corpus.sha256,
+            "same_as_training": corpus.sha256 == checkpoint.metadata["data_sha256"],
+            "unknown_rate": vocabulary.unknown_rate(text),
+        },
+        "certificate": None if certificate is None else certificate.to_dict(),
+        "local_lipschitz": {},
+        "inversion": None,
+        "perf": {"forward_characters_per_second": rate(likelihood.num_characters, likelihood)},
+    }
+    if measure.lipschitz_sequences:
+        probe = first_sequences(tokens, seq_len, measure.lipschitz_sequences).to(device)
+        report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
+    if certificate is not None and measure.inversion_sequences:
+        inversion = invert_split(model, tokens, certificate, measure, device)
+        report["inversion"] = asdict(inversion)
+        report["perf"] |= inversion_rates(inversion)
+    if config.generate.prompt is not None:
+        report["sample"] = continue_text(model, vocabulary, config, device)
+    return report, checkpoint.directory
+
+
+def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
+    """The configuration a checkpoint was trained with."""
+    try:
+        return from_dict(checkpoint.metadata["config"])
+    except ConfigurationError as error:
+        raise CheckpointError(f"{checkpoint.path}: its configuration is invalid ({error})") from None
+
+
+def load_model(
+    checkpoint: Checkpoint, config: TrainConfig, vocabulary: Vocabulary
+) -> CharTransformer:
+    """The trained model in eval mode.
+
+    Raises:
+        CheckpointError: the weights do not fit the configuration, or are not finite.
+    """
+    model = build_model(config.model, vocabulary.size, config.data.seq_len)
+    if config.trainer.precision == "64-true":
+        model = model.double()
+    try:
+        model.load_state_dict(checkpoint.weights)
+    except RuntimeError as error:
+        first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
+        raise CheckpointError(
+            f"{checkpoint.path}: its weights do not fit its configuration ({first})"
+        ) from None
+    for name, weight in checkpoint.weights.items():
+        if weight.is_floating_point() and not weight.isfinite().all():
+            raise CheckpointError(f"{checkpoint.path}: weight {name} is not finite")
+    return model.eval()
+
+
+def read_corpus(data: DataConfig) -> Corpus:
+    """The corpus to evaluate on."""
+    return load_corpus(
+        data.name,
+        data.path,
+        val_fraction=data.val_fraction,
+        test_fraction=data.test_fraction,
+        max_characters=data.max_characters,
+    )
+
+
+def certify_model(model: CharTransformer, config: TrainConfig) -> Certificate | None:
+    """The certificate for the weights as cast for training's forward pass; None for baselines."""
+    if not model.is_invertible:
+        return None
+    return certify(model, dtype=FORWARD_DTYPE[config.trainer.precision])
+
+
+def first_sequences(tokens: Tensor, seq_len: int, count: int) -> Tensor:
+    """Up to ``count`` consecutive full sequences from the beginning of a split."""
+    count = max(1, min(count, len(tokens) // seq_len))
+    length = min(seq_len, len(tokens))
+    return tokens[: count * length].long().view(count, length)
+
+
+def invert_split(
+    model: CharTransformer,
+    tokens: Tensor,
+    certificate: Certificate,
+    measure: MeasureConfig,
+    device: torch.device,
+) -> InversionReport:
+    """Round trip of the split's first sequences."""
+    sequences = first_sequences(tokens, model.seq_len, measure.inversion_sequences).to(device)
+    _, report = invert_text(
+        model,
+        sequences,
+        certificate,
+        dtype=DTYPES[measure.inversion_dtype],
+        method=measure.inversion_method,
+        atol=measure.atol,
+    )
+    return report
+
+
+def inversion_rates(report: InversionReport) -> dict[str, float]:
+    """Characters per second of the inverse."""
+    return {"inverse_characters_per_second": report.num_characters / report.seconds_inverse}
+
+
+def rate(num_characters: int, likelihood: Likelihood) -> float:
+    """Characters per second of the scoring forward passes."""
+    return num_characters / max(likelihood.seconds, 1e-9)
+
+
+def continue_text(
+    model: CharTransformer, vocabulary: Vocabulary, config: EvaluateConfig, device: torch.device
+) -> str:
+    """The prompt and what the model adds to it."""
+    generate = config.generate
+    if not generate.prompt:
+        raise ConfigurationError("generate.prompt: is empty; give at least one character")
+    prompt = vocabulary.encode(generate.prompt).long().to(device)
+    generator = torch.Generator(device=device).manual_seed(generate.seed)
+    with frozen_weights(model):
+        tokens = model.generate(prompt, generate.length, generate.temperature, generator)
+    return vocabulary.decode(tokens.cpu())
+
+
+def pick_device(name: str) -> torch.device:
+    """The named device, or the best there is.
+
+    Raises:
+        ConfigurationError: this machine does not have it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigurationError(f"evaluate.device: {name} is not available here") from None
+    return device

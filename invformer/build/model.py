@@ -1,0 +1,93 @@
+"""From a model configuration to modules: one ``match`` per choice."""
+
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    DotProductAttention,
+    L2Attention,
+    PaperContractiveL2Attention,
+)
+from invformer.nn.branch import LipschitzBranch
+from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
+from invformer.nn.residual import InvertibleBlock, InvertibleStack
+from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
+from invformer.numerics.norms import Norm
+from invformer.schema import ModelConfig
+
+NORM_OF_CERTIFICATE: dict[str, Norm] = {
+    "token_max": "token_max",
+    "causal": "token_max",
+    "kim_entry_max": "entry_max",
+    "kim_frobenius": "frobenius",
+}
+
+
+def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
+    """The language model a configuration asks for, freshly initialised."""
+    contractive = config.name == "contractive_l2"
+    d_embedding = config.embedding_width if contractive else config.d_model
+    embedding = CharEmbedding(vocab_size, seq_len, config.d_model, d_embedding)
+    if contractive:
+        stack = build_invertible_stack(config, seq_len, d_embedding)
+    else:
+        stack = PreNormStack([build_pre_norm_block(config, seq_len) for _ in range(config.num_layers)])
+    return CharTransformer(embedding, stack, vocab_size, config.d_model)
+
+
+def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) -> InvertibleStack:
+    """Contractive blocks, each first writing to its own share of the padded channels."""
+    assert config.certificate is not None
+    share = (config.d_model - d_embedding) // config.num_layers
+    blocks = []
+    for index in range(config.num_layers):
+        first = d_embedding + index * share
+        channels = slice(first, first + share) if share else None
+        attention = build_contractive_attention(config, seq_len, channels)
+        feed_forward = ContractiveFeedForward(
+            config.d_model,
+            config.feed_forward_width,
+            config.lipschitz_target,
+            config.activation,
+            "entry_max" if config.certificate == "kim_entry_max" else "spectral",
+            channels,
+        )
+        d_norm = config.d_model if config.activation_norm else None
+        blocks.append(InvertibleBlock(attention, feed_forward, d_norm))
+    kind = "causal" if config.certificate == "causal" else "global"
+    return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
+
+
+def build_contractive_attention(
+    config: ModelConfig, seq_len: int, channels: slice | None
+) -> LipschitzBranch:
+    """The contractive attention whose constant the chosen certificate bounds."""
+    position = build_position(config, seq_len)
+    width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
+    match config.certificate:
+        case "token_max" | "causal":
+            return ContractiveL2Attention(
+                width, heads, position, target, config.certificate, channels
+            )
+        case "kim_entry_max" | "kim_frobenius":
+            return PaperContractiveL2Attention(width, heads, position, target, config.certificate)
+        case None:
+            raise AssertionError("a contractive model has a certificate")
+
+
+def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
+    """One block of a baseline."""
+    position = build_position(config, seq_len)
+    attention = L2Attention if config.name == "l2" else DotProductAttention
+    return PreNormBlock(
+        attention(config.d_model, config.num_heads, position),
+        FeedForward(config.d_model, config.feed_forward_width, config.activation),
+        config.d_model,
+        config.dropout,
+    )
+
+
+def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
+    """A causal mask, with a learned relative bias or without."""
+    if config.position_bias:
+        return RelativePositionBias(config.num_heads, seq_len)
+    return CausalMask(seq_len)

@@ -1,0 +1,1 @@
+"""Text by name, its characters as tokens, and batches of windows."""

@@ -1,0 +1,486 @@
+"""Corpora by name: from Python itself, from your files, or from the Hugging Face Hub.
+
+Whatever the source, a corpus is three texts that share nothing, exactly as they were written. How
+each text is cut into splits is said where it is read.
+"""
+
+import hashlib
+import io
+import os
+import platform
+import sysconfig
+import tokenize
+import zipfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from invformer.errors import DataError
+
+Name = Literal[
+    "python_docs", "python_stdlib", "text_file",
+    "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
+]  # fmt: skip
+Split = Literal["train", "val", "test"]
+Unit = Literal["characters", "bytes"]
+SPLITS: tuple[Split, ...] = get_args(Split)
+
+# What the files of a split may be called, first match wins. {} is a word for the split.
+SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
+    "train": ("train",),
+    "val": ("valid", "validation", "val", "dev"),
+    "test": ("test",),
+}
+SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw", "{}-*.parquet")
+# Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
+HUNDRED_MILLION = ("text8", "enwik8")
+# Not Python's own sources: tests, installed packages, and what differs from machine to machine.
+FOREIGN_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
+FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
+HUB_TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Three texts to learn from, to choose by, and to report on.
+
+    Attributes:
+        name: the corpus.
+        train: text of the training split.
+        val: text of the validation split.
+        test: text of the test split; empty where the corpus comes without one.
+        sha256: of the three texts and where they part, in hexadecimal.
+        source: where the text came from, in words.
+        unit: what one symbol stands for. In a corpus of bytes the byte b is the character chr(b).
+    """
+
+    name: str
+    train: str = field(repr=False)
+    val: str = field(repr=False)
+    test: str = field(repr=False)
+    sha256: str
+    source: str
+    unit: Unit = "characters"
+
+    def split(self, name: Split) -> str:
+        """The text of one split.
+
+        Raises:
+            DataError: the corpus has no text in it.
+        """
+        text = {"train": self.train, "val": self.val, "test": self.test}[name]
+        if not text:
+            raise DataError(
+                f"{self.name} ({self.source}) has no {name} text, only {self.lengths()}; check the "
+                "files, data.val_fraction, data.test_fraction and data.max_characters"
+            )
+        return text
+
+    def lengths(self) -> str:
+        """How long the splits are, in words."""
+        sizes = ", ".join(f"{len(getattr(self, name)):,} ({name})" for name in SPLITS)
+        return f"{sizes} {self.unit}"
+
+
+Texts = dict[Split, str]
+
+
+def load_corpus(
+    name: str,
+    path: str | os.PathLike[str] | None = None,
+    val_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+    max_characters: int | None = None,
+) -> Corpus:
+    """Read a corpus.
+
+    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file or folder; the
+    others come from the Hugging Face Hub, or with ``path`` from local files and no network.
+
+    A local file is cut into contiguous splits, train first and test last (text8 and enwik8 at their
+    customary 90, 95 and 100 million). A folder with files ``train.txt``, ``valid.txt`` and
+    ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``, ``train-*.parquet``; validation and val
+    are understood too) has its splits already, and an absent test file leaves the test split empty.
+    Any other folder is the concatenation of its ``*.txt`` in sorted order, cut like a file.
+
+    Text is read as it is: UTF-8 without exceptions, line ends and byte order marks kept. Two
+    corpora are rewritten by convention: ``ptb`` becomes characters as in the literature (a space
+    between words is "_", a newline ends a sentence), and ``enwik8`` is read as bytes.
+
+    Args:
+        name: of the corpus.
+        path: file (``.txt`` or any other text, ``.zip`` with one file in it) or folder.
+        val_fraction: share of the text for validation, where the corpus has no splits of its own.
+        test_fraction: likewise for the test.
+        max_characters: shorten the corpus to this many characters: each split keeps its beginning,
+            all in the same proportion.
+
+    Raises:
+        DataError: the text cannot be read, is empty or a single character, or the Hub cannot be
+            reached.
+    """
+    if name not in get_args(Name):
+        raise DataError(f"there is no corpus {name!r}: pick one of {', '.join(get_args(Name))}")
+    unit: Unit = "bytes" if name == "enwik8" else "characters"
+    texts: Texts
+    if name in ("python_docs", "python_stdlib"):
+        if path is not None:
+            raise DataError(
+                f"{name} comes with Python and takes no data.path; use data=text_file for {path}"
+            )
+        read = read_python_docs if name == "python_docs" else read_python_stdlib
+        texts, source = read(val_fraction, test_fraction)
+    elif path is not None:
+        texts, source = read_local(name, Path(path).expanduser(), val_fraction, test_fraction)
+    elif name == "text_file":
+        raise DataError("text_file needs data.path=FILE or data.path=FOLDER")
+    else:
+        texts, source = read_hub(name)
+    if name == "ptb":
+        texts = {split: words_to_characters(text) for split, text in texts.items()}
+    total = sum(map(len, texts.values()))
+    if total < 2:
+        raise DataError(f"{source}: {total} {unit} of text, nothing to learn from")
+    if max_characters is not None and max_characters < total:
+        texts = {
+            split: text[: len(text) * max_characters // total] for split, text in texts.items()
+        }
+    corpus = Corpus(name, **texts, sha256=digest(texts, unit), source=source, unit=unit)
+    corpus.split("train")
+    return corpus
+
+
+def digest(texts: Texts, unit: Unit) -> str:
+    """SHA-256 of the texts, each after its name and length."""
+    encoding = "latin-1" if unit == "bytes" else "utf-8"
+    sha = hashlib.sha256()
+    for split in SPLITS:
+        sha.update(f"{split} {len(texts[split])}\n".encode())
+        sha.update(texts[split].encode(encoding))
+    return sha.hexdigest()
+
+
+def words_to_characters(text: str) -> str:
+    """Penn Treebank words as the characters of the literature.
+
+    Every line is a sentence: its outer spaces go, "_" stands between words, the newline stays.
+    """
+    return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
+
+
+# --- Python's own text ---------------------------------------------------------------------------
+
+
+def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
+    """The language reference that ``help()`` prints, which ships inside every CPython.
+
+    Some topics repeat parts of longer ones ("try" stands in "compound" as well). Going from long to
+    short, a topic is left out if more than half of it are paragraphs that were seen before: none of
+    the rest stands in two splits. Topics are then dealt out whole by :func:`deal`. The text differs
+    between versions of Python, so the source names the version.
+    """
+    try:
+        from pydoc_data.topics import topics  # 700 kB that nobody else needs
+    except ImportError as error:
+        raise DataError(
+            f"this Python has no pydoc_data.topics ({error}): use data=python_stdlib or text_file"
+        ) from None
+    kept: dict[str, str] = {}
+    seen: set[str] = set()
+    for name in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        paragraphs = [" ".join(p.split()) for p in topics[name].split("\n\n")]
+        repeated = sum(len(p) for p in paragraphs if p in seen)
+        if 2 * repeated <= sum(map(len, paragraphs)):
+            kept[name] = topics[name]
+            seen.update(paragraphs)
+    texts = deal(kept, val_fraction, test_fraction, separator="\n")
+    return texts, f"pydoc_data.topics of {platform.python_implementation()} {version()}"
+
+
+def read_python_stdlib(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
+    """The .py files of Python's standard library, without tests and installed packages.
+
+    A package is dealt out whole (:func:`deal`), since its modules resemble each other.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    packages: dict[str, str] = {}
+    for file in python_sources(root):
+        package = file.relative_to(root).parts[0]
+        packages[package] = packages.get(package, "") + decode_source(file)
+    if not packages:
+        raise DataError(f"{root}: no .py files; this Python hides its standard library")
+    texts = deal(packages, val_fraction, test_fraction)
+    return texts, f"standard library of {platform.python_implementation()} {version()}"
+
+
+def version() -> str:
+    """The running Python's version, such as 3.11.7."""
+    return platform.python_version()
+
+
+def python_sources(root: Path) -> list[Path]:
+    """Python's own modules in sorted order."""
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            f for f in subfolders if f not in FOREIGN_FOLDERS and not f.startswith("config-")
+        ]
+        files += [
+            Path(folder, name)
+            for name in names
+            if name.endswith(".py")
+            and name not in FOREIGN_FILES
+            and not name.startswith("_sysconfigdata")
+        ]
+    return sorted(files, key=lambda file: file.relative_to(root).parts)
+
+
+def decode_source(file: Path) -> str:
+    """A module's text in the encoding it declares."""
+    content = read_bytes(file)
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
+        return content.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: {error}") from None
+
+
+def deal(
+    documents: dict[str, str], val_fraction: float, test_fraction: float, separator: str = ""
+) -> Texts:
+    """Give every document to one split, whole.
+
+    In the order of the hashes of their names, so at random but the same everywhere, documents go to
+    validation, then to the test, as long as they fit into the share asked for; the rest is trained
+    on. Within a split they are sorted by name.
+    """
+    total = sum(map(len, documents.values()))
+    room: dict[Split, float] = {"val": val_fraction * total, "test": test_fraction * total}
+    split_of: dict[str, Split] = dict.fromkeys(documents, "train")
+    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        for split in room:
+            if len(documents[name]) <= room[split]:
+                split_of[name] = split
+                room[split] -= len(documents[name])
+                break
+    return {
+        split: separator.join(documents[n] for n in sorted(documents) if split_of[n] == split)
+        for split in SPLITS
+    }
+
+
+# --- Local files ---------------------------------------------------------------------------------
+
+
+def read_local(
+    name: str, path: Path, val_fraction: float, test_fraction: float
+) -> tuple[Texts, str]:
+    """A file, a folder of splits, or a folder of texts."""
+    decode = decode_bytes if name == "enwik8" else decode_utf8
+    if path.is_dir():
+        if (splits := split_files(path)) is not None:
+            texts: Texts = {
+                split: "".join(read_file(name, file, decode) for file in files)
+                for split, files in splits.items()
+            }
+            return texts, str(path)
+        files = text_files(name, path)
+    else:
+        files = [path]
+    text = "".join(read_file(name, file, decode) for file in files)
+    return cut(name, text, val_fraction, test_fraction), str(path)
+
+
+def split_files(folder: Path) -> dict[Split, list[Path]] | None:
+    """The files of each split, or None if the folder has none for training."""
+    found: dict[Split, list[Path]] = {split: [] for split in SPLITS}
+    for split, words in SPLIT_WORDS.items():
+        for pattern in (p.format(word) for p in SPLIT_FILES for word in words):
+            if files := sorted(folder.glob(pattern)):
+                found[split] = files
+                break
+    if not found["train"]:
+        return None
+    if not found["val"]:
+        raise DataError(
+            f"{folder}: it has {found['train'][0].name} but no file for validation; add "
+            "valid.txt, or give data.path the file itself to have it cut into splits"
+        )
+    return found
+
+
+def text_files(name: str, folder: Path) -> list[Path]:
+    """The texts of a folder without splits, in sorted order."""
+    for known in (name, f"{name}.zip"):
+        if (folder / known).is_file():
+            return [folder / known]
+    files = sorted(folder.rglob("*.txt"), key=lambda file: file.relative_to(folder).parts)
+    if not files:
+        raise DataError(
+            f"{folder}: no *.txt in this folder and no train.txt; give data.path a file"
+        )
+    return files
+
+
+def read_file(name: str, file: Path, decode: Callable[[bytes, Path], str]) -> str:
+    """The text of a plain file, of the one file in a .zip, or of a .parquet."""
+    if file.suffix == ".parquet":
+        return read_parquet(name, file)
+    content = read_bytes(file)
+    if file.suffix == ".zip":
+        content = unzip(content, file)
+    return decode(content, file)
+
+
+def read_bytes(file: Path) -> bytes:
+    """A file's content, or one line about why not."""
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        raise DataError(f"{file}: no such file or folder; check data.path") from None
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def unzip(content: bytes, file: Path) -> bytes:
+    """The one file in an archive."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            members = [m for m in archive.namelist() if not m.endswith("/")]
+            if len(members) != 1:
+                raise DataError(f"{file}: {len(members)} files in the archive instead of one")
+            return archive.read(members[0])
+    except (zipfile.BadZipFile, RuntimeError) as error:
+        raise DataError(f"{file}: not a readable archive ({error})") from None
+
+
+def decode_utf8(content: bytes, file: Path) -> str:
+    """Strict UTF-8; what is not names its place."""
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{file}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8 "
+            f"({error.reason}); convert the file, for example with iconv -f latin1 -t utf-8"
+        ) from None
+
+
+def decode_bytes(content: bytes, file: Path) -> str:
+    """Each byte b as the character chr(b)."""
+    return content.decode("latin-1")
+
+
+def cut(name: str, text: str, val_fraction: float, test_fraction: float) -> Texts:
+    """Contiguous splits: train, then val, then test.
+
+    They part at ⌊n (1 − val − test)⌋ and ⌊n (1 − test)⌋; with 5 % each these are the splits that
+    tiny_shakespeare has on the Hub.
+    """
+    first = int(len(text) * (1 - val_fraction - test_fraction))
+    second = int(len(text) * (1 - test_fraction))
+    if name in HUNDRED_MILLION and len(text) == 100_000_000:
+        first, second = 90_000_000, 95_000_000
+    return {"train": text[:first], "val": text[first:second], "test": text[second:]}
+
+
+# --- The Hugging Face Hub ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Where a corpus is on the Hub.
+
+    Attributes:
+        repository: of the data set.
+        config: its configuration, where it has several.
+        parquet: splits and their files below ``refs/convert/parquet``, for repositories whose main
+            branch is a loading script, which ``datasets`` no longer runs.
+    """
+
+    repository: str
+    config: str | None = None
+    parquet: dict[str, str] | None = None
+
+    def load(self) -> Any:
+        """The data set, one table per split."""
+        import datasets  # takes a second, and only these corpora need it
+
+        if self.parquet is None:
+            return datasets.load_dataset(self.repository, self.config)
+        branch = f"hf://datasets/{self.repository}@refs%2Fconvert%2Fparquet"
+        files = {split: f"{branch}/{name}" for split, name in self.parquet.items()}
+        return datasets.load_dataset("parquet", data_files=files)
+
+
+HUB = {
+    "tiny_shakespeare": HubDataset("karpathy/tiny_shakespeare"),
+    "ptb": HubDataset(
+        "ptb-text-only/ptb_text_only",
+        parquet={s: f"penn_treebank/{s}/*.parquet" for s in ("train", "validation", "test")},
+    ),
+    "text8": HubDataset("afmck/text8"),
+    "enwik8": HubDataset("LTCB/enwik8", parquet={"train": "enwik8-raw/train/*.parquet"}),
+    "wikitext2": HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1"),
+}
+
+
+def read_hub(name: str) -> tuple[Texts, str]:
+    """A corpus from the Hub, or from where ``datasets`` keeps what it has downloaded.
+
+    Raises:
+        DataError: within seconds if the Hub does not answer, or what it has is not the corpus.
+    """
+    where = HUB[name]
+    source = f"Hugging Face Hub, {where.repository}"
+    try:
+        reach_hub(where.repository)
+        tables = where.load()
+        texts = {split: rows_to_text(name, tables[split]) for split in tables}
+    except Exception as error:  # which ones differs between releases of datasets
+        raise DataError(
+            f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "
+            "data=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before"
+        ) from None
+    length = sum(map(len, texts.values()))
+    if name in HUNDRED_MILLION and length != 100_000_000:
+        raise DataError(
+            f"{source}: {length} characters instead of 100000000; set data.path to a copy of {name}"
+        )
+    if name == "enwik8":
+        return cut(name, texts["train"], 0.05, 0.05), source
+    return {"train": texts["train"], "val": texts["validation"], "test": texts["test"]}, source
+
+
+def reach_hub(repository: str) -> None:
+    """Fail at once where ``datasets`` would retry for half a minute; offline by choice is fine."""
+    import huggingface_hub
+
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        huggingface_hub.HfApi().dataset_info(repository, timeout=HUB_TIMEOUT)
+
+
+def read_parquet(name: str, file: Path) -> str:
+    """The text in a table that was downloaded by hand."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
+        return rows_to_text(name, rows)
+    except Exception as error:
+        raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
+
+
+def rows_to_text(name: str, rows: Iterable[Any]) -> str:
+    """The text that a table's rows were made from."""
+    if name == "ptb":
+        return "".join(f"{row['sentence']}\n" for row in rows)
+    if name == "wikitext2":  # its blank lines, " \n" in the original, became empty rows
+        return "".join(row["text"] or " \n" for row in rows)
+    text = "".join(row["text"] for row in rows)
+    return text.encode().decode("latin-1") if name == "enwik8" else text
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

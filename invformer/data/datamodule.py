@@ -1,0 +1,215 @@
+"""A corpus as Lightning wants it: token windows for each split, and a place to resume at."""
+
+import contextlib
+import logging
+import os
+import tempfile
+from typing import Any
+
+import lightning as L
+import torch
+from jaxtyping import Int, Integer
+from torch import Tensor
+
+from invformer.data.corpora import Corpus, Split
+from invformer.data.vocabulary import Vocabulary
+from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows
+from invformer.errors import DataError
+
+MAPPED_BYTES = 64 << 20  # larger splits live in a memory-mapped file instead of memory
+
+log = logging.getLogger(__name__)
+
+
+class TextDataModule(L.LightningDataModule):
+    """The splits of a corpus as batches of windows.
+
+    Its loaders are plain iterables of finished batches, so Lightning wraps nothing around them, and
+    no iteration draws from the global random generator. Training has no epochs: the loader never
+    ends, and a run is as long as ``max_steps``. Under several processes each gets its share of
+    every batch (``batch_size`` is per process) and of the evaluation windows.
+
+    A checkpoint carries the number of the next training batch. That number is derived from
+    completed optimiser steps, not from batches drawn: Lightning draws one ahead, and batches of a
+    step that was interrupted halfway have to come again.
+
+    Args:
+        corpus: the text.
+        vocabulary: of the model; from ``corpus.train`` for a new one.
+        seq_len: characters per window.
+        batch_size: training windows per batch and process.
+        eval_batch_size: evaluation windows per batch.
+        seed: of the training order.
+
+    Raises:
+        DataError: the training or validation split is shorter than ``seq_len + 1``.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        vocabulary: Vocabulary,
+        *,
+        seq_len: int,
+        batch_size: int,
+        eval_batch_size: int = 64,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.corpus = corpus
+        self.vocabulary = vocabulary
+        self.seq_len = seq_len
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.seed = seed
+        self.unknown_rates: dict[Split, float] = {}
+        self._tokens: dict[Split, Tensor] = {}
+        self._saved = {"next_batch": 0, "global_step": 0, "windows_per_batch": 0}
+        for split in ("train", "val"):
+            self.tokens(split)
+
+    def tokens(self, split: Split) -> Integer[Tensor, "characters"]:
+        """All tokens of a split, uint8 or uint16; encoded when first asked for.
+
+        The share of unknown characters is kept in ``unknown_rates`` and logged unless it is zero.
+
+        Raises:
+            DataError: the split has fewer than ``seq_len + 1`` characters.
+        """
+        if split not in self._tokens:
+            text = self.corpus.split(split)
+            if len(text) <= self.seq_len:
+                raise DataError(
+                    f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(text)} "
+                    f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
+                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len or larger "
+                    "fractions"
+                )
+            self._tokens[split] = encode(self.vocabulary, text)
+            self._report_unknown(split)
+        return self._tokens[split]
+
+    def probe(self, split: Split, num_sequences: int) -> Int[Tensor, "sequences seq_len"]:
+        """The first windows of a split, one after the other: fixed input for measurements.
+
+        There are fewer than ``num_sequences`` if the split does not have as many.
+        """
+        count = min(num_sequences, len(self.tokens(split)) // self.seq_len)
+        return self.tokens(split)[: count * self.seq_len].long().view(count, self.seq_len)
+
+    def first_batch(self) -> Batch:
+        """The batch that training starts with, such as for data-dependent initialisation."""
+        return next(iter(TrainingWindows(self.tokens("train"), *self._order)))
+
+    def train_dataloader(self) -> TrainingWindows:
+        """Training batches from where the checkpoint stopped, without end."""
+        self._realign_progress()
+        return TrainingWindows(
+            self.tokens("train"),
+            *self._order,
+            start_batch=self._first_batch(),
+            rank=self._rank,
+            world_size=self._world_size,
+            pin_memory=self._pin_memory,
+        )
+
+    def val_dataloader(self) -> EvaluationWindows:
+        """The validation split, every character once."""
+        return self.evaluation_windows("val")
+
+    def test_dataloader(self) -> EvaluationWindows:
+        """The test split, every character once."""
+        return self.evaluation_windows("test")
+
+    def evaluation_windows(self, split: Split, stride: int | None = None) -> EvaluationWindows:
+        """Windows that score a split; a stride below ``seq_len`` gives them more context."""
+        return EvaluationWindows(
+            self.tokens(split),
+            self.seq_len,
+            stride,
+            self.eval_batch_size,
+            self._rank,
+            self._world_size,
+            self._pin_memory,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training continues: the batch after the last completed optimiser step."""
+        if self.trainer is None:
+            return dict(self._saved)
+        steps = self.trainer.global_step - self._saved["global_step"]
+        return {
+            "next_batch": self._first_batch() + steps * self.trainer.accumulate_grad_batches,
+            "global_step": self.trainer.global_step,
+            "windows_per_batch": self._windows_per_batch,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where a checkpoint stopped, with another batch size at the same window."""
+        self._saved = {key: int(state_dict[key]) for key in self._saved}
+
+    @property
+    def _order(self) -> tuple[int, int, int]:
+        return self.seq_len, self.batch_size, self.seed
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self.trainer is None else self.trainer.global_rank
+
+    @property
+    def _world_size(self) -> int:
+        return 1 if self.trainer is None else self.trainer.world_size
+
+    @property
+    def _pin_memory(self) -> bool:
+        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+
+    @property
+    def _windows_per_batch(self) -> int:
+        return self.batch_size * self._world_size
+
+    def _first_batch(self) -> int:
+        saved = self._saved
+        return saved["next_batch"] * saved["windows_per_batch"] // self._windows_per_batch
+
+    def _realign_progress(self) -> None:
+        """Count completed steps only, in Lightning's own batch counters too.
+
+        A checkpoint that was written between two batches of one step, or by an exception within a
+        step, counts batches whose gradient is lost. Left alone, the first step after resuming would
+        accumulate too few batches, and validation would be early from then on.
+        """
+        if self.trainer is None:
+            return
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        batches = self.trainer.global_step * self.trainer.accumulate_grad_batches
+        if progress.total.ready != batches:
+            for counter in (progress.total, progress.current):
+                counter.load_state_dict(dict.fromkeys(vars(counter), batches))
+
+    def _report_unknown(self, split: Split) -> None:
+        tokens = self._tokens[split]
+        count = int((tokens == 0).sum())
+        self.unknown_rates[split] = count / len(tokens)
+        if count:
+            log.warning(
+                "%s: %d of %d %s of the %s split (%.3g %%) are not in the vocabulary and count as "
+                "the unknown symbol",
+                self.corpus.name, count, len(tokens), self.corpus.unit, split,
+                100 * count / len(tokens),
+            )  # fmt: skip
+
+
+def encode(vocabulary: Vocabulary, text: str) -> Integer[Tensor, "characters"]:
+    """The tokens of a text, in memory or, when there are many, in an unnamed temporary file."""
+    if len(text) * vocabulary.dtype.itemsize <= MAPPED_BYTES:
+        return vocabulary.encode(text)
+    descriptor, name = tempfile.mkstemp(prefix="invformer-tokens-")
+    os.close(descriptor)
+    try:
+        tokens = torch.from_file(name, shared=True, size=len(text), dtype=vocabulary.dtype)
+    finally:
+        with contextlib.suppress(OSError):  # Windows keeps a mapped file; others need no name
+            os.unlink(name)
+    vocabulary.encode_into(tokens, text)
+    return tokens

@@ -1,0 +1,136 @@
+"""The characters a model knows, in the order of their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Int, Integer
+from torch import Tensor
+
+from invformer.errors import CheckpointError, DataError
+
+UNKNOWN = "\ufffd"
+CODE_POINTS = 0x110000
+CHUNK = 1 << 22  # characters looked up at a time: bounds the memory that UTF-32 takes
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A bijection between characters and tokens 1, 2, …, and token 0 for every other character.
+
+    Characters are Unicode code points. A corpus of bytes serves as well: its bytes are the code
+    points 0 to 255.
+
+    Attributes:
+        symbols: the symbol of each token: U+FFFD for the unknown token 0, then the characters by
+            code point. A U+FFFD of the text itself is an ordinary character with its own token.
+    """
+
+    symbols: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        characters = self.symbols[1:]
+        if self.symbols[:1] != (UNKNOWN,) or not characters:
+            raise ValueError("a vocabulary is the unknown symbol U+FFFD and at least one character")
+        if any(len(character) != 1 for character in characters):
+            raise ValueError("a symbol is not a single character")
+        if any(a >= b for a, b in pairwise(characters)):
+            raise ValueError("the characters are not sorted by code point, each once")
+
+    @classmethod
+    def from_text(cls, train_text: str) -> "Vocabulary":
+        """The distinct characters of a text, which should be the training split and no more.
+
+        Raises:
+            DataError: the text is empty, or has more characters than 16 bits can number.
+        """
+        characters = sorted(set(train_text))
+        if not characters:
+            raise DataError("the training text is empty: there is no character to learn")
+        if len(characters) >= 1 << 16:
+            raise DataError(
+                f"the training text has {len(characters)} distinct characters, more than the "
+                f"{(1 << 16) - 1} a 16-bit token can number; is it text?"
+            )
+        return cls((UNKNOWN, *characters))
+
+    @property
+    def size(self) -> int:
+        """Number of tokens, the unknown one included."""
+        return len(self.symbols)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest unsigned type that holds every token."""
+        return torch.uint8 if self.size <= 1 << 8 else torch.uint16
+
+    def encode(self, text: str) -> Integer[Tensor, "characters"]:
+        """The tokens of a text, 0 for characters that are not in the vocabulary.
+
+        Cost: one table look-up per character.
+
+        Returns:
+            One token per character, uint8 or, with more than 256 tokens, uint16.
+        """
+        tokens = torch.empty(len(text), dtype=self.dtype)
+        self.encode_into(tokens, text)
+        return tokens
+
+    def encode_into(self, tokens: Integer[Tensor, "characters"], text: str) -> None:
+        """Write the tokens of a text into a tensor of its length, such as a memory-mapped one."""
+        for start in range(0, len(text), CHUNK):
+            part = text[start : start + CHUNK].encode("utf-32-le", "surrogatepass")
+            codes = torch.frombuffer(bytearray(part), dtype=torch.int32)
+            tokens[start : start + CHUNK] = self._token_of.index_select(0, codes).view(self.dtype)
+
+    def decode(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
+        """The text of a sequence of tokens, the unknown token shown as U+FFFD.
+
+        Raises:
+            ValueError: a token is negative or not below ``size``.
+        """
+        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
+        if values and not 0 <= min(values) <= max(values) < self.size:
+            raise ValueError(
+                f"tokens reach from {min(values)} to {max(values)}, not 0…{self.size - 1}"
+            )
+        return "".join(map(self.symbols.__getitem__, values))
+
+    def unknown_count(self, text: str) -> int:
+        """How many characters of a text are not in the vocabulary."""
+        return int((self.encode(text) == 0).sum())
+
+    def unknown_rate(self, text: str) -> float:
+        """The share of a text's characters that are not in the vocabulary, 0 for an empty text."""
+        return self.unknown_count(text) / max(1, len(text))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON and a checkpoint can hold; :meth:`from_dict` reads them."""
+        return {"characters": "".join(self.symbols[1:])}
+
+    @classmethod
+    def from_dict(cls, state: Any) -> "Vocabulary":
+        """The vocabulary that :meth:`to_dict` described.
+
+        Raises:
+            CheckpointError: the values describe no vocabulary.
+        """
+        characters = state.get("characters") if isinstance(state, dict) else None
+        if not isinstance(characters, str):
+            raise CheckpointError("the vocabulary is damaged: it has no text field 'characters'")
+        try:
+            return cls((UNKNOWN, *characters))
+        except ValueError as error:
+            raise CheckpointError(f"the vocabulary is damaged: {error}") from None
+
+    @cached_property
+    def _token_of(self) -> Int[Tensor, "code_points"]:
+        # index_select knows no uint16: 16-bit tokens travel as int16 and are reinterpreted.
+        table = torch.zeros(CODE_POINTS, dtype=torch.int32)
+        table[torch.tensor([ord(c) for c in self.symbols[1:]])] = torch.arange(
+            1, self.size, dtype=torch.int32
+        )
+        return table.to(torch.uint8) if self.dtype == torch.uint8 else table.to(torch.int16)

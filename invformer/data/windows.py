@@ -1,0 +1,208 @@
+"""Which stretches of a text make up a batch: for training in a reproducible order, for evaluation
+such that every character is predicted exactly once."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Int, Integer
+from torch import Tensor
+
+Batch = tuple[Int[Tensor, "batch seq_len"], Int[Tensor, "batch seq_len"]]
+ScoredBatch = tuple[
+    Int[Tensor, "batch seq_len"], Int[Tensor, "batch seq_len"], Bool[Tensor, "batch seq_len"]
+]
+
+
+def training_windows(
+    tokens: Integer[Tensor, "characters"],
+    seq_len: int,
+    batch_size: int,
+    seed: int,
+    step: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Batch:
+    """Batch number ``step`` of an endless training order, a pure function of its arguments.
+
+    The text is read as a ring. An epoch cuts it at a random place into ⌊n / N⌋ windows that do not
+    overlap and takes them in random order; the next epoch cuts elsewhere. So within an epoch no
+    character is a target twice, fewer than N are left out, and every one of them is left out
+    equally often: with probability (n mod N) / n. About one window per epoch runs over the text's
+    end into its beginning.
+
+    Args:
+        tokens: the text, n ≥ N tokens.
+        seq_len: N, the length of a window.
+        batch_size: windows per batch and process.
+        seed: of the order; any integer.
+        step: number of the batch, from 0.
+        rank: the process that asks; it gets its share of the batch all processes form together.
+        world_size: the number of processes. W processes with batches of b see, side by side, what
+            one process with batches of W b sees.
+
+    Returns:
+        (inputs, targets): int64, each target the character that follows its input.
+    """
+    num_windows = len(tokens) // seq_len
+    first = (step * world_size + rank) * batch_size
+    order = torch.arange(first, first + batch_size)
+    starts = torch.empty_like(order)
+    for epoch in range(first // num_windows, (first + batch_size - 1) // num_windows + 1):
+        offset, permutation = epoch_order(len(tokens), num_windows, seed, epoch)
+        here = order.div(num_windows, rounding_mode="floor") == epoch
+        starts[here] = offset + seq_len * permutation[order[here] % num_windows]
+    positions = (starts[:, None] + torch.arange(seq_len + 1)) % len(tokens)
+    windows = tokens[positions].long()
+    return windows[:, :-1], windows[:, 1:]
+
+
+@lru_cache(maxsize=4)
+def epoch_order(
+    num_characters: int, num_windows: int, seed: int, epoch: int
+) -> tuple[int, Int[Tensor, "windows"]]:
+    """Where an epoch cuts the ring and the order of its windows, from (seed, epoch) alone."""
+    digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
+    offset = int(torch.randint(num_characters, (), generator=generator))
+    return offset, torch.randperm(num_windows, generator=generator)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingWindows:
+    """The batches of :func:`training_windows`, one after the other without end.
+
+    It is a plain iterable of finished batches and needs no ``DataLoader``: one would draw from the
+    global random generator each time it is iterated.
+
+    Attributes:
+        tokens: the text.
+        seq_len: length of a window.
+        batch_size: windows per batch and process.
+        seed: of the order.
+        start_batch: number of the first batch; the order is that of an iteration from 0.
+        rank: this process.
+        world_size: number of processes.
+        pin_memory: whether to hand batches out in page-locked memory, from which a CUDA device
+            copies without waiting.
+    """
+
+    tokens: Integer[Tensor, "characters"]
+    seq_len: int
+    batch_size: int
+    seed: int
+    start_batch: int = 0
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+    def __iter__(self) -> Iterator[Batch]:
+        for step in itertools.count(self.start_batch):
+            inputs, targets = training_windows(
+                self.tokens,
+                self.seq_len,
+                self.batch_size,
+                self.seed,
+                step,
+                rank=self.rank,
+                world_size=self.world_size,
+            )
+            if self.pin_memory:
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            yield inputs, targets
+
+
+@dataclass(frozen=True, eq=False)
+class EvaluationWindows:
+    """Windows that predict every character of a text exactly once, except the first.
+
+    Window w reads the tokens [w s, w s + N) and predicts each one's successor. With the stride
+    s = N windows do not overlap, and a character is predicted from the 1 to N characters of its
+    window before it. With s < N all but the first window read N − s characters again and score the
+    last s, so that a character is predicted from at least N − s + 1 characters (as far as the text
+    has them), at N / s times the cost.
+
+    The text's first character has no context. It stands in no window: charge it log(vocabulary
+    size), so that the mean is over all ``num_characters``.
+
+    The last window is padded with token 0, and a process that runs out of windows gets an empty
+    one, so that all have the same number of batches; nothing of that is scored.
+
+    Attributes:
+        tokens: the text, n tokens.
+        seq_len: N, the length of a window.
+        stride: s, how far one window is from the next; None is N.
+        batch_size: windows per batch.
+        rank: this process; it takes every ``world_size``-th batch.
+        world_size: number of processes.
+        pin_memory: as in :class:`TrainingWindows`.
+    """
+
+    tokens: Integer[Tensor, "characters"]
+    seq_len: int
+    stride: int | None = None
+    batch_size: int = 64
+    rank: int = 0
+    world_size: int = 1
+    pin_memory: bool = False
+
+    uncharged_first = 1  # characters at the beginning of the text that no window predicts
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.step <= self.seq_len:
+            raise ValueError(f"stride {self.step} is not in [1, seq_len={self.seq_len}]")
+        if len(self.tokens) < 2:
+            raise ValueError(f"a text of {len(self.tokens)} characters predicts nothing")
+
+    @property
+    def step(self) -> int:
+        """The stride s as a number."""
+        return self.seq_len if self.stride is None else self.stride
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of the text, the uncharged first one included."""
+        return len(self.tokens)
+
+    @property
+    def num_windows(self) -> int:
+        """1 + ⌈(n − 1 − N) / s⌉, or 1 for a text that fits into one window."""
+        return 1 + max(0, -(-(len(self.tokens) - 1 - self.seq_len) // self.step))
+
+    def __len__(self) -> int:
+        """Batches per process, the same for all."""
+        return -(-self.num_windows // (self.batch_size * self.world_size))
+
+    def __iter__(self) -> Iterator[ScoredBatch]:
+        """Yield (inputs, targets, scored): int64, int64, and True where a target is scored."""
+        for batch in range(len(self)):
+            first = (batch * self.world_size + self.rank) * self.batch_size
+            last = min(first + self.batch_size, self.num_windows)
+            parts = self._windows(torch.arange(first, max(first + 1, last)))
+            inputs, targets, scored = (p.pin_memory() for p in parts) if self.pin_memory else parts
+            yield inputs, targets, scored
+
+    def _windows(self, numbers: Int[Tensor, "batch"]) -> ScoredBatch:
+        positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)
+        inside = (positions < len(self.tokens)) & (numbers < self.num_windows)[:, None]
+        windows = self.tokens[positions.where(inside, 0)].long().where(inside, 0)
+        read_before = torch.where(numbers == 0, 0, self.seq_len - self.step)
+        scored = inside[:, 1:] & (torch.arange(self.seq_len) >= read_before[:, None])
+        return windows[:, :-1], windows[:, 1:], scored
+
+
+def evaluation_windows(
+    tokens: Integer[Tensor, "characters"],
+    seq_len: int,
+    stride: int | None = None,
+    batch_size: int = 64,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> EvaluationWindows:
+    """The windows that score a text; see :class:`EvaluationWindows`."""
+    return EvaluationWindows(tokens, seq_len, stride, batch_size, rank, world_size)

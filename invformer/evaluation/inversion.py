@@ -1,0 +1,115 @@
+"""From the top of the stack back to the text."""
+
+import copy
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from invformer.nn.certificate import Certificate, certify, invertible_stack
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.fixed_point import InversionStatus
+from invformer.numerics.norms import vector_norm
+
+Method = Literal["picard", "anderson"]
+
+
+@dataclass(frozen=True)
+class InversionReport:
+    """A text round trip: tokens → features → tokens.
+
+    Attributes:
+        residual: largest ‖y − x̂ − f(x̂)‖ over samples and layers, in the stack's norm.
+        error_bound: largest proven distance from the exact preimage at the embedding; inf if none.
+        reconstruction_error: largest measured ‖x̂ − x‖ at the embedding, in the same norm.
+        decoding_margin: half the least distance between embeddings.
+        num_steps: largest number of iterations per layer.
+        converged_fraction: share of (sample, layer) pairs that converged.
+        characters_recovered: share of characters that came back as they were.
+        characters_certified: share of characters whose error bound is below the decoding margin.
+        num_characters: how many characters were inverted.
+        dtype: arithmetic of forward pass and iteration.
+        method: fixed-point solver.
+        seconds_forward: wall time of the forward pass.
+        seconds_inverse: wall time of the inversion.
+    """
+
+    residual: float
+    error_bound: float
+    reconstruction_error: float
+    decoding_margin: float
+    num_steps: dict[str, int]
+    converged_fraction: float
+    characters_recovered: float
+    characters_certified: float
+    num_characters: int
+    dtype: str
+    method: str
+    seconds_forward: float
+    seconds_inverse: float
+
+
+@torch.no_grad()
+def invert_text(
+    model: CharTransformer,
+    tokens: Int[Tensor, "sequences tokens"],
+    certificate: Certificate,
+    *,
+    dtype: torch.dtype = torch.float32,
+    method: Method = "anderson",
+    atol: float | None = None,
+    max_steps: int = 500,
+) -> tuple[Int[Tensor, "sequences tokens"], InversionReport]:
+    """Push a text up the stack, bring it back down, and compare.
+
+    Args:
+        model: a model with an invertible stack, in eval mode.
+        tokens: the text.
+        certificate: proven constants of that stack; the error bounds rest on them.
+        dtype: arithmetic of forward pass and iteration.
+        method: fixed-point solver.
+        atol: residual at which a layer's iteration stops; None takes a few times the precision's floor.
+        max_steps: iterations allowed per layer.
+
+    Returns:
+        The decoded tokens and the report. Nothing is raised for samples that did not converge: the
+        report says how many.
+    """
+    stack = invertible_stack(model)
+    if next(model.parameters()).dtype != dtype:
+        model = copy.deepcopy(model).to(dtype)
+        stack = invertible_stack(model)
+        certificate = certify(stack, dtype=dtype)
+    x = model.embedding(tokens)
+    start = time.perf_counter()
+    z = stack(x)
+    middle = time.perf_counter()
+    options: dict[str, Any] = {"method": method, "max_steps": max_steps, "throw": False}
+    if atol is not None:
+        options["atol"] = atol
+    solution = stack.inverse(z, certificate, **options)
+    end = time.perf_counter()
+    decoded = model.embedding.nearest_tokens(solution.value)
+    margin = model.embedding.decoding_margin()
+    layers = solution.layers
+    converged = torch.stack([s.status == InversionStatus.CONVERGED for s in layers.values()])
+    error = vector_norm((solution.value - x).double(), stack.norm)
+    report = InversionReport(
+        residual=max(s.residual.max().item() for s in layers.values()),
+        error_bound=solution.error_bound.max().item(),
+        reconstruction_error=error.max().item(),
+        decoding_margin=margin,
+        num_steps={name: int(s.num_steps.max()) for name, s in layers.items()},
+        converged_fraction=converged.double().mean().item(),
+        characters_recovered=(decoded == tokens).double().mean().item(),
+        characters_certified=(solution.error_bound < margin).double().mean().item(),
+        num_characters=tokens.numel(),
+        dtype=str(dtype).removeprefix("torch."),
+        method=method,
+        seconds_forward=middle - start,
+        seconds_inverse=end - middle,
+    )
+    return decoded, report

@@ -1,0 +1,74 @@
+"""Code length of a text under the model: the whole split, each character once, context declared."""
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from invformer.nn.branch import frozen_weights
+from invformer.nn.transformer import CharTransformer
+
+Window = tuple[Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """How well a text is predicted.
+
+    Attributes:
+        nats: mean −ln p per character.
+        num_characters: how many were scored; every character of the split, once.
+        seconds: wall time of the forward passes.
+    """
+
+    nats: float
+    num_characters: int
+    seconds: float
+
+    @property
+    def bpc(self) -> float:
+        """Bits per character: nats / ln 2."""
+        return self.nats / math.log(2)
+
+
+def window_nats(
+    logits: Float[Tensor, "batch tokens vocab"],
+    targets: Int[Tensor, "batch tokens"],
+    scored: Bool[Tensor, "batch tokens"],
+) -> Float[Tensor, ""]:
+    """Σ −ln p of the characters of a window batch that are scored there, in float64."""
+    nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    return (nats.double() * scored.flatten()).sum()
+
+
+def first_character_nats(vocab_size: int) -> float:
+    """Code length of a text's first character, which no context predicts: uniform, ln V."""
+    return math.log(vocab_size)
+
+
+@torch.no_grad()
+def score(model: CharTransformer, windows: Iterable[Window], device: torch.device) -> Likelihood:
+    """Mean nats per character over windows that cover a split, its first character included.
+
+    Args:
+        model: in eval mode.
+        windows: (inputs, targets, scored) batches in which every character but the first is scored
+            exactly once.
+        device: where the model lives.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    total += first_character_nats(model.head.out_features)
+    count = 1
+    start = time.perf_counter()
+    with frozen_weights(model):
+        for inputs, targets, scored in windows:
+            logits = model(inputs.to(device))
+            total += window_nats(logits, targets.to(device), scored.to(device)).cpu()
+            count += int(scored.sum())
+    seconds = time.perf_counter() - start
+    return Likelihood(nats=total.item() / count, num_characters=count, seconds=seconds)

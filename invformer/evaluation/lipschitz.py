@@ -1,0 +1,109 @@
+"""Estimates, local bounds and bounds of every branch, side by side, one norm at a time."""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from invformer.errors import CertificateViolation
+from invformer.nn.branch import LipschitzBranch, frozen_weights
+from invformer.nn.certificate import as_branches, certified_branches
+from invformer.nn.lipschitz_probe import LipschitzProbe, residual_branches
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.norms import Norm
+
+Row = dict[str, Tensor | float]
+NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
+# Estimates are products in float32; a gain computed there may exceed the exact one by this much.
+ROUNDING = 5e-5
+
+
+def lipschitz_row(probe: LipschitzProbe) -> Row:
+    """One step's metrics, as scalars on the device.
+
+    Per norm and branch ``estimate`` (the largest over the probe's sequences) and ``bound`` (what the
+    normalisation guarantees); per norm ``estimate_max``, ``bound_max``, ``slack`` (the least
+    bound/estimate of any branch, at least one) and ``converged_fraction``.
+    """
+    row: Row = {}
+    branches = as_branches(probe.model)
+    if branches:
+        row["lipschitz/target"] = max(b.lipschitz_target for b in branches.values())
+    for norm, estimates in probe.estimate().items():
+        values = {name: e.value.max().double() for name, e in estimates.items()}
+        bounds = {name: b.bound_by_construction(norm) for name, b in branches.items()}
+        known = {name: bound for name, bound in bounds.items() if bound is not None}
+        prefix = f"lipschitz/{norm}"
+        row |= {f"{prefix}/{name}/estimate": value for name, value in values.items()}
+        row |= {f"{prefix}/{name}/bound": bound for name, bound in known.items()}
+        row[f"{prefix}/estimate_max"] = torch.stack(list(values.values())).max()
+        converged = torch.stack([e.converged.double().mean() for e in estimates.values()])
+        row[f"{prefix}/converged_fraction"] = converged.mean()
+        if known:
+            row[f"{prefix}/bound_max"] = torch.stack(list(known.values())).max()
+            ratios = torch.stack([known[name] / values[name] for name in known])
+            row[f"{prefix}/slack"] = ratios.min()
+    return row
+
+
+def measured_branches(
+    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"], num_steps: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Per norm and branch: converged estimate ≤ local bound ≤ certified bound, at a text.
+
+    ``local_bound`` and ``bound`` are None where nothing is proven (baselines).
+
+    Raises:
+        CertificateViolation: an estimate above a bound, or a local bound above a certified one, in
+            the same norm.
+    """
+    probe = LipschitzProbe(model, tokens, NORMS_MEASURED, num_steps)
+    report: dict[str, dict[str, dict[str, Any]]] = {}
+    local = local_bounds(model, tokens)
+    for norm, estimates in probe.estimate().items():
+        bounds = certified_branches(model, norm)
+        report[norm] = {
+            name: {
+                "estimate": e.value.max().item(),
+                "local_bound": local[norm].get(name),
+                "bound": bounds.get(name),
+                "residual": e.residual.max().item(),
+                "converged": bool(e.converged.all()),
+            }
+            for name, e in estimates.items()
+        }
+        for name, row in report[norm].items():
+            require_sandwich(f"{norm}/{name}", row)
+    return report
+
+
+def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
+    """estimate ≤ local bound ≤ bound, all in one norm; what is None claims nothing.
+
+    Raises:
+        CertificateViolation: naming both numbers. It is a bug, never noise.
+    """
+    known = [(key, row.get(key)) for key in ("estimate", "local_bound", "bound")]
+    present = [(key, value) for key, value in known if value is not None]
+    for (low, below), (high, above) in pairwise(present):
+        if below > above * (1 + ROUNDING):
+            raise CertificateViolation(f"{where}: {low} {below} exceeds {high} {above}")
+
+
+@torch.no_grad()
+def local_bounds(
+    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"]
+) -> dict[Norm, dict[str, float]]:
+    """The largest proven local bound of every branch over some sequences, per norm."""
+    found: dict[Norm, dict[str, float]] = {norm: {} for norm in NORMS_MEASURED}
+    if not model.is_invertible:
+        return found
+    with frozen_weights(model):
+        for name, branch, x in residual_branches(model, model.embedding(tokens)):
+            assert isinstance(branch, LipschitzBranch)
+            for norm in NORMS_MEASURED:
+                found[norm][name] = branch.local_bound(x, norm, tight=True).max().item()
+    return found

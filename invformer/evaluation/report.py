@@ -1,0 +1,103 @@
+"""What evaluate.py says: one nested dict, as a table and as JSON."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from invformer.errors import StorageError
+
+
+def write_json(report: Mapping[str, Any], path: Path) -> None:
+    """Write the report atomically; numbers JSON has no literal for become null.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_text(json.dumps(finite(report), indent=2, allow_nan=False) + "\n", "utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def finite(value: Any) -> Any:
+    """The same tree with None for infinities and NaN."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def print_table(report: Mapping[str, Any]) -> None:
+    """Print the report for people."""
+    context = report["context"]
+    print(f"{report['checkpoint']} (step {report['step']}) on {report['data']['name']}")
+    lines = [
+        (f"{report['data']['split']} bpc", f"{report['bpc']:.4f}"),
+        ("nats per character", f"{report['nats']:.4f}"),
+        ("characters scored", f"{report['num_characters']:,}"),
+        ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
+        ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),
+        *certificate_lines(report["certificate"]),
+        *inversion_lines(report["inversion"]),
+        *(
+            (f"characters/s {name.removesuffix('_characters_per_second')}", f"{rate:,.0f}")
+            for name, rate in report["perf"].items()
+        ),
+    ]
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"  {name:<{width}}  {value}")
+    print_branches(report["local_lipschitz"])
+    if report.get("sample"):
+        print(f"--- sample ---\n{report['sample']}\n---")
+
+
+def certificate_lines(certificate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The certificate's part of the table."""
+    if certificate is None:
+        return [("certificate", "none (not a contractive model)")]
+    largest = max(certificate["per_branch"].values())
+    what = "Lipschitz bound" if certificate["kind"] == "global" else "diagonal-block bound"
+    lines = [
+        (f"{what}, every block", f"≤ {largest:.6f} in {certificate['norm']}"),
+        ("target", f"{certificate['target']}"),
+    ]
+    if certificate["total"] is not None:
+        lines.append(("whole stack (not a contraction)", f"≤ {certificate['total']:.3e}"))
+    return lines
+
+
+def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The inversion's part of the table."""
+    if inversion is None:
+        return []
+    steps = inversion["num_steps"].values()
+    return [
+        ("characters recovered", f"{inversion['characters_recovered']:.2%}"),
+        ("… and certified", f"{inversion['characters_certified']:.2%}"),
+        ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
+        ("proven error bound", f"{inversion['error_bound']:.2e}"),
+        ("decoding margin", f"{inversion['decoding_margin']:.2e}"),
+        ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
+    ]
+
+
+def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:
+    """Print estimate, local bound and bound of every branch, one norm at a time."""
+    for norm, rows in branches.items():
+        print(f"  {norm:<28} estimate ≤ local bound ≤ bound   (estimate converged)")
+        for name, row in rows.items():
+            local, bound = (
+                "      –" if row[key] is None else f"{row[key]:7.4f}"
+                for key in ("local_bound", "bound")
+            )
+            converged = "yes" if row["converged"] else f"residual {row['residual']:.1e}"
+            print(f"    {name:<26} {row['estimate']:7.4f}   {local}   {bound}   ({converged})")

@@ -1,0 +1,289 @@
+"""When to measure, and on what. The mathematics is in nn/, numerics/ and evaluation/."""
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.lipschitz import lipschitz_row
+from invformer.nn.certificate import Certificate, enforce
+from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.training.module import CharLanguageModel
+from invformer.training.run_log import Row, RunLog
+
+
+class Flush(L.Callback):
+    """Sends the collected metrics on, every few steps and whenever the loop pauses.
+
+    This is where the host waits for the device, so it is also where values are checked.
+
+    Args:
+        run_log: what to flush.
+        every: optimiser steps between flushes.
+        characters_per_step: for the throughput metric.
+    """
+
+    def __init__(self, run_log: RunLog, every: int, characters_per_step: int) -> None:
+        self.run_log = run_log
+        self.every = every
+        self.characters_per_step = characters_per_step
+        self._since = 0.0
+        self._steps = 0
+
+    def flush(self, before: int | None = None) -> None:
+        """Send the pending rows before a step (or all of them), checked."""
+        for step, row in self.run_log.flush(before).items():
+            check_finite(step, row)
+            check_sandwich(step, row)
+
+    def record_throughput(self, trainer: L.Trainer) -> None:
+        """Record the rate since the clock was started, and restart it."""
+        if self._steps:
+            elapsed = time.perf_counter() - self._since
+            rate = self._steps * self.characters_per_step / elapsed
+            self.run_log.record(trainer.global_step - 1, {"perf/characters_per_second": rate})
+        self._since = time.perf_counter()
+        self._steps = 0
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Start the clock with the first batch and after every pause."""
+        if self._steps == 0:
+            self._since = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Flush every few optimiser steps; the newest row waits for a validation to join it."""
+        if is_step_boundary(trainer):
+            self._steps += 1
+            if self._steps >= self.every:
+                self.record_throughput(trainer)
+                self.flush(before=trainer.global_step - 1)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Stop the clock while the validation takes its time."""
+        self.record_throughput(trainer)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send everything, so that nothing unchecked is ever saved as a checkpoint."""
+        self.flush()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send the rest."""
+        self.flush()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Send what there is; a second failure must not hide the first."""
+        self.run_log.flush()
+
+
+class LipschitzMonitor(L.Callback):
+    """Local Lipschitz estimates of every branch after every optimiser step.
+
+    Reads the weights, writes only metrics and its own vectors: training with and without it is
+    bit-identical. Its share of the step time is measured and recorded as ``perf/monitor_overhead``.
+
+    Args:
+        tokens: the probe text, (sequences, N); fixed for the whole run.
+        run_log: where estimates go.
+        norms: in which norms.
+        every: optimiser steps between estimates.
+        num_steps: power iteration steps per estimate.
+        seed: of the start vectors.
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, "sequences tokens"],
+        run_log: RunLog,
+        *,
+        norms: tuple = ("token_max", "frobenius"),
+        every: int = 1,
+        num_steps: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.tokens = tokens
+        self.run_log = run_log
+        self.options = {"norms": norms, "num_steps": num_steps, "seed": seed}
+        self.every = every
+        self.probe: LipschitzProbe | None = None
+        self._restored: dict[str, Tensor] = {}
+        self._step_started = time.perf_counter()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Bind to the model on its device."""
+        assert isinstance(pl_module, CharLanguageModel)
+        tokens = self.tokens.to(pl_module.device)
+        self.probe = LipschitzProbe(pl_module.model, tokens, **self.options)
+        vectors = {key: v.to(pl_module.device) for key, v in self._restored.items()}
+        self.probe.load_state_dict(vectors)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Note when the step began."""
+        self._step_started = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *args: Any
+    ) -> None:
+        """Estimate, and record next to the bounds of the same norm."""
+        step = trainer.global_step - 1
+        if self.probe is None or not is_step_boundary(trainer) or step % self.every:
+            return
+        began = time.perf_counter()
+        row = lipschitz_row(self.probe)
+        now = time.perf_counter()
+        row["perf/monitor_overhead"] = (now - began) / max(1e-9, began - self._step_started)
+        self.run_log.record(step, row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The warm-started vectors, so that a resumed run continues the same estimates."""
+        vectors = self.probe.state_dict() if self.probe is not None else self._restored
+        return {key: v.cpu() for key, v in vectors.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint's vectors."""
+        self._restored = state_dict
+
+
+class CertificateKeeper(L.Callback):
+    """Certifies the model before every validation, and holds it to its target.
+
+    The certificate is written to ``certificate.json`` of the run, and travels in checkpoints.
+
+    Args:
+        path: where to write the latest certificate.
+        run_log: where the bounds go.
+        dtype: precision of the forward pass, to which weights are cast before they are certified.
+    """
+
+    def __init__(self, path: Path, run_log: RunLog, dtype: torch.dtype) -> None:
+        self.path = path
+        self.run_log = run_log
+        self.dtype = dtype
+        self.certificate: Certificate | None = None
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Certify; shrink what exceeds its target; refuse to go on if that fails."""
+        assert isinstance(pl_module, CharLanguageModel)
+        self.certificate = enforce(pl_module.model, self.dtype)
+        if not self.certificate.holds:
+            raise CertificateViolation(
+                f"step {pl_module.step}: certified {self.certificate.norm} bound "
+                f"{self.certificate.bound_max} exceeds its target {self.certificate.target}"
+            )
+        self.path.write_text(json.dumps(self.certificate.to_dict(), indent=2) + "\n")
+        self.run_log.record(
+            pl_module.step,
+            {"lipschitz/certified_max": self.certificate.bound_max},
+        )
+
+
+class InversionMonitor(L.Callback):
+    """Inverts a few validation sequences at every validation.
+
+    Args:
+        tokens: the text to invert, (sequences, N).
+        run_log: where the report goes.
+        keeper: holds the certificate the error bounds rest on.
+    """
+
+    def __init__(
+        self,
+        tokens: Int[Tensor, "sequences tokens"],
+        run_log: RunLog,
+        keeper: CertificateKeeper,
+    ) -> None:
+        self.tokens = tokens
+        self.run_log = run_log
+        self.keeper = keeper
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Push the text up, bring it down, record how well that went."""
+        assert isinstance(pl_module, CharLanguageModel)
+        if self.keeper.certificate is None:
+            return
+        dtype = next(pl_module.parameters()).dtype
+        with torch.autocast(pl_module.device.type, enabled=False):
+            _, report = invert_text(
+                pl_module.model, self.tokens.to(pl_module.device), self.keeper.certificate, dtype=dtype
+            )
+        self.run_log.record(
+            pl_module.step,
+            {
+                "inverse/residual_max": report.residual,
+                "inverse/error_bound_max": report.error_bound,
+                "inverse/reconstruction_max": report.reconstruction_error,
+                "inverse/num_steps_mean": sum(report.num_steps.values()) / len(report.num_steps),
+                "inverse/converged_fraction": report.converged_fraction,
+                "inverse/characters_recovered": report.characters_recovered,
+            },
+        )
+
+
+class RandomState(L.Callback):
+    """Carries the random generators' states in the checkpoint, which Lightning leaves out."""
+
+    def __init__(self) -> None:
+        self._restored: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """States of the CPU and of every CUDA generator."""
+        return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states until training starts: setting up consumes random numbers."""
+        self._restored = state_dict
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Restore the states at the last moment before the first batch."""
+        if self._restored is not None:
+            torch.set_rng_state(self._restored["cpu"])
+            torch.cuda.set_rng_state_all(self._restored["cuda"])
+
+
+def is_step_boundary(trainer: L.Trainer) -> bool:
+    """Whether the batch that just ended also ended an optimiser step."""
+    return not trainer.fit_loop._should_accumulate()
+
+
+def check_finite(step: int, row: Row) -> None:
+    """Stop on a loss or gradient that is no number, naming both.
+
+    Raises:
+        NonFiniteError: naming the step and the metric.
+    """
+    for key in ("train/nats", "optim/grad_norm"):
+        if key in row and not math.isfinite(row[key]):
+            raise NonFiniteError(
+                f"step {step}: {key} is {row[key]}; lower optim.lr or set optim.grad_clip "
+                "(the last good checkpoint is kept)"
+            )
+
+
+def check_sandwich(step: int, row: Row) -> None:
+    """Within one norm, estimate ≤ bound for every branch.
+
+    Raises:
+        CertificateViolation: naming step, branch, norm and both numbers.
+    """
+    for key, estimate in row.items():
+        if key.startswith("lipschitz/") and key.endswith("/estimate"):
+            bound = row.get(key.removesuffix("estimate") + "bound", math.inf)
+            if estimate > bound:
+                raise CertificateViolation(
+                    f"step {step}: {key} is {estimate}, above the bound {bound} in the same norm"
+                )

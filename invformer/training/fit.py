@@ -1,0 +1,122 @@
+"""Run the training loop, then show what came of it."""
+
+import logging
+import warnings
+from typing import Protocol
+
+import lightning as L
+import torch
+
+from invformer.data.datamodule import TextDataModule
+from invformer.errors import CheckpointError
+from invformer.nn.branch import frozen_weights
+from invformer.schema import TrainConfig
+from invformer.training.module import CharLanguageModel
+from invformer.training.plots import plot_run
+from invformer.training.run_directory import RunDirectory
+from invformer.training.wandb_sink import WandbSink
+
+
+class TrainingRun(Protocol):
+    """What :func:`fit` needs of a run."""
+
+    config: TrainConfig
+    directory: RunDirectory
+    module: CharLanguageModel
+    data: TextDataModule
+    trainer: L.Trainer
+    wandb: WandbSink | None
+
+
+def fit(run: TrainingRun) -> None:
+    """Train from scratch or from where the run stopped; leave sample, plots and W&B tables.
+
+    Raises:
+        InvformerError: whatever stopped the run, as one line with an exit code.
+    """
+    quieten()
+    exit_code = 1
+    try:
+        checkpoint = str(run.directory.last) if run.directory.last.exists() else None
+        announce(run, checkpoint)
+        try:
+            run.trainer.fit(run.module, run.data, ckpt_path=checkpoint, weights_only=True)
+        except (KeyError, EOFError) as error:
+            raise CheckpointError(f"{checkpoint}: not a checkpoint of this run ({error})") from error
+        if run.trainer.interrupted:
+            raise KeyboardInterrupt
+        conclude(run)
+        exit_code = 0
+    except BaseException as error:
+        exit_code = {"KeyboardInterrupt": 130, "SIGTERMException": 143}.get(
+            type(error).__name__, getattr(error, "exit_code", 1)
+        )
+        raise
+    finally:
+        if run.wandb is not None:
+            run.wandb.finish(exit_code)
+
+
+def announce(run: TrainingRun, checkpoint: str | None) -> None:
+    """Say in a few lines what is about to happen."""
+    parameters = sum(p.numel() for p in run.module.model.parameters())
+    corpus = run.data.corpus
+    print(
+        f"{run.directory.path}: {run.config.model.name}, {parameters:,} parameters, "
+        f"{corpus.name} ({len(corpus.train):,} {corpus.unit} to train on, "
+        f"{run.data.vocabulary.size} symbols)"
+    )
+    if checkpoint is not None:
+        print(f"continuing from {checkpoint}")
+
+
+def conclude(run: TrainingRun) -> None:
+    """Write a sample and the plots, and hand both to W&B."""
+    sample = generate_sample(run)
+    if sample:
+        print(f"--- sample ---\n{sample}\n---")
+        (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
+    pictures = plot_run(run.directory.metrics, run.directory.path)
+    best = run.trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
+    if best is not None:
+        print(f"best validation: {float(best):.4f} bits per character")
+    print(f"evaluate with: python evaluate.py checkpoint={run.directory.path}")
+    if run.wandb is None:
+        return
+    run.wandb.table("sample", ["text"], [[sample]])
+    for path in pictures:
+        run.wandb.image(f"plots/{path.stem}", path)
+    if run.directory.certificate.exists():
+        rows = certificate_rows(run)
+        run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
+
+
+def certificate_rows(run: TrainingRun) -> list[list]:
+    """The run's final certificate as table rows."""
+    from invformer.nn.certificate import certify
+
+    certificate = certify(run.module.model)
+    return [
+        [name, certificate.norm, bound, certificate.target]
+        for name, bound in certificate.per_branch.items()
+    ]
+
+
+def generate_sample(run: TrainingRun) -> str:
+    """Text continued from the beginning of the validation split."""
+    length = run.config.trainer.sample_length
+    if length == 0:
+        return ""
+    model = run.module.model.eval()
+    prompt = run.data.probe("val", 1)[0, :16].to(run.module.device)
+    generator = torch.Generator(device=prompt.device).manual_seed(run.config.run.seed)
+    with frozen_weights(model):
+        tokens = model.generate(prompt, length, generator=generator)
+    return run.data.vocabulary.decode(tokens.cpu())
+
+
+def quieten() -> None:
+    """Keep the frameworks' advertisements and advice out of the user's terminal."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

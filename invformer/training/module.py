@@ -1,0 +1,128 @@
+"""The LightningModule: likelihood training of a character-level model, and nothing else."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from invformer.errors import NonFiniteError
+from invformer.evaluation.likelihood import first_character_nats, window_nats
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.nn.transformer import CharTransformer
+from invformer.training.metrics import BitsPerChar
+from invformer.training.run_log import RunLog
+
+LN2 = math.log(2)
+
+
+class CharLanguageModel(L.LightningModule):
+    """Minimises nats per character.
+
+    Constraints are refreshed once per optimiser step, right after it: whatever looks at the model
+    between two steps sees weights that are normalised as of now.
+
+    Args:
+        model: the language model.
+        make_optimizer: builds the optimiser for it.
+        make_schedule: builds the learning-rate schedule for the optimiser.
+        run_log: where metrics go.
+        metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
+        grad_clip: largest gradient norm; None leaves gradients alone.
+    """
+
+    def __init__(
+        self,
+        model: CharTransformer,
+        make_optimizer: Callable[[CharTransformer], Optimizer],
+        make_schedule: Callable[[Optimizer], LRScheduler],
+        run_log: RunLog,
+        metadata: dict[str, Any],
+        grad_clip: float | None = 1.0,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.make_optimizer = make_optimizer
+        self.make_schedule = make_schedule
+        self.run_log = run_log
+        self.metadata = metadata
+        self.grad_clip = grad_clip
+        self.bits_per_char = BitsPerChar()
+        set_manual_refresh(model)
+
+    @property
+    def step(self) -> int:
+        """The optimiser step that metrics recorded now belong to, counted from zero."""
+        return max(0, self.trainer.global_step - 1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next symbol."""
+        return self.model(tokens)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """Mean nats per character of one batch of windows."""
+        inputs, targets = batch
+        logits = self(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        nats = loss.detach()
+        self.run_log.record(
+            self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2}
+        )
+        return loss
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradient's norm and record it before clipping."""
+        limit = math.inf if self.grad_clip is None else self.grad_clip
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        self.run_log.record(
+            self.trainer.global_step,
+            {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[-1]["lr"]},
+        )
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Update the weights, then the constants that normalise them."""
+        super().optimizer_step(*args, **kwargs)
+        refresh_normalisers(self.model)
+
+    def on_validation_epoch_start(self) -> None:
+        """Charge the split's first character, which has no context, at ln V nats."""
+        self.bits_per_char.reset()
+        if self.trainer.is_global_zero:
+            first = first_character_nats(self.model.head.out_features)
+            self.bits_per_char.update(torch.tensor(first, device=self.device), 1)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        """Add the code length of one batch of windows."""
+        inputs, targets, scored = batch
+        self.bits_per_char.update(window_nats(self(inputs), targets, scored), scored.sum())
+
+    def on_validation_epoch_end(self) -> None:
+        """Record bits per character of the whole split."""
+        bpc = self.bits_per_char.compute()
+        self.log("val/bpc", bpc.float(), prog_bar=True, logger=False, sync_dist=False)
+        if not math.isfinite(bpc.item()):
+            raise NonFiniteError(
+                f"step {self.step}: validation bits per character are {bpc.item()}; lower optim.lr "
+                "or set optim.grad_clip (the last good checkpoint is kept)"
+            )
+        self.run_log.record(self.step, {"val/bpc": bpc, "val/nats": bpc * LN2})
+
+    def configure_optimizers(self) -> Any:
+        """The optimiser with a schedule that moves every step."""
+        optimizer = self.make_optimizer(self.model)
+        schedule = {"scheduler": self.make_schedule(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Store what is needed to rebuild the model without this program's configuration."""
+        checkpoint["invformer"] = self.metadata

@@ -1,0 +1,145 @@
+"""Optimisers and the learning-rate schedule."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon (orthogonalised momentum) for weight matrices, AdamW for everything else.
+
+    Stacks of matrices (one per head) are given to Muon one matrix at a time, through views.
+    One object with one state dict, so that a training loop sees an ordinary optimiser.
+
+    Args:
+        matrices: parameters of at least two dimensions that act as linear maps.
+        others: all other parameters.
+        lr: learning rate of AdamW.
+        muon_lr: learning rate of Muon.
+        betas: of AdamW.
+        weight_decay: of both.
+    """
+
+    def __init__(
+        self,
+        matrices: Iterable[nn.Parameter],
+        others: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        muon_lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+    ) -> None:
+        groups = [
+            {"params": list(matrices), "lr": muon_lr, "kind": "muon"},
+            {"params": list(others), "lr": lr, "kind": "adamw"},
+        ]
+        super().__init__(groups, {"betas": betas, "weight_decay": weight_decay})
+        muon, adamw = self.param_groups
+        self._views = [(p, as_matrices(p)) for p in muon["params"]]
+        self._parts: list[Optimizer] = [
+            Muon(
+                [matrix for _, views in self._views for matrix in views],
+                lr=muon["lr"],
+                weight_decay=muon["weight_decay"],
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            AdamW(
+                adamw["params"],
+                lr=adamw["lr"],
+                betas=adamw["betas"],
+                weight_decay=adamw["weight_decay"],
+            ),
+        ]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of both parts."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for parameter, views in self._views:
+            grads = [None] * len(views) if parameter.grad is None else as_matrices(parameter.grad)
+            for view, grad in zip(views, grads, strict=True):
+                view.grad = grad
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups[0]["lr"] = group["lr"]
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both parts and the present learning rates."""
+        return {
+            "parts": [part.state_dict() for part in self._parts],
+            "lr": [group["lr"] for group in self.param_groups],
+            "initial_lr": [group.get("initial_lr", group["lr"]) for group in self.param_groups],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        for key in ("lr", "initial_lr"):
+            for group, value in zip(self.param_groups, state_dict[key], strict=True):
+                group[key] = value
+
+
+def as_matrices(p: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the matrices a parameter consists of: itself, or one per head."""
+    data = p.detach()
+    return [data] if data.dim() == 2 else list(data.flatten(0, -3).unbind(0))
+
+
+def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters that act as linear maps inside the stack, and all the others.
+
+    Embeddings and the head stay with AdamW, as is usual with Muon.
+    """
+    matrices, others = [], []
+    for name, parameter in model.named_parameters():
+        outside = any(part in name for part in ("embedding", "head", "position"))
+        (others if parameter.dim() < 2 or outside else matrices).append(parameter)
+    return matrices, others
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str,
+    *,
+    lr: float,
+    muon_lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> Optimizer:
+    """AdamW on everything, or Muon on the matrices and AdamW on the rest."""
+    if name == "muon":
+        matrices, others = split_matrices(model)
+        return MuonWithAdamW(
+            matrices, others, lr=lr, muon_lr=muon_lr, betas=betas, weight_decay=weight_decay
+        )
+    decayed, plain = split_matrices(model)
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": plain, "weight_decay": 0.0},
+    ]
+    return AdamW(groups, lr=lr, betas=betas, fused=True)
+
+
+def warmup_cosine(
+    optimizer: Optimizer, warmup_steps: int, max_steps: int, min_fraction: float = 0.0
+) -> LambdaLR:
+    """Linear warm-up to the full rate, then half a cosine down to ``min_fraction`` of it."""
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
+        return min_fraction + (1 - min_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return LambdaLR(optimizer, factor)

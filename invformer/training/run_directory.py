@@ -1,0 +1,138 @@
+"""The folder a run leaves behind: made once, continued or refused, never overwritten."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from invformer.errors import CheckpointError, StorageError
+
+# What may differ between a run and its continuation: it changes no number that was computed.
+MAY_CHANGE = ("logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.sample_length")
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside one run's folder.
+
+    Attributes:
+        path: the folder.
+        resumed: whether it existed before.
+    """
+
+    path: Path
+    resumed: bool
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line, one line per optimiser step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def certificate(self) -> Path:
+        """The latest certificate."""
+        return self.path / "certificate.json"
+
+    @property
+    def last(self) -> Path:
+        """The checkpoint a run continues from."""
+        return self.path / "last.ckpt"
+
+
+def open_run(
+    root: Path, name: str | None, default_name: str, config: Mapping[str, Any], resume: bool
+) -> RunDirectory:
+    """Make a new run folder, or reopen one for the same configuration.
+
+    Args:
+        root: folder that holds the runs.
+        name: the run's name; None picks ``default_name`` with the time, a name nobody has.
+        default_name: readable beginning of such a name.
+        config: the resolved configuration as a plain dict; kept beside the run.
+        resume: whether an existing run may be continued.
+
+    Raises:
+        CheckpointError: the run exists and may not, or cannot, be continued with this configuration.
+        StorageError: the folder cannot be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            return RunDirectory(fresh_folder(root, default_name, config), resumed=False)
+        path = root / name
+        if not path.exists():
+            path.mkdir()
+            write_config(path, config)
+            return RunDirectory(path, resumed=False)
+    except OSError as error:
+        raise StorageError(f"{root}: cannot create a run folder ({error.strerror})") from error
+    if not resume:
+        raise CheckpointError(
+            f"{path} exists: choose another run.name, or run.resume=true to continue it"
+        )
+    refuse_other_configuration(path, config)
+    return RunDirectory(path, resumed=True)
+
+
+def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
+    """A folder that did not exist, named after the model, the data and the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        suffix = f"-{attempt}" if attempt else ""
+        path = root / f"{default_name}-{stamp}{suffix}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        write_config(path, config)
+        return path
+    raise StorageError(f"{root}: a hundred runs named {default_name}-{stamp} exist; set run.name")
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Keep the configuration for the comparison that a continuation needs."""
+    partial = path / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path / "config.json")
+
+
+def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
+    """Compare with the configuration the run was started with.
+
+    Raises:
+        CheckpointError: naming every key that differs, or what is missing.
+    """
+    try:
+        before = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        raise CheckpointError(
+            f"{path} exists but holds no run that can be continued: choose another run.name"
+        ) from None
+    old, new = dict(flatten(before)), dict(flatten(config))
+    differing = [
+        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} was started with another configuration ({'; '.join(differing)}): "
+            "choose another run.name, or repeat the old values to continue it"
+        )
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested dict with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,274 @@
+"""A resumed run sees exactly the batches an uninterrupted one sees; short text is refused."""
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.nn import functional as F
+
+from invformer.data import datamodule
+from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.datamodule import TextDataModule
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import DataError
+
+# Lightning's own calls into PyTorch, and its remark about the run directory of the fixture.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
+]
+
+SEQ_LEN = 8
+
+
+def make_corpus(train: str, val: str, test: str = "") -> Corpus:
+    return Corpus("made_up", train, val, test, sha256="", source="a test")
+
+
+CORPUS = make_corpus("the quick brown fox jumps over the lazy dog. " * 9, "over the dog. " * 5)
+
+
+def make_data(corpus: Corpus = CORPUS, **options: Any) -> TextDataModule:
+    options = {"seq_len": SEQ_LEN, "batch_size": 4, "eval_batch_size": 3, "seed": 5} | options
+    return TextDataModule(corpus, Vocabulary.from_text(corpus.train), **options)
+
+
+# --- Resuming ------------------------------------------------------------------------------------
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Recorder(L.LightningModule):
+    """Learns, and remembers which batch belonged to which step. May be made to fail once."""
+
+    def __init__(self, vocab_size: int, fail_at: tuple[str, int] | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(vocab_size, 6)
+        self.head = torch.nn.Linear(6, vocab_size)
+        self.fail_at = fail_at
+        self.num_batches = 0
+        self.batches: list[tuple[int, list]] = []
+        self.validated_at: list[int] = []
+        self.num_scored = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.num_batches += 1
+        if self.fail_at == ("batch", self.num_batches):
+            raise Interrupted
+        inputs, targets = batch
+        self.batches.append((self.trainer.global_step, inputs.tolist()))
+        logits = self.head(self.embedding(inputs))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def on_validation_epoch_start(self) -> None:
+        self.num_scored = 0
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        if self.fail_at == ("validation", self.trainer.global_step) and batch_idx == 1:
+            raise Interrupted
+        self.num_scored += int(batch[2].sum())
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated_at.append(self.trainer.global_step)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def train(
+    folder: Path,
+    max_steps: int,
+    *,
+    accumulate: int = 2,
+    save_every: int | None = None,
+    val_every_batches: int = 6,
+    fail_at: tuple[str, int] | None = None,
+    resume: bool = False,
+    **options: Any,
+) -> Recorder:
+    """Train with validation in between, saving every so many steps or at every validation."""
+    data = make_data(**options)
+    module = Recorder(data.vocabulary.size, fail_at)
+    trainer = L.Trainer(
+        max_steps=max_steps,
+        accumulate_grad_batches=accumulate,
+        val_check_interval=val_every_batches,
+        check_val_every_n_epoch=None,
+        accelerator="cpu",
+        callbacks=[
+            ModelCheckpoint(
+                folder, filename="last", every_n_train_steps=save_every, save_on_exception=True,
+                enable_version_counter=False,
+            )
+        ],
+        logger=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    checkpoint = str(folder / "last.ckpt") if resume else None
+    try:
+        trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
+    except Interrupted:
+        assert fail_at is not None
+    return module
+
+
+@pytest.mark.parametrize(
+    ("interruption", "saved_step"),
+    [
+        pytest.param({"max_steps": 5, "save_every": 5}, 5, id="saved after a training step"),
+        pytest.param({"max_steps": 7}, 6, id="saved after a validation"),
+        pytest.param({"max_steps": 6, "save_every": 3}, 6, id="extended after it was finished"),
+        pytest.param({"fail_at": ("batch", 9)}, 4, id="failed in a step's first batch"),
+        pytest.param({"fail_at": ("batch", 10)}, 4, id="failed in a step's last batch"),
+        pytest.param({"fail_at": ("validation", 6)}, 6, id="failed in a validation"),
+        pytest.param(
+            {"max_steps": 3, "val_every_batches": 5}, 2, id="saved between the batches of a step"
+        ),
+        pytest.param(
+            {"max_steps": 5, "save_every": 5, "accumulate": 1, "val_every_batches": 3}, 5,
+            id="without accumulation",
+        ),
+    ],
+)  # fmt: skip
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    tmp_path: Path, interruption: dict[str, Any], saved_step: int
+) -> None:
+    same = {k: interruption[k] for k in ("accumulate", "val_every_batches") if k in interruption}
+    reference = train(tmp_path / "whole", 12, **same)
+    first = train(tmp_path / "parts", **({"max_steps": 12} | interruption))
+    checkpoint = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == saved_step
+    accumulate = interruption.get("accumulate", 2)
+    assert checkpoint["TextDataModule"]["next_batch"] == saved_step * accumulate
+    second = train(
+        tmp_path / "parts", 12, resume=True, save_every=interruption.get("save_every"), **same
+    )
+
+    completed = [batch for batch in first.batches if batch[0] < saved_step]
+    assert completed + second.batches == reference.batches
+    validated = [step for step in first.validated_at if step <= saved_step]
+    assert sorted({*validated, *second.validated_at}) == reference.validated_at
+    assert second.num_scored == len(CORPUS.val) - 1
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(second.state_dict()[name], weight), name
+
+
+def test_a_run_interrupted_twice_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    reference = train(tmp_path / "whole", 12)
+    train(tmp_path / "parts", 12, fail_at=("batch", 6))
+    train(tmp_path / "parts", 12, fail_at=("batch", 9), resume=True)
+    last = train(tmp_path / "parts", 12, resume=True)
+    assert last.batches == reference.batches[-len(last.batches) :]
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(last.state_dict()[name], weight), name
+
+
+def test_another_batch_size_continues_at_the_same_window(tmp_path: Path) -> None:
+    reference = train(tmp_path / "whole", 12, accumulate=1)
+    train(tmp_path / "parts", 6, save_every=6, accumulate=1)
+    second = train(tmp_path / "parts", 18, resume=True, save_every=6, accumulate=1, batch_size=2)
+    windows = [w for _, batch in reference.batches[6:] for w in batch]
+    assert [w for _, batch in second.batches for w in batch] == windows
+
+
+def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
+    data = make_data()
+    data.load_state_dict({"next_batch": 10, "global_step": 5, "windows_per_batch": 8})
+    assert data.state_dict() == {"next_batch": 10, "global_step": 5, "windows_per_batch": 8}
+    inputs, _ = next(iter(data.train_dataloader()))
+    expected = next(itertools.islice(make_data().train_dataloader(), 20, None))[0]
+    assert torch.equal(inputs, expected)
+
+
+# --- Splits --------------------------------------------------------------------------------------
+
+
+def test_every_loader_reads_its_own_split() -> None:
+    data = make_data(make_corpus("a" * 20, "b" * 20, "c" * 20))
+    assert next(iter(data.train_dataloader()))[0].unique().tolist() == [1]
+    assert next(iter(data.val_dataloader()))[0].unique().tolist() == [0]
+    text = "abcdefgh" * 4
+    data = make_data(make_corpus(text, text[:20], text[:30]))
+    inputs, targets, scored = next(iter(data.test_dataloader()))
+    assert data.vocabulary.decode(inputs[0]) == "abcdefgh"
+    assert data.vocabulary.decode(targets[0]) == "bcdefgha"
+    assert scored.all()
+    windows = data.evaluation_windows("test", stride=2)
+    assert sum(int(s.sum()) for _, _, s in windows) == 29
+
+
+def test_the_probe_is_the_beginning_of_a_split() -> None:
+    data = make_data()
+    probe = data.probe("val", 3)
+    assert probe.dtype == torch.int64
+    assert data.vocabulary.decode(probe.flatten()) == CORPUS.val[: 3 * SEQ_LEN]
+    assert data.probe("val", 10**6).shape == (len(CORPUS.val) // SEQ_LEN, SEQ_LEN)
+
+
+def test_the_first_batch_is_what_training_starts_with() -> None:
+    data = make_data()
+    inputs, targets = data.first_batch()
+    expected = next(iter(data.train_dataloader()))
+    assert torch.equal(inputs, expected[0])
+    assert torch.equal(targets, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "match"),
+    [
+        (SEQ_LEN, 20, r"train split has 8 characters, fewer than data\.seq_len \+ 1 = 9"),
+        (20, SEQ_LEN, r"val split has 8 .*20 \(train\), 8 \(val\), 0 \(test\) characters"),
+        (20, 0, "no val text"),
+    ],
+)
+def test_a_split_shorter_than_a_window_is_refused(train: int, val: int, match: str) -> None:
+    with pytest.raises(DataError, match=match):
+        make_data(make_corpus("a" * train, "a" * val))
+    make_data(make_corpus("a" * (SEQ_LEN + 1), "a" * (SEQ_LEN + 1)))
+
+
+def test_a_missing_test_split_is_an_error_when_it_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(CORPUS.train)
+    (tmp_path / "valid.txt").write_text(CORPUS.val)
+    data = make_data(load_corpus("text_file", tmp_path))
+    with pytest.raises(DataError, match="no test text"):
+        data.test_dataloader()
+
+
+def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        data = make_data(make_corpus("abcd" * 5, "abcdéabcdèabcd?abcd?"))
+    assert data.unknown_rates == {"train": 0.0, "val": 0.2}
+    assert [r.getMessage() for r in caplog.records] == [
+        "made_up: 4 of 20 characters of the val split (20 %) are not in the vocabulary and count "
+        "as the unknown symbol"
+    ]
+
+
+@pytest.mark.parametrize("num_symbols", [26, 300])
+def test_a_large_split_lives_in_a_mapped_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_symbols: int
+) -> None:
+    text = "".join(chr(100 + i) for i in range(num_symbols)) * 9
+    vocabulary = Vocabulary.from_text(text)
+    monkeypatch.setattr(datamodule, "MAPPED_BYTES", 100)
+    monkeypatch.setattr(datamodule.tempfile, "tempdir", str(tmp_path))
+    mapped = datamodule.encode(vocabulary, text)
+    assert torch.equal(mapped.long(), vocabulary.encode(text).long())
+    assert mapped.dtype == vocabulary.dtype
+    assert list(tmp_path.iterdir()) == []  # no file is left behind
+    monkeypatch.setattr(datamodule.torch, "from_file", pytest.fail)
+    datamodule.encode(vocabulary, text[:50])

@@ -1,0 +1,108 @@
+"""Characters to tokens and back, nothing lost and nothing silent."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from invformer.data import vocabulary as module
+from invformer.data.vocabulary import UNKNOWN, Vocabulary
+from invformer.errors import CheckpointError, DataError
+
+TEXTS = st.text(st.characters(exclude_categories=()), min_size=1)
+
+
+@given(TEXTS)
+def test_decoding_an_encoded_text_gives_it_back(text: str) -> None:
+    vocabulary = Vocabulary.from_text(text)
+    assert vocabulary.decode(vocabulary.encode(text)) == text
+
+
+@given(TEXTS, TEXTS)
+def test_encoding_agrees_with_a_dictionary(train: str, other: str) -> None:
+    vocabulary = Vocabulary.from_text(train)
+    token_of = {c: i for i, c in enumerate(sorted(set(train)), start=1)}
+    assert vocabulary.encode(other).tolist() == [token_of.get(c, 0) for c in other]
+    assert vocabulary.unknown_count(other) == sum(c not in token_of for c in other)
+
+
+def test_an_unknown_character_is_token_zero_and_shows_as_the_replacement_character() -> None:
+    vocabulary = Vocabulary.from_text("ab")
+    tokens = vocabulary.encode("aéb😀")
+    assert tokens.tolist() == [1, 0, 2, 0]
+    assert vocabulary.decode(tokens) == f"a{UNKNOWN}b{UNKNOWN}"
+    assert vocabulary.unknown_rate("aéb😀") == 0.5
+    assert vocabulary.unknown_rate("") == 0.0
+
+
+def test_a_replacement_character_of_the_text_has_its_own_token() -> None:
+    vocabulary = Vocabulary.from_text(f"a{UNKNOWN}")
+    assert vocabulary.encode(f"{UNKNOWN}ax").tolist() == [2, 1, 0]
+
+
+def test_every_byte_is_a_character() -> None:
+    content = bytes(range(256))
+    vocabulary = Vocabulary.from_text(content.decode("latin-1"))
+    decoded = vocabulary.decode(vocabulary.encode(content.decode("latin-1")))
+    assert decoded.encode("latin-1") == content
+    assert vocabulary.size == 257
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(255, torch.uint8), (256, torch.uint16)])
+def test_tokens_take_one_byte_as_long_as_they_fit(count: int, dtype: torch.dtype) -> None:
+    text = "".join(chr(i) for i in range(count))
+    tokens = Vocabulary.from_text(text).encode(text)
+    assert tokens.dtype == dtype
+    assert tokens.tolist() == list(range(1, count + 1))
+
+
+def test_more_characters_than_sixteen_bits_are_refused() -> None:
+    text = "".join(chr(i) for i in range(0x20000, 0x20000 + 65536))
+    assert Vocabulary.from_text(text[1:]).encode(text[-1:]).item() == 65535
+    with pytest.raises(DataError, match="65536 distinct characters"):
+        Vocabulary.from_text(text)
+
+
+def test_a_long_text_is_encoded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "the cat sat on the mat"
+    vocabulary = Vocabulary.from_text(text)
+    whole = vocabulary.encode(text)
+    monkeypatch.setattr(module, "CHUNK", 5)
+    assert torch.equal(vocabulary.encode(text), whole)
+
+
+def test_an_empty_text_encodes_to_nothing_and_trains_nothing() -> None:
+    assert Vocabulary.from_text("a").encode("").shape == (0,)
+    with pytest.raises(DataError, match="empty"):
+        Vocabulary.from_text("")
+
+
+def test_a_vocabulary_survives_json_and_cannot_be_changed() -> None:
+    vocabulary = Vocabulary.from_text('naïve "text"\r\n\ud800')
+    assert Vocabulary.from_dict(json.loads(json.dumps(vocabulary.to_dict()))) == vocabulary
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        vocabulary.symbols = ("a",)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "state", [None, [], {}, {"characters": 3}, {"characters": ""}, {"characters": "ba"},
+              {"characters": "aab"}]
+)  # fmt: skip
+def test_a_damaged_vocabulary_is_refused(state: object) -> None:
+    with pytest.raises(CheckpointError, match="vocabulary is damaged"):
+        Vocabulary.from_dict(state)
+
+
+@pytest.mark.parametrize("symbols", [(), ("a", "b"), (UNKNOWN,), (UNKNOWN, "ab")])
+def test_symbols_that_are_no_vocabulary_are_refused(symbols: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"vocabulary is|single character"):
+        Vocabulary(symbols)
+
+
+@pytest.mark.parametrize("tokens", [[-1], [3]])
+def test_tokens_outside_the_vocabulary_are_refused(tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="not 0…2"):
+        Vocabulary.from_text("ab").decode(torch.tensor(tokens))

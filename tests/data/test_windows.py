@@ -1,0 +1,161 @@
+"""Every character is used equally in training and predicted exactly once in evaluation."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invformer.data.windows import (
+    EvaluationWindows,
+    TrainingWindows,
+    evaluation_windows,
+    training_windows,
+)
+
+
+def positions_as_tokens(n: int) -> torch.Tensor:
+    return torch.arange(n)
+
+
+def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
+    tokens = positions_as_tokens(1000)
+    steps = [training_windows(tokens, 8, 4, seed=1, step=i)[0] for i in range(50)]
+    for i in (49, 0, 23):
+        assert torch.equal(training_windows(tokens, 8, 4, seed=1, step=i)[0], steps[i])
+    assert not torch.equal(training_windows(tokens, 8, 4, seed=2, step=0)[0], steps[0])
+    assert len({tuple(s.flatten().tolist()) for s in steps}) == 50
+
+
+def test_iteration_from_a_batch_continues_the_iteration_from_the_beginning() -> None:
+    tokens = positions_as_tokens(100)
+    whole = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7), 12))
+    rest = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7, start_batch=5), 7))
+    for (a, b), (c, d) in zip(whole[5:], rest, strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
+@pytest.mark.parametrize("n", [8, 9, 23, 64])
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_in_an_epoch_no_character_is_a_target_twice_and_few_are_left_out(
+    n: int, batch_size: int
+) -> None:
+    seq_len = 8
+    per_epoch = n // seq_len
+    batches = itertools.islice(
+        TrainingWindows(positions_as_tokens(n), seq_len, batch_size, seed=0), 40 * per_epoch
+    )
+    windows = torch.cat([targets for _, targets in batches])[: 40 * per_epoch]
+    for epoch in windows.split(per_epoch):
+        assert len(epoch.unique()) == per_epoch * seq_len
+    assert len(windows.unique()) == n
+
+
+def test_over_many_epochs_every_character_is_used_equally_often() -> None:
+    n, seq_len, epochs = 23, 5, 4000
+    tokens = positions_as_tokens(n)
+    targets = training_windows(tokens, seq_len, epochs * (n // seq_len), seed=0, step=0)[1]
+    used = targets.flatten().bincount(minlength=n)
+    share = (n - n % seq_len) / n
+    deviation = (epochs * share * (1 - share)) ** 0.5
+    assert (used - epochs * share).abs().max() < 5 * deviation
+
+
+@pytest.mark.parametrize("n", [9, 40])
+def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
+    inputs, targets = training_windows(positions_as_tokens(n), 8, 100, seed=0, step=3)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, (inputs + 1) % n)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) -> None:
+    tokens = positions_as_tokens(100)
+    for step in range(20):
+        whole = training_windows(tokens, 8, 6, seed=0, step=step)
+        shares = [
+            training_windows(
+                tokens, 8, 6 // world_size, seed=0, step=step, rank=r, world_size=world_size
+            )
+            for r in range(world_size)
+        ]
+        for i in range(2):
+            assert torch.equal(torch.cat([share[i] for share in shares]), whole[i])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
+def test_narrow_tokens_give_the_same_windows(dtype: torch.dtype) -> None:
+    tokens = positions_as_tokens(100)
+    narrow = tokens.to(dtype)
+    for a, b in zip(
+        training_windows(tokens, 8, 6, 0, 0), training_windows(narrow, 8, 6, 0, 0), strict=True
+    ):
+        assert torch.equal(a, b)
+    for wide, small in zip(
+        EvaluationWindows(tokens, 8, 3), EvaluationWindows(narrow, 8, 3), strict=True
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(wide, small, strict=True))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_evaluation_predicts_every_character_but_the_first_exactly_once(
+    data: st.DataObject,
+) -> None:
+    n = data.draw(st.integers(2, 60))
+    seq_len = data.draw(st.integers(1, 12))
+    stride = data.draw(st.integers(1, seq_len))
+    batch_size = data.draw(st.integers(1, 9))
+    world_size = data.draw(st.integers(1, 3))
+    scored_positions = []
+    lengths = set()
+    for rank in range(world_size):
+        windows = evaluation_windows(
+            positions_as_tokens(n), seq_len, stride, batch_size, rank=rank, world_size=world_size
+        )
+        lengths |= {len(windows), len(list(windows))}
+        for inputs, targets, scored in windows:
+            assert len(inputs) <= batch_size
+            rows, columns = scored.nonzero(as_tuple=True)
+            target = targets[scored]
+            scored_positions += target.tolist()
+            assert torch.equal(inputs[scored], target - 1)
+            # What a character is predicted from: as much of the text as the stride promises.
+            assert torch.equal(inputs[rows, 0], target - 1 - columns)
+            assert (columns + 1 >= target.clamp(max=seq_len - stride + 1)).all()
+    assert sorted(scored_positions) == list(range(1, n))
+    assert len(lengths) == 1  # the same number of batches for every process
+    assert windows.num_characters == len(scored_positions) + windows.uncharged_first
+
+
+def test_windows_do_not_overlap_unless_asked_to() -> None:
+    ((inputs, targets, scored),) = evaluation_windows(positions_as_tokens(12) + 1, 4)
+    assert inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert targets.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 0]]
+    assert scored.tolist() == [[True] * 4, [True] * 4, [True] * 3 + [False]]
+
+
+def test_a_stride_reads_context_again_and_scores_only_what_is_new() -> None:
+    ((inputs, _, scored),) = evaluation_windows(positions_as_tokens(10) + 1, 4, 2)
+    assert inputs.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 7, 8], [7, 8, 9, 10]]
+    assert scored.tolist() == [[True] * 4, *[[False, False, True, True]] * 2,
+                               [False, False, True, False]]  # fmt: skip
+
+
+@pytest.mark.parametrize(("n", "stride", "match"), [(9, 0, "stride 0"), (9, 5, "stride 5"),
+                                                    (1, 4, "1 characters")])  # fmt: skip
+def test_strides_that_skip_characters_and_texts_without_any_are_refused(
+    n: int, stride: int, match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        evaluation_windows(positions_as_tokens(n), 4, stride)
+
+
+def test_iterating_leaves_the_global_random_generator_alone() -> None:
+    before = torch.get_rng_state()
+    next(iter(TrainingWindows(positions_as_tokens(100), 8, 4, 0)))
+    list(EvaluationWindows(positions_as_tokens(100), 8))
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,78 @@
+"""The n-gram baseline against its definition."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.evaluation.ngram import witten_bell_nats
+
+VOCAB = 5
+
+
+def random_text(n: int, seed: int) -> Tensor:
+    """Skewed, so that contexts repeat."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(n, generator=generator).square() * (VOCAB - 1)).to(torch.uint8)
+
+
+def naive_probability(train: list[int], context: list[int], x: int) -> float:
+    """The recursion of the docstring, counting anew at every call."""
+    lower = naive_probability(train, context[1:], x) if context else 1 / VOCAB
+    k = len(context)
+    grams = Counter(tuple(train[i : i + k + 1]) for i in range(len(train) - k))
+    followers = {g[-1]: count for g, count in grams.items() if g[:-1] == tuple(context)}
+    if not followers:
+        return lower
+    count = sum(followers.values())
+    return (followers.get(x, 0) + len(followers) * lower) / (count + len(followers))
+
+
+@pytest.mark.parametrize("order", [1, 2, 3, 5])
+def test_it_agrees_with_the_definition(order: int) -> None:
+    train, text = random_text(60, 0), random_text(20, 1)
+    t = text.tolist()
+    nats = [
+        -math.log(naive_probability(train.tolist(), t[max(0, i - order + 1) : i], t[i]))
+        for i in range(len(t))
+    ]
+    result = witten_bell_nats(train, text, order, vocab_size=VOCAB)
+    assert result == pytest.approx(sum(nats) / len(nats), rel=1e-12)
+
+
+@pytest.mark.parametrize("context", [[], [0], [0, 1], [4], [1, 4, 0], [0, 0, 0, 0, 0, 0]])
+@pytest.mark.parametrize("order", [1, 4])
+def test_probabilities_sum_to_one_after_any_context(context: list[int], order: int) -> None:
+    train = random_text(60, 0)
+
+    def nats(text: list[int]) -> float:
+        tokens = torch.tensor(text)
+        return len(text) * witten_bell_nats(train, tokens, order, vocab_size=VOCAB) if text else 0.0
+
+    total = sum(math.exp(nats(context) - nats([*context, x])) for x in range(VOCAB))
+    assert total == pytest.approx(1, rel=1e-12)
+
+
+def test_without_training_text_it_is_uniform() -> None:
+    nats = witten_bell_nats(
+        torch.empty(0, dtype=torch.uint8), random_text(9, 0), 3, vocab_size=VOCAB
+    )
+    assert nats == pytest.approx(math.log(VOCAB))
+
+
+def test_context_pays_on_text_that_repeats() -> None:
+    period = torch.tensor([0, 1, 0, 2, 0, 3]).repeat(50)
+    by_order = [witten_bell_nats(period, period, n, vocab_size=VOCAB) for n in (1, 2, 3)]
+    assert by_order[0] > 1.1  # close to the entropy 1.24 nats of the single characters
+    assert by_order[1] > 0.5
+    assert by_order[2] < 0.1
+
+
+@pytest.mark.parametrize(("order", "text"), [(0, [1]), (3, [])])
+def test_nothing_to_do_is_refused(order: int, text: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"order|characters"):
+        witten_bell_nats(
+            random_text(9, 0), torch.tensor(text, dtype=torch.int64), order, vocab_size=VOCAB
+        )

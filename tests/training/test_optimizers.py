@@ -1,0 +1,69 @@
+"""Optimisers and schedule."""
+
+import copy
+
+import pytest
+import torch
+
+from invformer.training.optimizers import build_optimizer, split_matrices, warmup_cosine
+from tests.nn.builders import contractive_model, random_tokens
+
+OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0}
+
+
+def train(model: torch.nn.Module, optimiser: torch.optim.Optimizer, steps: range) -> float:
+    loss = torch.tensor(0.0)
+    for step in steps:
+        tokens = random_tokens(8, seed=step % 4)
+        logits = model(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_few_steps_lower_the_loss(name: str) -> None:
+    model = contractive_model()
+    optimiser = build_optimizer(model, name, **OPTIONS)
+    assert train(model, optimiser, range(40)) < train(contractive_model(), optimiser, range(1)) - 0.1
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_restored_optimiser_continues_to_the_same_bits(name: str) -> None:
+    model = contractive_model()
+    optimiser = build_optimizer(model, name, **OPTIONS)
+    train(model, optimiser, range(3))
+    other = contractive_model()
+    other.load_state_dict(model.state_dict())
+    restored = build_optimizer(other, name, **OPTIONS)
+    restored.load_state_dict(copy.deepcopy(optimiser.state_dict()))
+    train(model, optimiser, range(3, 6))
+    train(other, restored, range(3, 6))
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_muon_gets_the_matrices_of_the_stack_and_adamw_the_rest() -> None:
+    model = contractive_model()
+    names = {id(p): n for n, p in model.named_parameters()}
+    matrices, others = split_matrices(model)
+    assert all("weight" in names[id(p)] and "stack" in names[id(p)] for p in matrices)
+    assert len(matrices) + len(others) == len(list(model.parameters()))
+    assert any("embedding" in names[id(p)] for p in others)
+
+
+def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimiser = torch.optim.SGD([parameter], lr=1.0)
+    schedule = warmup_cosine(optimiser, warmup_steps=4, max_steps=20, min_fraction=0.1)
+    rates = []
+    for _ in range(21):
+        rates.append(schedule.get_last_lr()[0])
+        optimiser.step()
+        schedule.step()
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0
+    assert rates[20] == pytest.approx(0.1)
+    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))

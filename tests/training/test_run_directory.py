@@ -1,0 +1,53 @@
+"""Run folders: made once, continued or refused, never overwritten."""
+
+from pathlib import Path
+
+import pytest
+
+from invformer.errors import CheckpointError, StorageError
+from invformer.training.run_directory import open_run
+
+CONFIG = {"model": {"d_model": 96}, "optim": {"lr": 1e-3}, "run": {"resume": True}}
+
+
+def test_unnamed_runs_never_share_a_folder(tmp_path: Path) -> None:
+    first, second = (open_run(tmp_path, None, "l2-ptb", CONFIG, True) for _ in range(2))
+    assert first.path != second.path
+    assert first.path.name.startswith("l2-ptb-")
+
+
+def test_the_same_name_and_configuration_continue_the_run(tmp_path: Path) -> None:
+    assert not open_run(tmp_path, "a", "x", CONFIG, True).resumed
+    assert open_run(tmp_path, "a", "x", CONFIG, True).resumed
+
+
+def test_another_configuration_is_refused_with_the_differing_key(tmp_path: Path) -> None:
+    open_run(tmp_path, "a", "x", CONFIG, True)
+    other = {**CONFIG, "optim": {"lr": 2e-3}}
+    with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001, now 0\.002"):
+        open_run(tmp_path, "a", "x", other, True)
+
+
+def test_what_changes_no_number_may_change(tmp_path: Path) -> None:
+    open_run(tmp_path, "a", "x", CONFIG, True)
+    assert open_run(tmp_path, "a", "x", {**CONFIG, "run": {"resume": True, "debug": True}}, True)
+
+
+def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: Path) -> None:
+    open_run(tmp_path, "a", "x", CONFIG, True)
+    with pytest.raises(CheckpointError, match=r"exists: choose another run\.name"):
+        open_run(tmp_path, "a", "x", CONFIG, False)
+
+
+def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "thesis.tex").write_text("precious")
+    with pytest.raises(CheckpointError, match="holds no run"):
+        open_run(tmp_path, "a", "x", CONFIG, True)
+    assert (tmp_path / "a" / "thesis.tex").read_text() == "precious"
+
+
+def test_a_root_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "root").write_text("")
+    with pytest.raises(StorageError, match="cannot create a run folder"):
+        open_run(tmp_path / "root", None, "x", CONFIG, True)
