@@ -1,0 +1,74 @@
+"""README keeps its word: commands parse, files exist, the example runs, the codes are true."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer import errors
+from invformer.config import load_config
+from invformer.schema import EvaluateConfig, TrainConfig
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "checkpoints/README.md", "docs/results.md", "docs/log.md"]
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced code blocks of README in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def commands(program: str) -> list[list[str]]:
+    """The arguments of every call of a program in README's shell blocks."""
+    lines = [
+        shlex.split(line, comments=True) for text in blocks("sh") for line in text.splitlines()
+    ]
+    return [words[2:] for words in lines if words[:2] == ["python", program]]
+
+
+@pytest.mark.parametrize("arguments", commands("train.py"), ids=" ".join)
+def test_every_training_command_is_valid(arguments: list[str]) -> None:
+    assert isinstance(load_config(arguments, TrainConfig, ROOT), TrainConfig)
+
+
+@pytest.mark.parametrize("arguments", commands("evaluate.py"), ids=" ".join)
+def test_every_evaluation_command_is_valid(arguments: list[str]) -> None:
+    assert load_config(arguments, EvaluateConfig, ROOT).checkpoint == "checkpoints/first"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not missing
+
+
+def test_the_library_example_runs_in_single_precision_as_it_stands() -> None:
+    torch.set_default_dtype(torch.float32)
+    (example,) = blocks("python")
+    names: dict = {}
+    exec(example, names)
+    assert names["certificate"].bound_max <= 0.7
+
+
+def test_every_preset_of_a_group_is_named() -> None:
+    for group in ("model", "data", "optim", "trainer", "logger"):
+        (row,) = re.findall(rf"^\| `{group}` \|(.*)\|$", README, re.MULTILINE)
+        presets = {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")}
+        assert presets <= set(re.findall(r"`(\w+)`", row))
+
+
+def test_the_table_of_exit_codes_has_every_error() -> None:
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", README, re.MULTILINE)}
+    family = [errors.InvformerError, *errors.InvformerError.__subclasses__()]
+    assert {error.exit_code for error in family} <= codes
+
+
+def test_installing_by_hand_takes_the_torch_of_the_constraints() -> None:
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"pip install -c constraints.txt torch=={pinned}\n" in README
+    assert f"$(PIP) torch=={pinned}\n" in (ROOT / "Makefile").read_text()
