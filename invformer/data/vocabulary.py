@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CheckpointError, DataError
@@ -127,7 +127,7 @@ class Vocabulary:
             raise CheckpointError(f"the vocabulary is damaged: {error}") from None
 
     @cached_property
-    def _token_of(self) -> Int[Tensor, "code_points"]:
+    def _token_of(self) -> Integer[Tensor, "code_points"]:
         # index_select knows no uint16: 16-bit tokens travel as int16 and are reinterpreted.
         table = torch.zeros(CODE_POINTS, dtype=torch.int32)
         table[torch.tensor([ord(c) for c in self.symbols[1:]])] = torch.arange(

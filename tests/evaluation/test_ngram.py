@@ -72,7 +72,6 @@ def test_context_pays_on_text_that_repeats() -> None:
 
 @pytest.mark.parametrize(("order", "text"), [(0, [1]), (3, [])])
 def test_nothing_to_do_is_refused(order: int, text: list[int]) -> None:
+    tokens = torch.tensor(text, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"order|characters"):
-        witten_bell_nats(
-            random_text(9, 0), torch.tensor(text, dtype=torch.int64), order, vocab_size=VOCAB
-        )
+        witten_bell_nats(random_text(9, 0), tokens, order, vocab_size=VOCAB)
