@@ -41,3 +41,13 @@ class StorageError(InvformerError):
     """The run directory cannot be written."""
 
     exit_code = 7
+
+
+class Interrupted(InvformerError):
+    """The run was asked to stop and saved its state; the same command continues it."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(
+            f"stopped by signal {signal_number}; the state is saved, the same command continues"
+        )
+        self.exit_code = 128 + signal_number

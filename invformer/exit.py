@@ -25,15 +25,12 @@ def guarded(work: Callable[[], None], debug: bool) -> int:
             traceback.print_exc()
         return report(str(error), error.exit_code)
     except KeyboardInterrupt:
-        return report("interrupted; the same command continues the run", 130)
+        return report("interrupted", 130)
     except MemoryError:
         return report("out of memory: lower data.batch_size or data.seq_len", 8)
     except Exception as error:
-        match type(error).__name__:
-            case "SIGTERMException":
-                return report("terminated; the same command continues the run", 143)
-            case "OutOfMemoryError":
-                return report("out of device memory: lower data.batch_size or data.seq_len", 8)
+        if type(error).__name__ == "OutOfMemoryError":
+            return report("out of device memory: lower data.batch_size or data.seq_len", 8)
         traceback.print_exc()
         return report("this is a bug in invformer; please report it with the traceback above", 1)
     return 0

@@ -41,7 +41,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None}
     )
     corpus = read_corpus(data)
-    text = getattr(corpus, data.split)
+    text = corpus.split(data.split)
     tokens = vocabulary.encode(text)
     seq_len = trained.data.seq_len
     measure = config.evaluate

@@ -1,13 +1,14 @@
 """From a configuration to a training run."""
 
+import logging
 import subprocess
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from invformer.build.model import build_model
 from invformer.config import command_line, to_dict, to_yaml
@@ -17,10 +18,12 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.schema import DataConfig, TrainConfig
 from invformer.training.callbacks import (
     CertificateKeeper,
+    Checkpoints,
     Flush,
     InversionMonitor,
     LipschitzMonitor,
     RandomState,
+    StepProgress,
 )
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer, warmup_cosine
@@ -64,6 +67,7 @@ def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataM
 
 def build_run(config: TrainConfig) -> Run:
     """Data, model, callbacks and trainer of one run, in a folder of its own."""
+    quieten()
     trainer_config = config.trainer
     if trainer_config.num_threads is not None:
         torch.set_num_threads(trainer_config.num_threads)
@@ -108,6 +112,7 @@ def build_run(config: TrainConfig) -> Run:
         deterministic=trainer_config.deterministic,
         callbacks=build_callbacks(config, directory, module, data, run_log),
         logger=False,
+        enable_checkpointing=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
         enable_progress_bar=trainer_config.progress,
@@ -143,14 +148,9 @@ def build_callbacks(
             callbacks.append(InversionMonitor(probe, run_log, keeper))
     batch = config.data.batch_size * config.trainer.accumulate * config.trainer.devices
     callbacks.append(Flush(run_log, monitor.flush_every, batch * config.data.seq_len))
-    callbacks.append(
-        ModelCheckpoint(
-            dirpath=directory.path, filename="best", monitor="val/bpc", mode="min",
-            save_last=True, save_top_k=1, enable_version_counter=False, save_on_exception=True,
-        )
-    )  # fmt: skip
+    callbacks.append(Checkpoints(directory.path))
     if config.trainer.progress:
-        callbacks.append(TQDMProgressBar(refresh_rate=20))
+        callbacks.append(StepProgress(run_log))
     return callbacks
 
 
@@ -204,3 +204,13 @@ def git_commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def quieten() -> None:
+    """Keep the frameworks' advertisements and advice out of the user's terminal."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    # Forward-mode derivatives of some activations are still scripted inside PyTorch.
+    warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)

@@ -195,16 +195,17 @@ class ContractiveL2Attention(TiedL2Attention):
         )
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in token_max; c √(Σ_i max_h ((4 g(n_hi) + 1)/κ_h)²) ≤ c √N in frobenius."""
+        """c in token_max and c √N in frobenius, times what a causal κ_h leaves out globally."""
         target = self.correction.double() * self.lipschitz_target
-        log_mass = self.position.log_mass_per_row().to(target)
-        gain = (4 * phi_inverse_from_log(log_mass) + 1) / self.head_gain().detach()[:, None]
-        per_row = gain.amax(0)
+        if self.certificate == "causal":
+            log_mass = self.position.log_mass().detach().to(target)
+            gain = (4 * phi_inverse_from_log(log_mass) + 1) / causal_gain_from_log(log_mass)
+            target = target * gain.amax()
         match norm:
             case "token_max":
-                return target if self.certificate == "token_max" else target * per_row.amax()
+                return target
             case "frobenius":
-                return target * per_row.square().sum().sqrt()
+                return target * math.sqrt(self.position.seq_len)
             case "entry_max":
                 return None
 

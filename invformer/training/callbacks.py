@@ -2,16 +2,21 @@
 
 import json
 import math
+import os
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
 from jaxtyping import Int
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.lipschitz import lipschitz_row
 from invformer.nn.certificate import Certificate, enforce
@@ -253,6 +258,100 @@ class RandomState(L.Callback):
         if self._restored is not None:
             torch.set_rng_state(self._restored["cpu"])
             torch.cuda.set_rng_state_all(self._restored["cuda"])
+
+
+class Checkpoints(L.Callback):
+    """Keeps ``last.ckpt`` (newest validation, or an interruption) and ``best.ckpt`` (lowest val/bpc).
+
+    Files appear under their names only when they are complete. A run that stops because a number is
+    not finite, or because of a bug, leaves the checkpoints as they were.
+
+    Args:
+        folder: the run's folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.best = math.inf
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save what was just validated (the metrics were flushed, hence checked, before)."""
+        bpc = float(trainer.callback_metrics["val/bpc"])
+        is_best = bpc < self.best
+        self.best = min(self.best, bpc)
+        self.save(trainer, "last.ckpt")
+        if is_best and trainer.is_global_zero:
+            replace_file(
+                self.folder / "best.ckpt", lambda p: shutil.copyfile(self.folder / "last.ckpt", p)
+            )
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Save the state at an interruption, from which the same command continues."""
+        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        if interrupted and all(p.isfinite().all() for p in pl_module.parameters()):
+            self.save(trainer, "last.ckpt")
+
+    def save(self, trainer: L.Trainer, name: str) -> None:
+        """Write a checkpoint beside its final place, then move it there.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        replace_file(self.folder / name, lambda path: trainer.save_checkpoint(path))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best value so far."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on comparing with the best value so far."""
+        self.best = float(state_dict["best"])
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Write a file under a temporary name in the same folder, then give it its name.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+class StepProgress(TQDMProgressBar):
+    """A progress bar over optimiser steps, with bits per character and the time that is left.
+
+    It shows the newest flushed row, so it never waits for the device by itself.
+    """
+
+    def __init__(self, run_log: RunLog) -> None:
+        super().__init__(refresh_rate=20)
+        self.shown: dict[str, str] = {}
+        run_log.sinks.append(self._show)
+
+    def _show(self, step: int, row: Row) -> None:
+        for key, label in (("train/bpc", "train bpc"), ("val/bpc", "val bpc")):
+            if key in row:
+                self.shown[label] = f"{row[key]:.3f}"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """All batches of the run: the text has no end, the run has."""
+        return self.trainer.max_steps * self.trainer.accumulate_grad_batches
+
+    def get_metrics(
+        self, trainer: L.Trainer, pl_module: L.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """What stands at the end of the bar."""
+        return dict(self.shown)
 
 
 def is_step_boundary(trainer: L.Trainer) -> bool:

@@ -1,16 +1,19 @@
 """Run the training loop, then show what came of it."""
 
-import logging
-import warnings
+import pickle
+import signal
 from typing import Protocol
 
 import lightning as L
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from invformer.data.datamodule import TextDataModule
-from invformer.errors import CheckpointError
+from invformer.errors import CheckpointError, Interrupted, InvformerError
 from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import certify
 from invformer.schema import TrainConfig
+from invformer.training.callbacks import Checkpoints
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
 from invformer.training.run_directory import RunDirectory
@@ -20,12 +23,35 @@ from invformer.training.wandb_sink import WandbSink
 class TrainingRun(Protocol):
     """What :func:`fit` needs of a run."""
 
-    config: TrainConfig
-    directory: RunDirectory
-    module: CharLanguageModel
-    data: TextDataModule
-    trainer: L.Trainer
-    wandb: WandbSink | None
+    @property
+    def config(self) -> TrainConfig:
+        """What was asked for."""
+        ...
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where it is kept."""
+        ...
+
+    @property
+    def module(self) -> CharLanguageModel:
+        """What learns."""
+        ...
+
+    @property
+    def data(self) -> TextDataModule:
+        """What it learns from."""
+        ...
+
+    @property
+    def trainer(self) -> L.Trainer:
+        """Who drives."""
+        ...
+
+    @property
+    def wandb(self) -> WandbSink | None:
+        """The W&B run, if there is one."""
+        ...
 
 
 def fit(run: TrainingRun) -> None:
@@ -34,27 +60,33 @@ def fit(run: TrainingRun) -> None:
     Raises:
         InvformerError: whatever stopped the run, as one line with an exit code.
     """
-    quieten()
     exit_code = 1
     try:
         checkpoint = str(run.directory.last) if run.directory.last.exists() else None
         announce(run, checkpoint)
-        try:
-            run.trainer.fit(run.module, run.data, ckpt_path=checkpoint, weights_only=True)
-        except (KeyError, EOFError) as error:
-            raise CheckpointError(f"{checkpoint}: not a checkpoint of this run ({error})") from error
-        if run.trainer.interrupted:
-            raise KeyboardInterrupt
+        train(run, checkpoint)
         conclude(run)
         exit_code = 0
-    except BaseException as error:
-        exit_code = {"KeyboardInterrupt": 130, "SIGTERMException": 143}.get(
-            type(error).__name__, getattr(error, "exit_code", 1)
-        )
+    except InvformerError as error:
+        exit_code = error.exit_code
         raise
     finally:
         if run.wandb is not None:
             run.wandb.finish(exit_code)
+
+
+def train(run: TrainingRun, checkpoint: str | None) -> None:
+    """The training loop, with Lightning's ways of ending early turned into errors that say so."""
+    try:
+        run.trainer.fit(run.module, run.data, ckpt_path=checkpoint, weights_only=True)
+    except SIGTERMException:
+        raise Interrupted(signal.SIGTERM) from None
+    except SystemExit:  # what Lightning makes of Ctrl-C
+        raise Interrupted(signal.SIGINT) from None
+    except (KeyError, EOFError, pickle.UnpicklingError) as error:
+        if checkpoint is None:
+            raise
+        raise CheckpointError(f"{checkpoint}: not a checkpoint of this run ({error})") from error
 
 
 def announce(run: TrainingRun, checkpoint: str | None) -> None:
@@ -77,9 +109,8 @@ def conclude(run: TrainingRun) -> None:
         print(f"--- sample ---\n{sample}\n---")
         (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
     pictures = plot_run(run.directory.metrics, run.directory.path)
-    best = run.trainer.checkpoint_callback.best_model_score  # type: ignore[union-attr]
-    if best is not None:
-        print(f"best validation: {float(best):.4f} bits per character")
+    best = next(c.best for c in run.trainer.callbacks if isinstance(c, Checkpoints))
+    print(f"best validation: {best:.4f} bits per character")
     print(f"evaluate with: python evaluate.py checkpoint={run.directory.path}")
     if run.wandb is None:
         return
@@ -93,8 +124,6 @@ def conclude(run: TrainingRun) -> None:
 
 def certificate_rows(run: TrainingRun) -> list[list]:
     """The run's final certificate as table rows."""
-    from invformer.nn.certificate import certify
-
     certificate = certify(run.module.model)
     return [
         [name, certificate.norm, bound, certificate.target]
@@ -113,10 +142,3 @@ def generate_sample(run: TrainingRun) -> str:
     with frozen_weights(model):
         tokens = model.generate(prompt, length, generator=generator)
     return run.data.vocabulary.decode(tokens.cpu())
-
-
-def quieten() -> None:
-    """Keep the frameworks' advertisements and advice out of the user's terminal."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")

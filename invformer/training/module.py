@@ -109,7 +109,7 @@ class CharLanguageModel(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Record bits per character of the whole split."""
         bpc = self.bits_per_char.compute()
-        self.log("val/bpc", bpc.float(), prog_bar=True, logger=False, sync_dist=False)
+        self.log("val/bpc", bpc.float(), logger=False, sync_dist=False)
         if not math.isfinite(bpc.item()):
             raise NonFiniteError(
                 f"step {self.step}: validation bits per character are {bpc.item()}; lower optim.lr "

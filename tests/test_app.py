@@ -1,0 +1,244 @@
+"""The application as a user meets it: train, resume, monitor, evaluate, and every way to fail."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.build.evaluation import evaluate_checkpoint
+from invformer.build.run import build_run
+from invformer.config import load_config
+from invformer.data.corpora import load_corpus
+from invformer.errors import CheckpointError, DataError
+from invformer.schema import EvaluateConfig, TrainConfig
+from invformer.training.fit import fit
+from invformer.training.run_log import read_rows
+
+ROOT = Path(__file__).parent.parent
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def options(tmp_path: Path, text_file: Path, *more: str) -> list[str]:
+    return [
+        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "data.batch_size=4",
+        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=8",
+        "trainer.val_every=4", "trainer.progress=false", "trainer.sample_length=20",
+        "logger.name=none", "monitor.flush_every=3", f"run.root={tmp_path / 'runs'}",
+        "run.name=a", "trainer.num_threads=1", *more,
+    ]  # fmt: skip
+
+
+def train(arguments: list[str]) -> Path:
+    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    fit(run)
+    return run.directory.path
+
+
+def final_weights(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = final_weights(one), final_weights(other)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_leaves_everything_it_promises(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file))
+    left = {path.name for path in run.iterdir()}
+    assert {
+        "config.yaml", "metrics.jsonl", "last.ckpt", "best.ckpt", "certificate.json", "sample.txt",
+        "bpc.png", "lipschitz_token_max.png",
+    } <= left  # fmt: skip
+
+
+def test_metrics_hold_one_complete_row_per_step(tmp_path: Path, text_file: Path) -> None:
+    rows = read_rows(train(options(tmp_path, text_file)) / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(8))
+    for row in rows:
+        assert {"train/nats", "train/bpc", "optim/lr", "optim/grad_norm"} <= row.keys()
+        for norm in ("token_max", "frobenius"):
+            for branch in ("block_00/attention", "block_01/feed_forward"):
+                key = f"lipschitz/{norm}/{branch}"
+                assert 0 < row[f"{key}/estimate"] <= row[f"{key}/bound"]
+        assert row["lipschitz/token_max/bound_max"] <= row["lipschitz/target"]
+    assert "val/bpc" in rows[3]
+    assert "val/bpc" in rows[7]
+    assert rows[7]["inverse/characters_recovered"] == 1
+
+
+def test_training_lowers_the_loss(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file, "trainer.max_steps=60", "monitor.enabled=false"))
+    rows = read_rows(run / "metrics.jsonl")
+    assert rows[-1]["train/nats"] < 0.7 * rows[0]["train/nats"]
+
+
+def test_the_monitor_changes_no_bit_of_the_training(tmp_path: Path, text_file: Path) -> None:
+    with_monitor = train(options(tmp_path, text_file, "run.name=with"))
+    without = train(options(tmp_path, text_file, "run.name=without", "monitor.enabled=false"))
+    assert_same_weights(with_monitor, without)
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+def test_a_resumed_run_ends_at_the_same_bits(tmp_path: Path, text_file: Path, model: str) -> None:
+    extra = [f"model={model}", "model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
+    if model == "dot_product":
+        extra.append("model.dropout=0.1")
+    whole = train([*options(tmp_path, text_file), *extra, "run.name=whole"])
+    arguments = [*options(tmp_path, text_file), *extra, "run.name=parts"]
+    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    run.trainer.fit_loop.epoch_loop.max_steps = 4  # stops half-way, schedule unchanged
+    fit(run)
+    parts = train(arguments)
+    assert_same_weights(whole, parts)
+    losses = [[r["train/nats"] for r in read_rows(p / "metrics.jsonl")] for p in (whole, parts)]
+    assert losses[0] == losses[1]
+
+
+def test_accumulated_batches_make_one_step(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file, "trainer.accumulate=2"))
+    rows = read_rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(8))
+
+
+@pytest.mark.parametrize(
+    "preset", ["dot_product", "l2", "contractive_l2", "contractive_l2_paper", "causal_l2"]
+)
+def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, preset: str) -> None:
+    size = ["model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
+    if preset == "contractive_l2_paper":
+        size.append("model.d_embedding=24")
+    run = train([*options(tmp_path, text_file), f"model={preset}", *size, "trainer.max_steps=4"])
+    config = load_config([f"checkpoint={run}", "generate.prompt=1 times"], EvaluateConfig)
+    report, folder = evaluate_checkpoint(config)
+    assert folder == run
+    assert report["num_characters"] > 0
+    assert report["bpc"] == pytest.approx(report["nats"] / 0.6931471805599453)
+    assert report["sample"].startswith("1 times")
+    if preset in ("dot_product", "l2"):
+        assert report["certificate"] is None
+    else:
+        assert max(report["certificate"]["per_branch"].values()) <= 0.7
+        assert report["inversion"]["characters_recovered"] == 1
+
+
+def test_every_character_of_the_split_is_scored_once(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file, "trainer.max_steps=2"))
+    val = load_corpus("text_file", str(text_file)).val
+    for stride in (16, 5):
+        config = load_config([f"checkpoint={run}", f"evaluate.stride={stride}"], EvaluateConfig)
+        report, _ = evaluate_checkpoint(config)
+        assert report["num_characters"] == len(val)
+
+
+def test_muon_trains(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file, "optim=muon", "trainer.max_steps=4"))
+    assert (run / "last.ckpt").exists()
+
+
+def test_a_run_is_never_overwritten_by_another_configuration(
+    tmp_path: Path, text_file: Path
+) -> None:
+    run = train(options(tmp_path, text_file, "trainer.max_steps=2"))
+    before = (run / "last.ckpt").read_bytes()
+    with pytest.raises(CheckpointError, match=r"optim\.lr was"):
+        train(options(tmp_path, text_file, "trainer.max_steps=2", "optim.lr=0.5"))
+    assert (run / "last.ckpt").read_bytes() == before
+
+
+def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(DataError):
+        train(options(tmp_path, short))
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
+    )
+
+
+def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> None:
+    arguments = [a for a in options(tmp_path, text_file) if a != "logger.name=none"]
+    done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "wandb sync" in done.stdout
+    run = tmp_path / "runs" / "a"
+    done = command(str(ROOT / "evaluate.py"), f"checkpoint={run}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((run / "evaluation.json").read_text())
+    assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["train.py", "model.d_modl=3"], 2, "did you mean 'model.d_model'"),
+        (["train.py", "data=text_file", "data.path=missing.txt"], 3, "missing.txt"),
+        (["evaluate.py", "checkpoint=missing"], 4, "does not exist"),
+        (["evaluate.py", "checkpoint=http://x/y.ckpt"], 4, "only local checkpoints"),
+    ],
+)
+def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
+    tmp_path: Path, arguments: list[str], code: int, message: str
+) -> None:
+    done = command(str(ROOT / arguments[0]), *arguments[1:], cwd=tmp_path)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_no_checkpoint_is_refused_without_running_it(tmp_path: Path) -> None:
+    import pickle
+
+    class Payload:
+        def __reduce__(self) -> tuple:
+            return (Path.touch, (tmp_path / "executed",))
+
+    hostile = tmp_path / "last.ckpt"
+    hostile.write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(CheckpointError, match="not a readable checkpoint"):
+        evaluate_checkpoint(load_config([f"checkpoint={hostile}"], EvaluateConfig))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_an_interrupted_run_saves_its_state_and_says_which_signal(
+    tmp_path: Path, text_file: Path, name: str, code: int
+) -> None:
+    arguments = options(tmp_path, text_file, "trainer.max_steps=100000", "trainer.val_every=100000")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *arguments],
+        env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
+    while process.poll() is None and not metrics.exists():
+        time.sleep(0.1)
+    process.send_signal(getattr(signal, name))
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert stderr.strip().splitlines()[-1].startswith("error: stopped by signal")
+    state = torch.load(tmp_path / "runs" / "a" / "last.ckpt", weights_only=True)
+    assert state["global_step"] > 0
