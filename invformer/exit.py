@@ -15,7 +15,7 @@ def guarded(work: Callable[[], None], debug: bool) -> int:
         debug: show the traceback instead of hiding it behind one line.
 
     Returns:
-        0 when done; the error's own code; 130 and 143 after SIGINT and SIGTERM; 8 when memory ran out;
+        0 when done; the error's own code; 130 and 143 after SIGINT and SIGTERM; 8 without memory;
         1 for a bug, with its traceback.
     """
     try:

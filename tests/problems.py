@@ -1,7 +1,7 @@
 """Inputs with known answers, and the naive attention maps that serve as oracles.
 
-The maps are loops over heads and tokens that touch visible tokens only, so that their dense Jacobians
-(reverse-mode autodiff of the loop) share no code and no derivation with what they are held against.
+The maps are loops over heads and tokens that touch visible tokens only, so that their dense
+Jacobians (reverse-mode autodiff of the loop) share no code and no derivation with what they test.
 """
 
 import math
@@ -60,7 +60,9 @@ def l2_attention_row(
         visible = bias[h, i] > -math.inf
         q = x @ w_q[h]
         k = q if w_k is None else x @ w_k[h]
-        logits = -(q[i] - k[visible]).square().sum(-1) / math.sqrt(q.shape[-1]) + bias[h, i, visible]
+        logits = (
+            -(q[i] - k[visible]).square().sum(-1) / math.sqrt(q.shape[-1]) + bias[h, i, visible]
+        )
         row = row + logits.softmax(-1) @ q[visible] @ g[h]
     return row
 
@@ -145,7 +147,7 @@ def diagonal_norm(jac: Tensor) -> float:
 
 
 def two_headed_problem(others: int) -> tuple[AttentionProblem, float]:
-    """Two heads at their witness at once, each on its own half of the tokens, writing the same channel.
+    """Two heads at their witness at once, each on its half of the tokens, writing one channel.
 
     Head h sees the last token and the tokens of group h only, placed at ±r along channel h.
 
@@ -193,7 +195,7 @@ def random_problem(
     bias_scale: float = 0.0,
     clusters: int = 0,
 ) -> AttentionProblem:
-    """Gaussian weights and tokens; or tokens in a few tight clusters, where softmax rows are flat."""
+    """Gaussian weights and tokens; or tokens in a few tight clusters, with flat softmax rows."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -224,10 +226,10 @@ def two_sided_problem(
     causal: bool = True,
     bias: float = 0.0,
 ) -> AttentionProblem:
-    """The witness: the last token at 0, half of the others at +r, half at −r, s = r²‖W^Q‖²/√d = gap.
+    """The witness: last token at 0, half of the others at +r, half at −r, s = r²‖W^Q‖²/√d = gap.
 
     All along the leading direction of the first head's W^Q; the other heads write nothing. With
-    p = n e^{−s}/(1 + n e^{−s}), n = (N − 1) e^bias, Y = 0 by symmetry and the last row of the Jacobian is
+    p = n e^{−s}/(1 + n e^{−s}), n = (N − 1) e^bias, Y = 0 by symmetry, and in the last row
 
         ‖B_ii‖ = 1 − p + 2ps,     Σ_{j ≠ i} ‖B_ij‖ = p |2s − 1|     (times ‖W^Q‖ and ‖G‖)
 
@@ -277,7 +279,7 @@ def best_two_sided_gap(n: float) -> float:
 
 
 def matrix_with(singular_values: Tensor, rows: int, columns: int, seed: int = 0) -> Tensor:
-    """A matrix with the given singular values (as many as min(rows, columns)) in random directions."""
+    """A matrix with the given min(rows, columns) singular values in random directions."""
     generator = torch.Generator().manual_seed(seed)
     size = min(rows, columns)
     u = torch.linalg.qr(torch.randn(rows, size, generator=generator)).Q

@@ -37,9 +37,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     device = pick_device(config.evaluate.device)
     model = load_model(checkpoint, trained, vocabulary).to(device)
-    data = replace(
-        trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None}
-    )
+    data = replace(trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
     corpus = read_corpus(data)
     text = corpus.split(data.split)
     tokens = vocabulary.encode(text)
@@ -101,7 +99,9 @@ def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
     try:
         return from_dict(checkpoint.metadata["config"])
     except ConfigurationError as error:
-        raise CheckpointError(f"{checkpoint.path}: its configuration is invalid ({error})") from None
+        raise CheckpointError(
+            f"{checkpoint.path}: its configuration is invalid ({error})"
+        ) from None
 
 
 def load_model(

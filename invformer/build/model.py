@@ -30,7 +30,9 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTrans
     if contractive:
         stack = build_invertible_stack(config, seq_len, d_embedding)
     else:
-        stack = PreNormStack([build_pre_norm_block(config, seq_len) for _ in range(config.num_layers)])
+        stack = PreNormStack(
+            [build_pre_norm_block(config, seq_len) for _ in range(config.num_layers)]
+        )
     return CharTransformer(embedding, stack, vocab_size, config.d_model)
 
 

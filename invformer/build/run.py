@@ -136,7 +136,8 @@ def build_callbacks(
         callbacks.append(
             LipschitzMonitor(
                 data.probe("train", monitor.num_sequences), run_log, norms=tuple(monitor.norms),
-                every=monitor.every, num_steps=monitor.num_steps, seed=config.run.seed,
+                every=monitor.every, local_every=config.trainer.val_every,
+                num_steps=monitor.num_steps, seed=config.run.seed,
             )
         )  # fmt: skip
     if module.model.is_invertible:
@@ -212,5 +213,3 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
         logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
-    # Forward-mode derivatives of some activations are still scripted inside PyTorch.
-    warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=DeprecationWarning)

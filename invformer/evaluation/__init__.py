@@ -1,0 +1,1 @@
+"""Evaluation: likelihood, certificate, local constants, inversion, and their report."""

@@ -62,7 +62,13 @@ def read_checkpoint(path: str) -> Checkpoint:
     file = find_checkpoint(Path(path))
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        zipfile.BadZipFile,
+        ValueError,
+    ) as error:
         reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise CheckpointError(f"{file}: not a readable checkpoint ({reason})") from None
     except OSError as error:

@@ -71,7 +71,7 @@ def invert_text(
         certificate: proven constants of that stack; the error bounds rest on them.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
-        atol: residual at which a layer's iteration stops; None takes a few times the precision's floor.
+        atol: residual at which a layer's iteration stops; None is the precision's floor.
         max_steps: iterations allowed per layer.
 
     Returns:

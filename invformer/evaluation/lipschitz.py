@@ -24,7 +24,7 @@ ROUNDING = 5e-5
 def lipschitz_row(probe: LipschitzProbe) -> Row:
     """One step's metrics, as scalars on the device.
 
-    Per norm and branch ``estimate`` (the largest over the probe's sequences) and ``bound`` (what the
+    Per norm and branch ``estimate`` (largest over the probe's sequences) and ``bound`` (what the
     normalisation guarantees); per norm ``estimate_max``, ``bound_max``, ``slack`` (the least
     bound/estimate of any branch, at least one) and ``converged_fraction``.
     """
@@ -49,6 +49,15 @@ def lipschitz_row(probe: LipschitzProbe) -> Row:
     return row
 
 
+def local_bound_row(model: CharTransformer, tokens: Int[Tensor, "sequences tokens"]) -> Row:
+    """The cheap local bounds of every branch at a text, for one step's metrics."""
+    return {
+        f"lipschitz/{norm}/{name}/local_bound": bound.max()
+        for norm, branches in local_bounds(model, tokens).items()
+        for name, bound in branches.items()
+    }
+
+
 def measured_branches(
     model: CharTransformer, tokens: Int[Tensor, "sequences tokens"], num_steps: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
@@ -62,13 +71,13 @@ def measured_branches(
     """
     probe = LipschitzProbe(model, tokens, NORMS_MEASURED, num_steps)
     report: dict[str, dict[str, dict[str, Any]]] = {}
-    local = local_bounds(model, tokens)
+    local = local_bounds(model, tokens, tight=True)
     for norm, estimates in probe.estimate().items():
         bounds = certified_branches(model, norm)
         report[norm] = {
             name: {
                 "estimate": e.value.max().item(),
-                "local_bound": local[norm].get(name),
+                "local_bound": local[norm][name].max().item() if name in local[norm] else None,
                 "bound": bounds.get(name),
                 "residual": e.residual.max().item(),
                 "converged": bool(e.converged.all()),
@@ -95,15 +104,15 @@ def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
 
 @torch.no_grad()
 def local_bounds(
-    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"]
-) -> dict[Norm, dict[str, float]]:
-    """The largest proven local bound of every branch over some sequences, per norm."""
-    found: dict[Norm, dict[str, float]] = {norm: {} for norm in NORMS_MEASURED}
+    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"], tight: bool = False
+) -> dict[Norm, dict[str, Tensor]]:
+    """Proven local bounds of every branch at some sequences, per norm; nothing for baselines."""
+    found: dict[Norm, dict[str, Tensor]] = {norm: {} for norm in NORMS_MEASURED}
     if not model.is_invertible:
         return found
     with frozen_weights(model):
         for name, branch, x in residual_branches(model, model.embedding(tokens)):
             assert isinstance(branch, LipschitzBranch)
             for norm in NORMS_MEASURED:
-                found[norm][name] = branch.local_bound(x, norm, tight=True).max().item()
+                found[norm][name] = branch.local_bound(x, norm, tight)
     return found

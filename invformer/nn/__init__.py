@@ -1,4 +1,4 @@
-"""Layers: contractive L2 attention and feed-forward, ActivationNorm, invertible stacks, the model."""
+"""Layers: contractive attention and feed-forward, ActivationNorm, invertible stacks, the model."""
 
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.attention import (

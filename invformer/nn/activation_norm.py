@@ -20,11 +20,15 @@ class ActivationNorm(nn.Module):
         self.log_scale = nn.Parameter(torch.zeros(d_model))
         self.shift = nn.Parameter(torch.zeros(d_model))
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """x · e^s + b."""
         return x * self.log_scale.exp() + self.shift
 
-    def inverse(self, y: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def inverse(
+        self, y: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """(y − b) · e^{−s}, exact up to rounding."""
         return (y - self.shift) * (-self.log_scale).exp()
 

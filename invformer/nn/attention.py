@@ -1,12 +1,12 @@
-"""Self-attention maps: dot product (baseline), tied L2, and L2 that is a contraction by construction.
+"""Self-attention maps: dot product (baseline), tied L2, and L2 that contracts by construction.
 
 Notation: X ∈ R^{N×D}, rows are tokens; H heads of d = D/H channels; q^h = X W^Q_h ∈ R^{N×d}.
 
     dot product   F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O
     tied L2       F(X) = Σ_h (P^h q^h) G_h,   P^h = softmax(−‖q_i − q_j‖²/√d + b_h(i − j))
 
-Because W^K = W^Q, the value path P X A_h W^V_h W^O_h with A_h = W^Q_h W^Q_hᵀ/√d (Kim et al. 2021) is a
-function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d. The matrix in brackets is G_h, the output map.
+Because W^K = W^Q, the value path P X A_h W^V_h W^O_h with A_h = W^Q_h W^Q_hᵀ/√d (Kim et al. 2021)
+is a function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d = (P q) G_h, with the output map G_h.
 """
 
 import math
@@ -30,7 +30,7 @@ PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
 
 
 class DotProductAttention(nn.Module):
-    """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline (Vaswani et al. 2017).
+    """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline of Vaswani et al.
 
     Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
 
@@ -47,7 +47,9 @@ class DotProductAttention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
         logits = q @ k.mT / math.sqrt(q.shape[-1]) + self.position(x.shape[-2]).to(q.dtype)
@@ -74,7 +76,9 @@ class TiedL2Attention(LipschitzBranch):
         """The plain matrices of the present function, constants folded in."""
         raise NotImplementedError
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally, with the frozen weights if there are any."""
         weights = self.weights()
         q = project(x, weights.w_q)
@@ -83,7 +87,8 @@ class TiedL2Attention(LipschitzBranch):
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
-        return attention_jacobian(x, *self.weights(), self.position(x.shape[-2]))
+        w_q, g = self.weights()
+        return attention_jacobian(x, w_q, g, self.position(x.shape[-2]))
 
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
@@ -106,12 +111,14 @@ class TiedL2Attention(LipschitzBranch):
         p = core.attention_weights(q, self.position(x.shape[-2]))
         match norm:
             case "token_max":
-                return local.token_max_local_bound(q, p, w_q, g)
+                bound = local.token_max_local_bound(q, p, w_q, g)
             case "frobenius":
-                bound = local.tight_local_bound if tight else local.fast_local_bound
-                return bound(q, p, w_q, g)
+                frobenius_bound = local.tight_local_bound if tight else local.fast_local_bound
+                bound = frobenius_bound(q, p, w_q, g)
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
+        # What holds everywhere holds here: the certificate is a local bound too.
+        return bound.clamp(max=self.lipschitz_bound(norm))
 
     def causal_bound(self, dtype: torch.dtype | None = None) -> float:
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
@@ -154,8 +161,8 @@ class ContractiveL2Attention(TiedL2Attention):
     """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂: Lip(f) ≤ c.
 
     ``token_max``: κ_h = 4 g(n_h) + 1 bounds one head's gain, globally, in the norm max_i ‖x_i‖₂.
-    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks only; that is enough to
-    invert a causal block, and it is not a global constant (docs/numerics.md has both proofs).
+    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks only; that is
+    enough to invert a causal block, and it is not a global constant (docs/numerics.md has both proofs).
 
     The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
 
@@ -220,9 +227,9 @@ class ContractiveL2Attention(TiedL2Attention):
 class PaperContractiveL2Attention(TiedL2Attention):
     """c F(X) / Lip(F): Contractive-L2-MHA as published (Kim et al. 2021, §4), with W^V and W^O.
 
-    ``kim_entry_max`` divides by Theorem 3.2's bound in the norm max |X_ik|, ``kim_frobenius`` by its
-    bound in ‖X‖_F with the exponent 4 on ‖W^Q_h‖ (2, as often reproduced, cannot hold). Gradients
-    flow through numerator and denominator, as in the paper.
+    ``kim_entry_max`` divides by Theorem 3.2's bound in the norm max |X_ik|, ``kim_frobenius`` by
+    its bound in ‖X‖_F with the exponent 4 on ‖W^Q_h‖ (2, as often reproduced, cannot hold).
+    Gradients flow through numerator and denominator, as in the paper.
 
     Args:
         d_model: width D.
@@ -264,7 +271,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
 
     def published_bound(self) -> Float[Tensor, ""]:
         """Theorem 3.2 on the present weights, differentiable; float rounding is left to certify."""
-        num_heads, _, d_head = self.w_q.weight.shape
+        d_head = self.w_q.weight.shape[-1]
         u = phi_inverse_from_log(self.position.log_mass().to(self.w_q.weight)).max()
         if self.certificate == "kim_frobenius":
             per_head = self.w_q.sigma() ** 4 * self.w_v.sigma() ** 2

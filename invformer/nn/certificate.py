@@ -111,7 +111,7 @@ def certify(
 
 
 def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate:
-    """Certify in the target's norm, shrinking every branch above its target until it is proven below.
+    """Certify in the target's norm, shrinking every branch above its target until proven below.
 
     In float32 the margin built into the normalisation makes this a no-op; in bfloat16, where the
     cast alone moves a spectral norm by up to 0.4 %, it is what keeps the promise.
@@ -124,7 +124,9 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
         for name, branch in stack.branches():
             bound = certificate.per_branch[name]
             if not math.isfinite(bound):
-                raise NoCertificateError(f"{name}: its weights are not finite, nothing can be proven")
+                raise NoCertificateError(
+                    f"{name}: its weights are not finite, nothing can be proven"
+                )
             if bound > branch.lipschitz_target:
                 branch.correction.mul_(branch.lipschitz_target / bound * (1 - 1e-6))
         certificate = certify(stack, dtype=dtype)
@@ -185,7 +187,7 @@ def as_branches(model: nn.Module) -> dict[str, LipschitzBranch]:
 def certified_branches(
     model: nn.Module, norm: Norm, dtype: torch.dtype | None = None
 ) -> dict[str, float]:
-    """Certified Lipschitz constants of every branch in ``norm``; empty without an invertible stack."""
+    """Certified constants of every branch in ``norm``; empty without an invertible stack."""
     with frozen_weights(model):
         return {
             name: branch.lipschitz_bound(norm, dtype) for name, branch in as_branches(model).items()

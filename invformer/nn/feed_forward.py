@@ -24,9 +24,7 @@ class FeedForward(nn.Sequential):
     """x ↦ W₂ φ(W₁ x + b₁) + b₂ per token, unconstrained."""
 
     def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
-        super().__init__(
-            nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model)
-        )
+        super().__init__(nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model))
 
 
 class Pointwise(nn.Module):
@@ -93,7 +91,9 @@ class ContractiveFeedForward(LipschitzBranch):
             w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT)
         return FeedForwardWeights(w_in, self.b_in, scale * w_out, self.log_sharpness.exp())
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
         w_in, b_in, w_out, sharpness = self.weights()
         hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
@@ -113,7 +113,7 @@ class ContractiveFeedForward(LipschitzBranch):
         w_in, b_in, w_out, sharpness = self.weights()
         slope = activation_slope(self.activation, (x @ w_in + b_in) * sharpness)
         bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
-        return bound(slope, w_in, w_out)
+        return bound(slope, w_in, w_out).clamp(max=self.lipschitz_bound(norm))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in the norms that the normalisation holds."""

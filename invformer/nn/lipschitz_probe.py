@@ -13,8 +13,9 @@ from invformer.nn.feed_forward import ContractiveFeedForward, feed_forward_jacob
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics.linear_map import LinearMap
-from invformer.numerics.local_lipschitz import LipschitzEstimate, power_iteration_estimate
-from invformer.numerics.norms import Norm
+from invformer.numerics.local_lipschitz import LipschitzEstimate
+from invformer.numerics.norms import Norm, maximiser
+from invformer.numerics.tracking import track
 
 Branch = LipschitzBranch | PreNormBranch
 
@@ -30,15 +31,15 @@ class BranchGroup:
 class LipschitzProbe:
     """Estimates ‖∂f/∂X‖ of every residual branch f at its input on a fixed text, from below.
 
-    Each call does ``num_steps`` power iteration steps per norm, starting from the vectors of the call
-    before: while the weights move slowly the estimates follow the true local constants. Branches of one
-    shape are stacked and share their products. Nothing here waits for the device.
+    Each call takes ``num_steps`` steps of power iteration in all norms at once, starting from the
+    vectors of the call before: while the weights move slowly the estimates follow the true local
+    constants. Branches of one shape are stacked and share products. Nothing waits for the device.
 
     Args:
         model: the language model; its weights may change between calls.
         tokens: the probe text, (sequences, N).
         norms: in which norms to estimate; each has its own vectors.
-        num_steps: power iteration steps per call.
+        num_steps: power iteration steps, of one pair of products, per call.
         seed: of the start vectors, drawn from a generator of its own.
     """
 
@@ -60,26 +61,29 @@ class LipschitzProbe:
     @torch.no_grad()
     def estimate(self) -> dict[Norm, dict[str, LipschitzEstimate]]:
         """One warm-started estimate per norm and branch; values are (sequences,) on the device."""
-        estimates: dict[Norm, dict[str, LipschitzEstimate]] = {norm: {} for norm in self.norms}
+        found: dict[Norm, dict[str, LipschitzEstimate]] = {norm: {} for norm in self.norms}
         with frozen_weights(self.model):
             for index, group in enumerate(branch_jacobians(self.model, self.tokens)):
-                for norm in self.norms:
-                    key = f"{norm}/{index}"
-                    start = self.vectors.get(key)
-                    if start is None:
-                        start = self._random_start(group.jacobian)
-                    found = power_iteration_estimate(
-                        group.jacobian, norm, start=start, num_steps=self.num_steps
-                    )
-                    self.vectors[key] = found.vector
+                for estimate in self._look(str(index), group.jacobian):
                     for position, name in enumerate(group.names):
-                        estimates[norm][name] = select(found, position)
-        return estimates
+                        found[estimate.norm][name] = select(estimate, position)
+        return found
+
+    def _look(self, key: str, jacobian: LinearMap) -> tuple[LipschitzEstimate, ...]:
+        vectors = self.vectors.get(key)
+        if vectors is None:
+            vectors = self._random_start(jacobian)
+        look = track(jacobian, vectors, self.norms)
+        for _ in range(self.num_steps - 1):
+            look = track(jacobian, look.vectors, self.norms)
+        self.vectors[key] = look.vectors
+        return look.estimates
 
     def _random_start(self, jacobian: LinearMap) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed)
-        start = torch.randn(jacobian.shape, generator=generator, dtype=torch.float64)
-        return start.to(jacobian.device, jacobian.dtype)
+        noise = torch.randn(jacobian.shape, generator=generator, dtype=torch.float64)
+        noise = noise.to(jacobian.device, jacobian.dtype)
+        return torch.stack([maximiser(noise, norm, otherwise=noise) for norm in self.norms])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The warm-started vectors."""
@@ -137,7 +141,8 @@ def branch_jacobians(model: CharTransformer, tokens: Tensor) -> list[BranchGroup
             jacobians.append(BranchGroup(names, stacked_feed_forward(branches, x)))
         else:
             jacobians.extend(
-                BranchGroup((name,), leading_one(branch.linearise(x))) for name, branch, x in members
+                BranchGroup((name,), leading_one(branch.linearise(x)))
+                for name, branch, x in members
             )
     return jacobians
 
@@ -165,10 +170,10 @@ def stacked_feed_forward(branches: list, x: Tensor) -> LinearMap:
 
 
 def leading_one(jacobian: LinearMap) -> LinearMap:
-    """The same map with a leading branch dimension of size one."""
+    """The same map with a leading branch dimension of size one, one norm after the other."""
     return LinearMap(
-        jvp=lambda dx: jacobian.jvp(dx[0])[None],
-        vjp=lambda dy: jacobian.vjp(dy[0])[None],
+        jvp=lambda vectors: torch.stack([jacobian.jvp(v[0])[None] for v in vectors]),
+        vjp=lambda vectors: torch.stack([jacobian.vjp(v[0])[None] for v in vectors]),
         shape=torch.Size((1, *jacobian.shape)),
         dtype=jacobian.dtype,
         device=jacobian.device,

@@ -1,4 +1,4 @@
-"""Who sees whom: masks and a learned relative position bias, and the mass that certificates need."""
+"""Who sees whom: masks, a learned relative position bias, and the mass that certificates need."""
 
 import math
 

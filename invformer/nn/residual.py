@@ -25,7 +25,9 @@ class InvertibleResidual(nn.Module):
         super().__init__()
         self.branch = branch
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """x + f(x)."""
         return x + self.branch(x)
 
@@ -65,7 +67,9 @@ class InvertibleBlock(nn.Module):
             assert isinstance(layer, InvertibleResidual | ActivationNorm)
             yield name, layer
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the layers in order."""
         for _, layer in self.layers():
             x = layer(x)
@@ -78,8 +82,8 @@ class StackSolution:
 
     Attributes:
         value: the recovered input, (*batch, N, D).
-        error_bound: proven distance of ``value`` from the exact preimage of the given output, in the
-            stack's norm, per sample; inf where nothing is proven.
+        error_bound: proven distance of ``value`` from the exact preimage of the given output, in
+            the stack's norm, per sample; inf where nothing is proven.
         layers: the fixed-point solution of every residual layer, from the top down.
     """
 
@@ -139,7 +143,9 @@ class InvertibleStack(nn.Module):
             if isinstance(layer, InvertibleResidual):
                 yield name, layer.branch
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
         for block in self.blocks:
             x = block(x)

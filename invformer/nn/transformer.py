@@ -45,7 +45,7 @@ class CharEmbedding(nn.Module):
 
     @torch.no_grad()
     def decoding_margin(self) -> float:
-        """Half the least distance between two embeddings: a smaller error cannot change a symbol."""
+        """Half the least distance between two embeddings: a smaller error changes no symbol."""
         distances = torch.nn.functional.pdist(self.token.weight.double())
         return distances.min().item() / 2 if distances.numel() else math.inf
 
@@ -63,7 +63,9 @@ class PreNormBranch(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.inner = inner
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """inner(LN(x))."""
         return self.inner(self.norm(x))
 
@@ -90,7 +92,9 @@ class PreNormBlock(nn.Module):
         self.feed_forward = PreNormBranch(feed_forward, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Apply both residual branches."""
         x = x + self.dropout(self.attention(x))
         return x + self.dropout(self.feed_forward(x))
@@ -107,7 +111,9 @@ class PreNormStack(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
         for block in self.blocks:
             x = block(x)

@@ -1,0 +1,1 @@
+"""Numerics on torch alone: bounds, certified norms, estimators, solvers, log-determinants."""

@@ -111,7 +111,9 @@ class NewtonKrylov:
         self.krylov_dimension = krylov_dimension
 
     def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """x + δ."""
+        """x + δ; x + r if nobody needs more."""
+        if not bool(active.any()):
+            return x + r, torch.zeros_like(active, dtype=torch.int64)
         jacobian = self.linearise(x)
         delta, products = gmres(
             lambda v: v + jacobian.jvp(v), r, active, self.forcing, self.krylov_dimension

@@ -13,7 +13,7 @@ from invformer.numerics.residual_equation import Contraction, ResidualEquation
 
 # Without a global constant a residual may grow for a while and still converge; beyond these factors
 # over the smallest one seen it is given up. Under a causal mask transient growth is ordinary.
-DIVERGENCE_FACTOR: dict[Contraction, float] = {"global": 1e3, "causal": 1e8}
+DIVERGENCE_FACTOR: dict[Contraction, float] = {"global": 1e3, "causal": 1e16}
 STEPS_WITHOUT_PREDICTION = 1_000
 MOST_PREDICTED_STEPS = 10_000
 RUNNING = -1
@@ -42,18 +42,17 @@ def iterate(
     max_steps: int | None,
     status: Tensor,
 ) -> State:
-    """Propose, evaluate, accept or fall back, until every sample has its verdict.
+    """Propose, evaluate, accept or fall back to Picard, until every sample has its verdict.
 
-    A rejected proposal is followed by Picard steps: one, if c is global, because each of them shrinks
-    the residual. A causal c promises that only of long runs of them, so there the runs double.
+    A Picard step is always accepted: with a global c it shrinks the residual, with a causal one
+    runs of them do. Any other must beat the present residual, or under a causal c the smallest so far.
     """
     s = first_state(equation, max_steps, status)
     causal = equation.contraction == "causal"
     only_plain = isinstance(proposer, Picard)
-    plain_left, penalty = torch.zeros_like(s.status), torch.ones_like(s.status)
+    plain = torch.full_like(s.status, only_plain, dtype=torch.bool)
     while bool((active := s.status == RUNNING).any()):
-        plain = only_plain | (plain_left > 0)
-        proposal, extra = proposer.propose(s.x, s.r, active)
+        proposal, extra = proposer.propose(s.x, s.r, active & ~plain)
         proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
         proposal = torch.where(active[:, None, None], proposal, s.x)
         fp = equation.evaluate(proposal, active)
@@ -67,8 +66,7 @@ def iterate(
         accepted = active & (plain | (residual <= (s.smallest if causal else s.residual)))
         step = torch.where(accepted[:, None, None], proposal - s.x, 0)
         proposer.learn(step, torch.where(accepted[:, None, None], r - s.r, 0), keep=accepted)
-        plain_left = torch.where(accepted, (plain_left - 1).clamp(min=0), penalty)
-        penalty = torch.where(accepted, penalty, penalty * (2 if causal else 1)).clamp(max=2**40)
+        plain = only_plain | (active & ~accepted)
 
         finite = residual.isfinite() & size.isfinite()
         _judge(s, InversionStatus.NONFINITE, accepted & ~finite)
@@ -127,13 +125,13 @@ def _judge(s: State, verdict: InversionStatus, condition: Tensor) -> None:
 
 def _judge_convergence(equation: ResidualEquation, s: State) -> None:
     """CONVERGED needs the working residual first, and then the one in full precision."""
-    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, s.residual)
-    if not equation.exact_residual and not bool(candidates.any()):
-        return
-    residual, rounding, _ = equation.measure(
-        s.x, candidates, s.fx if equation.exact_residual else None
-    )
-    s.num_evaluations += 0 if equation.exact_residual else candidates
+    residual, rounding = s.residual, equation.rounding(s.size)
+    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, residual)
+    if not equation.exact_residual:
+        if not bool(candidates.any()):
+            return
+        residual, rounding, _ = equation.measure(s.x, candidates)
+        s.num_evaluations += candidates
     confirmed = equation.within_tolerance(s.x, residual + rounding)
     _judge(s, InversionStatus.CONVERGED, candidates & confirmed)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 def attention_weights(
     q: Float[Tensor, "*batch heads tokens d_head"],
-    bias: Float[Tensor, "heads tokens tokens"] | None = None,
+    bias: Float[Tensor, "#heads tokens tokens"] | None = None,
 ) -> Float[Tensor, "*batch heads tokens tokens"]:
     """P = softmax_j(−‖q_i − q_j‖²/√d + b_ij), in float32 at least.
 
@@ -41,7 +41,7 @@ def attention_weights(
 
 def l2_attention(
     q: Float[Tensor, "*batch heads tokens d_head"],
-    bias: Float[Tensor, "heads tokens tokens"] | None = None,
+    bias: Float[Tensor, "#heads tokens tokens"] | None = None,
 ) -> Float[Tensor, "*batch heads tokens d_head"]:
     """Y = P q, the output of every head before its output map.
 

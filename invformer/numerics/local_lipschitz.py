@@ -12,7 +12,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from invformer.numerics.linear_map import LinearMap
-from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.norms import (
+    Norm,
+    divide,
+    dual_vector,
+    maximiser,
+    stationarity,
+    vector_norm,
+)
 
 
 @dataclass(frozen=True)
@@ -314,54 +321,16 @@ def _ascend(
     best = None
     for step in range(num_steps + 1):
         o = jacobian.jvp(x)
-        w = jacobian.vjp(_dual_vector(o, norm))
+        w = jacobian.vjp(dual_vector(o, norm))
         gain = vector_norm(o, norm) / vector_norm(x, norm)
-        residual = _stationarity(x, w, gain, norm)
+        residual = stationarity(x, w, gain, norm)
         now = LipschitzEstimate(gain, residual, step, residual <= rtol, norm, x)
         best = now if best is None else _better(best, now, keep=best.converged)
         if check_every and step % check_every == 0 and bool(best.converged.all()):
             break
-        x = _maximiser(w, norm, otherwise=x)
+        x = maximiser(w, norm, otherwise=x)
     assert best is not None
     return best
-
-
-def _dual_vector(o: Tensor, norm: Norm) -> Tensor:
-    """The a with ⟨a, o⟩ = ‖o‖ and dual norm one (zero where o is)."""
-    match norm:
-        case "frobenius":
-            return _divide(o, vector_norm(o, norm)[..., None, None])
-        case "token_max":
-            length = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-            return _divide(o, length) * _one_hot_arg_max(length.flatten(-2)).unsqueeze(-1)
-        case "entry_max":
-            return o.sign() * _one_hot_arg_max(o.abs().flatten(-2)).view(o.shape)
-
-
-def _maximiser(w: Tensor, norm: Norm, otherwise: Tensor) -> Tensor:
-    """The x of norm one that maximises ⟨w, x⟩; ``otherwise`` where w says nothing."""
-    match norm:
-        case "frobenius":
-            length = vector_norm(w, norm)[..., None, None]
-        case "token_max":
-            length = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        case "entry_max":
-            length = w.abs()
-    return torch.where(length > 0, _divide(w, length), otherwise)
-
-
-def _stationarity(x: Tensor, w: Tensor, gain: Tensor, norm: Norm) -> Tensor:
-    """Frobenius: ‖JᵀJx/σ² − x‖/‖x‖. Else (sup_z ⟨w, z⟩ − gain)/gain, what the next step adds."""
-    length = vector_norm(x, norm)
-    match norm:
-        case "frobenius":
-            unit = x / length[..., None, None]
-            residual = vector_norm(_divide(w, gain[..., None, None]) - unit, norm)
-        case "token_max":
-            residual = _divide(torch.linalg.vector_norm(w, dim=-1).sum(-1) - gain, gain)
-        case "entry_max":
-            residual = _divide(w.abs().sum((-2, -1)) - gain, gain)
-    return torch.where(gain == 0, torch.zeros_like(gain), residual)
 
 
 def _better(
@@ -395,7 +364,7 @@ def _starts(
         token = num_tokens - 1 - restart * num_tokens // num_restarts
         a = torch.zeros(jacobian.shape, dtype=jacobian.dtype, device=jacobian.device)
         a[..., token, :] = noise[token]
-        yield _maximiser(jacobian.vjp(a), norm, otherwise=noise.expand(jacobian.shape))
+        yield maximiser(jacobian.vjp(a), norm, otherwise=noise.expand(jacobian.shape))
 
 
 def _valid_start(jacobian: LinearMap, norm: Norm, start: Tensor | None, noise: Tensor) -> Tensor:
@@ -409,7 +378,7 @@ def _valid_start(jacobian: LinearMap, norm: Norm, start: Tensor | None, noise: T
         )
     start = start.to(noise)
     length = vector_norm(start, norm)[..., None, None]
-    return torch.where((length > 0) & length.isfinite(), _divide(start, length), noise)
+    return torch.where((length > 0) & length.isfinite(), divide(start, length), noise)
 
 
 def _random_sample(jacobian: LinearMap, generator: torch.Generator | None) -> Tensor:
@@ -425,16 +394,6 @@ def _random_sample(jacobian: LinearMap, generator: torch.Generator | None) -> Te
 def _fixed_generator(jacobian: LinearMap) -> torch.Generator:
     """A private source of random numbers: an estimate must not disturb a training run's."""
     return torch.Generator(jacobian.device).manual_seed(0)
-
-
-def _one_hot_arg_max(a: Tensor) -> Tensor:
-    """One at the first largest entry of the last dimension, zero elsewhere."""
-    return torch.zeros_like(a).scatter_(-1, a.argmax(-1, keepdim=True), 1)
-
-
-def _divide(a: Tensor, b: Tensor) -> Tensor:
-    """a/b, and a where b = 0."""
-    return a / torch.where(b == 0, torch.ones_like(b), b)
 
 
 class _GolubKahan:
@@ -481,7 +440,7 @@ class _GolubKahan:
         pick = order if largest else self.num_steps - 1 - order
         uncaught = beta[..., -1:] * left[..., -1, pick].abs()
         finite = b.isfinite().flatten(-2).all(-1, keepdim=True)
-        residual = torch.where(finite, _divide(uncaught, theta[..., pick]), torch.nan)
+        residual = torch.where(finite, divide(uncaught, theta[..., pick]), torch.nan)
         padding = self.v.shape[-2] - self.num_steps
         return torch.nn.functional.pad(right[..., pick, :], (0, padding)), residual
 
@@ -521,7 +480,7 @@ def _gains_and_residuals(jacobian: LinearMap, vectors: Tensor) -> tuple[Tensor, 
     for v in vectors.unbind(-3):
         o = jacobian.jvp(v)
         gain = vector_norm(o, "frobenius")
-        w = jacobian.vjp(_dual_vector(o, "frobenius"))
+        w = jacobian.vjp(dual_vector(o, "frobenius"))
         gains.append(gain / vector_norm(v, "frobenius"))
-        residuals.append(_stationarity(v, w, gain, "frobenius"))
+        residuals.append(stationarity(v, w, gain, "frobenius"))
     return torch.stack(gains, -1), torch.stack(residuals, -1)

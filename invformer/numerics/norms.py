@@ -31,3 +31,51 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
         case "entry_max":
             return x.abs().amax((-2, -1))
     raise ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")
+
+
+def dual_vector(o: Tensor, norm: Norm) -> Tensor:
+    """The a with ⟨a, o⟩ = ‖o‖ and dual norm one (zero where o is)."""
+    match norm:
+        case "frobenius":
+            return divide(o, vector_norm(o, norm)[..., None, None])
+        case "token_max":
+            length = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
+            return divide(o, length) * _one_hot_arg_max(length.flatten(-2)).unsqueeze(-1)
+        case "entry_max":
+            return o.sign() * _one_hot_arg_max(o.abs().flatten(-2)).view(o.shape)
+
+
+def maximiser(w: Tensor, norm: Norm, otherwise: Tensor) -> Tensor:
+    """The x of norm one that maximises ⟨w, x⟩; ``otherwise`` where w says nothing."""
+    match norm:
+        case "frobenius":
+            length = vector_norm(w, norm)[..., None, None]
+        case "token_max":
+            length = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
+        case "entry_max":
+            length = w.abs()
+    return torch.where(length > 0, divide(w, length), otherwise)
+
+
+def stationarity(x: Tensor, w: Tensor, gain: Tensor, norm: Norm) -> Tensor:
+    """Frobenius: ‖JᵀJx/σ² − x‖/‖x‖. Else (sup_z ⟨w, z⟩ − gain)/gain, what the next step adds."""
+    length = vector_norm(x, norm)
+    match norm:
+        case "frobenius":
+            unit = x / length[..., None, None]
+            residual = vector_norm(divide(w, gain[..., None, None]) - unit, norm)
+        case "token_max":
+            residual = divide(torch.linalg.vector_norm(w, dim=-1).sum(-1) - gain, gain)
+        case "entry_max":
+            residual = divide(w.abs().sum((-2, -1)) - gain, gain)
+    return torch.where(gain == 0, torch.zeros_like(gain), residual)
+
+
+def _one_hot_arg_max(a: Tensor) -> Tensor:
+    """One at the first largest entry of the last dimension, zero elsewhere."""
+    return torch.zeros_like(a).scatter_(-1, a.argmax(-1, keepdim=True), 1)
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a/b, and a where b = 0."""
+    return a / torch.where(b == 0, torch.ones_like(b), b)

@@ -175,7 +175,7 @@ class ResidualEquation:
     def with_tolerance(self, atol: float, rtol: float | None) -> "ResidualEquation":
         """The same equation, another tolerance; rtol None is one that can be met comfortably."""
         if rtol is None:
-            # Every step rounds anew and J carries all of it on: √(1 + c² + c⁴ + …) times one step's.
+            # Every step rounds anew and J carries that on: √(1 + c² + c⁴ + …) times one step's.
             c = self.lipschitz_bound or 0.0
             rtol = max(LEAST_DEFAULT_RTOL, HEADROOM * self.smallest_rtol() / math.sqrt(1 - c * c))
         return replace(self, atol=atol, rtol=rtol)

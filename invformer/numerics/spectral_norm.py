@@ -8,13 +8,13 @@
 
 Gram iteration (Delattre et al. 2023, arXiv 2305.16173) squares the singular values K times,
 G_{k+1} = G_kᵀG_k, and bounds the last iterate; a factor c there is a factor c^{2^{−K}} on ‖W‖₂.
-The last iterate M is positive semidefinite with known trace t, squared Frobenius norm f and size r,
-so its largest eigenvalue obeys (Wolkowicz & Styan 1980, Theorem 2.1)
+What remains is the cost of a cluster at the top of the spectrum, up to 1 %, and clusters are what
+training with a spectral normaliser produces. The certificate therefore also tries a number b just
+above the computed λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR is semidefinite for any R:
 
-    λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)),
+    bI − WᵀW = RᵀR + E   ⟹   ‖W‖₂² ≤ b + ‖E‖₂,
 
-which equals λ₁ when all other eigenvalues are equal, in particular for orthogonal matrices, and
-never exceeds Delattre's ‖M‖_F.
+and E, the residual of the factorisation, is of the size of rounding.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,8 @@ from invformer.numerics.rounding import UNIT_ROUNDOFF
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
+# b is this much above the computed λ₁, per row: room for the factorisation's own rounding.
+RESIDUAL_SHIFT = 1e-12
 # Scales are powers of two within these exponents: they and their inverses are normal numbers.
 LARGEST_EXPONENT = 1022
 
@@ -34,14 +36,15 @@ LARGEST_EXPONENT = 1022
 def spectral_norm_bound(
     weight: Float[Tensor, "*batch m n"], num_steps: int = 8
 ) -> Float[Tensor, "*batch"]:
-    """A proven upper bound on ‖W‖₂ of every matrix, by Gram iteration in float64.
+    """A proven upper bound on ‖W‖₂ of every matrix: the smaller of two, both in float64.
 
-        ‖G‖₂² = ‖GᵀG‖₂ ≤ ‖fl(GᵀG)‖₂ + γ ‖G‖_F²,    γ = r u/(1 − r u), r rows, u = 2⁻⁵³
+        ‖G‖₂² ≤ ‖fl(GᵀG)‖₂ + γ ‖G‖_F²   (Gram iteration),    γ = r u/(1 − r u), r rows, u = 2⁻⁵³
+        ‖G‖₂² ≤ b + ‖fl(bI − GᵀG − RᵀR)‖_F + rounding   (Cholesky residual)
 
-    at every step, with scales that are powers of two and everything rounded up. The excess over
-    ‖W‖₂ halves with every step: at num_steps = 8 below 2e-6 for trained matrices and for orthogonal
-    ones, at most r^{1/512} − 1 (1.2 % at r = 512) for any spectrum. Cost: one product of W with
-    itself and num_steps − 1 products of min(m, n)-sized matrices.
+    with scales that are powers of two and everything rounded up. The first exceeds ‖W‖₂ by at most
+    a factor min(m, n)^{2^{−K−1}}, the second by about 5e-13 min(m, n) whatever the spectrum; where
+    the factorisation breaks down the first stands alone. Cost: two products of W with itself, and
+    num_steps products and one eigenvalue problem of size min(m, n).
 
     Args:
         weight: any floating dtype, converted to float64 exactly; certify weights *after* the cast
@@ -54,13 +57,14 @@ def spectral_norm_bound(
     Raises:
         ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
 
-    Source: Delattre et al. 2023, arXiv 2305.16173, Theorem 1; the rounding terms are ours
-        (docs/numerics.md), after Higham 2002, §3.5.
+    Source: Delattre et al. 2023, arXiv 2305.16173, Theorem 1; the residual after Rump 2006,
+        *Verification of positive definiteness*; rounding terms ours, after Higham 2002, §3.5.
     """
     _check(weight, num_steps)
     g = _tall(weight.detach().to(torch.float64))
     finite = g.isfinite().all(-1).all(-1)
-    bound = _gram_bound(torch.where(finite[..., None, None], g, 0.0), num_steps)
+    g = torch.where(finite[..., None, None], g, 0.0)
+    bound = torch.minimum(_gram_bound(g, num_steps), _residual_bound(g))
     bound = torch.where(bound > 0, bound.nextafter(torch.full_like(bound, torch.inf)), bound)
     return torch.where(finite, bound, torch.inf)
 
@@ -99,7 +103,7 @@ def gram_normaliser(
             log_bound = log_bound + scale.log() / 2**step
             g = g / scale[..., None, None]
             g = g.mT @ g
-        largest = _wolkowicz_styan(*_moments(g), g.shape[-1]).clamp(min=tiny)
+        largest = _wolkowicz_styan(g).clamp(min=tiny)
         log_bound = log_bound + largest.log() / 2**num_steps
         margin = max(NORMALISER_MARGIN, torch.finfo(weight.dtype).eps)
         bound = (log_bound.exp() * (1 + margin)).clamp(min=tiny)
@@ -179,71 +183,68 @@ def _up(value: Tensor, operations: int) -> Tensor:
     return value * (1 + (operations + 2) * 2 * UNIT_ROUNDOFF)
 
 
-def _down(value: Tensor, operations: int) -> Tensor:
-    """Non-negative float64 values after ``operations`` roundings, made a lower bound."""
-    return value * (1 - (operations + 2) * 2 * UNIT_ROUNDOFF)
-
-
 def _power_of_two_near(value: Tensor) -> Tensor:
     """2^e with value/2^e in [1/2, 1) (e kept in range), exactly, by writing the exponent bits."""
     exponent = torch.frexp(value).exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
     return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
 
 
-def _moments(m: Tensor) -> tuple[Tensor, Tensor]:
-    """Trace and squared Frobenius norm."""
-    return m.diagonal(dim1=-2, dim2=-1).sum(-1), m.square().sum(-1).sum(-1)
+def _wolkowicz_styan(m: Tensor) -> Tensor:
+    """λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F², size r.
 
-
-def _wolkowicz_styan(trace: Tensor, squared_norm: Tensor, size: int) -> Tensor:
-    """t/r + √((r − 1)/r · (f − t²/r)) ≥ λ₁ of a semidefinite matrix."""
-    variance = (squared_norm - trace.square() / size).clamp(min=0)
-    return trace / size + ((size - 1) / size * variance).sqrt()
+    Never above ‖M‖_F, and equal to λ₁ if the other eigenvalues are equal (Wolkowicz & Styan 1980).
+    """
+    size = m.shape[-1]
+    mean = m.diagonal(dim1=-2, dim2=-1).sum(-1) / size
+    variance = (m.square().sum(-1).sum(-1) - size * mean.square()).clamp(min=0)
+    return mean + ((size - 1) / size * variance).sqrt()
 
 
 def _gram_bound(g: Tensor, num_steps: int) -> Tensor:
-    """‖G‖₂ ≤ s √(‖fl(G̃ᵀG̃)‖₂ + γ ‖G̃‖_F²), G̃ = G/s, s a power of two; λ₁ at the last step.
+    """‖G‖₂ ≤ s √(‖fl(G̃ᵀG̃)‖₂ + γ ‖G̃‖_F²), G̃ = G/s, ‖·‖₂ by the same again, at last by ‖·‖_F."""
+    if num_steps == 0:
+        return _frobenius_up(g)
+    g, scale = _scaled(g)
+    gram = g.mT @ g
+    return _up((_gram_bound(gram, num_steps - 1) + _product_error(g)).sqrt(), 2) * scale
 
-    Entries of G̃ that underflow are covered as well: the largest is near one, and every margin here
-    leaves room for far more than the smallest float64.
+
+def _residual_bound(g: Tensor) -> Tensor:
+    """‖G‖₂ ≤ s √(b + ‖E‖_F), E = bI − G̃ᵀG̃ − RᵀR, G̃ = G/s: ∞ if the factorisation gave no number."""
+    g, scale = _scaled(g)
+    gram = g.mT @ g
+    size = gram.shape[-1]
+    b = torch.linalg.eigvalsh(gram)[..., -1] * (1 + RESIDUAL_SHIFT * size)
+    shifted = torch.diag_embed(b.unsqueeze(-1).expand(*b.shape, size)) - gram
+    r = torch.linalg.cholesky_ex(shifted).L.mT
+    residual = shifted - r.mT @ r
+    # The exact E differs from the residual by the rounding of two products and two differences.
+    rounding = _product_error(g) + _product_error(r)
+    rounding = rounding + 2 * UNIT_ROUNDOFF * (_frobenius_up(shifted) + _frobenius_up(residual))
+    squared = b.clamp(min=0) + _frobenius_up(residual) + _up(rounding, 4)
+    bound = _up(squared.sqrt(), 3) * scale
+    return torch.where(bound.isnan(), torch.inf, bound)
+
+
+def _scaled(g: Tensor) -> tuple[Tensor, Tensor]:
+    """G/s and s, the power of two for which the largest entry of G/s is in [1/2, 1).
+
+    Exact but for entries that underflow. They are covered as well: next to the largest entry, every
+    margin in this file leaves room for far more than the smallest float64.
     """
     scale = _power_of_two_near(g.abs().amax((-2, -1)))
-    g = g / scale[..., None, None]
+    return g / scale[..., None, None], scale
+
+
+def _product_error(g: Tensor) -> Tensor:
+    """γ ‖G‖_F² ≥ ‖fl(GᵀG) − GᵀG‖_F, in any order of summation."""
     rows, columns = g.shape[-2:]
-    trace = g.square().sum(-1).sum(-1)  # tr GᵀG = ‖G‖_F², at most rows + columns roundings
-    gram_error = _up((rows + 2) * UNIT_ROUNDOFF * trace, rows + columns + 2)
-    gram = g.mT @ g
-    if num_steps > 1:
-        squared = _gram_bound(gram, num_steps - 1) + gram_error
-    else:
-        bounds = _down(trace, rows + columns), _up(trace, rows + columns)
-        squared = _largest_eigenvalue_bound(gram, bounds, gram_error)
-    return _up(squared.sqrt(), 2) * scale
+    return _up((rows + 2) * UNIT_ROUNDOFF * g.square().sum(-1).sum(-1), rows + columns + 2)
 
 
-def _largest_eigenvalue_bound(
-    gram: Tensor, trace: tuple[Tensor, Tensor], gram_error: Tensor
-) -> Tensor:
-    """min(‖M‖_F, t/r + √((r − 1)/r · (‖M‖_F² − t²/r))) ≥ λ₁ of the exact M = GᵀG, rounded up.
-
-    M itself is semidefinite; its computed version need not be. So t = tr M = ‖G‖_F² and ‖M‖_F enter
-    by what is known of the exact ones: t from above where it adds, from below where it subtracts.
-
-    Args:
-        gram: fl(GᵀG).
-        trace: two numbers, ≤ t and ≥ t.
-        gram_error: a number ≥ ‖fl(GᵀG) − GᵀG‖_F.
-
-    Returns:
-        An upper bound on λ₁(M) = ‖G‖₂².
-    """
-    size = gram.shape[-1]
-    trace_down, trace_up = trace
-    norm = _up(gram.square().sum(-1).sum(-1).sqrt(), 2 * size + 1)
-    norm = _up(norm + gram_error, 1)
-    variance = _up(norm.square(), 1) - _down(trace_down.square() / size, 2)
-    spread = ((size - 1) / size * variance.clamp(min=0)).sqrt()
-    return torch.minimum(norm, _up(trace_up / size + spread, 6))
+def _frobenius_up(g: Tensor) -> Tensor:
+    """‖G‖_F, rounded up."""
+    return _up(g.square().sum(-1).sum(-1).sqrt(), sum(g.shape[-2:]) + 1)
 
 
 def _unit(x: Tensor, tiny: float) -> Tensor:

@@ -1,0 +1,1 @@
+"""Training: the Lightning module, its callbacks, optimisers, and the folder a run leaves."""

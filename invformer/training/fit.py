@@ -109,7 +109,8 @@ def conclude(run: TrainingRun) -> None:
         print(f"--- sample ---\n{sample}\n---")
         (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
     pictures = plot_run(run.directory.metrics, run.directory.path)
-    best = next(c.best for c in run.trainer.callbacks if isinstance(c, Checkpoints))
+    callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
+    best = next(c.best for c in callbacks if isinstance(c, Checkpoints))
     print(f"best validation: {best:.4f} bits per character")
     print(f"evaluate with: python evaluate.py checkpoint={run.directory.path}")
     if run.wandb is None:

@@ -70,9 +70,7 @@ class CharLanguageModel(L.LightningModule):
         logits = self(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         nats = loss.detach()
-        self.run_log.record(
-            self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2}
-        )
+        self.run_log.record(self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2})
         return loss
 
     def configure_gradient_clipping(

@@ -60,7 +60,7 @@ def open_run(
         resume: whether an existing run may be continued.
 
     Raises:
-        CheckpointError: the run exists and may not, or cannot, be continued with this configuration.
+        CheckpointError: the run exists and may not be continued with this configuration.
         StorageError: the folder cannot be written.
     """
     try:

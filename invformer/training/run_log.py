@@ -17,8 +17,8 @@ Sink = Callable[[int, Row], None]
 class RunLog:
     """Collects scalars per step without synchronising, and hands complete rows to its sinks.
 
-    ``record`` never waits for the device: tensors stay where they are until :meth:`flush` copies all
-    of them with a single transfer. Rows leave in the order of their steps, each step once, with
+    ``record`` never waits for the device: tensors stay where they are until :meth:`flush` copies
+    all of them with a single transfer. Rows leave in the order of their steps, each step once, with
     everything that was recorded for it.
 
     Args:
@@ -74,8 +74,8 @@ def to_host(pending: Mapping[int, Mapping[str, Tensor | float]]) -> dict[int, Ro
 class JsonLinesSink:
     """Appends every row to ``metrics.jsonl``; what is in that file is the record of the run.
 
-    After a resume the rows from ``first_step`` on are about to be written again, so the old ones are
-    dropped first: every step stands in the file once.
+    After a resume the rows from ``first_step`` on are about to be written again, so the old ones
+    are dropped first: every step stands in the file once.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:

@@ -68,7 +68,7 @@ class WandbSink:
         except Exception as error:
             print(f"W&B: row of step {step} not logged ({error})", file=sys.stderr)
 
-    def table(self, key: str, columns: list[str], rows: list[list[Any]]) -> None:
+    def table(self, key: str, columns: list[Any], rows: list[Any]) -> None:
         """Attach a table, such as a certificate or a sample."""
         self.run.log({key: wandb.Table(columns=columns, data=rows)})
 
@@ -85,7 +85,12 @@ class WandbSink:
         self.run.finish(exit_code=exit_code)
 
 
-def start(options: dict[str, Any], settings: Any, mode: str, may_fall_back: bool) -> Any:
+def start(
+    options: dict[str, Any],
+    settings: Any,
+    mode: Literal["online", "offline", "disabled"],
+    may_fall_back: bool,
+) -> Any:
     """wandb.init in the wanted mode, or offline where ``auto`` finds no key or no server."""
     if may_fall_back and not has_api_key():
         mode = "offline"

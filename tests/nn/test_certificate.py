@@ -48,7 +48,7 @@ def test_layer_norm_in_the_stack_is_refused() -> None:
 def test_an_unknown_branch_is_refused_by_name() -> None:
     model = contractive_model()
     model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(12, 12)
-    with pytest.raises(NoCertificateError, match="block_01/feed_forward: no proof.*Linear"):
+    with pytest.raises(NoCertificateError, match=r"block_01/feed_forward: no proof.*Linear"):
         certify(model)
 
 
@@ -102,7 +102,7 @@ def test_warm_started_estimates_of_a_fixed_model_only_improve() -> None:
     model = trained_a_little(contractive_model())
     probe = LipschitzProbe(model, random_tokens(1))
     first, later = (None, None)
-    for step in range(30):
+    for _ in range(30):
         values = {n: e.value for n, e in probe.estimate()["frobenius"].items()}
         first = first or values
         later = values

@@ -28,8 +28,8 @@ def spectrally_normalised(w: Tensor, norm: Norm) -> Tensor:
 class TwoLayers:
     """f(x) = c (A) tanh(x W₁ + b) W₂ with ‖W₁‖ = ‖W₂‖ = 1 and A averaging over earlier tokens.
 
-    The weights have a batch dimension: every sample has a map of its own. In token_max and entry_max
-    an average over tokens costs nothing; in frobenius it would cost √N, so there A = I.
+    The weights have a batch dimension: every sample has a map of its own. In token_max and
+    entry_max an average over tokens costs nothing; in frobenius it would cost √N, so there A = I.
     """
 
     w_in: Tensor
@@ -65,7 +65,7 @@ def two_layers(
 
 
 def slow_map(batch: int, tokens: int, width: int, c: float) -> Callable[[Tensor], Tensor]:
-    """f(x) = c tanh(x S), S symmetric with eigenvalues from 1 down to 0.03: Picard needs log ε/log c."""
+    """f(x) = c tanh(x S), S symmetric with eigenvalues 1 … 0.03: Picard needs log ε / log c."""
     q = orthogonal(batch, width, width)
     s = q * torch.logspace(0, -1.5, width) @ q.mT * (1 - 1e-12)
     return lambda x: c * torch.tanh(x @ s.to(x.dtype))

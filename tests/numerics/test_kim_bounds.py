@@ -82,7 +82,7 @@ def test_no_dense_jacobian_exceeds_a_bound_in_ten_thousand_cases(
 def test_the_scalar_case_has_its_closed_form_optimum(
     num_tokens: int, best: float, bound: float
 ) -> None:
-    """D = H = 1, unit weights: one token at 0, the others at ±a (as evenly as their number allows)."""
+    """D = H = 1, unit weights: one token at 0, the others at ±a as evenly as they can be."""
     one = torch.ones(1, 1, 1)
     a = math.sqrt(best_two_sided_gap(num_tokens - 1))
     x = torch.full((num_tokens, 1), a)
@@ -104,7 +104,9 @@ def test_the_exponent_of_the_query_norm_is_four() -> None:
     assert norm_from_below(jac, "frobenius") == pytest.approx(100)
     assert frobenius_bound(w_q, one, one[0], 2, num_tokens=2) == pytest.approx(298.9, abs=0.1)
     for scale in (0.5, 2.0):
-        ratio = frobenius_bound(scale * w_q, one, one[0], 2, 2) / frobenius_bound(w_q, one, one[0], 2, 2)
+        ratio = frobenius_bound(scale * w_q, one, one[0], 2, 2) / frobenius_bound(
+            w_q, one, one[0], 2, 2
+        )
         assert ratio == pytest.approx(scale**2)
 
 

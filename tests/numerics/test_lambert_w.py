@@ -1,4 +1,4 @@
-"""Lambert W and the gains made of it: against SciPy, mpmath, finite differences and the lemma itself."""
+"""Lambert W and the gains made of it, against SciPy, mpmath, finite differences and the lemma."""
 
 import math
 

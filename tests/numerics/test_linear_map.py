@@ -82,6 +82,7 @@ def test_a_map_that_changes_the_shape_is_refused() -> None:
         linearise(lambda x: x[..., :1], torch.randn(N, D))
 
 
+@pytest.mark.wrong_shapes
 def test_a_dense_jacobian_of_a_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="one sample"):
         dense_jacobian(mixing_map, torch.randn(2, N, D))

@@ -1,4 +1,4 @@
-"""Local bounds from above: never below the true constant, close to it, and broken ones are caught."""
+"""Local bounds: never below the true constant, close to it, and broken ones are caught."""
 
 import math
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def largest_singular_value(case: AttentionCase) -> float:
 
 
 def token_max_witness(num_tokens: int = 101) -> AttentionCase:
-    """D = 1: a query at 0, half the others at r, half at −r, r² = 1 + g: the gain is nearly 4g + 1."""
+    """D = 1: a query at 0, half the others at r, half at −r, r² = 1 + g: a gain near 4g + 1."""
     r = math.sqrt(1 + float(phi_inverse(torch.tensor(num_tokens - 1.0))))
     x = torch.zeros(num_tokens, 1)
     x[0 : num_tokens // 2], x[num_tokens // 2 : -1] = r, -r
@@ -253,7 +253,7 @@ MUTANTS: dict[str, tuple[str, Break]] = {
 
 
 def violations(name: str) -> int:
-    """How many witnesses a bound fails; ``token_max`` against exact row sums, else against σ_max."""
+    """How many witnesses a bound fails: ``token_max`` against an estimate, others against σ_max."""
     count = 0
     for case in witnesses():
         true = largest_singular_value(case)

@@ -331,9 +331,9 @@ def test_chunks_change_the_memory_not_the_answer(chunk_size: int) -> None:
     matrix = torch.randn(7, 12, 12)
 
     def estimate(index: Tensor) -> LipschitzEstimate:
-        return lanczos_estimate(from_matrix(matrix[index[:, 0, 0]], 4))
+        return lanczos_estimate(from_matrix(matrix[index[:, 0, 0].long()], 4))
 
-    index = torch.arange(7).view(7, 1, 1)
+    index = torch.arange(7.0).view(7, 1, 1)
     whole, chunked = estimate(index), estimate_in_chunks(estimate, index, chunk_size)
     torch.testing.assert_close(chunked.value, whole.value, rtol=1e-13, atol=0)
     assert chunked.num_steps == whole.num_steps

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from invformer.numerics.spectral_norm import (
+    _gram_bound,
+    _residual_bound,
     gram_normaliser,
     power_iteration,
     spectral_norm_bound,
@@ -26,7 +28,7 @@ def true_norm(weight: Tensor) -> mpmath.mpf:
 
 
 def small_matrices(number: int, largest: int) -> Iterator[Tensor]:
-    """Every kind that makes rounding matter: Gaussian, orthogonal, rank one, clustered, graded, cast."""
+    """Where rounding matters: orthogonal, rank one, clustered, graded, far scales, cast."""
     for seed in range(number):
         generator = torch.Generator().manual_seed(seed)
         m, n = torch.randint(1, largest + 1, (2,), generator=generator).tolist()
@@ -50,15 +52,19 @@ def small_matrices(number: int, largest: int) -> Iterator[Tensor]:
 
 
 def check_against_fifty_digits(matrices: Iterator[Tensor]) -> None:
+    """The certificate is above the truth and close; each of its two halves alone is above, too."""
     for weight in matrices:
-        truth = true_norm(weight)
-        for num_steps in (1, 3, 8):
-            bound = spectral_norm_bound(weight, num_steps).item()
-            assert truth <= bound <= truth * (min(weight.shape) ** 0.5 ** (num_steps + 1) + 1e-12)
+        truth, size = true_norm(weight), min(weight.shape)
+        assert truth <= spectral_norm_bound(weight).item() <= truth * (1 + 1e-12 * size)
+        tall = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().mT
+        assert truth <= _residual_bound(tall).item()
+        for num_steps in (0, 1, 3, 8):
+            bound = _gram_bound(tall, num_steps).item()
+            assert truth <= bound <= truth * (size**0.5 ** (num_steps + 1) + 1e-12)
 
 
 def test_the_certified_norm_is_never_below_the_true_one() -> None:
-    check_against_fifty_digits(small_matrices(70, largest=9))
+    check_against_fifty_digits(small_matrices(70, largest=8))
 
 
 @pytest.mark.slow
@@ -77,28 +83,53 @@ def test_norms_known_in_closed_form_are_met(n: int) -> None:
     expected = torch.tensor([n, 25 * sum(k * k for k in range(1, n + 1))]).sqrt()
     bounds = torch.stack([spectral_norm_bound(hadamard), spectral_norm_bound(rank_one)])
     assert (bounds.square() >= expected.square()).all()
-    torch.testing.assert_close(bounds, expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(bounds, expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (96, 384), (384, 96)])
-def test_the_excess_is_below_two_millionths_on_trained_spectra(shape: tuple[int, int]) -> None:
-    weight = trained_like(*shape)
+SPECTRA = {
+    "trained": lambda: trained_like(96, 384),
+    "trained with a normaliser": lambda: matrix_with(1 - 1e-3 * torch.rand(96), 96, 384),
+    "orthogonal": lambda: matrix_with(torch.ones(128), 300, 128),
+    "half of it zero": lambda: matrix_with((torch.arange(64) < 32).double(), 64, 64),
+    "close pair": lambda: matrix_with(torch.tensor([1, 1 - 1e-9, *[0.5] * 62]), 64, 64),
+}
+
+
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_the_excess_is_below_a_billionth_for_every_spectrum(spectrum: str) -> None:
+    """Gram iteration alone is up to 1 % off where the leading singular values are close."""
+    weight = SPECTRA[spectrum]()
     excess = spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
-    assert -1e-14 < excess < 2e-6
+    assert -1e-14 < excess < 1e-9
 
 
-def test_the_excess_is_below_two_millionths_on_orthogonal_matrices() -> None:
-    """Where the Frobenius norm of the last iterate alone would be 1 % off."""
-    for rows, columns in ((256, 256), (300, 100)):
-        weight = matrix_with(torch.ones(min(rows, columns)), rows, columns)
-        assert 1 - 1e-13 <= spectral_norm_bound(weight).item() < 1 + 2e-6
+def test_without_a_factorisation_gram_iteration_stands_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def break_down(matrix: Tensor) -> torch.return_types.linalg_cholesky_ex:
+        return torch.return_types.linalg_cholesky_ex((matrix * math.nan, torch.ones(())))
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", break_down)
+    for spectrum, worst in (("trained", 2e-6), ("orthogonal", 1e-2), ("half of it zero", 1e-2)):
+        weight = SPECTRA[spectrum]()
+        excess = spectral_norm_bound(weight) / torch.linalg.matrix_norm(weight, 2) - 1
+        assert -1e-14 < excess < worst
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 8, 12])
-def test_the_excess_halves_with_every_step(num_steps: int) -> None:
-    half = torch.cat([torch.ones(32), torch.zeros(32)])
-    excess = spectral_norm_bound(matrix_with(half, 64, 64), num_steps).item() - 1
-    assert 0 < excess < 64 ** 0.5 ** (num_steps + 1) - 1 + 1e-9
+def test_any_factor_whatever_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RᵀR is semidefinite for every R: a wrong factorisation costs excess, never soundness."""
+    exact = torch.linalg.cholesky_ex
+
+    def distorted(matrix: Tensor) -> torch.return_types.linalg_cholesky_ex:
+        factor, info = exact(matrix)
+        noise = 1e-3 * torch.randn_like(factor)
+        return torch.return_types.linalg_cholesky_ex((factor + noise, info))
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", distorted)
+    for _ in range(20):
+        weight = torch.randn(9, 6)
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= _residual_bound(weight) < 1.1 * truth
 
 
 def test_a_batch_gives_what_each_matrix_gives() -> None:
@@ -184,13 +215,6 @@ def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtyp
     )
 
 
-def test_the_normaliser_agrees_with_the_certificate_to_two_margins() -> None:
-    for kind in ZOO:
-        weight = ZOO[kind]().float()
-        ratio = gram_normaliser(weight)[0].double() / spectral_norm_bound(weight)
-        assert 1 <= ratio < 1 + 1e-4
-
-
 @pytest.mark.parametrize("shape", [(20, 20), (12, 40), (40, 12)])
 def test_the_vectors_give_the_gradient_of_the_norm(shape: tuple[int, int]) -> None:
     weight = trained_like(*shape).float().requires_grad_()
@@ -211,7 +235,9 @@ def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
     for one, again in zip(gram_normaliser(weights), gram_normaliser(weights), strict=True):
         assert torch.equal(one, again)
     for i in range(3):
-        for batched, single in zip(gram_normaliser(weights), gram_normaliser(weights[i]), strict=True):
+        for batched, single in zip(
+            gram_normaliser(weights), gram_normaliser(weights[i]), strict=True
+        ):
             torch.testing.assert_close(batched[i], single)
 
 
@@ -255,7 +281,7 @@ def test_power_iteration_estimates_from_below_and_says_how_far_it_is() -> None:
 
 
 def test_power_iteration_started_across_the_leading_vector_misses_it() -> None:
-    """Why its value is never called a bound: here every residual is zero and the value is a third."""
+    """Why its value is never called a bound: here the residual is zero and the value a third."""
     estimate = power_iteration(torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([0.0, 1.0]), 50)
     assert estimate.value == 1
     assert estimate.residual == 0

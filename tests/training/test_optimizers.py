@@ -1,6 +1,7 @@
 """Optimisers and schedule."""
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ def train(model: torch.nn.Module, optimiser: torch.optim.Optimizer, steps: range
 def test_a_few_steps_lower_the_loss(name: str) -> None:
     model = contractive_model()
     optimiser = build_optimizer(model, name, **OPTIONS)
-    assert train(model, optimiser, range(40)) < train(contractive_model(), optimiser, range(1)) - 0.1
+    assert (
+        train(model, optimiser, range(40)) < train(contractive_model(), optimiser, range(1)) - 0.1
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -66,4 +69,4 @@ def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
     assert rates[4] == 1.0
     assert rates[20] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False))
+    assert all(a >= b for a, b in pairwise(rates[4:]))

@@ -1,0 +1,1 @@
+"""Lipschitz bounds, one file per source; every function names its norm and its theorem."""

@@ -193,8 +193,8 @@ def anchored_causal_bound(
 def causal_gain_bounds(visible: Visible, num_heads: int) -> list[float]:
     """κ_h = 1 + 2 W₀(n_h e^{−3/2}) ≥ ‖∂Y_i^h/∂q_i^h‖₂ per head, rounded up.
 
-    ‖P_ii I + (2/√d) C_i‖₂ ≤ (1 + 2 Σ_{j ≠ i} s_j e^{b_j − s_j})/(1 + Σ_{j ≠ i} e^{b_j − s_j}), and that
-    is largest where every s_j = 3/2 + W₀(n e^{−3/2}).
+    ‖P_ii I + (2/√d) C_i‖₂ ≤ (1 + 2 Σ_{j ≠ i} s_j e^{b_j − s_j})/(1 + Σ_{j ≠ i} e^{b_j − s_j}), at
+    its largest where every s_j = 3/2 + W₀(n e^{−3/2}).
 
     Args:
         visible: number of tokens N in a row (n = N − 1), or log n_h of each head, or of all in one.
