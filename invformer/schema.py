@@ -102,8 +102,8 @@ class DataConfig(Section):
     key: ClassVar[str] = "data"
     name: Corpus = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
-    seq_len: int = option(64, "context, characters", within="[1, 1e6]")
-    batch_size: int = option(24, "windows per batch and device", within="[1, 1e6]")
+    seq_len: int = option(128, "context, characters", within="[1, 1e6]")
+    batch_size: int = option(8, "windows per batch and device", within="[1, 1e6]")
     val_fraction: float = option(
         0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
     )
@@ -157,8 +157,8 @@ class TrainerConfig(Section):
     """How long, on what, and in which precision."""
 
     key: ClassVar[str] = "trainer"
-    max_steps: int = option(1500, "optimiser steps", within=MANY)
-    val_every: int = option(250, "optimiser steps between validations", within=MANY)
+    max_steps: int = option(3000, "optimiser steps", within=MANY)
+    val_every: int = option(500, "optimiser steps between validations", within=MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
     devices: int = option(1, "devices to train on", within="[1, 1e4]")
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")

@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.data.corpora import Corpus, Split
@@ -89,7 +89,7 @@ class TextDataModule(L.LightningDataModule):
             self._report_unknown(split)
         return self._tokens[split]
 
-    def probe(self, split: Split, num_sequences: int) -> Int[Tensor, "sequences seq_len"]:
+    def probe(self, split: Split, num_sequences: int) -> Integer[Tensor, "sequences seq_len"]:
         """The first windows of a split, one after the other: fixed input for measurements.
 
         There are fewer than ``num_sequences`` if the split does not have as many.

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from jaxtyping import Bool, Int, Integer
+from jaxtyping import Bool, Integer
 from torch import Tensor
 
-Batch = tuple[Int[Tensor, "batch seq_len"], Int[Tensor, "batch seq_len"]]
+Batch = tuple[Integer[Tensor, "batch seq_len"], Integer[Tensor, "batch seq_len"]]
 ScoredBatch = tuple[
-    Int[Tensor, "batch seq_len"], Int[Tensor, "batch seq_len"], Bool[Tensor, "batch seq_len"]
+    Integer[Tensor, "batch seq_len"],
+    Integer[Tensor, "batch seq_len"],
+    Bool[Tensor, "batch seq_len"],
 ]
 
 
@@ -64,7 +66,7 @@ def training_windows(
 @lru_cache(maxsize=4)
 def epoch_order(
     num_characters: int, num_windows: int, seed: int, epoch: int
-) -> tuple[int, Int[Tensor, "windows"]]:
+) -> tuple[int, Integer[Tensor, "windows"]]:
     """Where an epoch cuts the ring and the order of its windows, from (seed, epoch) alone."""
     digest = hashlib.sha256(f"{seed}/{epoch}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "little"))
@@ -186,7 +188,7 @@ class EvaluationWindows:
             inputs, targets, scored = (p.pin_memory() for p in parts) if self.pin_memory else parts
             yield inputs, targets, scored
 
-    def _windows(self, numbers: Int[Tensor, "batch"]) -> ScoredBatch:
+    def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
         positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)
         inside = (positions < len(self.tokens)) & (numbers < self.num_windows)[:, None]
         windows = self.tokens[positions.where(inside, 0)].long().where(inside, 0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.nn.certificate import Certificate, certify, invertible_stack
@@ -23,9 +23,10 @@ class InversionReport:
 
     Attributes:
         residual: largest ‖y − x̂ − f(x̂)‖ over samples and layers, in the stack's norm.
-        error_bound: largest proven distance from the exact preimage at the embedding; inf if none.
+        error_bound: largest bound on ‖x̂ − x‖ at the embedding, forward rounding included (by the
+            rounding model of docs/numerics.md); inf if nothing is proven.
         reconstruction_error: largest measured ‖x̂ − x‖ at the embedding, in the same norm.
-        decoding_margin: half the least distance between embeddings.
+        decoding_margin: half the least distance between embeddings, in the stack's norm.
         num_steps: largest number of iterations per layer.
         converged_fraction: share of (sample, layer) pairs that converged.
         characters_recovered: share of characters that came back as they were.
@@ -55,14 +56,14 @@ class InversionReport:
 @torch.no_grad()
 def invert_text(
     model: CharTransformer,
-    tokens: Int[Tensor, "sequences tokens"],
+    tokens: Integer[Tensor, "sequences tokens"],
     certificate: Certificate,
     *,
     dtype: torch.dtype = torch.float32,
     method: Method = "anderson",
     atol: float | None = None,
     max_steps: int = 500,
-) -> tuple[Int[Tensor, "sequences tokens"], InversionReport]:
+) -> tuple[Integer[Tensor, "sequences tokens"], InversionReport]:
     """Push a text up the stack, bring it back down, and compare.
 
     Args:
@@ -93,7 +94,7 @@ def invert_text(
     solution = stack.inverse(z, certificate, **options)
     end = time.perf_counter()
     decoded = model.embedding.nearest_tokens(solution.value)
-    margin = model.embedding.decoding_margin()
+    margin = model.embedding.decoding_margin(stack.norm)
     layers = solution.layers
     converged = torch.stack([s.status == InversionStatus.CONVERGED for s in layers.values()])
     error = vector_norm((solution.value - x).double(), stack.norm)

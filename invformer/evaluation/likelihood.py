@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -38,7 +38,7 @@ class Likelihood:
 
 def window_nats(
     logits: Float[Tensor, "batch tokens vocab"],
-    targets: Int[Tensor, "batch tokens"],
+    targets: Integer[Tensor, "batch tokens"],
     scored: Bool[Tensor, "batch tokens"],
 ) -> Float[Tensor, ""]:
     """Σ −ln p of the characters of a window batch that are scored there, in float64."""

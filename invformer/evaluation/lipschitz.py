@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation
@@ -49,7 +49,7 @@ def lipschitz_row(probe: LipschitzProbe) -> Row:
     return row
 
 
-def local_bound_row(model: CharTransformer, tokens: Int[Tensor, "sequences tokens"]) -> Row:
+def local_bound_row(model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"]) -> Row:
     """The cheap local bounds of every branch at a text, for one step's metrics."""
     return {
         f"lipschitz/{norm}/{name}/local_bound": bound.max()
@@ -59,7 +59,7 @@ def local_bound_row(model: CharTransformer, tokens: Int[Tensor, "sequences token
 
 
 def measured_branches(
-    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"], num_steps: int
+    model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], num_steps: int
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """Per norm and branch: converged estimate ≤ local bound ≤ certified bound, at a text.
 
@@ -104,7 +104,7 @@ def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
 
 @torch.no_grad()
 def local_bounds(
-    model: CharTransformer, tokens: Int[Tensor, "sequences tokens"], tight: bool = False
+    model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], tight: bool = False
 ) -> dict[Norm, dict[str, Tensor]]:
     """Proven local bounds of every branch at some sequences, per norm; nothing for baselines."""
     found: dict[Norm, dict[str, Tensor]] = {norm: {} for norm in NORMS_MEASURED}

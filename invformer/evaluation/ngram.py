@@ -1,7 +1,7 @@
 """The baseline a language model has to beat: an interpolated Witten–Bell character n-gram."""
 
 import torch
-from jaxtyping import Float, Int, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 
@@ -53,7 +53,7 @@ def witten_bell_nats(
     return -probability.log().mean().item()
 
 
-def compact(numbers: Int[Tensor, "n"]) -> Int[Tensor, "n"]:
+def compact(numbers: Integer[Tensor, "n"]) -> Integer[Tensor, "n"]:
     """Equal numbers become equal indices below n, so that the next product stays within int64."""
     return numbers.unique(return_inverse=True)[1]
 
@@ -78,7 +78,7 @@ def interpolate(
     probability[k:] = mixed.where(context_count > 0, lower)
 
 
-def first_occurrences(numbers: Int[Tensor, "n"]) -> Int[Tensor, "distinct"]:
+def first_occurrences(numbers: Integer[Tensor, "n"]) -> Integer[Tensor, "distinct"]:
     """One position of each distinct number."""
     position = torch.full((int(numbers.max()) + 1,), -1)
     position[numbers] = torch.arange(len(numbers))

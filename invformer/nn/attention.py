@@ -96,11 +96,11 @@ class TiedL2Attention(LipschitzBranch):
         log_mass = self.position.log_mass_per_row().to(w_q.device)
         match norm:
             case "token_max":
-                return contractive.token_max_bound(w_q, g, log_mass[:, -1])
+                return contractive.token_max_bound(w_q, g, log_mass.amax(-1))
             case "frobenius":
                 return contractive.frobenius_bound(w_q, g, log_mass)
             case "entry_max":
-                return kim.entry_max_composite_bound(w_q, g, log_mass[:, -1])
+                return kim.entry_max_composite_bound(w_q, g, log_mass.amax(-1))
 
     def local_bound(
         self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
@@ -130,7 +130,7 @@ class TiedL2Attention(LipschitzBranch):
             raise ValueError("the causal certificate needs a causal mask")
         w_q, g = (cast(w, dtype) for w in self.weights())
         log_mass = self.position.log_mass_per_row().to(w_q.device)
-        return contractive.causal_bound(w_q, g, log_mass[:, -1])
+        return contractive.causal_bound(w_q, g, log_mass.amax(-1))
 
 
 class L2Attention(TiedL2Attention):
@@ -158,11 +158,11 @@ class L2Attention(TiedL2Attention):
 
 
 class ContractiveL2Attention(TiedL2Attention):
-    """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂: Lip(f) ≤ c.
+    """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂.
 
-    ``token_max``: κ_h = 4 g(n_h) + 1 bounds one head's gain, globally, in the norm max_i ‖x_i‖₂.
-    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks only; that is
-    enough to invert a causal block, and it is not a global constant (docs/numerics.md has both proofs).
+    ``token_max``: κ_h = 4 g(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
+    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks by c; that is
+    enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has both proofs).
 
     The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
 

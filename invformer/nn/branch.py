@@ -59,10 +59,10 @@ class LipschitzBranch(nn.Module):
         raise NotImplementedError
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """The bound on Lip(f) that the normalisation guarantees, at no cost and on the device.
+        """The bound on Lip(f) that normalised weights imply, at no cost and on the device.
 
-        None where the construction says nothing about ``norm``. :meth:`lipschitz_bound` proves an
-        at least as small number from the weights themselves.
+        None where the construction says nothing about ``norm``. It rests on the float32 normaliser
+        being above the spectral norm; :meth:`lipschitz_bound` proves a number without that.
         """
         return None
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from invformer.nn.attention import TiedL2Attention, attention_jacobian
@@ -46,7 +46,7 @@ class LipschitzProbe:
     def __init__(
         self,
         model: CharTransformer,
-        tokens: Int[Tensor, "sequences tokens"],
+        tokens: Integer[Tensor, "sequences tokens"],
         norms: tuple[Norm, ...] = ("token_max", "frobenius"),
         num_steps: int = 1,
         seed: int = 0,

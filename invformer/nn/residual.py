@@ -10,8 +10,14 @@ from torch import Tensor, nn
 
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights
+from invformer.numerics.error_bound import (
+    ErrorStep,
+    residual_step,
+    scale_step,
+    stack_error_bound,
+)
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
-from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.norms import Norm
 
 
 class InvertibleResidual(nn.Module):
@@ -82,8 +88,9 @@ class StackSolution:
 
     Attributes:
         value: the recovered input, (*batch, N, D).
-        error_bound: proven distance of ``value`` from the exact preimage of the given output, in
-            the stack's norm, per sample; inf where nothing is proven.
+        error_bound: bound on the distance of ``value`` from the input that was pushed up, forward
+            rounding included (by the rounding model of docs/numerics.md), in the stack's norm, per
+            sample; inf where nothing is proven.
         layers: the fixed-point solution of every residual layer, from the top down.
     """
 
@@ -98,11 +105,6 @@ class StackBounds(Protocol):
     @property
     def per_branch(self) -> dict[str, float]:
         """Proven bound of every residual branch."""
-        ...
-
-    @property
-    def inverse_scales(self) -> dict[str, float]:
-        """Largest inverse scale of every ActivationNorm."""
         ...
 
 
@@ -166,28 +168,36 @@ class InvertibleStack(nn.Module):
         """Undo the layers from the top down.
 
         The error bound follows E ← E · max e^{−s} through an ActivationNorm (plus its rounding) and
-        E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l.
+        E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l. A causal constant
+        bounds no error, so there the bound is infinite (docs/numerics.md).
 
         Args:
             z: the output of the stack.
             certificate: proven bounds of this stack.
             options: passed to every layer's inverse.
+
+        Raises:
+            ValueError: ``polish`` is asked for; a float64 value cannot enter the next layer.
         """
+        if options.get("polish"):
+            raise ValueError(
+                "a stack is not polished layer by layer: invert a float64 copy instead"
+            )
         solutions: dict[str, FixedPointSolution] = {}
-        error = torch.zeros(z.shape[:-2], dtype=torch.float64, device=z.device)
+        steps: list[ErrorStep] = []
         with frozen_weights(self):
             for name, layer in reversed(list(self.layers())):
                 if isinstance(layer, ActivationNorm):
+                    steps.append(scale_step(z, layer.log_scale, layer.shift, self.norm))
                     z = layer.inverse(z)
-                    rounding = 4 * torch.finfo(z.dtype).eps * vector_norm(z.double(), self.norm)
-                    error = error * certificate.inverse_scales[name] + rounding
                     continue
                 bound = certificate.per_branch[name]
                 solutions[name] = layer.inverse(
                     z, lipschitz_bound=bound, norm=self.norm, contraction=self.kind, **options
                 )
                 z = solutions[name].value
-                error = solutions[name].error_bound + error / (1 - bound)
+                steps.append(residual_step(solutions[name].error_bound, bound))
+        error = stack_error_bound(steps).to(z.device).expand(z.shape[:-2])
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)

@@ -3,11 +3,12 @@
 import math
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.nn.residual import InvertibleStack
 from invformer.numerics.linear_map import LinearMap, linearise
+from invformer.numerics.norms import Norm
 
 
 class CharEmbedding(nn.Module):
@@ -29,14 +30,16 @@ class CharEmbedding(nn.Module):
         self.token = nn.Embedding(vocab_size, d_embedding)
         self.position = nn.Parameter(0.1 * torch.randn(seq_len, d_embedding))
 
-    def forward(self, tokens: Int[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens width"]:
+    def forward(
+        self, tokens: Integer[Tensor, "*batch tokens"]
+    ) -> Float[Tensor, "*batch tokens width"]:
         """The input of the stack."""
         x = self.token(tokens) + self.position[: tokens.shape[-1]]
         return nn.functional.pad(x, (0, self.padding))
 
     def nearest_tokens(
         self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Int[Tensor, "*batch tokens"]:
+    ) -> Integer[Tensor, "*batch tokens"]:
         """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""
         at_token = x[..., : self.token.embedding_dim] - self.position[: x.shape[-2]].to(x)
         table = self.token.weight.to(x)
@@ -44,10 +47,16 @@ class CharEmbedding(nn.Module):
         return (table.square().sum(-1) - 2 * at_token @ table.mT).argmin(-1)
 
     @torch.no_grad()
-    def decoding_margin(self) -> float:
-        """Half the least distance between two embeddings: a smaller error changes no symbol."""
-        distances = torch.nn.functional.pdist(self.token.weight.double())
-        return distances.min().item() / 2 if distances.numel() else math.inf
+    def decoding_margin(self, norm: Norm = "token_max") -> float:
+        """An error in ``norm`` below this changes no symbol: half the least distance of embeddings.
+
+        In entry_max an error per entry is up to √d_embedding longer as a vector.
+        """
+        distances = nn.functional.pdist(self.token.weight.double())
+        margin = distances.min().item() / 2 if distances.numel() else math.inf
+        if norm == "entry_max":
+            return margin / math.sqrt(self.token.embedding_dim)
+        return margin
 
 
 class PreNormBranch(nn.Module):
@@ -156,11 +165,13 @@ class CharTransformer(nn.Module):
         """Whether the stack can be undone."""
         return isinstance(self.stack, InvertibleStack)
 
-    def forward(self, tokens: Int[Tensor, "*batch tokens"]) -> Float[Tensor, "*batch tokens vocab"]:
+    def forward(
+        self, tokens: Integer[Tensor, "*batch tokens"]
+    ) -> Float[Tensor, "*batch tokens vocab"]:
         """Logits of the next symbol at every position."""
         return self.head(self.norm(self.stack(self.embedding(tokens))))
 
-    def initialise(self, tokens: Int[Tensor, "*batch tokens"]) -> None:
+    def initialise(self, tokens: Integer[Tensor, "*batch tokens"]) -> None:
         """Initialise the ActivationNorms, if there are any, from one batch."""
         if isinstance(self.stack, InvertibleStack):
             self.stack.initialise(self.embedding(tokens))
@@ -168,11 +179,11 @@ class CharTransformer(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        prompt: Int[Tensor, "tokens"],
+        prompt: Integer[Tensor, "tokens"],
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
-    ) -> Int[Tensor, "longer"]:
+    ) -> Integer[Tensor, "longer"]:
         """Continue a prompt by ``length`` symbols, each drawn from the last ``seq_len`` ones.
 
         Args:

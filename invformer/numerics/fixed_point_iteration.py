@@ -45,7 +45,7 @@ def iterate(
     """Propose, evaluate, accept or fall back to Picard, until every sample has its verdict.
 
     A Picard step is always accepted: with a global c it shrinks the residual, with a causal one
-    runs of them do. Any other must beat the present residual, or under a causal c the smallest so far.
+    runs of them do. Others must beat the present residual, under a causal c the smallest so far.
     """
     s = first_state(equation, max_steps, status)
     causal = equation.contraction == "causal"

@@ -11,7 +11,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Int
+from jaxtyping import Integer
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -117,7 +117,7 @@ class LipschitzMonitor(L.Callback):
 
     def __init__(
         self,
-        tokens: Int[Tensor, "sequences tokens"],
+        tokens: Integer[Tensor, "sequences tokens"],
         run_log: RunLog,
         *,
         norms: tuple = ("token_max", "frobenius"),
@@ -223,7 +223,7 @@ class InversionMonitor(L.Callback):
 
     def __init__(
         self,
-        tokens: Int[Tensor, "sequences tokens"],
+        tokens: Integer[Tensor, "sequences tokens"],
         run_log: RunLog,
         keeper: CertificateKeeper,
     ) -> None:

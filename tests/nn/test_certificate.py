@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from invformer.nn import NoCertificateError, certify, enforce
+from invformer.nn import (
+    CausalMask,
+    L2Attention,
+    NoCertificateError,
+    PaperContractiveL2Attention,
+    VisibilityMask,
+    certify,
+    enforce,
+)
 from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import baseline, contractive_model, random_tokens, trained_a_little
@@ -115,3 +123,29 @@ def test_estimates_stay_below_bounds_in_both_norms() -> None:
     for norm, estimates in probe.estimate().items():
         bounds = certify(model, norm=norm).per_branch
         assert all(e.value.max().item() <= bounds[name] for name, e in estimates.items())
+
+
+def test_a_mask_whose_last_row_sees_least_is_certified_by_its_fullest_row() -> None:
+    visible = torch.ones(30, 30, dtype=torch.bool).tril()
+    visible[-1, :-1] = False
+    layer = L2Attention(4, 1, VisibilityMask(visible))
+    full = L2Attention(4, 1, CausalMask(29))
+    full.load_state_dict(layer.state_dict())
+    assert layer.lipschitz_bound("token_max") == pytest.approx(full.lipschitz_bound("token_max"))
+    assert layer.causal_bound() == pytest.approx(full.causal_bound())
+
+
+def test_every_branch_is_held_to_its_own_target() -> None:
+    model = trained_a_little(contractive_model(target=0.7))
+    branch = dict(model.stack.branches())["block_01/feed_forward"]
+    branch.lipschitz_target = 0.3
+    branch.correction.fill_(1.5)
+    assert not certify(model).holds
+    assert enforce(model).holds
+    assert certify(model).per_branch["block_01/feed_forward"] <= 0.3
+
+
+def test_the_papers_certificate_never_shrinks_a_layer_that_keeps_its_printed_bound() -> None:
+    for heads in (1, 2, 4):
+        layer = PaperContractiveL2Attention(8, heads, CausalMask(9), 0.9).eval()
+        assert 0 < layer.lipschitz_bound("entry_max") <= 0.9

@@ -66,7 +66,7 @@ def token_max_bound(
 def frobenius_bound(
     w_q: Float[Tensor, "heads width d_head"],
     g: Float[Tensor, "heads d_head width_out"],
-    log_mass: Float[Tensor, "heads tokens"],
+    log_mass: Float[Tensor, "#heads tokens"],
 ) -> float:
     """Lip(F) in frobenius ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(K_h/s_h) W^Q_h]_h‖₂.
 

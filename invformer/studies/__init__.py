@@ -1,0 +1,1 @@
+"""Published experiments, each one command: ``python -m invformer.studies`` lists them."""

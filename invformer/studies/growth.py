@@ -1,0 +1,969 @@
+"""Castin et al. 2024, Fig. 1: the local constant of attention layers against sequence length.
+
+‖Df(X)‖ (frobenius) of one multi-head attention layer f with its output map, by Golub–Kahan, at the
+inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent of
+C nᵅ is fitted with a bootstrap interval. Three more views: the constant of scaled inputs s X, the
+token magnitude (mean_i ‖x_i‖²)^½ against n, and tied L2 attention under the same attack.
+
+``model=small``        layers of ours at initialisation: dot product, tied L2, contractive L2
+``model=checkpoint``   a trained model of ours (checkpoint=RUN_FOLDER), on its own test text
+``model=random_gpt2``, ``random_bert``   published size, random weights
+``model=gpt2``, ``bert``   published weights, from the Hub or model_path=FOLDER
+``model=two_cluster``  the attack alone
+
+The last five need ``transformers`` (pip install -e .[pretrained]) to be what they say; without it,
+or without weights, one line says what runs instead. Random networks read words numbered by their
+frequency. Departures from the paper: every layer is measured bare (no residual, no LayerNorm, no
+dropout), and an unmasked layer and a masked one see the same inputs. The attack is made for one
+head, which is measured alone, as in Prop. 3.4, and with all heads of its layer concatenated, as in
+the paper's script. Each layer is evaluated in float64, the network before it in its own precision.
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import importlib.util
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.build.evaluation import load_model, read_corpus, trained_configuration
+from invformer.build.model import build_model
+from invformer.data.corpora import load_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import ConfigurationError, DataError
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.nn.attention import (
+    DotProductAttention,
+    TiedL2Attention,
+    attention_jacobian,
+    merge_heads,
+    paper_output_map,
+    project,
+    split_heads,
+)
+from invformer.nn.branch import frozen_weights
+from invformer.nn.lipschitz_probe import residual_branches
+from invformer.nn.transformer import CharTransformer, PreNormBranch
+from invformer.numerics.bounds import castin
+from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
+from invformer.numerics.local_lipschitz import LipschitzEstimate, lanczos_estimate
+from invformer.schema import ModelConfig
+from invformer.section import option
+from invformer.studies.study import Rows, Study, StudyOptions, Summary, main, panels
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Axes, Figure
+
+Model = Literal["small", "checkpoint", "random_gpt2", "random_bert", "gpt2", "bert", "two_cluster"]
+Attention = Literal["dot_product", "l2", "contractive_l2"]
+Data = Literal["text", "two_cluster"]
+
+DTYPE = torch.float64
+OURS: tuple[Attention, ...] = ("dot_product", "l2", "contractive_l2")
+GPT2_INIT = 0.02  # standard deviation of every weight of a random GPT-2 or BERT
+GPT2_WIDTH, GPT2_HEADS, GPT2_LAYERS = 768, 12, 12
+SMALL_CONTEXT = 128
+HUB_TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
+TOKENISED_CHARACTERS = 200_000  # enough for ten sequences of a thousand tokens
+L2_RADII = tuple(2.0**k for k in range(-8, 1))  # L2 is attacked at all of these, in units of R
+NUM_RESAMPLES = 1000
+CONFIDENCE = 0.95
+PUBLISHED_TEXT = {  # (model, layer, causal): C, alpha of the paper's figures
+    ("bert", 0, False): (14.3, 0.24),
+    ("bert", 6, False): (6.44, 0.25),
+    ("random_gpt2", 6, True): (0.445, 0.25),
+    ("gpt2", 0, True): (35.3, 0.26),
+    ("gpt2", 6, True): (25.0, 0.51),
+}
+PUBLISHED_ATTACK = {  # (model, layer): head, R, C of C n^(1/2)
+    ("bert", 0): (0, 15.5, 4.39),
+    ("bert", 6): (7, 21.5, 5.73),
+    ("random_gpt2", 6): (0, 100.0, 0.92),
+    ("gpt2", 0): (0, 10.0, 46.9),
+}
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
+
+    program: ClassVar[str] = "-m invformer.studies.growth"
+    paper: ClassVar[Mapping[str, Any]] = {
+        "sizes": list(range(2, 100, 2)),
+        "attack_sizes": list(range(7, 100, 5)),
+        "num_sequences": 10,
+    }
+    model: Model = option("small", "whose layers are measured")
+    checkpoint: str | None = option(None, "run folder, for model=checkpoint")
+    model_path: str | None = option(None, "folder or Hub name of the weights, for gpt2 and bert")
+    text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")
+    sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", within="[2, 1e5]")
+    num_sequences: int = option(4, "texts per n, the same starts for all n", within="[1, 1e4]")
+    layers: list[int] = option(
+        [], "layers, counted from 0; [] is the first and the middle one", within="[0, 1e4]"
+    )
+    mask: Literal["both", "causal", "none"] = option("both", "of the measured layers, on text")
+    scales: list[float] = option(
+        [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0],
+        "factors on the inputs, first layer only, no unit", within="(0, 1e9]",
+    )  # fmt: skip
+    scale_tokens: int = option(32, "n for the factors, tokens", within="[2, 1e5]")
+    attack_sizes: list[int] = option(
+        [7, 17, 32, 47, 62, 77, 97], "n of the two-cluster attack, tokens", within="[2, 1e5]"
+    )
+    max_steps: int = option(200, "Lanczos steps at most", within="[1, 1e5]")
+    rtol: float = option(1e-4, "Lanczos residual that counts as converged", within="(0, 1)")
+
+    def check(self) -> None:
+        """A checkpoint is named exactly where it is used."""
+        if (self.model == "checkpoint") != (self.checkpoint is not None):
+            self.refuse("checkpoint", "set it together with model=checkpoint, and only then")
+        if self.model_path is not None and self.model not in ("gpt2", "bert"):
+            self.refuse("model_path", "is for model=gpt2 and model=bert")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer at one length.
+
+    ``model`` is what really runs, ``path`` its weights if any; ``radius`` is R for ``two_cluster``,
+    0 on text; ``alone`` measures no head but the attacked one.
+    """
+
+    model: str
+    path: str
+    attention: Attention
+    layer: int
+    causal: bool
+    data: Data
+    num_tokens: int
+    scale: float
+    head: int
+    alone: bool
+    radius: float
+    num_sequences: int
+    text: str
+    max_steps: int
+    rtol: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Local constants in ``frobenius``, one per sequence.
+
+    Attributes:
+        constants: ‖Df(X)‖, from below.
+        magnitudes: (mean_i ‖x_i‖²)^½ of the layer's inputs.
+        converged: share of the sequences whose residual is at most rtol.
+        ceiling: √n Σ_h ‖V_h‖, which ‖Df(s X)‖ cannot exceed as s → ∞; NaN for L2 attention.
+    """
+
+    constants: list[float]
+    magnitudes: list[float]
+    converged: float
+    ceiling: float
+
+
+class DotProduct(NamedTuple):
+    """Weights of a dot-product layer: (H, D, d) each, biases (H, 1, d), output map (H d, D)."""
+
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    b_q: Tensor | None = None
+    b_k: Tensor | None = None
+    w_o: Tensor | None = None
+
+
+class TiedL2(NamedTuple):
+    """Weights of a tied L2 layer: W^Q (H, D, d) and output maps G (H, d, D)."""
+
+    w_q: Tensor
+    g: Tensor
+
+
+@dataclass(frozen=True)
+class Layer:
+    """An attention layer with the inputs a text gives it.
+
+    Attributes:
+        weights: in float64.
+        inputs: X, (sequences, n, D), in float64.
+        bias: what a causal layer adds to its logits, −∞ where hidden.
+    """
+
+    weights: DotProduct | TiedL2
+    inputs: Float[Tensor, "sequences tokens width"]
+    bias: Float[Tensor, "#heads tokens tokens"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A network as far as the study needs it.
+
+    Attributes:
+        tokens: the text as the network reads it.
+        layer: tokens (sequences, n) and the number of a layer to that layer.
+    """
+
+    tokens: Tensor
+    layer: Callable[[Tensor, int], Layer]
+
+
+# --- cases ---------------------------------------------------------------------------------------
+
+
+def cases(options: Options) -> list[Case]:
+    """Lengths on text, then factors, then the attack."""
+    model, path, attentions, num_layers, context = resolve(options)
+    layers = options.layers or sorted({0, num_layers // 2})
+    if options.model != "two_cluster" and max(layers) >= num_layers:
+        options.refuse("layers", f"{max(layers)} does not exist: {model} has {num_layers} layers")
+    sizes = [n for n in options.sizes if n <= context]
+    if len(sizes) < len(options.sizes):
+        print(f"growth: {model} takes at most {context} tokens; longer sizes are left out")
+    masks = {"both": [True, False], "causal": [True], "none": [False]}[options.mask]
+    if model == "checkpoint":
+        masks = [True]  # without its mask a trained layer would lose its learned position bias
+
+    def on_text(attention: Attention, layer: int, causal: bool, n: int, scale: float) -> Case:
+        return Case(
+            model, path, attention, layer, causal, "text", n, scale, 0, False,
+            0.0, options.num_sequences, options.text or "", options.max_steps, options.rtol,
+            options.seed,
+        )  # fmt: skip
+
+    chosen = [
+        on_text(attention, layer, causal, n, 1.0)
+        for attention in attentions
+        for layer in layers
+        for causal in masks
+        for n in sizes
+    ]
+    chosen += [
+        on_text(attention, layers[0], masks[0], min(options.scale_tokens, context), scale)
+        for attention in attentions
+        for scale in options.scales
+    ]
+    return [*chosen, *attack_cases(options, model, path, layers)]
+
+
+def attack_cases(options: Options, model: str, path: str, layers: Sequence[int]) -> list[Case]:
+    """The published attacks on the model's layers; random GPT-2 weights where there are none."""
+    targets = [
+        (model, path, layer, *PUBLISHED_ATTACK[model, layer][:2])
+        for layer in layers
+        if (model, layer) in PUBLISHED_ATTACK
+    ]
+    random = ("gpt2_weights", "", 0, *PUBLISHED_ATTACK["random_gpt2", 6][:2])
+    settings: list[tuple[Attention, bool, tuple[str, str, int, int, float]]] = [
+        ("dot_product", alone, target) for target in targets or [random] for alone in (True, False)
+    ]
+    settings.append(("l2", True, random))
+    return [
+        Case(
+            name, place, attention, layer, False, "two_cluster", n, 1.0, head, alone, radius, 1, "",
+            options.max_steps, options.rtol, options.seed,
+        )
+        for attention, alone, (name, place, layer, head, radius) in settings
+        for n in options.attack_sizes
+    ]  # fmt: skip
+
+
+def resolve(options: Options) -> tuple[str, str, tuple[Attention, ...], int, int]:
+    """What runs: its name, its weights, its attentions, its number of layers, its longest input."""
+    match options.model:
+        case "two_cluster":
+            return "two_cluster", "", (), 1, SMALL_CONTEXT
+        case "small":
+            return "small", "", OURS, small_config("dot_product").num_layers, SMALL_CONTEXT
+        case "checkpoint":
+            assert options.checkpoint is not None
+            trained = trained_configuration(read_checkpoint(options.checkpoint))
+            place, layers = options.checkpoint, trained.model.num_layers
+            return "checkpoint", place, (trained.model.name,), layers, trained.data.seq_len
+    name, path = available(options)
+    config = network(name, path, options.seed)[1]
+    return name, path, ("dot_product",), config.num_layers, config.context
+
+
+def available(options: Options) -> tuple[str, str]:
+    """The network of the ``transformers`` kind that can be had here, and where its weights are."""
+    name = options.model
+    if importlib.util.find_spec("transformers") is None:
+        instead = f"{name.removeprefix('random_')}_shape"
+        if not name.startswith("random_"):
+            instead = "small_shape"
+        print(
+            f"growth: transformers is not installed (pip install -e .[pretrained]); model={name} "
+            f"becomes {instead}, random weights in our own pre-norm dot-product layers"
+        )
+        return instead, ""
+    if name.startswith("random_"):
+        return name, ""
+    path = options.model_path or {"gpt2": "gpt2", "bert": "bert-base-uncased"}[name]
+    try:
+        network(name, path, options.seed)
+    except Exception as error:  # the Hub's client has many ways to fail
+        reason = " ".join(str(error).split())[:120]
+        print(f"growth: no weights for {name} at {path} ({reason}); running small_{name}, random")
+        return f"small_{name}", ""
+    return name, path
+
+
+# --- networks ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def source(model: str, path: str, attention: str, text: str, seed: int) -> Source:
+    """The network and its text; kept for the next case."""
+    if model == "checkpoint":
+        return checkpoint_source(path, text)
+    if model == "small":
+        return small_source(attention, read_text(text), seed)
+    return word_source(model, path, read_text(text), seed)
+
+
+def read_text(path: str) -> str:
+    """The training text of a file or folder, or of python_docs."""
+    return load_corpus("text_file" if path else "python_docs", path or None).train
+
+
+def small_config(name: str) -> ModelConfig:
+    """A small model of ours without position bias: its mask alone says who sees whom."""
+    is_baseline = name != "contractive_l2"
+    return ModelConfig(
+        name=name,  # pyright: ignore[reportArgumentType]
+        certificate=None if is_baseline else "token_max",
+        d_model=64, num_heads=4, num_layers=4, position_bias=False, activation_norm=False,
+    )  # fmt: skip
+
+
+def small_source(name: str, text: str, seed: int) -> Source:
+    """A freshly initialised model of ours on characters."""
+    vocabulary = Vocabulary.from_text(text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_model(small_config(name), vocabulary.size, SMALL_CONTEXT).to(DTYPE).eval()
+    tokens = vocabulary.encode(text).long()
+    return Source(tokens, lambda batch, layer: layer_of(model, batch, layer))
+
+
+def checkpoint_source(path: str, text: str) -> Source:
+    """A trained model of ours, on the given text or the test split of its own."""
+    checkpoint = read_checkpoint(path)
+    trained = trained_configuration(checkpoint)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    model = load_model(checkpoint, trained, vocabulary).to(DTYPE)
+    words = read_text(text) if text else read_corpus(trained.data).split("test")
+    tokens = vocabulary.encode(words).long()
+    return Source(tokens, lambda batch, layer: layer_of(model, batch, layer))
+
+
+@torch.no_grad()
+def layer_of(model: CharTransformer, tokens: Tensor, layer: int) -> Layer:
+    """The attention of one block of ours with the inputs it gets."""
+    wanted = f"block_{layer:02d}/attention"
+    with frozen_weights(model):
+        for name, branch, x in residual_branches(model, model.embedding(tokens)):
+            if name != wanted:
+                continue
+            if isinstance(branch, PreNormBranch):
+                x, branch = branch.norm(x), branch.inner
+            if isinstance(branch, TiedL2Attention):
+                weights = TiedL2(*(w.to(DTYPE) for w in branch.weights()))
+            else:
+                assert isinstance(branch, DotProductAttention)
+                weights = own_weights(branch)
+            bias = branch.position(x.shape[-2])  # pyright: ignore[reportCallIssue]
+            return Layer(weights, x.to(DTYPE), bias.to(DTYPE))
+    raise AssertionError(f"no {wanted}")
+
+
+def own_weights(attention: DotProductAttention) -> DotProduct:
+    """The weights of our dot-product layer."""
+    parts = attention.qkv.weight.mT.chunk(3, dim=1)
+    w_q, w_k, w_v = (head_matrices(w, attention.num_heads) for w in parts)
+    return DotProduct(w_q, w_k, w_v, w_o=attention.out.weight.mT.to(DTYPE))
+
+
+def head_matrices(w: Float[Tensor, "width width"], num_heads: int) -> Tensor:
+    """x ↦ x W cut into heads: (D, H d) → (H, D, d), in float64."""
+    return split_heads(w.detach().to(DTYPE), num_heads)
+
+
+class Shape(NamedTuple):
+    """What a network allows."""
+
+    num_layers: int
+    context: int
+    vocab_size: int
+    num_heads: int
+
+
+@lru_cache(maxsize=1)
+def network(name: str, path: str, seed: int) -> tuple[nn.Module, Shape]:
+    """The network of that name in eval mode: weights from the path, or random from ``seed``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model, shape = own_network(name) if name.endswith("_shape") else hub_network(name, path)
+    return model.eval(), shape
+
+
+def own_network(name: str) -> tuple[CharTransformer, Shape]:
+    """Our pre-norm dot-product model in the shape, and with the random weights, of GPT-2."""
+    config = small_config("dot_product")
+    shape = Shape(config.num_layers, SMALL_CONTEXT, 1000, config.num_heads)
+    if name != "small_shape":
+        config = ModelConfig(
+            name="dot_product", certificate=None, d_model=GPT2_WIDTH, num_heads=GPT2_HEADS,
+            num_layers=GPT2_LAYERS, position_bias=False, activation="gelu",
+        )  # fmt: skip
+        shape = Shape(GPT2_LAYERS, 512, 30000, GPT2_HEADS)
+    model = build_model(config, shape.vocab_size, shape.context)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=GPT2_INIT)
+    return model, shape
+
+
+def hub_network(name: str, path: str) -> tuple[nn.Module, Shape]:
+    """GPT-2 or BERT through transformers."""
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    transformers.logging.set_verbosity_error()
+    is_gpt2 = name.endswith("gpt2")
+    kind = transformers.GPT2Model if is_gpt2 else transformers.BertModel
+    if path:
+        model = pretrained(kind, path)
+    else:
+        names = ("n_embd", "n_layer", "n_head") if is_gpt2 else (
+            "hidden_size", "num_hidden_layers", "num_attention_heads"
+        )  # fmt: skip
+        small = dict(zip(names, (64, 4, 4), strict=True)) if name.startswith("small_") else {}
+        config = (transformers.GPT2Config if is_gpt2 else transformers.BertConfig)(**small)
+        model = kind(config)
+    config = model.config
+    return model, Shape(
+        config.num_hidden_layers, config.max_position_embeddings, config.vocab_size,
+        config.num_attention_heads,
+    )  # fmt: skip
+
+
+def pretrained(kind: Any, path: str) -> nn.Module:
+    """Published weights, from here if they are here, else from the Hub if it answers."""
+    try:
+        return kind.from_pretrained(path, local_files_only=True)
+    except OSError:
+        if Path(path).is_dir():
+            raise
+        import huggingface_hub
+
+        huggingface_hub.HfApi().model_info(path, timeout=HUB_TIMEOUT)
+        return kind.from_pretrained(path)
+
+
+def word_source(name: str, path: str, text: str, seed: int) -> Source:
+    """A network on words: the tokeniser's where it has trained weights, else by frequency."""
+    model, shape = network(name, path, seed)
+    if path:
+        import transformers  # pyright: ignore[reportMissingImports]
+
+        try:
+            tokeniser = transformers.AutoTokenizer.from_pretrained(path)
+        except Exception as error:
+            raise DataError(
+                f"model_path: {path} has weights but no tokeniser that loads"
+            ) from error
+        start = text[:TOKENISED_CHARACTERS]
+        tokens = torch.tensor(tokeniser(start, add_special_tokens=False)["input_ids"])
+    else:
+        tokens = words_by_frequency(text).clamp(max=shape.vocab_size - 1)
+    if isinstance(model, CharTransformer):
+        return Source(tokens, lambda batch, layer: layer_of(model, batch, layer))
+    return Source(tokens, lambda batch, layer: hub_layer(model, shape, batch, layer))
+
+
+def words_by_frequency(text: str) -> Tensor:
+    """Words and marks as numbers, the most frequent word 0."""
+    words = re.findall(r"\w+|[^\w\s]", text)
+    number = {word: rank for rank, (word, _) in enumerate(Counter(words).most_common())}
+    return torch.tensor([number[word] for word in words])
+
+
+@torch.no_grad()
+def hub_layer(model: Any, shape: Shape, tokens: Tensor, layer: int) -> Layer:
+    """One attention layer of GPT-2 or BERT with the inputs it gets."""
+    states = model(input_ids=tokens, output_hidden_states=True).hidden_states[layer]
+    weights = hub_weights(model, shape.num_heads, layer)
+    x = model.h[layer].ln_1(states) if hasattr(model, "h") else states
+    return Layer(weights, x.to(DTYPE), causal_bias(x.shape[-2]))
+
+
+def hub_weights(model: Any, num_heads: int, layer: int) -> DotProduct:
+    """The weights of GPT-2's or BERT's layer; value and output biases only shift the output."""
+    if hasattr(model, "h"):
+        attention = model.h[layer].attn
+        q, k, v = attention.c_attn.weight.chunk(3, dim=1)
+        b_q, b_k, _ = attention.c_attn.bias.chunk(3)
+        w_o = attention.c_proj.weight
+    else:
+        attention = model.encoder.layer[layer].attention
+        inner = attention.self
+        q, k, v = (part.weight.mT for part in (inner.query, inner.key, inner.value))
+        b_q, b_k = inner.query.bias, inner.key.bias
+        w_o = attention.output.dense.weight.mT
+    w_q, w_k, w_v = (head_matrices(w, num_heads) for w in (q, k, v))
+    b_q, b_k = (split_heads(b.detach().to(DTYPE)[None], num_heads) for b in (b_q, b_k))
+    return DotProduct(w_q, w_k, w_v, b_q, b_k, w_o.detach().to(DTYPE))
+
+
+def causal_bias(num_tokens: int) -> Float[Tensor, "one tokens tokens"]:
+    """Zero where j ≤ i, −∞ elsewhere."""
+    hidden = torch.ones(1, num_tokens, num_tokens, dtype=torch.bool).triu(1)
+    return torch.zeros(hidden.shape, dtype=DTYPE).masked_fill(hidden, -math.inf)
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """The layer at its texts, or under attack."""
+    if case.data == "two_cluster":
+        return attack(case, device)
+    network_text = source(case.model, case.path, case.attention, case.text, case.seed)
+    tokens = sequences(network_text.tokens, case.num_tokens, case.num_sequences, case.seed)
+    layer = network_text.layer(tokens, case.layer)
+    x = case.scale * layer.inputs.to(device)
+    bias = layer.bias if case.causal else torch.zeros_like(layer.bias)
+    weights = moved(layer.weights, device)
+    estimate = constant(jacobian(weights, x, bias.to(device)), case)
+    return as_result(estimate, x, ceiling(weights, case.num_tokens))
+
+
+def sequences(
+    tokens: Tensor, num_tokens: int, count: int, seed: int
+) -> Float[Tensor, "count tokens"]:
+    """Sequences that do not overlap, from places that depend on the seed and not on n.
+
+    Raises:
+        DataError: the text is too short.
+    """
+    room = len(tokens) // count
+    if room < 2 * num_tokens:
+        raise DataError(
+            f"the text has {len(tokens)} tokens, too few for {count} places of {2 * num_tokens}; "
+            "choose fewer num_sequences, smaller sizes or another text"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    share = torch.rand(count, generator=generator)
+    starts = room * torch.arange(count) + (share * (room // 2)).long()
+    return tokens[starts[:, None] + torch.arange(num_tokens)]
+
+
+def jacobian(weights: DotProduct | TiedL2, x: Tensor, bias: Tensor) -> LinearMap:
+    """Df(X), analytically for L2 attention, by differentiation for dot products."""
+    if isinstance(weights, TiedL2):
+        return attention_jacobian(x, weights.w_q, weights.g, bias)
+    return linearise(dot_product_map(weights, bias), x)
+
+
+def dot_product_map(weights: DotProduct, bias: Tensor) -> SequenceMap:
+    """f(X) = [softmax(Q_h K_hᵀ/√d + b) V_h]_h W^O, without value and output biases."""
+
+    def attend(x: Tensor) -> Tensor:
+        q, k, v = (project(x, w) for w in weights[:3])
+        q = q if weights.b_q is None else q + weights.b_q
+        k = k if weights.b_k is None else k + weights.b_k
+        y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1) @ v)
+        return y if weights.w_o is None else y @ weights.w_o
+
+    return attend
+
+
+def constant(linear: LinearMap, case: Case) -> LipschitzEstimate:
+    """‖Df(X)‖ from below."""
+    generator = torch.Generator(device=linear.device).manual_seed(case.seed)
+    return lanczos_estimate(
+        linear, max_steps=case.max_steps, rtol=case.rtol, check_every=5, generator=generator
+    )
+
+
+def as_result(estimate: LipschitzEstimate, x: Tensor, ceiling: float) -> Result:
+    """The estimates of all sequences as plain numbers."""
+    return Result(
+        estimate.value.tolist(),
+        x.square().sum(-1).mean(-1).sqrt().tolist(),
+        estimate.converged.double().mean().item(),
+        ceiling,
+    )
+
+
+def ceiling(weights: DotProduct | TiedL2, num_tokens: int) -> float:
+    """√n Σ_h ‖W^V_h W^O_h‖ (Theorem 3.7 with Lemma 3.8)."""
+    if isinstance(weights, TiedL2):
+        return math.nan
+    inner = torch.linalg.qr(weights.w_v).R
+    if weights.w_o is not None:
+        w_o = weights.w_o.unflatten(0, (len(inner), -1))
+        inner = inner @ torch.linalg.qr(w_o.mT).R.mT
+    return math.sqrt(num_tokens) * torch.linalg.matrix_norm(inner, 2).sum().item()
+
+
+def moved(weights: DotProduct | TiedL2, device: torch.device) -> DotProduct | TiedL2:
+    """The weights on a device."""
+    there: Any = (w if w is None else w.to(device) for w in weights)
+    return type(weights)(*there)
+
+
+def attack(case: Case, device: torch.device) -> Result:
+    """The paper's two clusters, made for one dot-product head; L2 takes the worst of more radii."""
+    weights = moved(attacked(case.model, case.path, case.layer, case.seed), device)
+    assert isinstance(weights, DotProduct)
+    q, k = weights.w_q[case.head], weights.w_k[case.head]
+    a = k @ q.mT / math.sqrt(q.shape[-1])
+    x = real_two_clusters(a, case.radius, case.num_tokens)[None]
+    bias = x.new_zeros(1, case.num_tokens, case.num_tokens)
+    weights = only_head(weights, case.head) if case.alone else weights._replace(w_o=None)
+    if case.attention == "dot_product":
+        estimate = constant(jacobian(weights, x, bias), case)
+        return as_result(estimate, x, ceiling(weights, case.num_tokens))
+    tied = tied_weights(weights)
+    results = [
+        as_result(constant(jacobian(tied, s * x, bias), case), s * x, math.nan) for s in L2_RADII
+    ]
+    return max(results, key=lambda result: result.constants)
+
+
+def only_head(weights: DotProduct, head: int) -> DotProduct:
+    """One head, its channels written to the first of the output."""
+    parts: Any = (w if w is None else w[head : head + 1] for w in weights[:5])
+    width, d_head = weights.w_v.shape[1:]
+    w_o = torch.eye(d_head, width, dtype=DTYPE, device=weights.w_v.device)
+    return DotProduct(*parts, w_o=w_o)
+
+
+def real_two_clusters(a: Tensor, radius: float, num_tokens: int) -> Tensor:
+    """The clusters of Lemma C.7, in one sentence if this head has none.
+
+    Raises:
+        ConfigurationError: A has no real eigenvalue.
+    """
+    try:
+        return castin.two_cluster_tokens(a, radius, num_tokens)
+    except ValueError as error:
+        raise ConfigurationError(f"seed: {error}; choose another seed") from None
+
+
+@lru_cache(maxsize=1)
+def attacked(model: str, path: str, layer: int, seed: int) -> DotProduct:
+    """The weights to attack: a layer of GPT-2 or BERT, or random ones of GPT-2's shape."""
+    if model != "gpt2_weights":
+        module, shape = network(model, path, seed)
+        return hub_weights(module, shape.num_heads, layer)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (GPT2_WIDTH, 3 * GPT2_WIDTH)
+    parts = GPT2_INIT * torch.randn(shape, generator=generator, dtype=DTYPE)
+    return DotProduct(*(head_matrices(w, GPT2_HEADS) for w in parts.chunk(3, dim=1)))
+
+
+def tied_weights(weights: DotProduct) -> TiedL2:
+    """Tied L2 attention of one head with the same W^Q and W^V, made comparable in size.
+
+    Its value path has the factor W^Q W^Qᵀ/√d, tiny for small weights: it is scaled to norm one.
+    """
+    assert weights.w_o is not None
+    d_head = weights.w_q.shape[-1]
+    g = paper_output_map(weights.w_q, weights.w_v, weights.w_o.unflatten(0, (-1, d_head)))
+    factor = torch.linalg.matrix_norm(weights.w_q, 2).square() / math.sqrt(d_head)
+    return TiedL2(weights.w_q, g / factor[:, None, None])
+
+
+# --- fits and report -----------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """What shares one line of a figure."""
+
+    model: str
+    attention: Attention
+    layer: int
+    causal: bool
+    data: Data
+    alone: bool
+
+    @property
+    def label(self) -> str:
+        """The curve in words."""
+        heads = "one head" if self.alone else "all heads"
+        mask = "causal" if self.causal else "unmasked"
+        rest = heads if self.data == "two_cluster" else mask
+        return f"{self.model} {self.attention} layer {self.layer}, {rest}".replace("_", " ")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """C nᵅ through a curve, with an interval for α."""
+
+    coefficient: float
+    exponent: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.coefficient:.3g} n^{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        )  # fmt: skip
+
+
+def fit(points: Sequence[tuple[int, Sequence[float]]], seed: int = 0) -> Fit | None:
+    """log L = log C + α log n by least squares; the interval resamples lengths and sequences.
+
+    Args:
+        points: n and the constants of its sequences, of which the k-th belong together.
+        seed: of the bootstrap.
+
+    Returns:
+        The fit with a 95 % percentile interval, or None for less than three lengths.
+    """
+    if len(points) < 3:
+        return None
+    n = torch.tensor([float(n) for n, _ in points], dtype=DTYPE).log()
+    values = torch.tensor([list(v) for _, v in points], dtype=DTYPE).log()
+    generator = torch.Generator().manual_seed(seed)
+    slopes = []
+    for _ in range(NUM_RESAMPLES):
+        lengths = torch.randint(len(n), (len(n),), generator=generator)
+        chosen = torch.randint(values.shape[1], (values.shape[1],), generator=generator)
+        if len(set(lengths.tolist())) > 1:
+            slopes.append(line(n[lengths], values[lengths][:, chosen].mean(1))[1])
+    tail = (1 - CONFIDENCE) / 2
+    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(n.new_tensor([tail, 1 - tail])).tolist()
+    intercept, exponent = line(n, values.mean(1))
+    return Fit(math.exp(intercept), exponent, low, high)
+
+
+def line(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line."""
+    centred = x - x.mean()
+    slope = (centred @ y / centred.square().sum()).item()
+    return y.mean().item() - slope * x.mean().item(), slope
+
+
+def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:
+    """The rows at scale 1 by curve, in the order of n."""
+    found: dict[Curve, list[tuple[Case, Result]]] = {}
+    for case, result in rows:
+        if case.scale == 1:
+            key = Curve(
+                case.model, case.attention, case.layer, case.causal, case.data, case.alone
+            )  # fmt: skip
+            found.setdefault(key, []).append((case, result))
+    return {key: sorted(part, key=lambda row: row[0].num_tokens) for key, part in found.items()}
+
+
+def fits(rows: Rows[Case, Result]) -> dict[Curve, Fit]:
+    """The fit of every curve with enough lengths."""
+    found = {
+        key: fit([(c.num_tokens, r.constants) for c, r in part])
+        for key, part in curves(rows).items()
+    }
+    return {key: one for key, one in found.items() if one is not None}
+
+
+def published(key: Curve) -> tuple[float, float] | None:
+    """The paper's C and α for a curve."""
+    if key.attention != "dot_product":
+        return None
+    if key.data == "text":
+        return PUBLISHED_TEXT.get((key.model, key.layer, key.causal))
+    name = ("random_gpt2", 6) if key.model == "gpt2_weights" else (key.model, key.layer)
+    return (PUBLISHED_ATTACK[name][2], 0.5) if name in PUBLISHED_ATTACK else None
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every fitted curve beside the paper's."""
+    found = fits(rows)
+    table = [table_line(key, part, found.get(key)) for key, part in curves(rows).items()]
+    if not found:
+        why = "an exponent needs at least three lengths"
+        return Summary(table or [{"curves": 0}], "C n^alpha", "not run", "not in the paper", why)
+    ours = "; ".join(f"{key.label}: {one}" for key, one in found.items())
+    known = {key: published(key) for key in found}
+    paper = "; ".join(
+        f"{key.label}: {value[0]:g} n^{value[1]:g}" for key, value in known.items() if value
+    )
+    attacks = {key: one for key, one in found.items() if key.data == "two_cluster"}
+    dot = [one for key, one in attacks.items() if key.attention == "dot_product" and key.alone]
+    l2 = [one.exponent for key, one in attacks.items() if key.attention == "l2"]
+    holds = [abs(one.exponent - 0.5) <= 0.05 for one in dot]
+    texts = {k: v for k, v in known.items() if v and k.data == "text"}
+    near = [abs(found[key].exponent - value[1]) <= 0.1 for key, value in texts.items()]
+    slower = [one.exponent < 0.5 for key, one in found.items() if key.data == "text"]
+    sentences = []
+    if dot:
+        share = f"{sum(holds)} of {len(dot)}"
+        sentences.append(f"the attack's exponent is within 0.05 of 1/2 for {share} attacked heads")
+        sentences += [
+            f"C of C n^(1/2) is {root_coefficient(part):.3g} for {key.label}, the paper's "
+            f"{theirs[0]:g}"
+            for key, part in curves(rows).items()
+            if key in attacks and (theirs := published(key))
+        ]
+    if l2:
+        sentences.append(f"tied L2 grows with exponent {max(l2):.2f} at its worst radius")
+    if texts:
+        sentences.append(f"{sum(near)} of {len(near)} text exponents are within 0.1 of the paper's")
+    if any(key.model == "random_gpt2" for key in texts):
+        sentences.append(
+            "at this initialisation attention is nearly uniform, so the masked constant is that of "
+            "the Cesaro mean, about n^0.08 here; the paper's script left dropout switched on"
+        )
+    if slower:
+        sentences.append(f"{sum(slower)} of {len(slower)} curves on text grow slower than n^(1/2)")
+    if not texts and slower:
+        sentences.append(
+            "none of these layers on text is in the paper, whose exponent is about 1/4"
+        )
+    converged = min(result.converged for _, result in rows)
+    sentences.append(f"at least {100 * converged:.0f} % of the estimates of each row converged")
+    good = all(holds) and all(near) and all(slower) and all(exponent < 0.25 for exponent in l2)
+    outcome = "not in the paper" if not dot and not texts else "partly reproduced"
+    if outcome == "partly reproduced" and good:
+        outcome = "reproduced"
+    return Summary(table, paper or "about n^(1/4) on text", ours, outcome, "; ".join(sentences))
+
+
+def table_line(key: Curve, part: Rows[Case, Result], one: Fit | None) -> dict[str, Any]:
+    """One curve: fit, the paper's fit, and the largest length."""
+    last_case, last = part[-1]
+    theirs = published(key)
+    magnitude = fit([(c.num_tokens, r.magnitudes) for c, r in part])
+    return {
+        "layer": key.label,
+        "data": key.data,
+        "exponent": one.exponent if one else math.nan,
+        "from": one.low if one else math.nan,
+        "to": one.high if one else math.nan,
+        "C": one.coefficient if one else math.nan,
+        "C of C n^(1/2)": root_coefficient(part) if key.data == "two_cluster" else math.nan,
+        "paper": f"{theirs[0]:g} n^{theirs[1]:g}" if theirs else None,
+        "largest n": last_case.num_tokens,
+        "constant there": mean(last.constants),
+        "magnitude there": mean(last.magnitudes),
+        "exponent of magnitude": magnitude.exponent if magnitude else math.nan,
+        "converged": min(r.converged for _, r in part),
+    }
+
+
+def root_coefficient(part: Rows[Case, Result]) -> float:
+    """C of C √n through a curve, least squares in logarithms: what the paper gives for attacks."""
+    logs = [math.log(mean(r.constants) / math.sqrt(c.num_tokens)) for c, r in part]
+    return math.exp(mean(logs))
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Text, attack, factors and magnitudes."""
+    figure, (text, attacked_layers, factors, magnitude) = panels(2, 2)
+    draw_growth(text, rows, "text", "real text")
+    draw_growth(attacked_layers, rows, "two_cluster", "two-cluster attack")
+    draw_scales(factors, rows)
+    seen: dict[str, Rows[Case, Result]] = {}
+    for key, part in of_kind(rows, "text").items():  # a mask does not change the inputs
+        seen.setdefault(key.label.partition(",")[0], part)
+    for index, (label, part) in enumerate(seen.items()):
+        n = [c.num_tokens for c, _ in part]
+        style = f"k{marker(index)}{('-', '--', '-.', ':')[index % 4]}"
+        values = [mean(r.magnitudes) for _, r in part]
+        magnitude.plot(n, values, style, fillstyle="none", label=label)
+    magnitude.set(
+        xlabel="sequence length n (tokens)", ylabel="token magnitude (mean ‖x_i‖²)^½ (units of X)",
+        title="inputs of the layers", xscale="log", yscale="log",
+    )  # fmt: skip
+    for axes in (text, attacked_layers, factors, magnitude):
+        if axes.lines:
+            axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
+    return figure
+
+
+def of_kind(rows: Rows[Case, Result], data: Data) -> dict[Curve, list[tuple[Case, Result]]]:
+    """The curves on one kind of data."""
+    return {key: part for key, part in curves(rows).items() if key.data == data}
+
+
+def marker(index: int) -> str:
+    """A marker for a curve."""
+    return "os^vDP<>Xp*h"[index % 12]
+
+
+def draw_growth(axes: "Axes", rows: Rows[Case, Result], data: Data, title: str) -> None:
+    """Mean constants against n, our fits, and the paper's."""
+    found = fits(rows)
+    for index, (key, part) in enumerate(of_kind(rows, data).items()):
+        n = [c.num_tokens for c, _ in part]
+        values = [mean(r.constants) for _, r in part]
+        one = found.get(key)
+        label = key.label if one is None else f"{key.label}:\n{one}"
+        axes.plot(n, values, f"k{marker(index)}", fillstyle="none", label=label)
+        if one is not None:
+            axes.plot(n, [one.coefficient * size**one.exponent for size in n], "-", color="0.5")
+        theirs = published(key)
+        if theirs:
+            curve = [theirs[0] * size ** theirs[1] for size in n]
+            drawn = {line.get_label() for line in axes.lines}
+            label = f"paper {theirs[0]:g} n^{theirs[1]:g}"
+            axes.plot(n, curve, "k:", label="_again" if label in drawn else label)
+    axes.set(
+        xlabel="sequence length n (tokens)", ylabel="local Lipschitz constant, frobenius (no unit)",
+        title=title, xscale="log", yscale="log",
+    )  # fmt: skip
+
+
+def draw_scales(axes: "Axes", rows: Rows[Case, Result]) -> None:
+    """Mean constants against the factor on the inputs, with the ceiling of large factors."""
+    lines: dict[str, list[tuple[float, Result]]] = {}
+    scaled = {
+        (c.model, c.attention, c.layer, c.causal, c.num_tokens) for c, _ in rows if c.scale != 1
+    }
+    for case, result in rows:
+        key = (case.model, case.attention, case.layer, case.causal, case.num_tokens)
+        if case.data == "text" and key in scaled:
+            label = f"{case.attention} layer {case.layer}, n = {case.num_tokens}"
+            lines.setdefault(label.replace("_", " "), []).append((case.scale, result))
+    for index, (label, points) in enumerate(lines.items()):
+        points.sort(key=lambda point: point[0])
+        scales = [scale for scale, _ in points]
+        values = [mean(result.constants) for _, result in points]
+        axes.plot(scales, values, f"k{marker(index)}-", fillstyle="none", label=label)
+        top = points[-1][1].ceiling
+        if math.isfinite(top):
+            axes.axhline(
+                top, color="k", linestyle=":", label="√n Σ‖V_h‖, Theorem 3.7 and Lemma 3.8"
+            )
+    axes.set(
+        xlabel="factor on the inputs (no unit)", title="scaled inputs",
+        ylabel="local Lipschitz constant, frobenius (no unit)", xscale="log", yscale="log",
+    )  # fmt: skip
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

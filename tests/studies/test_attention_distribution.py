@@ -1,0 +1,338 @@
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.build.model import build_model
+from invformer.config import load_config, to_dict
+from invformer.data.vocabulary import Vocabulary
+from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, merge_heads
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
+from invformer.numerics.bounds import jasmin, local
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.schema import TrainConfig
+from invformer.section import from_plain
+from invformer.studies import attention_distribution
+from invformer.studies.attention_distribution import (
+    SCALES,
+    STUDY,
+    Case,
+    Layer,
+    Options,
+    Result,
+    at_equal_loss,
+    attention_inputs,
+    build,
+    cases,
+    compare,
+    constant_of,
+    dot_product_terms,
+    draw,
+    equal_loss,
+    heads_of,
+    l2_jasmin_bound,
+    measure,
+    penalty_of,
+    random_tokens,
+    sensitivity,
+    summarise,
+    tightness_by_group,
+)
+from invformer.studies.study import main
+
+CPU = torch.device("cpu")
+Kind = Literal["dot_product", "l2"]
+KINDS: tuple[Kind, ...] = ("dot_product", "l2")
+TINY = [
+    "d_model=12", "num_heads=2", "num_layers=1", "seq_len=16", "batch_size=4", "num_steps=3",
+    "layer_sizes=[]", "layer_width=8", "num_sequences=2", "data.val_characters=200",
+    "data.max_characters=20000", "num_seeds=1", "weights=[0.1]",
+]  # fmt: skip
+
+
+def tiny_cases(*words: str) -> list[Case]:
+    return cases(load_config([*TINY, *words], Options))
+
+
+def tiny_case(regulariser: str, attention: str = "l2", *words: str) -> Case:
+    (case,) = [
+        case
+        for case in tiny_cases(f"attentions=[{attention}]", *words)
+        if case.regulariser == regulariser and case.num_steps
+    ]
+    return case
+
+
+def layer_of(kind: Kind, num_tokens: int = 6, d_model: int = 6, biased: bool = False) -> Layer:
+    position = RelativePositionBias(2, num_tokens) if biased else CausalMask(num_tokens)
+    return (L2Attention if kind == "l2" else DotProductAttention)(d_model, 2, position).double()
+
+
+def norm_of(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(dense_jacobian(f, x), 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_truth_is_the_dense_jacobians_and_no_bound_is_below_it(
+    kind: Kind, biased: bool
+) -> None:
+    layer = layer_of(kind, biased=biased)
+    x = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0])[:, None, None] * torch.randn(5, 6, 6)
+    with torch.no_grad():
+        found = compare(layer, x)
+    dense = torch.stack([norm_of(layer, sample) for sample in x])
+    torch.testing.assert_close(torch.tensor(found.truth), dense, rtol=1e-8, atol=0)
+    for name, bounds in found.bounds.items():
+        assert (torch.tensor(bounds) >= dense).all(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inputs", ["gaussian", "clusters"])
+def test_random_layers_violate_no_bound_and_keep_their_order(kind: Kind, inputs: str) -> None:
+    chosen = [
+        case
+        for case in tiny_cases("layer_sizes=[12]", "num_seeds=2", f"attentions=[{kind}]")
+        if case.inputs == inputs
+    ]
+    assert len(chosen) == 4
+    rows = [(case, measure(case, CPU)) for case in chosen]
+    assert all(len(result.truth) == len(SCALES) for _, result in rows)
+    assert all(result.residual < 1e-5 for _, result in rows)
+    (group,) = tightness_by_group(rows).values()
+    assert all(found.violations == 0 for found in group.values())
+    assert attention_distribution.disorder(rows) == 0
+    order = ["tight", "g1", "kim"] if kind == "l2" else ["fast", "g1_centred", "g1"]
+    means = [group[name].mean for name in order]
+    assert means == sorted(means)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_heads_put_together_are_the_layer(kind: Kind, biased: bool) -> None:
+    layer, x = layer_of(kind, biased=biased), torch.randn(3, 6, 6)
+    heads = heads_of(layer, x)
+    output = merge_heads(heads.p @ heads.v) @ heads.w_o.flatten(0, 1)
+    torch.testing.assert_close(output, layer(x))
+
+
+def test_query_and_key_terms_bound_how_the_weights_of_dot_product_attention_react() -> None:
+    layer = layer_of("dot_product")
+    assert isinstance(layer, DotProductAttention)
+    ratios = []
+    for scale in (0.2, 1.0, 3.0):
+        x = scale * torch.randn(6, 6)
+        frozen = heads_of(layer, x).v
+
+        def reaction(x: Tensor, frozen: Tensor = frozen) -> Tensor:
+            return merge_heads(heads_of(layer, x).p @ frozen)
+
+        query, key = dot_product_terms(heads_of(layer, x))
+        ratios.append(((query + key) / norm_of(reaction, x)).item())
+    assert 1 <= min(ratios) <= max(ratios) < 6
+
+
+def test_the_terms_that_are_trained_are_those_of_the_certified_bound() -> None:
+    layer = layer_of("dot_product")
+    heads = heads_of(layer, torch.randn(2, 6, 6))
+    value = torch.linalg.matrix_norm(heads.w_v.transpose(0, 1).flatten(1), 2)
+    columns = heads.p.sum(-2).amax((-2, -1)).sqrt()
+    outer = torch.linalg.matrix_norm(heads.w_o.flatten(0, 1), 2)
+    expected = outer * (value * columns + sum(dot_product_terms(heads)))
+    torch.testing.assert_close(local.dot_product_local_bound(*heads), expected, rtol=1e-6, atol=0)
+
+
+def test_the_carried_over_bound_needs_its_key_term() -> None:
+    """One token moved against many others that attend to it: the query term alone is too small."""
+
+    def reach_without_keys(heads: attention_distribution.Heads) -> Tensor:
+        q, p, w = heads.q, heads.p, heads.w_q
+        centred = q - q.mean(-2, keepdim=True)
+        norm = lambda a: torch.linalg.matrix_norm(a, 2)  # noqa: E731
+        reaction = 2 / math.sqrt(q.shape[-1]) * jasmin.softmax_jacobian_bound(p).amax(-1)
+        return reaction * norm(centred) * norm(centred @ w.mT)
+
+    n = 40
+    layer = L2Attention(1, 1, CausalMask(n)).double()
+    for parameter in layer.parameters():
+        torch.nn.init.ones_(parameter)
+    x = torch.zeros(n, 1)
+    x[0], x[1::2] = 1.4, 0.05
+    heads = heads_of(layer, x)
+    right, truth = l2_jasmin_bound(heads), norm_of(layer, x)
+    assert reach_without_keys(heads).item() < right.item()
+    assert right >= truth
+
+
+def test_at_equal_loss_a_path_is_followed_until_it_leaves_the_allowed_loss() -> None:
+    path = [(2.0, 5.0), (2.05, 4.0), (2.25, 2.0), (2.0, 0.1)]
+    assert at_equal_loss(path, 0.0) == 5.0
+    assert at_equal_loss(path, 0.05) == pytest.approx(4.0)
+    assert at_equal_loss(path, 0.15) == pytest.approx(3.0)
+    assert at_equal_loss(path, 1.0) == 0.1
+    assert at_equal_loss([(2.0, 5.0), (math.nan, 0.0)], 1.0) == 5.0
+    assert at_equal_loss([(2.0, 5.0), (1.9, 6.0)], 0.1) == 5.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sensitivity_regulariser_lowers_what_it_measures_and_the_true_constant(
+    kind: Kind,
+) -> None:
+    words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
+    results = {
+        name: measure(tiny_case(name, kind, *words), CPU) for name in ("none", "sensitivity")
+    }
+    assert constant_of(results["sensitivity"]) < 0.8 * constant_of(results["none"])
+
+
+def test_training_on_jasmin_10_flattens_the_attention() -> None:
+    words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
+    largest = {}
+    for name in ("none", "jasmin_10"):
+        model, text = build(tiny_case(name, "dot_product", *words), CPU)
+        assert model is not None
+        (found,) = attention_inputs(model.eval(), text.val[:16].long()[None])
+        largest[name] = heads_of(*found).p[..., 12:, :].amax(-1).mean().item()
+    assert largest["jasmin_10"] < largest["none"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["jasmin_0", "jasmin_10", "sensitivity"])
+def test_every_penalty_is_its_weight_times_a_differentiable_number(kind: Kind, name: str) -> None:
+    layer, z = layer_of(kind, 16), torch.randn(2, 16, 6)
+    values = []
+    for weight in (1.0, 3.0):
+        penalty = penalty_of(tiny_case(name, kind, f"weights=[{weight}]"))
+        assert penalty is not None
+        values.append(penalty(layer, z))
+    torch.testing.assert_close(values[1], 3 * values[0])
+    values[0].backward()
+    gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+    assert gradients
+    assert all(g.isfinite().all() for g in gradients)
+    assert penalty_of(tiny_case("none", kind)) is None
+
+
+def test_sensitivity_vanishes_where_the_weights_cannot_react() -> None:
+    for kind in KINDS:
+        same = torch.ones(1, 6, 6)
+        assert sensitivity(layer_of(kind), same).item() < 1e-6
+
+
+def test_recording_inputs_leaves_no_hook_behind() -> None:
+    model, text = build(tiny_case("none"), CPU)
+    assert model is not None
+    inputs = attention_inputs(model, text.val[:16].long()[None])
+    assert [type(layer) for layer, _ in inputs] == [L2Attention]
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_random_tokens_come_in_every_scale_and_clusters_are_tight() -> None:
+    gaussian, clusters = (
+        case for case in tiny_cases("layer_sizes=[40]", "attentions=[l2]")
+        if case.inputs != "text" and case.causal
+    )  # fmt: skip
+    for case, near in ((gaussian, False), (clusters, True)):
+        x = random_tokens(case) / torch.tensor(SCALES)[:, None, None]
+        assert 0.7 < x.std() < 1.4
+        distances = torch.cdist(x, x) + 1e9 * torch.eye(40)
+        assert (distances.amin(-1).mean() < 1) == near
+
+
+def test_a_training_that_failed_is_reported_and_not_compared() -> None:
+    failed = Result(math.nan, math.nan, math.nan, [], math.nan, {})
+    good = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0], "g1": [9.0, 9.0]})
+    plain, regularised = tiny_case("none", "dot_product"), tiny_case("jasmin_0", "dot_product")
+    for first, second in ((good, failed), (failed, good)):
+        rows = [(plain, first), (regularised, second)]
+        assert summarise(rows).outcome == "partly reproduced"
+        draw(rows)
+    assert equal_loss([(plain, failed), (regularised, good)]) == {}
+    (equal,) = equal_loss([(plain, good), (regularised, failed)]).values()
+    assert equal.constants == [1.0]
+
+
+def test_a_violated_bound_is_called_a_bug() -> None:
+    case = tiny_case("none", "dot_product")
+    low = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 1.9]})
+    summary = summarise([(case, low)])
+    assert summary.outcome == "not reproduced"
+    assert "1 bounds lie below the truth" in summary.why
+    nan = Result(2.0, 2.1, 0.0, [1.0], 1e-7, {"fast": [math.nan]})
+    assert summarise([(case, nan)]).outcome == "not reproduced"
+
+
+@pytest.mark.parametrize("name", ["contractive_l2", "dot_product", "l2"])
+def test_the_layers_of_a_run_are_compared_on_its_own_text(name: str, tmp_path: Path) -> None:
+    model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": name}
+    model["certificate"] = "token_max" if name == "contractive_l2" else None
+    data = {"seq_len": 10, "max_characters": 20_000}
+    config = from_plain({"model": model, "data": data}, TrainConfig, "")
+    vocabulary = Vocabulary.from_text("abcdefgh ")
+    language_model = build_model(config.model, vocabulary.size, 10).float()
+    content = {
+        "state_dict": {f"model.{k}": v for k, v in language_model.state_dict().items()},
+        "invformer": {
+            "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "0",
+        },
+        "global_step": 3,
+    }  # fmt: skip
+    torch.save(content, tmp_path / "last.ckpt")
+    case = tiny_cases(f"checkpoint={tmp_path}")[-1]
+    assert (case.attention, case.num_layers, case.seq_len, case.num_steps) == (name, 2, 10, 3)
+    result = measure(case, CPU)
+    assert len(result.truth) == 2 * case.num_sequences
+    assert ("kim" in result.bounds) == (name == "l2")
+    rows = [(case, result)]
+    assert summarise(rows).table[0]["violations"] == 0
+
+
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+    words = [*TINY, f"out={tmp_path / 'out'}", f"checkpoint={tmp_path / 'nothing'}"]
+    assert main(STUDY, words) == 4
+
+
+def test_a_second_start_measures_nothing_and_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, "layer_sizes=[5]", f"out={tmp_path}"]
+    assert main(STUDY, words) == 0
+    said = capsys.readouterr().out
+    assert "0 violations" in said
+
+    def fail(case: Case, device: torch.device) -> Result:
+        raise AssertionError(f"measured again: {case}")
+
+    assert main(replace(STUDY, measure=fail), words) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == said.splitlines()[-4:]
+    assert (tmp_path / "attention_distribution.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("num_heads=5", "num_heads"),
+        ("weights=[0]", "weights"),
+        ("seq_len=11", "seq_len"),
+        ("regularisers=[dropout]", "regularisers"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    word: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(STUDY, [word])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert named in error
+    assert "\n" not in error
+
+
+def test_every_layer_kind_of_the_library_is_recognised() -> None:
+    assert issubclass(L2Attention, TiedL2Attention)
+    assert isinstance(layer_of("dot_product"), Layer)

@@ -1,0 +1,64 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.studies import breaking
+from invformer.studies.breaking import FORMULAS, STUDY, Case, Result, measure
+from invformer.studies.study import main
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("variant", "c", "expected"),
+    [
+        ("dot_product", 1.0, 1.6666667), ("dot_product", 10.0, 67.666667),
+        ("dot_product", 1000.0, 666667.67), ("dot_product_causal", 100.0, 6667.6667),
+        ("untied", 1.0, 5.0), ("untied", 10.0, 599.0), ("untied", 1000.0, 5999999.0),
+        ("self_hidden", 1.0, 3.0), ("self_hidden", 10.0, 399.0), ("self_hidden", 1e3, 3999999.0),
+    ],
+)  # fmt: skip
+def test_the_broken_variants_have_the_known_norms(
+    variant: breaking.Variant, c: float, expected: float
+) -> None:
+    assert measure(Case(variant, c), CPU).broken == pytest.approx(expected, rel=1e-7)
+    assert FORMULAS[variant](c) == pytest.approx(expected, rel=1e-7)
+
+
+def test_without_a_the_norm_grows_linearly_and_passes_the_theorems_value() -> None:
+    near, far = (measure(Case("without_a", c), CPU) for c in (1e3, 1e4))
+    assert far.broken / near.broken == pytest.approx(10, rel=0.01)
+    assert near.broken > near.bound
+
+
+@pytest.mark.parametrize("variant", breaking.VARIANTS)
+@pytest.mark.parametrize("c", [1.0, 30.0, 1e4])
+def test_tied_l2_attention_stays_below_its_bound_on_the_same_tokens(
+    variant: breaking.Variant, c: float
+) -> None:
+    result = measure(Case(variant, c), CPU)
+    assert result.tied <= result.bound
+
+
+def test_with_unit_weights_and_nothing_removed_the_spelled_out_map_is_the_library_one() -> None:
+    # Mutant check: the variants must differ from tied attention by their slip alone.
+    weights = breaking.weights("self_hidden", CPU)
+    x = torch.tensor([[0.0], [0.3], [-1.1]])
+    logits = -(x - x.mT).square()
+    assert torch.allclose(logits.softmax(-1) @ x, breaking.tied_attention(x, weights))
+
+
+def test_a_variant_that_stays_bounded_is_not_called_reproduced() -> None:
+    rows = [(Case("untied", c), Result(5.0, 1.0, 2.8)) for c in (1.0, 10.0)]
+    assert breaking.summarise(rows).outcome == "not reproduced"
+    rows = [(Case("untied", c), Result(6 * c**2 - 1, 3.0, 2.8)) for c in (1.0, 10.0)]
+    assert breaking.summarise(rows).outcome == "not reproduced"
+
+
+def test_the_default_study_runs_and_reproduces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(STUDY, [f"out={tmp_path}"]) == 0
+    assert "verdict: reproduced" in capsys.readouterr().out
+    assert (tmp_path / "breaking.png").stat().st_size > 10_000

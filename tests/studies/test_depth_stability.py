@@ -1,0 +1,163 @@
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from invformer.config import load_config
+from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
+from invformer.nn.residual import InvertibleBlock
+from invformer.studies import depth_stability
+from invformer.studies.depth_stability import (
+    STUDY,
+    Case,
+    Kind,
+    Options,
+    PostNormBlock,
+    Result,
+    build_kind,
+    cases,
+    measure,
+    summarise,
+    train,
+    verdict,
+)  # fmt: skip
+from invformer.studies.study import main
+
+CPU = torch.device("cpu")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TINY = ["d_model=8", "num_heads=2", "seq_len=8", "batch_size=4", "data.val_characters=200"]
+RESULT = Result(2.0, 2.0, 3.0, 1.0, 5)
+
+
+def tiny_case(kind: Kind = "dot_product", depth: int = 2, *words: str) -> Case:
+    (case,) = cases(load_config([*TINY, f"kinds=[{kind}]", f"depths=[{depth}]", *words], Options))
+    return case
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
+    result = measure(tiny_case(kind, 1, "num_steps=120", "lr=0.02"), CPU)
+    assert not result.failed
+    assert result.num_steps == 120
+    assert result.train_nats < math.log(80)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
+    model = build_kind(tiny_case(kind, 3), 20)
+    expected = {"d": DotProductAttention, "l": L2Attention, "c": ContractiveL2Attention}[kind[0]]
+    found = [m for m in model.modules() if isinstance(m, expected)]
+    assert len(found) == len(model.stack.blocks) == 3
+    blocks = {type(block) for block in model.stack.blocks}
+    assert (blocks == {PostNormBlock}) == kind.endswith("_post")
+    assert (blocks == {InvertibleBlock}) == kind.startswith("contractive")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    if expected is ContractiveL2Attention:
+        causal = kind == "contractive_causal"
+        assert {m.certificate for m in found} == {"causal" if causal else "token_max"}
+
+
+def test_the_same_case_trains_to_the_same_bits() -> None:
+    case = tiny_case("contractive", 1, "num_steps=4")
+    torch.manual_seed(5)
+    first = train(case, CPU)[1]
+    torch.manual_seed(6)
+    assert train(case, CPU)[1] == first
+
+
+def test_a_post_norm_block_ends_in_layer_norm() -> None:
+    block = build_kind(tiny_case("l2_post"), 20).stack.blocks[0]
+    x = block(torch.randn(2, 8, 8, dtype=torch.float32))
+    assert x.mean(-1).abs().max() < 1e-6
+    assert (x.var(-1, correction=0) - 1).abs().max() < 1e-3
+
+
+def test_a_run_that_overflows_is_a_failed_row_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = depth_stability.build_kind
+
+    def broken(case: Case, vocab_size: int) -> torch.nn.Module:
+        model = build(case, vocab_size)
+        model.head.weight.data.fill_(math.inf)
+        return model
+
+    monkeypatch.setattr(depth_stability, "build_kind", broken)
+    result = measure(tiny_case("dot_product", 1, "num_steps=5"), CPU)
+    assert math.isnan(result.val_nats)
+    assert result.failed
+    assert result.num_steps == 1
+
+
+def test_no_better_than_single_characters_counts_as_failed() -> None:
+    assert not RESULT.failed
+    assert replace(RESULT, val_nats=3.0).failed
+    assert replace(RESULT, val_nats=math.nan).failed
+
+
+@pytest.mark.parametrize(
+    ("failures", "deepest", "outcome"),
+    [
+        ({"dot_product": [14, 18], "l2": [], "contractive": []}, 18, "reproduced"),
+        ({"dot_product": [], "dot_product_post": [18], "l2": []}, 18, "partly reproduced"),
+        ({"dot_product": [18], "l2": [18]}, 18, "not reproduced"),
+        ({"dot_product": [], "l2": []}, 18, "not reproduced"),
+        ({"dot_product": [], "l2": []}, 10, "not in the paper"),
+        ({"dot_product": [18], "dot_product_post": [18]}, 18, "not in the paper"),
+    ],
+)
+def test_the_verdict_follows_who_failed(
+    failures: dict[Kind, list[int]], deepest: int, outcome: str
+) -> None:
+    assert verdict(failures, deepest)[0] == outcome
+
+
+def test_the_papers_values_stand_beside_ours() -> None:
+    rows = [(replace(tiny_case(), kind=kind, num_layers=12), RESULT) for kind in KINDS]
+    table = {line["kind"]: line for line in summarise(rows).table}
+    paper = "test nats (paper, PTB, recalled)"
+    assert table["dot_product"][paper] is None
+    assert table["dot_product"]["trained (paper)"] == "no"
+    assert table["l2"][paper] == 1.008
+    assert table["contractive"][paper] == 1.060
+    assert table["contractive_causal"]["trained (paper)"] is None
+
+
+def test_another_text_is_another_case(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    words = ["data.name=text_file", f"data.path={text}"]
+    text.write_text("abcd " * 400)
+    first = tiny_case("l2", 1, *words)
+    depth_stability.read_text.cache_clear()
+    text.write_text("abce " * 400)
+    second = tiny_case("l2", 1, *words)
+    assert first != second
+    assert replace(first, sha256=second.sha256) == second
+    depth_stability.read_text.cache_clear()
+
+
+def test_a_text_shorter_than_the_context_is_one_line_and_exit_code_3(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("abcd " * 10)
+    words = ["data.name=text_file", f"data.path={text}", "seq_len=100"]
+    assert main(STUDY, [f"out={tmp_path / 'out'}", *words]) == 3
+    assert "seq_len=100: the training text has" in capsys.readouterr().err
+
+
+def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
+    argv = [
+        f"out={tmp_path}",
+        "num_steps=3",
+        "depths=[1, 2]",
+        "kinds=[dot_product, l2_post]",
+        *TINY,
+    ]
+    assert main(STUDY, argv) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["table"]) == 4
+    assert result["outcome"] == "not in the paper"
+    assert (tmp_path / "depth_stability.png").stat().st_size > 10_000

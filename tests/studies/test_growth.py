@@ -1,0 +1,230 @@
+import importlib.util
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.build.model import build_model
+from invformer.config import load_config
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import ConfigurationError, DataError
+from invformer.nn.attention import DotProductAttention
+from invformer.nn.position_bias import CausalMask
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.schema import TrainConfig
+from invformer.studies import growth
+from invformer.studies.growth import STUDY, Attention, Case, Options, cases, fit, measure
+from invformer.studies.study import main, run
+
+CPU = torch.device("cpu")
+NO_TRANSFORMERS = importlib.util.find_spec("transformers") is None
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> None:
+    for cache in (growth.source, growth.network, growth.attacked):
+        cache.cache_clear()
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> str:
+    path = tmp_path / "squares.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def on_text(attention: Attention, text: str, **changed: object) -> Case:
+    case = Case(
+        "small", "", attention, 1, True, "text", 6, 1.0, 0, False, 0.0, 2, text, 400, 1e-7, 0
+    )
+    return replace(case, **changed)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("attention", ["dot_product", "l2", "contractive_l2"])
+def test_the_constant_of_a_layer_is_a_dense_singular_value(
+    attention: Attention, causal: bool, text_file: str
+) -> None:
+    case = on_text(attention, text_file, causal=causal, scale=2.0, num_tokens=4)
+    found = measure(case, CPU)
+    network = growth.source("small", "", attention, text_file, 0)
+    layer = network.layer(growth.sequences(network.tokens, 4, 2, 0), 1)
+    visible = torch.ones(4, 4, dtype=torch.bool)
+    bias = torch.zeros(1, 4, 4).masked_fill(~(visible.tril() if causal else visible), -math.inf)
+
+    def naive(x: torch.Tensor) -> torch.Tensor:
+        if isinstance(layer.weights, growth.DotProduct):
+            return naive_dot_product(x, layer.weights, bias)
+        return naive_l2(x, layer.weights, bias)
+
+    dense = [torch.linalg.matrix_norm(dense_jacobian(naive, 2 * x), 2) for x in layer.inputs]
+    torch.testing.assert_close(
+        torch.tensor(found.constants), torch.stack(dense), rtol=1e-6, atol=1e-9
+    )
+    assert found.converged == 1
+
+
+def naive_dot_product(
+    x: torch.Tensor, weights: growth.DotProduct, bias: torch.Tensor
+) -> torch.Tensor:
+    heads = []
+    for w_q, w_k, w_v in zip(*weights[:3], strict=True):
+        logits = (x @ w_q) @ (x @ w_k).T / math.sqrt(w_q.shape[1])
+        heads.append((logits + bias[0]).softmax(-1) @ x @ w_v)
+    assert weights.w_o is not None
+    return torch.cat(heads, -1) @ weights.w_o
+
+
+def naive_l2(x: torch.Tensor, weights: growth.TiedL2, bias: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros_like(x)
+    for w_q, g in zip(weights.w_q, weights.g, strict=True):
+        q = x @ w_q
+        square = (q[:, None] - q[None, :]).square().sum(-1)
+        total = total + (bias[0] - square / math.sqrt(w_q.shape[1])).softmax(-1) @ q @ g
+    return total
+
+
+def test_our_layer_is_measured_as_it_computes() -> None:
+    attention = DotProductAttention(8, 2, CausalMask(5))
+    weights = growth.own_weights(attention)
+    x = torch.randn(3, 5, 8)
+    function = growth.dot_product_map(weights, growth.causal_bias(5))
+    torch.testing.assert_close(function(x), attention(x))
+
+
+def test_an_exact_power_is_fitted_exactly() -> None:
+    points = [(n, [3 * n**0.25, 6 * n**0.25]) for n in (4, 9, 30, 100)]
+    found = fit(points)
+    assert found is not None
+    assert found.exponent == pytest.approx(0.25)
+    assert found.coefficient == pytest.approx(3 * math.sqrt(2))
+    assert found.low == pytest.approx(0.25)
+    assert found.high == pytest.approx(0.25)
+    assert fit(points[:2]) is None
+
+
+def test_the_interval_of_a_noisy_power_covers_it() -> None:
+    generator = torch.Generator().manual_seed(5)
+    points = [
+        (n, (n**0.5 * (0.1 * torch.randn(6, generator=generator)).exp()).tolist())
+        for n in range(5, 60, 5)
+    ]
+    found = fit(points)
+    assert found is not None
+    assert found.low < 0.5 < found.high
+    assert 0.01 < found.high - found.low < 0.2
+
+
+def test_the_attack_gives_a_square_root_to_dot_products_and_nothing_to_distances() -> None:
+    options = Options(model="two_cluster", attack_sizes=[7, 27, 77])
+    chosen = [case for case in cases(options) if case.alone]
+    rows = [(case, measure(case, CPU)) for case in chosen]
+    assert {case.radius for case in chosen} == {100.0}
+    found = {key.attention: one for key, one in growth.fits(rows).items()}
+    assert found["dot_product"].exponent == pytest.approx(0.5, abs=0.05)
+    assert found["l2"].exponent < 0.2
+    assert growth.summarise(rows).outcome == "reproduced"
+
+
+def test_the_ceiling_holds_for_large_inputs(text_file: str) -> None:
+    near, far = (
+        measure(on_text("dot_product", text_file, scale=scale), CPU) for scale in (1e5, 1e7)
+    )
+    assert max(far.constants) <= far.ceiling
+    assert max(near.constants) > 0.1 * near.ceiling
+    assert far.magnitudes[0] == pytest.approx(100 * near.magnitudes[0])
+
+
+def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
+    tokens = torch.arange(1000)
+    short, long = (growth.sequences(tokens, n, 5, 3) for n in (10, 90))
+    assert torch.equal(short, long[:, :10])
+    assert long.unique().numel() == long.numel()
+    assert not torch.equal(short, growth.sequences(tokens, 10, 5, 4))
+    with pytest.raises(DataError, match="too few"):
+        growth.sequences(tokens, 200, 5, 0)
+
+
+def test_a_trained_model_of_ours_is_measured(tmp_path: Path, text_file: str) -> None:
+    words = [
+        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
+        "model.num_layers=2", "model.num_heads=2",
+    ]  # fmt: skip
+    config = load_config(words, TrainConfig, Path(__file__).parents[2])
+    vocabulary = Vocabulary.from_text(TEXT)
+    model = build_model(config.model, vocabulary.size, 16).float()
+    metadata = {
+        "config": asdict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "",
+    }  # fmt: skip
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"invformer": metadata, "state_dict": weights}, tmp_path / "best.ckpt")
+    options = Options(
+        model="checkpoint", checkpoint=str(tmp_path), sizes=[4, 8, 16, 32], num_sequences=2,
+        scales=[], attack_sizes=[],
+    )  # fmt: skip
+    chosen = cases(options)
+    assert {(c.attention, c.num_tokens) for c in chosen} == {
+        ("contractive_l2", n) for n in (4, 8, 16)
+    }
+    result = measure(chosen[0], CPU)
+    assert len(result.constants) == 2
+    # Frobenius: the target is in token_max, √N of it in frobenius.
+    assert 0 < max(result.constants) <= 0.7 * math.sqrt(16)
+
+
+@pytest.mark.skipif(not NO_TRANSFORMERS, reason="transformers is installed")
+def test_without_transformers_one_line_says_what_runs(
+    capsys: pytest.CaptureFixture[str], text_file: str
+) -> None:
+    options = Options(
+        model="gpt2", text=text_file, sizes=[4], num_sequences=1, scales=[], attack_sizes=[]
+    )
+    chosen = cases(options)
+    assert {case.model for case in chosen} == {"small_shape"}
+    said = capsys.readouterr().out.strip().splitlines()
+    assert len(said) == 1
+    assert "transformers is not installed" in said[0]
+    assert measure(chosen[0], CPU).constants[0] > 0
+
+
+@pytest.mark.skipif(NO_TRANSFORMERS, reason="needs transformers")
+@pytest.mark.parametrize("name", ["small_gpt2", "small_bert"])
+def test_a_layer_of_transformers_is_measured_as_it_computes(name: str) -> None:
+    model, shape = growth.network(name, "", 0)
+    model.float()
+    tokens = torch.randint(0, 100, (2, 7))
+    layer = growth.hub_layer(model, shape, tokens, 1)
+    inner = model.h[1].attn if name == "small_gpt2" else model.encoder.layer[1].attention.self
+    attend = growth.dot_product_map(layer.weights, layer.bias)
+    if name == "small_bert":
+        attend = growth.dot_product_map(layer.weights._replace(w_o=None), 0 * layer.bias)
+    with torch.no_grad():
+        mask = {"attention_mask": layer.bias[None].float()} if name == "small_gpt2" else {}
+        expected = inner(layer.inputs.float(), **mask)[0].double()
+    torch.testing.assert_close(attend(layer.inputs), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_study_runs_from_start_to_figure(tmp_path: Path, text_file: str) -> None:
+    options = Options(
+        out=str(tmp_path / "out"), text=text_file, sizes=[4, 8, 12], num_sequences=2, layers=[0],
+        mask="causal", scales=[0.1, 100.0], scale_tokens=8, attack_sizes=[], num_threads=1,
+    )  # fmt: skip
+    summary = run(STUDY, options)
+    assert len(summary.table) == 3
+    assert summary.outcome == "not in the paper"
+    rows = (tmp_path / "out" / "rows.csv").read_text()
+    assert (tmp_path / "out" / "growth.png").stat().st_size > 10_000
+    assert run(STUDY, options).ours == summary.ours
+    assert (tmp_path / "out" / "rows.csv").read_text() == rows
+
+
+def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match="model=checkpoint"):
+        Options(model="checkpoint")
+    with pytest.raises(ConfigurationError, match="9 does not exist"):
+        cases(Options(layers=[9]))
+    assert main(STUDY, ["model=checkpoint", "checkpoint=/nowhere"]) == 4
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -1,0 +1,173 @@
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.build.model import build_model
+from invformer.config import load_config, to_dict
+from invformer.data.vocabulary import Vocabulary
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.norms import Norm
+from invformer.schema import TrainConfig
+from invformer.section import from_plain
+from invformer.studies import invertibility
+from invformer.studies.invertibility import (
+    REACHED,
+    STUDY,
+    Case,
+    Options,
+    Result,
+    cases,
+    inputs_of,
+    measure,
+    random_attention,
+    reconstruction_errors,
+    summarise,
+)  # fmt: skip
+from invformer.studies.study import main
+
+CPU = torch.device("cpu")
+CASE = Case(
+    map="l2", weights="random", scale=0.9, reach=10.0, num_tokens=32, d_model=32, num_heads=8,
+    batch_size=4, num_steps=60, train_steps=0, checkpoint="", digest="", block=0, seed=0,
+)  # fmt: skip
+RESULT = Result([1.0, 1e-16], 1, 1.0, 1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_on_the_wide_range_dot_product_never_converges_and_l2_does(scale: float, seed: int) -> None:
+    case = replace(CASE, scale=scale, seed=seed)
+    for map in ("l2", "contractive_kim", "contractive"):
+        assert measure(replace(case, map=map), CPU).errors[-1] <= REACHED
+    dot_product = measure(replace(case, map="dot_product"), CPU)
+    assert min(dot_product.errors) > 0.1
+    assert not dot_product.inverted
+    assert dot_product.first_step == -1
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.7])
+def test_on_the_narrow_range_dot_product_converges_for_small_c(scale: float) -> None:
+    case = replace(CASE, map="dot_product", reach=1.0, scale=scale, num_steps=200)
+    result = measure(case, CPU)
+    assert result.inverted
+    assert result.errors[result.first_step] <= REACHED < result.errors[result.first_step - 1]
+
+
+def test_the_error_of_a_linear_map_falls_by_its_factor_every_step() -> None:
+    x = torch.randn(2, 3, 4)
+    errors = reconstruction_errors(lambda x: -0.5 * x, x, 10)
+    start = 0.5 * x.abs().max().item()
+    assert errors == pytest.approx([start * 0.5**k for k in range(11)], abs=1e-15)
+
+
+def test_one_token_is_zero_and_the_others_fill_the_range() -> None:
+    x = inputs_of(CASE)
+    assert x[:, -1].abs().max() == 0
+    assert 9.9 < x.abs().max() <= 10
+    assert (x[:, :-1].abs().amax(-1) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("map", "norm"), [("contractive_kim", "entry_max"), ("contractive", "token_max")]
+)
+def test_the_contractive_maps_are_contractions_where_the_jacobian_is_large(
+    map: invertibility.Map, norm: Norm
+) -> None:
+    case = replace(CASE, map=map, num_tokens=6, d_model=8, num_heads=2)
+    attention = random_attention(case, CPU)
+    for spread in (0.1, 1.0, 10.0):
+        x = spread * torch.randn(6, 8)
+        blocks = attention.factor * dense_jacobian(attention.f, x).view(6, 8, 6, 8)
+        if norm == "entry_max":
+            assert blocks.abs().sum((-1, -2)).max() <= 1
+        else:  # the sum of the blocks' spectral norms is above the operator norm
+            each = torch.linalg.matrix_norm(blocks.transpose(1, 2), 2)
+            assert each.sum(-1).max() <= 1
+
+
+def test_cases_hold_every_map_size_range_and_c() -> None:
+    words = ["tokens=[4, 8]", "widths=[8, 16]", "train_steps=3"]
+    found = cases(load_config(words, Options))
+    assert len(found) == len(set(found)) == (4 * 4 + 2) * 6
+    assert {(case.num_tokens, case.d_model) for case in found if case.weights == "trained"} == {
+        (4, 8)
+    }
+
+
+def test_trained_weights_are_inverted_like_random_ones(tmp_path: Path) -> None:
+    words = ["tokens=[8]", "widths=[8]", "num_heads=2", "batch_size=2", "num_steps=30"]
+    assert main(STUDY, [f"out={tmp_path}", "train_steps=5", *words]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    trained = [line for line in result["table"] if line["weights"] == "trained"]
+    assert {line["map"] for line in trained} == {"dot_product", "l2"}
+    assert all(line["std F(X)/std X"] > 0 for line in trained)
+    assert (tmp_path / "invertibility.png").stat().st_size > 10_000
+
+
+@pytest.fixture(params=["contractive_l2", "dot_product"])
+def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": request.param}
+    model["certificate"] = "token_max" if request.param == "contractive_l2" else None
+    config = from_plain({"model": model, "data": {"seq_len": 10}}, TrainConfig, "")
+    vocabulary = Vocabulary.from_text("abcdefgh")
+    language_model = build_model(config.model, vocabulary.size, 10).float()
+    content = {
+        "state_dict": {f"model.{k}": v for k, v in language_model.state_dict().items()},
+        "invformer": {
+            "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "0",
+        },
+        "global_step": 3,
+    }  # fmt: skip
+    torch.save(content, tmp_path / "last.ckpt")
+    return tmp_path
+
+
+def test_the_attention_of_a_run_is_inverted_in_its_own_size(run_folder: Path) -> None:
+    words = ["ranges=[1]", "scales=[0.5]", "train_steps=0", "batch_size=2", "num_steps=40"]
+    options = load_config([*words, f"checkpoint={run_folder}", "block=1"], Options)
+    case = cases(options)[-1]
+    assert (case.weights, case.num_tokens, case.d_model) == ("checkpoint", 10, 12)
+    result = measure(case, CPU)
+    assert result.inverted
+    assert len(case.digest) == 16
+
+
+def test_a_block_the_run_does_not_have_is_refused(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(STUDY, [f"out={run_folder / 'out'}", f"checkpoint={run_folder}", "block=2"]) == 2
+    assert "block: 2 is not below the 2" in capsys.readouterr().err
+
+
+def test_a_missing_run_is_refused(tmp_path: Path) -> None:
+    assert main(STUDY, [f"out={tmp_path / 'out'}", f"checkpoint={tmp_path / 'nothing'}"]) == 4
+
+
+def test_the_verdict_follows_the_rows() -> None:
+    dot = replace(CASE, map="dot_product")
+    failed = replace(RESULT, errors=[1.0, 1.0], first_step=-1)
+    narrow = replace(dot, reach=1.0)
+    assert summarise([(CASE, RESULT), (dot, failed), (narrow, RESULT)]).outcome == "reproduced"
+    assert summarise([(CASE, failed), (dot, failed)]).outcome == "not reproduced"
+    assert summarise([(CASE, RESULT), (dot, RESULT)]).outcome == "not reproduced"
+    overflown = replace(RESULT, errors=[1.0, math.nan], first_step=-1)
+    assert summarise([(CASE, overflown), (dot, failed)]).outcome == "not reproduced"
+
+
+@pytest.mark.parametrize(("std", "clause"), [(5.0, "as in the paper"), (1.5, "not the paper's")])
+def test_the_output_spread_is_compared_and_not_assumed(std: float, clause: str) -> None:
+    trained = replace(CASE, weights="trained")
+    rows = [
+        (trained, RESULT),
+        (replace(trained, map="dot_product"), replace(RESULT, output_std=std)),
+    ]
+    assert clause in invertibility.output_spread(rows)
+    assert invertibility.output_spread(rows[:1]) == ""
+
+
+def test_a_case_is_plain_values_only() -> None:
+    json.dumps(asdict(CASE))

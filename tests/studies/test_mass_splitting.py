@@ -1,0 +1,114 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.errors import ConfigurationError
+from invformer.numerics.bounds import castin
+from invformer.studies import mass_splitting
+from invformer.studies.mass_splitting import STUDY, Case, Kind, Options, measure
+from invformer.studies.study import run
+
+CPU = torch.device("cpu")
+THIRDS = torch.full((3,), 1 / 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["dot_product", "l2"])
+def test_the_closed_form_is_brute_force_on_400_measures(kind: Kind) -> None:
+    result = measure(Case("random", kind, 0.0, 0.0, 0.0, 0.0, 400, 11), CPU)
+    assert result.error < 1e-10
+    assert (result.share > 0) == (kind == "dot_product")
+
+
+def test_brute_force_sees_splitting_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = castin.mass_splitting
+
+    def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
+        found = whole(*arguments)
+        return castin.MassSplitting(found.moving, found.splitting, found.moving)
+
+    monkeypatch.setattr(castin, "mass_splitting", moving_only)
+    case = Case("random", "dot_product", 0.0, 0.0, 0.0, 0.0, 400, 11)
+    assert measure(case, CPU).error > 1e-4
+
+
+def test_brute_force_sees_a_wrong_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = mass_splitting.from_blocks
+    monkeypatch.setattr(
+        mass_splitting, "from_blocks", lambda blocks, own, mass: whole(blocks, own / 2, mass)
+    )
+    assert measure(Case("random", "l2", 0.0, 0.0, 0.0, 0.0, 12, 11), CPU).error > 1e-3
+
+
+def test_cutting_the_worst_atom_in_two_is_enough() -> None:
+    a, one = -torch.ones(1, 1), torch.ones(1, 1)
+    wins = measure(Case("grid", "dot_product", -1.0, 4.0, 4.0, 1 / 3, 17, 0), CPU)
+    line = torch.linspace(-4, 4, 17)
+    i, j = divmod(wins.winners[0], 17)
+    x = torch.stack([torch.tensor(4.0), line[i], line[j]])[:, None]
+    found = castin.mass_splitting(x, THIRDS, a, one)
+    assert found.splitting > found.moving
+    cut = [
+        mass_splitting.duplicated_constant(
+            "dot_product",
+            torch.cat([x, x[k : k + 1]]),
+            torch.cat([THIRDS, THIRDS[:1] / 2]) - torch.eye(4)[k] / 6,
+            a,
+            one,
+            torch.ones(1),
+        )
+        for k in range(3)
+    ]
+    assert max(cut) == pytest.approx(float(found.value), rel=1e-10)
+
+
+def test_the_grid_is_the_closed_form_point_by_point() -> None:
+    case = Case("grid", "dot_product", -1.0, 4.0, 1.0, 0.5, 9, 0)
+    mass = torch.tensor([0.5, 0.25, 0.25])
+    x = mass_splitting.grid_measures(case)
+    a, one = -torch.ones(1, 1), torch.ones(1, 1)
+    single = [castin.mass_splitting(p, mass, a, one) for p in x]
+    expected = torch.stack([f.splitting / f.moving for f in single])
+    torch.testing.assert_close(mass_splitting.ratios(case, x), expected)
+
+
+def test_splitting_pays_on_a_few_percent_of_the_plane_and_never_for_distances() -> None:
+    dot = measure(Case("grid", "dot_product", -1.0, 4.0, 1.0, 0.5, 31, 0), CPU)
+    assert 100 * dot.share == pytest.approx(2.7, abs=0.05)
+    assert dot.share == len(dot.winners) / 31**2
+    for case in (
+        Case("grid", "dot_product", 1.0, 4.0, 1.0, 0.5, 31, 0),
+        Case("grid", "l2", 1.0, 4.0, 1.0, 0.5, 31, 0),
+    ):
+        assert measure(case, CPU).winners == []
+
+
+def test_a_finite_jump_gains_more_than_either() -> None:
+    result = measure(Case("finite", "dot_product", 1.0, 3.0, 2.0, 1 / 3, 3, 0), CPU)
+    x, one = torch.tensor([[2.0], [1.0], [-3.0]]), torch.ones(1, 1)
+    found = castin.mass_splitting(x, THIRDS, one, one)
+    assert float(found.moving) == pytest.approx(1.53, abs=0.005)
+    assert float(found.splitting) == pytest.approx(0.305, abs=0.001)
+    assert result.jump * float(found.moving) == pytest.approx(2.62, abs=0.01)
+
+
+def test_the_study_runs_from_start_to_figure(tmp_path: Path) -> None:
+    options = Options(out=str(tmp_path), num_measures=9, grid=17, num_threads=1)
+    summary = run(STUDY, options)
+    assert summary.outcome == "reproduced", summary.verdict
+    assert (tmp_path / "mass_splitting.png").stat().st_size > 10_000
+    rows = (tmp_path / "rows.csv").read_text()
+    assert run(STUDY, options).ours == summary.ours
+    assert (tmp_path / "rows.csv").read_text() == rows
+
+
+def test_a_disagreement_is_not_called_reproduced() -> None:
+    case = Case("random", "l2", 0.0, 0.0, 0.0, 0.0, 5, 0)
+    wrong = mass_splitting.Result(1e-6, 0.0, 0.5, math.nan, [])
+    assert mass_splitting.summarise([(case, wrong)]).outcome == "not reproduced"
+
+
+def test_a_fixed_atom_outside_the_plane_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="first_atoms"):
+        Options(first_atoms=[9.0])

@@ -1,0 +1,99 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.errors import ConfigurationError
+from invformer.studies import mean_field
+from invformer.studies.mean_field import STUDY, Case, Options, measure
+from invformer.studies.study import main, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("eigenvalue", "radius", "ratio"),
+    [
+        (-1.0, 2.0, 1.25),
+        (-1.0, 4.0, 1.063),
+        (-1.0, 8.0, 1.016),
+        (1.0, 6.0, 1.22),
+        (1.0, 8.0, 1.125),
+    ],
+)
+def test_two_atoms_reach_the_published_growth(
+    eigenvalue: float, radius: float, ratio: float
+) -> None:
+    result = measure(Case("two_dirac", radius, eigenvalue, 1.0, 2, 0), CPU)
+    assert result.value / result.predicted == pytest.approx(ratio, abs=0.005)
+    assert result.value <= result.upper
+
+
+def test_three_times_the_published_mass_ratio_is_better_and_no_other_is_better_still() -> None:
+    def factor(s: float) -> float:
+        result = measure(Case("two_dirac", 12.0, -1.0, s, 2, 0), CPU)
+        return result.value / result.predicted
+
+    assert factor(3.0) == pytest.approx(4 * 3**1.5 / 16, rel=0.01)
+    assert factor(3.0) > max(factor(1.0), factor(2.5), factor(3.6), factor(8.0))
+
+
+def test_two_atoms_agree_with_automatic_differentiation() -> None:
+    a, one = -torch.ones(1, 1), torch.ones(1, 1)
+    x, mass = torch.tensor([[-1.5], [1.5]]), torch.tensor([0.02, 0.98])
+    value = mean_field.differentiated_constant(x, mass, a, one)
+    # The same number written out: rows differ only by which atom looks.
+    weights = torch.stack([mass * torch.exp(-x[i] * x[:, 0]) for i in range(2)])
+    p = weights / weights.sum(1, keepdim=True)
+    m = p @ x[:, 0]
+    offset = x[:, 0] - m[:, None]
+    jacobian = p * (1 - offset * x) - torch.diag((p * offset.square()).sum(1))
+    scaled = mass.sqrt()[:, None] * jacobian / mass.sqrt()
+    assert value == pytest.approx(torch.linalg.matrix_norm(scaled, 2).item())
+
+
+def test_no_random_measure_exceeds_the_bound_and_the_closed_form_is_differentiation() -> None:
+    result = measure(Case("weighted", 1.0, 0.0, 1.0, 40, 3), CPU)
+    assert 0.02 < result.value / result.upper <= 1
+    assert result.check < 1e-11
+
+
+@pytest.mark.parametrize("causal", [0.0, 1.0])
+def test_far_out_the_constant_is_its_limit_and_nearer_it_is_not(causal: float) -> None:
+    far = measure(Case("large_radius", 3e4, causal, 1.0, 8, 1), CPU)
+    near = measure(Case("large_radius", 0.1, causal, 1.0, 8, 1), CPU)
+    assert far.value == pytest.approx(far.predicted, rel=1e-6)
+    assert abs(near.value / near.predicted - 1) > 0.01
+
+
+def test_the_cesaro_mean_exceeds_the_unmasked_constant() -> None:
+    values = [measure(Case("cesaro", float(n), 0.0, 1.0, n, 0), CPU).value for n in (2, 100)]
+    assert values == pytest.approx([1.144, 1.630], abs=1e-3)
+
+
+def test_the_study_runs_from_start_to_figure_and_reproduces_the_paper(tmp_path: Path) -> None:
+    options = Options(
+        out=str(tmp_path), radii=[2.0, 4.0, 6.0], num_measures=6, bound_radii=[1.0],
+        scales=[1.0, 1e4], num_tokens=6, lengths=[2, 5], num_threads=1,
+    )  # fmt: skip
+    summary = run(STUDY, options)
+    assert summary.outcome == "reproduced", summary.verdict
+    assert (tmp_path / "mean_field.png").stat().st_size > 10_000
+    rows = (tmp_path / "rows.csv").read_text()
+    assert run(STUDY, options).ours == summary.ours
+    assert (tmp_path / "rows.csv").read_text() == rows
+
+
+def test_a_broken_bound_is_not_called_reproduced() -> None:
+    case = Case("weighted", 1.0, 0.0, 1.0, 5, 0)
+    wrong = mean_field.Result(value=2.0, predicted=math.nan, upper=1.0, ceiling=math.nan, check=0.0)
+    assert mean_field.summarise([(case, wrong)]).outcome == "partly reproduced"
+
+
+def test_radii_that_overflow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigurationError, match=r"radii: must be at most 13\.23"):
+        Options(radii=[50.0])
+    with pytest.raises(SystemExit, match="2"):
+        main(STUDY, ["eigenvalues=[0.0]"])
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

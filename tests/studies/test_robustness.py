@@ -1,0 +1,273 @@
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from invformer.config import load_config
+from invformer.nn.branch import frozen_weights
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.norms import vector_norm
+from invformer.studies import robustness
+from invformer.studies.attention_distribution import train, validation_windows
+from invformer.studies.depth_stability import read_text
+from invformer.studies.robustness import (
+    NORMS,
+    NOTHING,
+    STUDY,
+    BallNorm,
+    Case,
+    Kind,
+    Options,
+    attack_at_radius,
+    build_kind,
+    cases,
+    certified_radii,
+    examine,
+    feature_constants,
+    logits_of,
+    margins,
+    pgd,
+    plain_radii,
+    project_to_ball,
+    read_out_constant,
+    replace_characters,
+    summarise,
+    unit,
+    window_nats,
+)
+from invformer.studies.study import main
+
+CPU = torch.device("cpu")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TINY = [
+    "d_model=12", "num_heads=2", "num_layers=1", "seq_len=12", "batch_size=8", "num_steps=60",
+    "lr=0.02", "num_windows=6", "pgd_steps=12", "data.val_characters=200", "num_seeds=1",
+    "data.max_characters=20000",
+]  # fmt: skip
+
+
+def tiny_case(kind: Kind, *words: str) -> Case:
+    (case,) = cases(load_config([*TINY, f"kinds=[{kind}]", *words], Options))
+    return case
+
+
+@cache
+def trained(kind: Kind) -> tuple[CharTransformer, Tensor, Tensor]:
+    """A small trained model in float64 with the windows it is attacked on."""
+    case = tiny_case(kind)
+    text = read_text(case.corpus, case.path, case.max_characters, case.val_characters)
+    torch.manual_seed(0)
+    model = build_kind(case, text.vocab_size)
+    assert train(
+        model, text, num_steps=case.num_steps, batch_size=case.batch_size, lr=case.lr, seed=0
+    )
+    windows, targets = validation_windows(text, case.seq_len, CPU)
+    model = model.double().eval().requires_grad_(False)
+    return model, windows[: case.num_windows], targets[: case.num_windows]
+
+
+@pytest.mark.parametrize("kind", ["contractive", "contractive_linear"])
+def test_no_attack_beats_a_certified_radius(kind: Kind) -> None:
+    model, windows, targets = trained(kind)
+    # Balls of the size of the radii themselves, where a wrong certificate would be caught.
+    near = "[0.0001, 0.001, 0.003, 0.01, 0.03, 0.1]"
+    words = [f"token_max_radii={near}", f"frobenius_radii={near}", "pgd_steps=30"]
+    with frozen_weights(model):
+        result = examine(model, windows, targets, tiny_case(kind, *words))
+    assert result.beaten == 0
+    for norm in NORMS:
+        assert result.radii[norm] > 0
+        assert 0 < result.margin_used[norm] < 1
+        for certified, (_, accuracy, _) in zip(
+            result.certified[norm], result.attacks[norm], strict=True
+        ):
+            assert certified <= accuracy
+    assert result.plain_radii["token_max"] <= result.radii["token_max"]
+
+
+def test_without_layer_norm_the_radii_cover_a_fair_share_of_the_correct_predictions() -> None:
+    model, windows, targets = trained("contractive_linear")
+    with frozen_weights(model):
+        result = examine(model, windows, targets, tiny_case("contractive_linear"))
+    assert result.certified["token_max"][0] > 0.5 * result.accuracy > 0
+    assert result.radii["token_max"] > 1e-3
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_constant_many_times_too_small_is_refuted_by_the_attack(norm: BallNorm) -> None:
+    model, windows, targets = trained("contractive_linear")
+    with frozen_weights(model):
+        x = model.embedding(windows)
+        clean = logits_of(model, x)
+        correct = clean.argmax(-1) == targets
+        constant = feature_constants(model)[norm]
+        flips = [
+            attack_at_radius(
+                model, x, targets, clean, correct, norm,
+                certified_radii(model, clean, correct, claimed), 30,
+            )[0]
+            for claimed in (constant, constant / 20)
+        ]  # fmt: skip
+    assert flips[0] == 0
+    assert flips[1] > 0
+
+
+def test_the_constants_are_never_below_what_two_inputs_show() -> None:
+    model, windows, _ = trained("contractive_linear")
+    with frozen_weights(model):
+        constants = feature_constants(model)
+        x = model.embedding(windows)
+        for norm, constant in constants.items():
+            step = 1e-3 * unit(torch.randn_like(x), norm)
+            moved = model.stack(x + step) - model.stack(x)
+            gain = moved.norm(dim=-1).amax(-1) / vector_norm(step, norm)
+            assert (gain <= constant).all()
+    assert constants["frobenius"] <= constants["token_max"]
+
+
+def test_for_a_linear_head_alone_the_radius_is_the_distance_to_the_boundary() -> None:
+    model, _, _ = trained("contractive_linear")
+    z = torch.randn(3, 4, model.head.in_features)
+    logits = model.head(z)
+    correct = torch.ones(3, 4, dtype=torch.bool)
+    radii = certified_radii(model, logits, correct, 1.0)
+    y = logits.argmax(-1)
+    w = model.head.weight
+    towards = w[None, None] - w[y].unsqueeze(-2)  # (windows, tokens, vocab, width)
+    length = towards.norm(dim=-1)
+    reach = (logits.amax(-1, keepdim=True) - logits) / length
+    nearest = reach.nan_to_num(nan=math.inf).argmin(-1)
+    direction = towards.take_along_dim(nearest[..., None, None], -2).squeeze(-2)
+    direction = direction / direction.norm(dim=-1, keepdim=True)
+    for factor, stays in ((1 - 1e-6, True), (1 + 1e-6, False)):
+        moved = model.head(z + factor * radii.unsqueeze(-1) * direction)
+        assert ((moved.argmax(-1) == y) == stays).all()
+    assert (plain_radii(model, logits, correct, 1.0) <= radii).all()
+    assert (certified_radii(model, logits, ~correct, 1.0) == 0).all()
+
+
+@pytest.mark.parametrize("kind", ["dot_product", "l2"])
+def test_a_baseline_has_no_certified_radius(kind: Kind) -> None:
+    model, windows, targets = trained(kind)
+    with frozen_weights(model):
+        result = examine(model, windows, targets, tiny_case(kind))
+    assert result.constants == result.radii == result.certified == result.margin_used == {}
+    assert result.attacks["token_max"][-1][2] > 0
+
+
+def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
+    model = build_kind(tiny_case("contractive"), 9)
+    assert read_out_constant(model) == pytest.approx(1 / math.sqrt(1e-5))
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert read_out_constant(build_kind(tiny_case("contractive_linear"), 9)) == 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps(norm: BallNorm) -> None:
+    model, windows, targets = trained("l2")
+    with frozen_weights(model):
+        x = model.embedding(windows)
+        radius = torch.linspace(0.0, 0.5, len(x))
+        moved = pgd(model, x, targets, norm, radius, 10)
+        step = radius[:, None, None] * unit(torch.randn_like(x), norm)
+        attacked, random = (window_nats(logits_of(model, m), targets) for m in (moved, x + step))
+        clean = window_nats(logits_of(model, x), targets)
+    assert (vector_norm(moved - x, norm) <= radius).all()
+    assert (attacked >= clean).all()
+    assert (attacked[1:] > random[1:]).all()
+
+
+def test_a_window_is_attacked_the_same_way_in_any_company() -> None:
+    model, windows, targets = trained("dot_product")
+    with frozen_weights(model):
+        x = model.embedding(windows)
+        radius = torch.full((len(x),), 0.3)
+        together = pgd(model, x, targets, "token_max", radius, 5)
+        alone = pgd(model, x[2:3], targets[2:3], "token_max", radius[2:3], 5)
+    torch.testing.assert_close(together[2:3], alone, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_projection_keeps_what_is_inside_and_shortens_the_rest(norm: BallNorm) -> None:
+    step, radius = torch.randn(4, 5, 3), torch.tensor([1e-3, 1.0, 2.0, 100.0])
+    projected = project_to_ball(step, norm, radius)
+    assert (vector_norm(projected, norm) <= radius).all()
+    torch.testing.assert_close(projected[3], step[3])
+    torch.testing.assert_close(project_to_ball(projected, norm, radius), projected)
+
+
+def test_replacing_no_character_changes_nothing_and_replacing_all_ruins_the_prediction() -> None:
+    model, windows, targets = trained("dot_product")
+    logits = logits_of(model, model.embedding(windows))
+    correct = logits.argmax(-1) == targets
+    nats = window_nats(logits, targets).mean().item()
+    generator = torch.Generator().manual_seed(0)
+    none = replace_characters(model, windows, targets, correct, 0.0, generator)
+    every = replace_characters(model, windows, targets, correct, 1.0, generator)
+    assert none == (nats, correct.double().mean().item(), 0.0)
+    assert every[0] > nats
+    assert every[2] > 0.3
+
+
+def test_the_margin_is_positive_exactly_where_the_prediction_is_right() -> None:
+    logits, targets = torch.randn(2, 50, 4), torch.randint(4, (2, 50))
+    assert torch.equal(margins(logits, targets) > 0, logits.argmax(-1) == targets)
+
+
+def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> None:
+    case = tiny_case("contractive_linear")
+    model, windows, targets = trained("contractive_linear")
+    with frozen_weights(model):
+        result = examine(model, windows, targets, case)
+    assert summarise([(case, result)]).outcome == "not in the paper"
+    summary = summarise([(case, replace(result, beaten=1))])
+    assert summary.outcome == "not reproduced"
+    assert "bug" in summary.why
+    assert summarise([(case, result), (tiny_case("l2"), NOTHING)]).table
+
+
+def test_a_second_start_measures_nothing_and_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*TINY, f"out={tmp_path}", "num_steps=5", "num_windows=2", "pgd_steps=2"]
+    assert main(STUDY, words) == 0
+    said = capsys.readouterr().out
+    assert all(kind in said for kind in KINDS)
+
+    def fail(case: Case, device: torch.device) -> robustness.Result:
+        raise AssertionError(f"measured again: {case}")
+
+    assert main(replace(STUDY, measure=fail), words) == 0
+    assert capsys.readouterr().out.splitlines()[-4:] == said.splitlines()[-4:]
+    assert (tmp_path / "robustness.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("word", "named"),
+    [
+        ("num_heads=5", "num_heads"),
+        ("replaced=[]", "replaced"),
+        ("token_max_radii=[0]", "token_max_radii"),
+        ("kinds=[gru]", "kinds"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    word: str, named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(STUDY, [word])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err.strip()
+    assert named in error
+    assert "\n" not in error
+
+
+def test_a_text_shorter_than_the_context_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("abc" * 50)
+    words = [*TINY, "data.name=text_file", f"data.path={tmp_path / 'text.txt'}", "seq_len=200"]
+    assert main(STUDY, [*words, f"out={tmp_path / 'out'}", "data.max_characters=1000"]) == 3

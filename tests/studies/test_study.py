@@ -1,0 +1,387 @@
+# ruff: noqa: RUF009  # option() and section() return dataclass fields
+
+import importlib
+import json
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invformer.config import load_config
+from invformer.errors import CertificateViolation, ConfigurationError, StorageError
+from invformer.section import Section, option, section
+from invformer.studies import __main__ as listing
+from invformer.studies import study as runner
+from invformer.studies.study import (
+    Measured,
+    RowFile,
+    Study,
+    StudyOptions,
+    Summary,
+    main,
+    panels,
+    record_row,
+    run,
+    scale_words,
+)  # fmt: skip
+
+STUDIES = listing.find_studies(Path(listing.__file__).parent)
+
+
+@dataclass(kw_only=True)
+class TextSection(Section):
+    key: ClassVar[str] = "text"
+    name: str = option("plain", "a nested field")
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Square numbers."""
+
+    program: ClassVar[str] = "-m invformer.studies.squares"
+    paper: ClassVar[Mapping[str, Any]] = {"numbers": [1, 10, 100], "text.name": "published"}
+    numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
+    offset: float = option(0.0, "added to every square", within="[0, 1]")
+    text: TextSection = section(TextSection)
+
+
+@dataclass(frozen=True)
+class Case:
+    number: int
+    offset: float
+    kind: Literal["plain", "odd"]
+    label: str | None
+
+
+@dataclass(frozen=True)
+class Result:
+    square: float
+    history: list[float]
+
+
+class Squares:
+    """A study that remembers what it measured and can be told where to stop."""
+
+    def __init__(self, stop_at: int | None = None, error: type[BaseException] = KeyboardInterrupt):
+        self.measured: list[int] = []
+        self.stop_at = stop_at
+        self.error = error
+
+    def cases(self, options: Options) -> list[Case]:
+        return [Case(n, options.offset, "odd" if n % 2 else "plain", None) for n in options.numbers]
+
+    def measure(self, case: Case, device: torch.device) -> Result:
+        if case.number == self.stop_at:
+            raise self.error("stopped")
+        self.measured.append(case.number)
+        return Result(case.number**2 + case.offset, [math.nan, 0.1])
+
+    def summarise(self, rows: list[tuple[Case, Result]]) -> Summary:
+        table = [{"number": c.number, "square": r.square, "paper": math.nan} for c, r in rows]
+        ours = ", ".join(str(r.square) for _, r in rows)
+        return Summary(table, "a|b", ours, "reproduced", "they are\nsquares")
+
+    def draw(self, rows: list[tuple[Case, Result]]) -> Any:
+        figure, (axes,) = panels(1, 1)
+        axes.plot([c.number for c, _ in rows], [r.square for _, r in rows], "k-")
+        return figure
+
+    def study(self) -> Study:
+        return Study(Options, Case, Result, self.cases, self.measure, self.summarise, self.draw)  # type: ignore[arg-type]
+
+
+def options_in(folder: Path, *words: str) -> Options:
+    return load_config([f"out={folder}", *words], Options)
+
+
+def test_a_study_leaves_its_rows_a_figure_a_verdict_and_a_markdown_row(tmp_path: Path) -> None:
+    summary = run(Squares().study(), options_in(tmp_path))
+    assert summary.ours == "1.0, 4.0, 9.0"
+    assert {f.name for f in tmp_path.iterdir()} == {
+        "rows.csv", "squares.png", "result.json", "row.md"
+    }  # fmt: skip
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["outcome"], result["why"]) == ("reproduced", "they are\nsquares")
+    assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
+    row = (tmp_path / "row.md").read_text()
+    assert "a\\|b" in row
+    assert "reproduced: they are squares" in row
+    assert row.count("\n") == 1
+
+
+def test_a_second_start_measures_nothing_again(tmp_path: Path) -> None:
+    first, second = Squares(), Squares()
+    before = run(first.study(), options_in(tmp_path))
+    after = run(second.study(), options_in(tmp_path))
+    assert second.measured == []
+    assert after.ours == before.ours
+
+
+def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [f"out={tmp_path}"]
+    assert main(Squares(stop_at=3).study(), argv) == 130
+    assert "keeps 2 of 3 cases; the same command continues" in capsys.readouterr().out
+    assert not (tmp_path / "result.json").exists()
+    second = Squares()
+    assert main(second.study(), argv) == 0
+    assert second.measured == [3]
+    assert "verdict: reproduced" in capsys.readouterr().out
+
+
+def test_an_error_in_a_case_keeps_the_rows_before_it_and_its_own_exit_code(tmp_path: Path) -> None:
+    argv = [f"out={tmp_path}"]
+    assert main(Squares(2, CertificateViolation).study(), argv) == 6
+    second = Squares()
+    assert main(second.study(), argv) == 0
+    assert second.measured == [2, 3]
+
+
+def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(Squares().study(), options_in(tmp_path))
+    other = Squares()
+    summary = run(other.study(), options_in(tmp_path, "offset=0.5", "numbers=[2]"))
+    assert other.measured == [2]
+    assert summary.ours == "4.5"
+    assert "3 rows belong to other options" in capsys.readouterr().out
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize("missing", [1, 5, 20])
+def test_a_torn_last_line_is_measured_again(tmp_path: Path, missing: int) -> None:
+    run(Squares().study(), options_in(tmp_path))
+    rows = tmp_path / "rows.csv"
+    rows.write_bytes(rows.read_bytes()[:-missing])
+    second = Squares()
+    assert run(second.study(), options_in(tmp_path)).ours == "1.0, 4.0, 9.0"
+    assert second.measured == [3]
+    assert len(rows.read_text().splitlines()) == 4
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    run(Squares().study(), options_in(tmp_path))
+    rows = tmp_path / "rows.csv"
+    lines = rows.read_text().splitlines()
+    rows.write_text("\n".join([*lines[:2], "nonsense", *lines[3:]]) + "\n")
+    with pytest.raises(StorageError, match=r"rows\.csv, line 3: not a row"):
+        run(Squares().study(), options_in(tmp_path))
+
+
+def test_rows_of_another_study_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(StorageError, match="other columns"):
+        run(Squares().study(), options_in(tmp_path))
+
+
+def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(Squares().study(), [f"out={tmp_path / 'file' / 'below'}"]) == 7
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+numbers = st.floats(allow_nan=False)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    number=st.integers(-(10**12), 10**12),
+    offset=numbers,
+    label=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\r")),
+    square=numbers,
+    history=st.lists(numbers),
+)
+def test_rows_come_back_from_the_file_exactly(
+    tmp_path_factory: pytest.TempPathFactory, number: int, offset: float, label: str | None,
+    square: float, history: list[float],
+) -> None:  # fmt: skip
+    path = tmp_path_factory.mktemp("rows") / "rows.csv"
+    case = Case(number, offset, "odd", label)
+    row = Measured(Result(square, history), 1.25, 'a "CPU", 2 threads', "abc-dirty")
+    table = RowFile(path, Case, Result)
+    assert table.read() == {}
+    table.append(case, row)
+    table.append(replace(case, number=number + 1), row)
+    assert table.read() == {case: row, replace(case, number=number + 1): row}
+
+
+def test_nan_is_written_and_read_as_nan(tmp_path: Path) -> None:
+    table = RowFile(tmp_path / "rows.csv", Case, Result)
+    table.read()
+    table.append(Case(1, 0.0, "odd", None), Measured(Result(math.nan, [math.inf]), 0.0, "", ""))
+    (row,) = table.read().values()
+    assert math.isnan(row.result.square)
+    assert row.result.history == [math.inf]
+
+
+def test_the_paper_scale_changes_defaults_and_not_what_was_asked_for() -> None:
+    words = scale_words(Options, ["scale=default", "--scale=paper", "offset=1"])
+    options = load_config([*words, "scale=paper", "offset=1"], Options)
+    assert options.numbers == [1, 10, 100]
+    assert options.text.name == "published"
+    asked = ["scale=paper", "numbers=[7]"]
+    assert load_config([*scale_words(Options, asked), *asked], Options).numbers == [7]
+    assert scale_words(Options, ["scale=paper", "scale=default"]) == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["scale=paper"],
+        ["scale=paper", "numbers=[1, 2, 3]", "out=a folder"],
+        ["offset=0.5", "text.name=it's", "seed=3"],
+    ],
+)
+def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
+    options = load_config([*scale_words(Options, argv), *argv], Options)
+    python, module, name, *words = shlex.split(options.command())
+    assert (python, module, name) == ("python", "-m", "invformer.studies.squares")
+    assert load_config([*scale_words(Options, words), *words], Options) == options
+    assert len(words) == len(argv)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("numbrs=[1]", "did you mean 'numbers'?"),
+        ("numbers=[2000]", "2000 is not in [0, 1000]"),
+        ("scale=papr", "did you mean 'paper'?"),
+        ("numbers=[]", "leave no case"),
+        ("offset", "is not key=value"),
+    ],
+)
+def test_a_bad_argument_is_one_line_and_exit_code_2(
+    tmp_path: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(Squares().study(), [f"out={tmp_path}", word])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_gpu_that_does_not_exist_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match="device: cuda is not available"):
+        run(Squares().study(), options_in(tmp_path, "device=cuda"))
+
+
+def test_recording_twice_leaves_one_row_and_the_text_around_it(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    page.write_text("# Ours\n\n<!-- study:a -->\n<!-- /study:a -->\n\nafter\n")
+    record_row(page, "a", "| old |")
+    record_row(page, "b", "| b |")
+    record_row(page, "a", "| new |")
+    once = page.read_text()
+    record_row(page, "a", "| new |")
+    assert page.read_text() == once
+    assert once.count("| new |") == once.count("| b |") == 1
+    assert "| old |" not in once
+    assert once.startswith("# Ours\n")
+    assert "\n\nafter\n" in once
+    assert once.index("| new |") < once.index("after") < once.index("| b |")
+
+
+def test_a_results_page_is_made_where_there_is_none(tmp_path: Path) -> None:
+    page = tmp_path / "docs" / "results.md"
+    run(Squares().study(), options_in(tmp_path, "record=true", f"results={page}"))
+    text = page.read_text()
+    assert text.startswith("# Results\n")
+    assert "| squares | a\\|b | 1.0, 4.0, 9.0 |" in text
+
+
+def test_a_marker_without_its_end_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    page.write_text("<!-- study:a -->\nprecious\n")
+    with pytest.raises(StorageError, match="has no <!-- /study:a -->"):
+        record_row(page, "a", "| new |")
+    assert page.read_text() == "<!-- study:a -->\nprecious\n"
+
+
+class Mirror:
+    """Stands in for a W&B run and keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.tables: list[list[list[Any]]] = []
+        self.final: dict[str, Any] = {}
+        self.images: list[Path] = []
+        self.exit_code: int | None = None
+
+    def __call__(self, step: int, row: dict[str, float]) -> None:
+        self.rows[step] = row
+
+    def table(self, key: str, columns: list[str], rows: list[list[Any]]) -> None:
+        self.tables.append([columns, *rows])
+
+    def image(self, key: str, path: Path) -> None:
+        self.images.append(path)
+
+    def summary(self, values: dict[str, Any]) -> None:
+        self.final = values
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+def test_w_and_b_sees_all_rows_also_those_of_an_earlier_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirrors = [Mirror(), Mirror()]
+    waiting = iter(mirrors)
+    monkeypatch.setattr(runner, "build_mirror", lambda chosen: next(waiting))
+    argv = [f"out={tmp_path}", "wandb=true"]
+    assert main(Squares(stop_at=2).study(), argv) == 130
+    assert mirrors[0].exit_code == 1
+    assert main(Squares().study(), argv) == 0
+    assert mirrors[1].rows == {0: {"square": 1.0}, 1: {"square": 4.0}, 2: {"square": 9.0}}
+    assert mirrors[1].final["verdict"] == "reproduced: they are\nsquares"
+    assert mirrors[1].images == [tmp_path / "squares.png"]
+    assert mirrors[1].exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_real_offline_w_and_b_run_takes_a_study(tmp_path: Path) -> None:
+    run(Squares().study(), options_in(tmp_path, "wandb=true"))
+    assert list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing.main([]) == 0
+    out = capsys.readouterr().out
+    for name, line in STUDIES.items():
+        assert f"  {name} " in out
+        assert line
+        assert line in out
+    assert {"tightness", "invertibility", "breaking", "depth_stability"} <= STUDIES.keys()
+
+
+def test_a_misspelt_study_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listing.main(["tightnes"]) == 2
+    assert "run python -m invformer.studies.tightness" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
+    module = importlib.import_module(f"invformer.studies.{name}")
+    schema = module.STUDY.options
+    assert load_config([], schema).folder == Path("checkpoints", "studies", name)
+    published = ["scale=paper"]
+    assert load_config([*scale_words(schema, published), *published], schema).scale == "paper"

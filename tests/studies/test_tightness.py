@@ -1,0 +1,179 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.config import load_config
+from invformer.errors import ConfigurationError
+from invformer.nn.attention import attention_jacobian, paper_output_map, project
+from invformer.numerics.l2_attention import l2_attention
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.local_lipschitz import power_iteration_estimate
+from invformer.studies.study import main
+from invformer.studies.tightness import (
+    STUDY,
+    Case,
+    FrobeniusGain,
+    Options,
+    Result,
+    RowGain,
+    cases,
+    dual_norm,
+    largest_row,
+    measure,
+    row_sensitivity,
+    summarise,
+    unit_weights,
+    worst_row_sum,
+)  # fmt: skip
+
+CPU = torch.device("cpu")
+UPPER = {100: 11.515, 200: 13.588, 400: 15.739, 1000: 18.682}
+REFERENCE = {100: 10.095, 200: 12.093, 400: 14.182, 1000: 17.065}
+SMALL = Case("entry_max", 12, 1, 1, 4, 60, 0.1, 10.0, 10, 0)
+
+
+def random_weights(d_model: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (num_heads, d_model, d_model // num_heads)
+    w_q, w_v = torch.randn(shape), torch.randn(shape)
+    w_o = torch.randn(num_heads, d_model // num_heads, d_model)
+    return w_q, paper_output_map(w_q, w_v, w_o)
+
+
+def dense(x: torch.Tensor, w_q: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    return dense_jacobian(lambda x: (l2_attention(project(x, w_q)) @ g).sum(0), x)
+
+
+@pytest.mark.parametrize(("d_model", "num_heads"), [(1, 1), (4, 2), (6, 3)])
+def test_one_row_of_the_jacobian_is_that_of_the_dense_one(d_model: int, num_heads: int) -> None:
+    w_q, g = random_weights(d_model, num_heads)
+    x = torch.randn(2, 5, d_model)
+    token, direction = torch.tensor([3, 0]), torch.randn(2, d_model)
+    w = row_sensitivity(x, token, direction, w_q, g)
+    for start in range(2):
+        rows = dense(x[start], w_q, g).view(5, d_model, 5, d_model)
+        expected = torch.einsum("kje,k->je", rows[token[start]], direction[start])
+        assert torch.allclose(w[start], expected, atol=1e-12)
+
+
+def test_the_largest_row_in_entry_max_is_the_dense_norm() -> None:
+    w_q, g = random_weights(4, 2)
+    x = torch.randn(7, 4)
+    token, direction = largest_row(x, w_q, g, "entry_max")
+    found = dual_norm(
+        row_sensitivity(x[None], torch.tensor([token]), direction[None], w_q, g), "entry_max"
+    )
+    assert found.item() == pytest.approx(dense(x, w_q, g).abs().sum(-1).max().item(), rel=1e-12)
+
+
+def test_the_largest_row_in_token_max_is_what_boyds_method_finds() -> None:
+    w_q, g = random_weights(4, 2)
+    x = torch.randn(7, 4)
+    token, direction = largest_row(x, w_q, g, "token_max")
+    found = dual_norm(
+        row_sensitivity(x[None], torch.tensor([token]), direction[None], w_q, g), "token_max"
+    )
+    jacobian = attention_jacobian(x, w_q, g, torch.zeros(1, 7, 7))
+    best = power_iteration_estimate(jacobian, "token_max", num_steps=50, num_restarts=7, rtol=1e-9)
+    assert found.item() == pytest.approx(best.value.item(), rel=0.02)
+
+
+def test_the_frobenius_gain_follows_the_leading_singular_value() -> None:
+    w_q, g = random_weights(4, 2)
+    x = torch.randn(3, 6, 4)
+    gain = FrobeniusGain(w_q, g)
+    for _ in range(200):
+        gain.look(x)
+    sigma = torch.stack([torch.linalg.matrix_norm(dense(part, w_q, g), 2) for part in x])
+    assert torch.allclose(gain(x), sigma, rtol=1e-6)
+
+
+def test_a_gain_is_differentiated_with_its_witness_held_fixed() -> None:
+    w_q, g = random_weights(4, 2)
+    x = torch.randn(2, 6, 4, requires_grad=True)
+    for gain in (
+        RowGain("entry_max", w_q, g, 10),
+        RowGain("token_max", w_q, g, 10),
+        FrobeniusGain(w_q, g),
+    ):
+        gain.look(x.detach())
+        assert torch.autograd.gradcheck(gain, (x,))
+
+
+@pytest.mark.parametrize("num_tokens", [100, 200, 400, 1000])
+def test_the_closed_form_has_the_known_values(num_tokens: int) -> None:
+    assert worst_row_sum(num_tokens) == pytest.approx(REFERENCE[num_tokens], rel=3e-4)
+
+
+def test_the_closed_form_is_attained_by_its_configuration() -> None:
+    num_tokens = 101  # odd: the two halves are equal
+    w_q, _, _ = unit_weights(1, 1)
+    candidates = torch.linspace(1.5, 2.5, 2001)[:, None, None]
+    half = torch.ones(num_tokens // 2, 1)
+    x = torch.cat([torch.zeros(1, 1), half, -half]) * candidates
+    at_zero = torch.zeros(len(x), dtype=torch.long)
+    w = row_sensitivity(x, at_zero, torch.ones(len(x), 1), w_q, torch.ones(1, 1, 1))
+    assert dual_norm(w, "entry_max").max().item() == pytest.approx(
+        worst_row_sum(num_tokens), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_at_a_hundred_tokens_the_ascent_comes_within_a_percent_and_never_above(seed: int) -> None:
+    options = load_config(
+        ["sizes=[100]", "frobenius_sizes=[]", "shapes=[]", f"seed={seed}"], Options
+    )
+    (case,) = cases(options)
+    result = measure(replace(case, num_steps=400), CPU)
+    assert result.lower == pytest.approx(REFERENCE[100], rel=0.01)
+    assert result.lower <= result.upper == pytest.approx(UPPER[100], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_tokens", [200, 400, 1000])
+def test_the_ascent_comes_within_a_percent_and_never_above(num_tokens: int) -> None:
+    words = [f"sizes=[{num_tokens}]", "frobenius_sizes=[]", "shapes=[]", "seed=11"]
+    (case,) = cases(load_config(words, Options))
+    result = measure(case, CPU)
+    assert result.lower == pytest.approx(REFERENCE[num_tokens], rel=0.01)
+    assert result.lower <= result.upper == pytest.approx(UPPER[num_tokens], rel=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["entry_max", "token_max", "frobenius"])
+@pytest.mark.parametrize(("d_model", "num_heads"), [(1, 1), (4, 2)])
+def test_no_bound_is_exceeded_in_its_own_norm(norm: str, d_model: int, num_heads: int) -> None:
+    case = replace(SMALL, norm=norm, d_model=d_model, num_heads=num_heads)
+    result = measure(case, CPU)
+    assert 0 < result.median <= result.lower <= result.upper
+
+
+def test_an_answer_depends_on_nothing_but_its_case() -> None:
+    torch.manual_seed(1)
+    first = measure(SMALL, CPU)
+    torch.manual_seed(2)
+    second = measure(SMALL, CPU)
+    assert (first.lower, first.median, first.upper) == (second.lower, second.median, second.upper)
+
+
+def test_a_value_above_the_bound_is_not_called_reproduced() -> None:
+    good = Result(lower=5.0, median=4.0, upper=6.0, closed_form=5.01)
+    assert summarise([(SMALL, good)]).outcome == "reproduced"
+    assert summarise([(SMALL, replace(good, lower=6.1))]).outcome == "not reproduced"
+    assert summarise([(SMALL, replace(good, lower=4.0))]).outcome == "partly reproduced"
+    other = replace(SMALL, norm="frobenius")
+    assert summarise([(other, replace(good, closed_form=math.nan))]).outcome == "not in the paper"
+
+
+@pytest.mark.parametrize("shape", ["4", "4x3", "0x1", "x", "4X2"])
+def test_a_shape_that_is_none_is_refused(shape: str) -> None:
+    with pytest.raises(ConfigurationError, match="shapes"):
+        load_config([f"shapes=[{shape}]"], Options)
+
+
+def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
+    words = ["sizes=[10, 20]", "frobenius_sizes=[5]", "shapes=[2x1]", "shape_tokens=6"]
+    assert main(STUDY, [f"out={tmp_path}", "num_starts=4", "num_steps=50", *words]) == 0
+    assert (tmp_path / "tightness.png").stat().st_size > 10_000
+    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 2 + 1 + 3
