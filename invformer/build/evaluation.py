@@ -1,5 +1,6 @@
 """From a checkpoint to an evaluation report."""
 
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from invformer.evaluation.checkpoint import Checkpoint, read_checkpoint
 from invformer.evaluation.inversion import InversionReport, invert_text
 from invformer.evaluation.likelihood import Likelihood, score
 from invformer.evaluation.lipschitz import measured_branches
+from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
 from invformer.schema import DataConfig, EvaluateConfig, MeasureConfig, TrainConfig
 
+NGRAM_ORDER = 5
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -77,6 +80,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
             "same_as_training": corpus.sha256 == checkpoint.metadata["data_sha256"],
             "unknown_rate": vocabulary.unknown_rate(text),
         },
+        "ngram": ngram_baseline(vocabulary, corpus, tokens),
         "certificate": None if certificate is None else certificate.to_dict(),
         "local_lipschitz": {},
         "inversion": None,
@@ -92,6 +96,13 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     if config.generate.prompt is not None:
         report["sample"] = continue_text(model, vocabulary, config, device)
     return report, checkpoint.directory
+
+
+def ngram_baseline(vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor) -> dict[str, float]:
+    """What an interpolated Witten–Bell n-gram of the same training split scores, for comparison."""
+    train = vocabulary.encode(corpus.train)
+    nats = witten_bell_nats(train, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
+    return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
 
 
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:

@@ -42,6 +42,7 @@ def print_table(report: Mapping[str, Any]) -> None:
     lines = [
         (f"{report['data']['split']} bpc", f"{report['bpc']:.4f}"),
         ("nats per character", f"{report['nats']:.4f}"),
+        (f"{report['ngram']['order']}-gram bpc, for comparison", f"{report['ngram']['bpc']:.4f}"),
         ("characters scored", f"{report['num_characters']:,}"),
         ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
         ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),

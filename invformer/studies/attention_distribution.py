@@ -1,17 +1,18 @@
 """Yudin et al. 2025 (JaSMin): local bounds from attention weights, and training that shapes them.
 
-Two experiments. ``layer`` and ``model``: upper bounds on ‖∂F/∂X‖ (frobenius) of attention layers
-beside the truth by Lanczos, for random layers on random tokens and for the layers of language
-models, before and after training, at their own inputs. Training: the loss plus a weight times
+Bounds: every upper bound on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by Lanczos,
+for random layers on random tokens and for the layers of language models, before and after training,
+at their own inputs (behind LayerNorm). Training: the loss plus a weight times
 
     jasmin_0      mean log g_1(P_i) over rows but the first
     jasmin_10     mean log g_1(P_i)/g_10(P_i) over rows that see more than 11 tokens
     sensitivity   the query and key terms of the local bound ``fast`` (ours)
 
-each summed over layers, for several weights and seeds, compared at equal loss: along the weights of
-one regulariser, what is the smallest value reached while the validation loss is at most
-``allowance`` nats above that of the same seed without regulariser? Besides the local constants: the
-loss under Gaussian noise on the embeddings, in units of their root mean square.
+each averaged over ``num_penalised`` windows of the batch and summed over layers, for several
+weights and seeds, compared at equal loss: along the weights of one regulariser (straight between
+them), what is the smallest value reached while the validation loss is at most ``allowance`` nats
+above that of the same seed without regulariser? The values: the local constant, and what Gaussian
+noise on the embeddings, in units of their root mean square, adds to the loss.
 
 The published maximum over rows is replaced by the mean and short prefixes are left out: under a
 causal mask the first rows alone decide the maximum. The paper's own figures (weights, k, models,

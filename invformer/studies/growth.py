@@ -446,6 +446,7 @@ def hub_network(name: str, path: str) -> tuple[nn.Module, Shape]:
     transformers.logging.set_verbosity_error()
     is_gpt2 = name.endswith("gpt2")
     kind = transformers.GPT2Model if is_gpt2 else transformers.BertModel
+    model: Any
     if path:
         model = pretrained(kind, path)
     else:

@@ -105,7 +105,7 @@ class Result:
         value: ‖Df_m(X)‖_m; for ``weighted`` that of the measure that comes nearest to the bound.
         predicted: the size, limit or norm the statement names; NaN for ``weighted``.
         upper: the proven bound that the value must not exceed.
-        ceiling: √n ‖V‖ for ``large_radius``, which the predicted limit cannot exceed; NaN elsewhere.
+        ceiling: √n ‖V‖ for ``large_radius``, which the limit cannot exceed; NaN elsewhere.
         check: largest relative difference to automatic differentiation; NaN if not evaluated.
     """
 
@@ -286,7 +286,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     why = (
         "theta decreases to 1 and no bound is exceeded; three times the published mass ratio "
         "gives up to 1.30 times the published growth, so that is not the best two-atom measure; "
-        "the limit is exactly ||V|| sqrt(most followers), mostly far below sqrt(n) ||V||"
+        "the limit is exactly ||V|| sqrt(most followers of one token), below sqrt(n) ||V||"
     )
     return Summary(table, paper, ours, "reproduced", why)
 

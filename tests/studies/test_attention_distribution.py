@@ -11,8 +11,8 @@ from torch import Tensor
 from invformer.build.model import build_model
 from invformer.config import load_config, to_dict
 from invformer.data.vocabulary import Vocabulary
-from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, merge_heads
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
+from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.bounds import jasmin, local
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.schema import TrainConfig
@@ -147,26 +147,32 @@ def test_the_terms_that_are_trained_are_those_of_the_certified_bound() -> None:
     torch.testing.assert_close(local.dot_product_local_bound(*heads), expected, rtol=1e-6, atol=0)
 
 
-def test_the_carried_over_bound_needs_its_key_term() -> None:
-    """One token moved against many others that attend to it: the query term alone is too small."""
-
-    def reach_without_keys(heads: attention_distribution.Heads) -> Tensor:
-        q, p, w = heads.q, heads.p, heads.w_q
-        centred = q - q.mean(-2, keepdim=True)
-        norm = lambda a: torch.linalg.matrix_norm(a, 2)  # noqa: E731
-        reaction = 2 / math.sqrt(q.shape[-1]) * jasmin.softmax_jacobian_bound(p).amax(-1)
-        return reaction * norm(centred) * norm(centred @ w.mT)
-
-    n = 40
-    layer = L2Attention(1, 1, CausalMask(n)).double()
+@pytest.mark.parametrize(
+    ("tokens", "mutant"),
+    [
+        ((-0.68, 0.9), lambda value, g1, c, z, key: value + 2 * g1 * c * z),
+        ((0.86, 2.66), lambda value, g1, c, z, key: value + 2 * g1 * c * key),
+        ((-0.82, -2.53), lambda value, g1, c, z, key: value + g1 * c * (z + key)),
+        ((-0.68, 0.9), lambda value, g1, c, z, key: value + 2 * g1**2 * c * (z + key)),
+    ],
+    ids=["no key term", "no query term", "half the slope", "g1 squared"],
+)
+def test_the_bound_carried_over_to_l2_attention_has_no_part_to_spare(
+    tokens: tuple[float, float], mutant: Callable[..., Tensor]
+) -> None:
+    """Two tokens that see each other, D = H = 1 and unit weights, refute each shortened bound."""
+    everything = VisibilityMask(torch.ones(2, 2, dtype=torch.bool))
+    layer = L2Attention(1, 1, everything).double()
     for parameter in layer.parameters():
         torch.nn.init.ones_(parameter)
-    x = torch.zeros(n, 1)
-    x[0], x[1::2] = 1.4, 0.05
-    heads = heads_of(layer, x)
-    right, truth = l2_jasmin_bound(heads), norm_of(layer, x)
-    assert reach_without_keys(heads).item() < right.item()
-    assert right >= truth
+    x = torch.tensor(tokens)[:, None]
+    p = heads_of(layer, x).p[0]
+    z = (x - x.mean()).norm()  # W = 1, s = 1: q = Z = X
+    key = (z**2 + 2 * (x - x.mean()).square().max()).sqrt()
+    g1 = jasmin.softmax_jacobian_bound(p).amax()
+    truth = norm_of(layer, x)
+    assert mutant(torch.linalg.matrix_norm(p, 2), g1, z, z, key) < truth
+    assert l2_jasmin_bound(heads_of(layer, x)) >= truth
 
 
 def test_at_equal_loss_a_path_is_followed_until_it_leaves_the_allowed_loss() -> None:
@@ -331,8 +337,3 @@ def test_bad_arguments_are_one_line(
     error = capsys.readouterr().err.strip()
     assert named in error
     assert "\n" not in error
-
-
-def test_every_layer_kind_of_the_library_is_recognised() -> None:
-    assert issubclass(L2Attention, TiedL2Attention)
-    assert isinstance(layer_of("dot_product"), Layer)

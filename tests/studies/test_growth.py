@@ -200,7 +200,7 @@ def test_a_layer_of_transformers_is_measured_as_it_computes(name: str) -> None:
     inner = model.h[1].attn if name == "small_gpt2" else model.encoder.layer[1].attention.self
     attend = growth.dot_product_map(layer.weights, layer.bias)
     if name == "small_bert":
-        attend = growth.dot_product_map(layer.weights._replace(w_o=None), 0 * layer.bias)
+        attend = growth.dot_product_map(layer.weights._replace(w_o=None), torch.zeros(7, 7))
     with torch.no_grad():
         mask = {"attention_mask": layer.bias[None].float()} if name == "small_gpt2" else {}
         expected = inner(layer.inputs.float(), **mask)[0].double()
