@@ -157,7 +157,7 @@ class TrainerConfig(Section):
     """How long, on what, and in which precision."""
 
     key: ClassVar[str] = "trainer"
-    max_steps: int = option(3000, "optimiser steps", within=MANY)
+    max_steps: int = option(2500, "optimiser steps", within=MANY)
     val_every: int = option(500, "optimiser steps between validations", within=MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
     devices: int = option(1, "devices to train on", within="[1, 1e4]")

@@ -1,6 +1,7 @@
 """From a configuration to a training run."""
 
 import logging
+import os
 import subprocess
 import warnings
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from invformer.training.run_directory import RunDirectory, open_run
 from invformer.training.run_log import JsonLinesSink, RunLog, Sink
 from invformer.training.wandb_sink import WandbSink
 
+DIRECTORY_VARIABLE = "INVFORMER_RUN_DIRECTORY"
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -72,17 +74,13 @@ def build_run(config: TrainConfig) -> Run:
     if trainer_config.num_threads is not None:
         torch.set_num_threads(trainer_config.num_threads)
     data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
-    name = f"{config.model.name}-{config.data.name}"
-    directory = open_run(
-        Path(config.run.root), config.run.name, name, to_dict(config), config.run.resume
-    )
-    directory.config.write_text(to_yaml(config), encoding="utf-8")
+    directory = open_directory(config)
     metadata = build_metadata(config, data)
-    wandb = build_wandb(config, directory, metadata)
-    run_log = build_run_log(directory, wandb)
+    wandb = build_wandb(config, directory, metadata) if is_first_process() else None
+    run_log = build_run_log(directory, wandb) if is_first_process() else RunLog([])
     L.seed_everything(config.run.seed, verbose=False)
     model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    model.initialise(data.first_batch()[0])
+    model.initialise(data.first_batch(trainer_config.devices)[0])
     if trainer_config.compile:
         for block in model.stack.blocks:
             block.compile()
@@ -120,6 +118,27 @@ def build_run(config: TrainConfig) -> Run:
         default_root_dir=directory.path,
     )
     return Run(config, directory, module, data, trainer, wandb)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that was started by hand, not one of its ranks."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def open_directory(config: TrainConfig) -> RunDirectory:
+    """The run's folder, opened by the first process and handed to the ranks it starts."""
+    if not is_first_process():
+        return RunDirectory(Path(os.environ[DIRECTORY_VARIABLE]), resumed=True)
+    directory = open_run(
+        Path(config.run.root),
+        config.run.name,
+        f"{config.model.name}-{config.data.name}",
+        to_dict(config),
+        config.run.resume,
+    )
+    directory.config.write_text(to_yaml(config), encoding="utf-8")
+    os.environ[DIRECTORY_VARIABLE] = str(directory.path.absolute())
+    return directory
 
 
 def build_callbacks(

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from invformer.data.corpora import Corpus, Split
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows
+from invformer.data.windows import (
+    Batch,
+    EvaluationWindows,
+    TrainingWindows,
+    training_windows,
+)
 from invformer.errors import DataError
 
 MAPPED_BYTES = 64 << 20  # larger splits live in a memory-mapped file instead of memory
@@ -97,9 +102,14 @@ class TextDataModule(L.LightningDataModule):
         count = min(num_sequences, len(self.tokens(split)) // self.seq_len)
         return self.tokens(split)[: count * self.seq_len].long().view(count, self.seq_len)
 
-    def first_batch(self) -> Batch:
-        """The batch that training starts with, such as for data-dependent initialisation."""
-        return next(iter(TrainingWindows(self.tokens("train"), *self._order)))
+    def first_batch(self, num_processes: int = 1) -> Batch:
+        """The batch that training starts with, such as for data-dependent initialisation.
+
+        Args:
+            num_processes: how many processes will train; their shares are put together.
+        """
+        seq_len, batch_size, seed = self._order
+        return training_windows(self.tokens("train"), seq_len, num_processes * batch_size, seed, 0)
 
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""

@@ -100,7 +100,7 @@ class Options(StudyOptions):
     program: ClassVar[str] = "-m invformer.studies.growth"
     paper: ClassVar[Mapping[str, Any]] = {
         "sizes": list(range(2, 100, 2)),
-        "attack_sizes": list(range(7, 100, 5)),
+        "attack_sizes": list(range(7, 100, 5)),  # n = 2, also published, has no power law yet
         "num_sequences": 10,
     }
     model: Model = option("small", "whose layers are measured")
@@ -490,6 +490,8 @@ def word_source(name: str, path: str, text: str, seed: int) -> Source:
             ) from error
         start = text[:TOKENISED_CHARACTERS]
         tokens = torch.tensor(tokeniser(start, add_special_tokens=False)["input_ids"])
+        if len(tokens) == 0:  # what transformers makes of a folder without a tokeniser
+            raise DataError(f"model_path: {path} has weights but no tokeniser that reads the text")
     else:
         tokens = words_by_frequency(text).clamp(max=shape.vocab_size - 1)
     if isinstance(model, CharTransformer):

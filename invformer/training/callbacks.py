@@ -205,7 +205,9 @@ class CertificateKeeper(L.Callback):
                 f"step {pl_module.step}: certified {self.certificate.norm} bound "
                 f"{self.certificate.bound_max} exceeds its target {self.certificate.target}"
             )
-        self.path.write_text(json.dumps(self.certificate.to_dict(), indent=2) + "\n")
+        if trainer.is_global_zero:
+            content = json.dumps(self.certificate.to_dict(), indent=2) + "\n"
+            replace_file(self.path, lambda path: path.write_text(content))
         self.run_log.record(
             pl_module.step,
             {"lipschitz/certified_max": self.certificate.bound_max},
@@ -317,7 +319,13 @@ class Checkpoints(L.Callback):
         Raises:
             StorageError: the folder cannot be written.
         """
-        replace_file(self.folder / name, lambda path: trainer.save_checkpoint(path))
+        partial = self.folder / (name + ".partial")
+        try:
+            trainer.save_checkpoint(partial)  # all processes take part
+        except OSError as error:
+            raise StorageError(f"{partial}: cannot be written ({error.strerror})") from error
+        if trainer.is_global_zero:
+            replace_file(self.folder / name, lambda path: path)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far."""
@@ -329,7 +337,7 @@ class Checkpoints(L.Callback):
 
 
 def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file under a temporary name in the same folder, then give it its name.
+    """Write ``NAME.partial`` in the same folder (``write`` may find it there), then rename it.
 
     Raises:
         StorageError: the folder cannot be written.

@@ -63,9 +63,11 @@ def fit(run: TrainingRun) -> None:
     exit_code = 1
     try:
         checkpoint = str(run.directory.last) if run.directory.last.exists() else None
-        announce(run, checkpoint)
+        if run.trainer.is_global_zero:
+            announce(run, checkpoint)
         train(run, checkpoint)
-        conclude(run)
+        if run.trainer.is_global_zero:
+            conclude(run)
         exit_code = 0
     except InvformerError as error:
         exit_code = error.exit_code

@@ -70,6 +70,8 @@ class CharLanguageModel(L.LightningModule):
         logits = self(inputs)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
         nats = loss.detach()
+        if self.trainer.world_size > 1:
+            nats = self.trainer.strategy.reduce(nats.clone(), reduce_op="mean")
         self.run_log.record(self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2})
         return loss
 
