@@ -151,10 +151,11 @@ def build_callbacks(
     """Monitors first, then the flush that sends what they recorded, then checkpoints."""
     monitor = config.monitor
     callbacks: list[L.Callback] = [RandomState()]
-    if monitor.enabled:
+    probe = data.probe("train", monitor.num_sequences) if monitor.enabled else None
+    if probe is not None:
         callbacks.append(
             LipschitzMonitor(
-                data.probe("train", monitor.num_sequences), run_log, norms=tuple(monitor.norms),
+                probe, run_log, norms=tuple(monitor.norms),
                 every=monitor.every, local_every=config.trainer.val_every,
                 num_steps=monitor.num_steps, seed=config.run.seed,
             )
@@ -164,10 +165,12 @@ def build_callbacks(
         keeper = CertificateKeeper(directory.certificate, run_log, dtype)
         callbacks.append(keeper)
         if monitor.enabled and monitor.inversion:
-            probe = data.probe("val", monitor.inversion_sequences)
-            callbacks.append(InversionMonitor(probe, run_log, keeper))
+            text = data.probe("val", monitor.inversion_sequences)
+            callbacks.append(InversionMonitor(text, run_log, keeper))
     batch = config.data.batch_size * config.trainer.accumulate * config.trainer.devices
-    callbacks.append(Flush(run_log, monitor.flush_every, batch * config.data.seq_len))
+    characters = batch * config.data.seq_len
+    evidence = directory.path / "violation.json"
+    callbacks.append(Flush(run_log, monitor.flush_every, characters, evidence, probe))
     callbacks.append(Checkpoints(directory.path))
     if config.trainer.progress:
         callbacks.append(StepProgress(run_log))

@@ -34,10 +34,21 @@ class Flush(L.Callback):
         run_log: what to flush.
         every: optimiser steps between flushes.
         characters_per_step: for the throughput metric.
+        evidence: where to write the row and the probe text if a bound turns out to be violated.
+        probe: the text the estimates are for.
     """
 
-    def __init__(self, run_log: RunLog, every: int, characters_per_step: int) -> None:
+    def __init__(
+        self,
+        run_log: RunLog,
+        every: int,
+        characters_per_step: int,
+        evidence: Path,
+        probe: Integer[Tensor, "sequences tokens"] | None = None,
+    ) -> None:
         self.run_log = run_log
+        self.evidence = evidence
+        self.probe = probe
         self.every = every
         self.characters_per_step = characters_per_step
         self._since = 0.0
@@ -47,7 +58,17 @@ class Flush(L.Callback):
         """Send the pending rows before a step (or all of them), checked."""
         for step, row in self.run_log.flush(before).items():
             check_finite(step, row)
-            check_sandwich(step, row)
+            try:
+                check_sandwich(step, row)
+            except CertificateViolation as violation:
+                self.keep_evidence(step, row)
+                raise CertificateViolation(f"{violation} (evidence in {self.evidence})") from None
+
+    def keep_evidence(self, step: int, row: Row) -> None:
+        """Write down what disproved a bound: the step's metrics and the text they belong to."""
+        tokens = None if self.probe is None else self.probe.tolist()
+        content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
+        replace_file(self.evidence, lambda path: path.write_text(content + "\n"))
 
     def record_throughput(self, trainer: L.Trainer) -> None:
         """Record the rate since the clock was started, and restart it."""
