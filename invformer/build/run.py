@@ -19,17 +19,16 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.schema import DataConfig, TrainConfig
 from invformer.training.callbacks import (
     CertificateKeeper,
-    Checkpoints,
     Flush,
     InversionMonitor,
     LipschitzMonitor,
-    RandomState,
     StepProgress,
 )
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.training.run_directory import RunDirectory, open_run
 from invformer.training.run_log import JsonLinesSink, RunLog, Sink
+from invformer.training.saving import Checkpoints, RandomState
 from invformer.training.wandb_sink import WandbSink
 
 DIRECTORY_VARIABLE = "INVFORMER_RUN_DIRECTORY"

@@ -13,10 +13,10 @@ from invformer.errors import CheckpointError, Interrupted, InvformerError
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import certify
 from invformer.schema import TrainConfig
-from invformer.training.callbacks import Checkpoints
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
 from invformer.training.run_directory import RunDirectory
+from invformer.training.saving import Checkpoints
 from invformer.training.wandb_sink import WandbSink
 
 
