@@ -242,3 +242,20 @@ def test_an_interrupted_run_saves_its_state_and_says_which_signal(
     assert stderr.strip().splitlines()[-1].startswith("error: stopped by signal")
     state = torch.load(tmp_path / "runs" / "a" / "last.ckpt", weights_only=True)
     assert state["global_step"] > 0
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
+    tmp_path: Path, text_file: Path
+) -> None:
+    losses = []
+    for name, batch, devices in (("one", 8, 1), ("two", 4, 2)):
+        arguments = options(
+            tmp_path, text_file, f"run.name={name}", f"data.batch_size={batch}",
+            f"trainer.devices={devices}", "trainer.accelerator=cpu",
+        )  # fmt: skip
+        done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        rows = read_rows(tmp_path / "runs" / name / "metrics.jsonl")
+        losses.append([row["train/nats"] for row in rows] + [rows[-1]["val/bpc"]])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
