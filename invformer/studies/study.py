@@ -100,7 +100,7 @@ class StudyOptions(Root):
     )
     record: bool = option(False, "also put the study's row into the file named by results")
     results: str = option("docs/results.md", "Markdown file for record=true")
-    wandb: bool = option(False, "mirror rows, table and figure to W&B (offline without an API key)")
+    wandb: bool = option(True, "mirror rows, table and figure to W&B (offline without an API key)")
     project: str = option("invformer", "W&B project")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
 

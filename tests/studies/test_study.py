@@ -102,7 +102,7 @@ def options_in(folder: Path, *words: str) -> Options:
 
 
 def test_a_study_leaves_its_rows_a_figure_a_verdict_and_a_markdown_row(tmp_path: Path) -> None:
-    summary = run(Squares().study(), options_in(tmp_path))
+    summary = run(Squares().study(), options_in(tmp_path, "wandb=false"))
     assert summary.ours == "1.0, 4.0, 9.0"
     assert {f.name for f in tmp_path.iterdir()} == {
         "rows.csv", "squares.png", "result.json", "row.md"
