@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from invformer.build.model import build_model
-from invformer.build.run import FORWARD_DTYPE
+from invformer.build.run import FORWARD_DTYPE, read_corpus
 from invformer.config import from_dict
-from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.corpora import Corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
 from invformer.errors import CheckpointError, ConfigurationError, DataError
@@ -23,7 +23,7 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
-from invformer.schema import DataConfig, EvaluateConfig, MeasureConfig, TrainConfig
+from invformer.schema import EvaluateConfig, MeasureConfig, TrainConfig
 
 NGRAM_ORDER = 5
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -137,17 +137,6 @@ def load_model(
         if weight.is_floating_point() and not weight.isfinite().all():
             raise CheckpointError(f"{checkpoint.path}: weight {name} is not finite")
     return model.eval()
-
-
-def read_corpus(data: DataConfig) -> Corpus:
-    """The corpus to evaluate on."""
-    return load_corpus(
-        data.name,
-        data.path,
-        val_fraction=data.val_fraction,
-        test_fraction=data.test_fraction,
-        max_characters=data.max_characters,
-    )
 
 
 def certify_model(model: CharTransformer, config: TrainConfig) -> Certificate | None:

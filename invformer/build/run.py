@@ -13,7 +13,7 @@ import torch
 
 from invformer.build.model import build_model
 from invformer.config import command_line, to_dict, to_yaml
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import Corpus, load_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.schema import DataConfig, TrainConfig
@@ -47,15 +47,20 @@ class Run:
     wandb: WandbSink | None
 
 
-def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:
-    """The corpus, its vocabulary from the training split alone, and its windows."""
-    corpus = load_corpus(
+def read_corpus(config: DataConfig) -> Corpus:
+    """The text a configuration names, in its splits."""
+    return load_corpus(
         config.name,
         config.path,
         val_fraction=config.val_fraction,
         test_fraction=config.test_fraction,
         max_characters=config.max_characters,
     )
+
+
+def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:
+    """The corpus, its vocabulary from the training split alone, and its windows."""
+    corpus = read_corpus(config)
     return TextDataModule(
         corpus,
         Vocabulary.from_text(corpus.train),

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from invformer.errors import NonFiniteError
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
@@ -119,6 +120,10 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
 
     In float32 the margin built into the normalisation makes this a no-op; in bfloat16, where the
     cast alone moves a spectral norm by up to 0.4 %, it is what keeps the promise.
+
+    Raises:
+        NonFiniteError: a weight is NaN or infinite, so nothing can be proven.
+        NoCertificateError: the stack contains something without a proof.
     """
     stack = invertible_stack(model)
     certificate = certify(stack, dtype=dtype)
@@ -128,9 +133,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
         for name, branch in stack.branches():
             bound = certificate.per_branch[name]
             if not math.isfinite(bound):
-                raise NoCertificateError(
-                    f"{name}: its weights are not finite, nothing can be proven"
-                )
+                raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
             if bound > branch.lipschitz_target:
                 branch.correction.mul_(branch.lipschitz_target / bound * (1 - 1e-6))
         certificate = certify(stack, dtype=dtype)

@@ -17,7 +17,7 @@ from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.lipschitz import lipschitz_row, local_bound_row, require_sandwich
 from invformer.nn.certificate import Certificate, enforce
 from invformer.nn.lipschitz_probe import LipschitzProbe
-from invformer.training.module import CharLanguageModel
+from invformer.training.module import CharLanguageModel, non_finite
 from invformer.training.run_log import Row, RunLog
 from invformer.training.saving import replace_file
 
@@ -200,7 +200,7 @@ class LipschitzMonitor(L.Callback):
 class CertificateKeeper(L.Callback):
     """Certifies the model before every validation, and holds it to its target.
 
-    The certificate is written to ``certificate.json`` of the run, and travels in checkpoints.
+    The latest certificate is written to ``certificate.json`` of the run.
 
     Args:
         path: where to write the latest certificate.
@@ -217,7 +217,10 @@ class CertificateKeeper(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Certify; shrink what exceeds its target; refuse to go on if that fails."""
         assert isinstance(pl_module, CharLanguageModel)
-        self.certificate = enforce(pl_module.model, self.dtype)
+        try:
+            self.certificate = enforce(pl_module.model, self.dtype)
+        except NonFiniteError as error:
+            raise non_finite(pl_module.step, str(error)) from None
         if not self.certificate.holds:
             raise CertificateViolation(
                 f"step {pl_module.step}: certified {self.certificate.norm} bound "
@@ -318,10 +321,7 @@ def check_finite(step: int, row: Row) -> None:
     """
     for key in ("train/nats", "optim/grad_norm"):
         if key in row and not math.isfinite(row[key]):
-            raise NonFiniteError(
-                f"step {step}: {key} is {row[key]}; lower optim.lr or set optim.grad_clip "
-                "(the last good checkpoint is kept)"
-            )
+            raise non_finite(step, f"{key} is {row[key]}")
 
 
 def check_sandwich(step: int, row: Row) -> None:

@@ -111,10 +111,7 @@ class CharLanguageModel(L.LightningModule):
         bpc = self.bits_per_char.compute()
         self.log("val/bpc", bpc.float(), logger=False, sync_dist=False)
         if not math.isfinite(bpc.item()):
-            raise NonFiniteError(
-                f"step {self.step}: validation bits per character are {bpc.item()}; lower optim.lr "
-                "or set optim.grad_clip (the last good checkpoint is kept)"
-            )
+            raise non_finite(self.step, f"validation bits per character are {bpc.item()}")
         self.run_log.record(self.step, {"val/bpc": bpc, "val/nats": bpc * LN2})
 
     def configure_optimizers(self) -> Any:
@@ -126,3 +123,11 @@ class CharLanguageModel(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store what is needed to rebuild the model without this program's configuration."""
         checkpoint["invformer"] = self.metadata
+
+
+def non_finite(step: int, what: str) -> NonFiniteError:
+    """The error that ends a run whose numbers are lost: where, what, and what to do."""
+    return NonFiniteError(
+        f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
+        "(the last good checkpoint is kept)"
+    )

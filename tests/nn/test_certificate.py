@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from invformer.errors import NonFiniteError
 from invformer.nn import (
     CausalMask,
     L2Attention,
@@ -149,3 +150,15 @@ def test_the_papers_certificate_never_shrinks_a_layer_that_keeps_its_printed_bou
     for heads in (1, 2, 4):
         layer = PaperContractiveL2Attention(8, heads, CausalMask(9), 0.9).eval()
         assert 0 < layer.lipschitz_bound("entry_max") <= 0.9
+
+
+def test_weights_that_are_not_finite_are_named_not_certified() -> None:
+    model = trained_a_little(contractive_model())
+    branch = dict(model.stack.branches())["block_01/attention"]
+    with torch.no_grad():
+        branch.w_g.weight[0, 0] = float("nan")
+    model.train().eval()
+    assert not certify(model).holds
+    with pytest.raises(NonFiniteError, match="block_01/attention: its weights are not finite") as e:
+        enforce(model)
+    assert e.value.exit_code == 5
