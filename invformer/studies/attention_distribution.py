@@ -53,7 +53,6 @@ from invformer.numerics.local_lipschitz import lanczos_estimate
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
-from invformer.studies.depth_stability import Text, TextConfig, read_text
 from invformer.studies.study import (
     Outcome,
     Rows,
@@ -64,6 +63,7 @@ from invformer.studies.study import (
     panels,
     progress,
 )
+from invformer.studies.text import Text, TextConfig, read_text
 
 if TYPE_CHECKING:
     from pathlib import Path

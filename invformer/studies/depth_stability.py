@@ -18,16 +18,13 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.build.model import build_model
-from invformer.data.corpora import load_corpus
-from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import evaluation_windows, training_windows
 from invformer.errors import DataError
 from invformer.evaluation.likelihood import score
@@ -35,7 +32,7 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer, PreNormBlock
 from invformer.schema import MANY, Corpus, ModelConfig
-from invformer.section import Section, option, section
+from invformer.section import option, section
 from invformer.studies.study import (
     Outcome,
     Rows,
@@ -46,6 +43,7 @@ from invformer.studies.study import (
     panels,
     progress,
 )
+from invformer.studies.text import Text, TextConfig, read_text
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -63,24 +61,6 @@ PAPER_NATS: dict[str, tuple[float, ...]] = {
     "contractive": (1.246, 1.135, 1.103, 1.079, 1.072, 1.060, 1.039, 1.029, 1.031),
 }
 LAST_STEPS = 10  # over which the final training loss is averaged
-
-
-@dataclass(kw_only=True)
-class TextConfig(Section):
-    """The text."""
-
-    key: ClassVar[str] = "data"
-    name: Corpus = option("python_docs", "corpus; the first three need no network")
-    path: str | None = option(None, "file or folder with the corpus; needed by text_file")
-    max_characters: int | None = option(
-        200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
-    )
-    val_characters: int = option(8192, "characters that are scored", within="[2, 1e9]")
-
-    def check(self) -> None:
-        """A local corpus says where it is."""
-        if self.name == "text_file" and self.path is None:
-            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
 
 
 @dataclass(kw_only=True)
@@ -162,27 +142,6 @@ class Result:
     def failed(self) -> bool:
         """Not finite, or no better than single characters' frequencies."""
         return not self.val_nats < self.unigram_nats
-
-
-@dataclass(frozen=True)
-class Text:
-    """A corpus as tokens."""
-
-    train: Integer[Tensor, " train_characters"]
-    val: Integer[Tensor, " val_characters"]
-    vocab_size: int
-    sha256: str
-
-
-@lru_cache(maxsize=2)
-def read_text(
-    corpus: Corpus, path: str | None, max_characters: int | None, val_characters: int
-) -> Text:
-    """The corpus, encoded in the vocabulary of its training split."""
-    found = load_corpus(corpus, path, max_characters=max_characters)
-    vocabulary = Vocabulary.from_text(found.train)
-    val = vocabulary.encode(found.split("val")[:val_characters])
-    return Text(vocabulary.encode(found.train), val, vocabulary.size, found.sha256[:16])
 
 
 def text_of(case: Case) -> Text:

@@ -48,8 +48,8 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
 from invformer.studies.attention_distribution import train, validation_windows
-from invformer.studies.depth_stability import TextConfig, read_text
 from invformer.studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
+from invformer.studies.text import TextConfig, read_text
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure

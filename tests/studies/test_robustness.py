@@ -14,7 +14,6 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.studies import robustness
 from invformer.studies.attention_distribution import train, validation_windows
-from invformer.studies.depth_stability import read_text
 from invformer.studies.robustness import (
     NORMS,
     NOTHING,
@@ -41,6 +40,7 @@ from invformer.studies.robustness import (
     window_nats,
 )
 from invformer.studies.study import main
+from invformer.studies.text import read_text
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
