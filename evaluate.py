@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
-from invformer.exit import guarded
+from invformer.exit import guarded, stop_on_signals
 from invformer.schema import EvaluateConfig
 
 
 def main() -> None:
     """Parse, load, evaluate, report."""
+    stop_on_signals()
     config = parse_or_exit(sys.argv[1:], EvaluateConfig, Path(__file__).parent)
 
     def work() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
         print_table(report)
         write_json(report, directory / "evaluation.json")
 
-    raise SystemExit(guarded(work, debug=False))
+    raise SystemExit(guarded(work, debug="--debug" in sys.argv))
 
 
 if __name__ == "__main__":

@@ -7,15 +7,22 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
-from invformer.exit import guarded
+from invformer.exit import guarded, stop_on_signals
+from invformer.ranks import Supervisor, end_with_supervisor, is_rank
 from invformer.schema import TrainConfig
 
 
 def main() -> None:
-    """Parse, build, fit."""
+    """Parse, then fit, in this process or in several."""
+    stop_on_signals()
     config = parse_or_exit(sys.argv[1:], TrainConfig, Path(__file__).parent)
 
     def work() -> None:
+        if is_rank():
+            end_with_supervisor()
+        elif config.trainer.devices > 1:
+            Supervisor(config.trainer.devices, config.trainer.rank_timeout).run()
+            return
         # The heavy imports wait until the configuration is known to be valid.
         from invformer.build.run import build_run
         from invformer.training.fit import fit

@@ -76,7 +76,10 @@ def parse_or_exit(
         print(help_text(schema, config_root))
         raise SystemExit(0)
     try:
-        config = load_config([a for a in argv if a != "--print-config"], schema, config_root)
+        words = [word for word in argv if word not in ("--print-config", "--debug")]
+        if "--debug" in argv and schema is TrainConfig:
+            words.append("run.debug=true")
+        config = load_config(words, schema, config_root)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
@@ -148,7 +151,7 @@ def command_line(config: Root) -> str:
 def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None) -> str:
     """Usage, presets by group, and every field with type, interval, default and meaning."""
     words = "[group=preset ...] [key=value ...]" if schema.groups else "[key=value ...]"
-    lines = [f"usage: python {schema.program} {words} [--print-config] [--help]"]
+    lines = [f"usage: python {schema.program} {words} [--print-config] [--debug] [--help]"]
     lines += ["", schema.__doc__ or ""]
     if schema.groups:
         lines += ["", "presets (group=name); the experiment applies first, single fields last:"]

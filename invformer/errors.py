@@ -43,6 +43,12 @@ class StorageError(InvformerError):
     exit_code = 7
 
 
+class RankLost(InvformerError):
+    """One of the processes of a run died, failed without saying why, or does not move."""
+
+    exit_code = 9
+
+
 class Interrupted(InvformerError):
     """The run was asked to stop and saved its state; the same command continues it."""
 

@@ -1,10 +1,32 @@
 """How a program ends: 0, or one line on standard error and the exit code that belongs to it."""
 
+import errno
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
+from types import FrameType
 
-from invformer.errors import InvformerError
+from invformer.errors import InvformerError, RankLost
+from invformer.ranks import is_rank, tell
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# What an allocator says that raises a plain RuntimeError: PyTorch's on the CPU, the C++ library's,
+# and CUDA's libraries.
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator", "not enough memory", "can't allocate memory", "out of memory",
+    "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
+)  # fmt: skip
+STORAGE = {
+    getattr(errno, name, None)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM")
+}
+# What is said by whoever waits for a process that is gone.
+LOST = (
+    "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed by peer",
+    "Connection reset by peer", "Broken pipe", "Timed out waiting", "/gloo/", "Socket Timeout",
+)  # fmt: skip
 
 
 def guarded(work: Callable[[], None], debug: bool) -> int:
@@ -12,31 +34,62 @@ def guarded(work: Callable[[], None], debug: bool) -> int:
 
     Args:
         work: what the program does.
-        debug: show the traceback instead of hiding it behind one line.
+        debug: show the traceback as well as the one line.
 
     Returns:
-        0 when done; the error's own code; 130 and 143 after SIGINT and SIGTERM; 8 without memory;
-        1 for a bug, with its traceback.
+        0 when done; the error's own code; 7 for a full or read-only disk; 8 without memory; 9 when
+        another process of the run is gone; 130 after SIGINT; 1 for a bug.
     """
     try:
         work()
-    except InvformerError as error:
+    except KeyboardInterrupt:
+        return report("interrupted", 128 + signal.SIGINT)
+    except Exception as error:
         if debug:
             traceback.print_exc()
-        return report(str(error), error.exit_code)
-    except KeyboardInterrupt:
-        return report("interrupted", 130)
-    except MemoryError:
-        return report("out of memory: lower data.batch_size or data.seq_len", 8)
-    except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
-            return report("out of device memory: lower data.batch_size or data.seq_len", 8)
-        traceback.print_exc()
-        return report("this is a bug in invformer; please report it with the traceback above", 1)
+        return report(*explained(error))
     return 0
 
 
+def explained(error: Exception) -> tuple[str, int]:
+    """What to say about an exception, and its exit code."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, InvformerError):
+        return str(error), error.exit_code
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY))
+    ):
+        return f"out of memory: lower data.batch_size or data.seq_len ({text:.160})", 8
+    if is_rank() and isinstance(error, RuntimeError) and any(words in text for words in LOST):
+        return f"another process of the run is gone ({text:.160})", RankLost.exit_code
+    if isinstance(error, OSError) and error.errno in STORAGE:
+        return f"{error.filename or 'the run folder'}: {error.strerror}", 7
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"a bug in invformer: {text:.300} ({where}); repeat with --debug and report it", 1
+
+
 def report(message: str, exit_code: int) -> int:
-    """Print the one line and hand back the code."""
-    print(f"error: {message}", file=sys.stderr)
+    """Print the one line and hand back the code; a rank leaves the printing to its supervisor."""
+    line = " ".join(message.split())
+    if not tell(end=exit_code, message=line):
+        print(f"error: {line}", file=sys.stderr)
     return exit_code
+
+
+def stop_on_signals() -> None:
+    """End at once on SIGINT and SIGTERM, with one line: for as long as nothing is to be saved.
+
+    The training loop replaces these handlers while it runs (see ``training.interruption``).
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # Not an exception, which whatever is being imported or waited for might swallow.
+    name = signal.Signals(number).name
+    report(f"stopped by {name}; what was saved stays, the same command continues", 128 + number)
+    os._exit(128 + number)

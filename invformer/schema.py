@@ -31,32 +31,44 @@ class ModelConfig(Section):
     """The network."""
 
     key: ClassVar[str] = "model"
-    name: Literal["dot_product", "l2", "contractive_l2"] = option(
+    name: Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"] = option(
         "contractive_l2",
-        "attention map; contractive_l2 is the invertible model, the others baselines",
+        "attention map; contractive_* are the invertible models, the others baselines",
     )
     certificate: Certificate | None = option(
-        "token_max", "theorem that certifies contractive_l2; null for the baselines"
+        "token_max", "theorem that certifies a contractive model; null for the baselines"
     )
     d_model: int = option(96, "width of the residual stream, channels", within="[1, 1e5]")
     num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
+    d_head: int | None = option(
+        None,
+        "channels of a head (contractive_bounded only); null is d_model // num_heads",
+        within="[1, 1e4]",
+    )
     num_layers: int = option(4, "blocks, each of attention and feed-forward", within="[1, 1e4]")
     d_ff: int | None = option(
         None, "hidden width of the feed-forward, channels; null is 4 d_model", within="[1, 1e6]"
     )
     lipschitz_target: float = option(
         0.7,
-        "c, the Lipschitz constant no residual branch of contractive_l2 exceeds",
+        "c, the Lipschitz constant no residual branch of a contractive model exceeds",
         within="(0, 1)",
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
+    position_bias_form: Literal["table", "linear", "sinusoid"] = option(
+        "table",
+        "of the bias over lags: free, or of low rank, which long sequences train faster with",
+    )
+    attention_kernel: Literal["auto", "math", "blocked", "sdpa", "flex"] = option(
+        "auto", "what attention runs on; all but math need memory linear in seq_len"
+    )
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
     activation_norm: bool = option(
-        True, "invertible ActNorm after each residual branch (contractive_l2 only)"
+        True, "invertible ActNorm after each residual branch (contractive models only)"
     )
     d_embedding: int | None = option(
         None,
-        "channels the embedding writes, the rest start at zero (contractive_l2 only); "
+        "channels the embedding writes, the rest start at zero (contractive models only); "
         "null is d_model // 3, d_model switches the padding off",
         within="[1, 1e5]",
     )
@@ -70,7 +82,15 @@ class ModelConfig(Section):
             self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
         if self.d_embedding is not None and self.d_embedding > self.d_model:
             self.refuse("d_embedding", f"{self.d_embedding} is more than d_model={self.d_model}")
-        if self.name != "contractive_l2":
+        table = self.position_bias and self.position_bias_form == "table"
+        if self.attention_kernel == "sdpa" and table:
+            self.refuse(
+                "attention_kernel",
+                "sdpa takes no bias table: pick blocked, or another model.position_bias_form",
+            )
+        if self.d_head is not None and self.name != "contractive_bounded":
+            self.refuse("d_head", f"{self.name} has heads of d_model // num_heads channels")
+        if not self.is_contractive:
             if self.certificate is not None:
                 self.refuse(
                     "certificate",
@@ -78,11 +98,26 @@ class ModelConfig(Section):
                     "or set model.certificate=null",
                 )
         elif self.certificate is None:
-            self.refuse("certificate", "contractive_l2 needs one, such as token_max")
+            self.refuse("certificate", f"{self.name} needs one, such as token_max")
+        elif self.name == "contractive_bounded" and self.certificate.startswith("kim_"):
+            self.refuse(
+                "certificate",
+                f"{self.certificate} is a theorem on tied L2 attention: pick token_max or causal",
+            )
         elif self.dropout > 0:
             self.refuse(
-                "dropout", f"{self.dropout} would void the certificate: contractive_l2 has none"
+                "dropout", f"{self.dropout} would void the certificate: {self.name} has none"
             )
+
+    @property
+    def is_contractive(self) -> bool:
+        """Whether the stack is invertible and certified."""
+        return self.name in ("contractive_l2", "contractive_bounded")
+
+    @property
+    def head_width(self) -> int:
+        """``d_head``, or what the heads of the others have."""
+        return self.d_model // self.num_heads if self.d_head is None else self.d_head
 
     @property
     def feed_forward_width(self) -> int:
@@ -164,6 +199,14 @@ class TrainerConfig(Section):
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
     accumulate: int = option(1, "batches per optimiser step", within="[1, 1e6]")
+    checkpoint_activations: bool = option(
+        False, "compute each block's activations again in the backward pass, to save memory"
+    )
+    rank_timeout: float = option(
+        300.0,
+        "with several devices: seconds in which each process has to begin a batch",
+        within="[1, 1e6]",
+    )
     num_threads: int | None = option(
         None, "CPU threads; null leaves PyTorch's choice", within="[1, 1024]"
     )
@@ -208,11 +251,25 @@ class MonitorConfig(Section):
     norms: list[MonitoredNorm] = option(
         ["token_max", "frobenius"], "norms of the local Lipschitz estimates"
     )
-    every: int = option(1, "optimiser steps between estimates", within=MANY)
+    budget: float = option(
+        0.05,
+        "largest share of a step that estimates may take, on top; sizes what is null below",
+        within="(0, 10]",
+    )
+    every: int | None = option(
+        None, "optimiser steps between estimates; null follows the budget", within=MANY
+    )
+    num_sequences: int | None = option(
+        None, "sequences in the probe batch; null follows the budget", within="[1, 1e4]"
+    )
+    probe_length: int | None = option(
+        None,
+        "characters of each probe sequence, from its start; null follows the budget",
+        within="[1, 1e6]",
+    )
     flush_every: int = option(25, "optimiser steps between transfers to the host", within=MANY)
-    num_sequences: int = option(1, "sequences in the probe batch", within="[1, 1e4]")
     num_steps: int = option(1, "power iteration steps per estimate", within="[1, 1e4]")
-    inversion: bool = option(True, "invert the stack at each validation (contractive_l2 only)")
+    inversion: bool = option(True, "invert the stack at each validation (contractive models only)")
     inversion_sequences: int = option(4, "sequences that are inverted", within="[1, 1e4]")
 
     def check(self) -> None:
@@ -261,7 +318,12 @@ class TrainConfig(Root):
     run: RunConfig = section(RunConfig)
 
     def check(self) -> None:
-        """The schedule fits the run."""
+        """The schedule fits the run, the probe the windows."""
+        length = self.monitor.probe_length
+        if length is not None and length > self.data.seq_len:
+            refuse(
+                "monitor.probe_length", f"{length} is more than data.seq_len={self.data.seq_len}"
+            )
         if self.warmup_steps > self.trainer.max_steps:
             refuse(
                 "optim.warmup_steps",

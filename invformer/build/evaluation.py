@@ -1,6 +1,7 @@
 """From a checkpoint to an evaluation report."""
 
 import math
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from invformer.build.model import build_model
 from invformer.build.run import FORWARD_DTYPE, read_corpus
-from invformer.config import from_dict
+from invformer.build.saved_model import (
+    load_model,
+    refuse_other_vocabulary,
+    trained_configuration,
+)
 from invformer.data.corpora import Corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
-from invformer.errors import CheckpointError, ConfigurationError, DataError
-from invformer.evaluation.checkpoint import Checkpoint, read_checkpoint
+from invformer.errors import ConfigurationError, DataError
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.inversion import InversionReport, invert_text
 from invformer.evaluation.likelihood import Likelihood, score
 from invformer.evaluation.lipschitz import measured_branches
@@ -26,6 +30,8 @@ from invformer.nn.transformer import CharTransformer
 from invformer.schema import EvaluateConfig, MeasureConfig, TrainConfig
 
 NGRAM_ORDER = 5
+# Characters generated to time it.
+MOST_GENERATED = 256
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -43,6 +49,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     data = replace(trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
     corpus = read_corpus(data)
     text = corpus.split(data.split)
+    refuse_other_vocabulary(checkpoint, vocabulary, corpus, text)
     tokens = vocabulary.encode(text)
     seq_len = trained.data.seq_len
     measure = config.evaluate
@@ -93,6 +100,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         inversion = invert_split(model, tokens, certificate, measure, device)
         report["inversion"] = asdict(inversion)
         report["perf"] |= inversion_rates(inversion)
+    report["perf"]["generate_characters_per_second"] = generation_rate(model, tokens, device)
     if config.generate.prompt is not None:
         report["sample"] = continue_text(model, vocabulary, config, device)
     return report, checkpoint.directory
@@ -103,40 +111,6 @@ def ngram_baseline(vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor) -> di
     train = vocabulary.encode(corpus.train)
     nats = witten_bell_nats(train, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
     return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
-
-
-def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with."""
-    try:
-        return from_dict(checkpoint.metadata["config"])
-    except ConfigurationError as error:
-        raise CheckpointError(
-            f"{checkpoint.path}: its configuration is invalid ({error})"
-        ) from None
-
-
-def load_model(
-    checkpoint: Checkpoint, config: TrainConfig, vocabulary: Vocabulary
-) -> CharTransformer:
-    """The trained model in eval mode.
-
-    Raises:
-        CheckpointError: the weights do not fit the configuration, or are not finite.
-    """
-    model = build_model(config.model, vocabulary.size, config.data.seq_len)
-    if config.trainer.precision == "64-true":
-        model = model.double()
-    try:
-        model.load_state_dict(checkpoint.weights)
-    except RuntimeError as error:
-        first = str(error).splitlines()[1].strip() if "\n" in str(error) else str(error)
-        raise CheckpointError(
-            f"{checkpoint.path}: its weights do not fit its configuration ({first})"
-        ) from None
-    for name, weight in checkpoint.weights.items():
-        if weight.is_floating_point() and not weight.isfinite().all():
-            raise CheckpointError(f"{checkpoint.path}: weight {name} is not finite")
-    return model.eval()
 
 
 def certify_model(model: CharTransformer, config: TrainConfig) -> Certificate | None:
@@ -181,6 +155,16 @@ def inversion_rates(report: InversionReport) -> dict[str, float]:
 def rate(num_characters: int, likelihood: Likelihood) -> float:
     """Characters per second of the scoring forward passes."""
     return num_characters / max(likelihood.seconds, 1e-9)
+
+
+def generation_rate(model: CharTransformer, tokens: Tensor, device: torch.device) -> float:
+    """Characters per second of continuing the split's first one, up to a window of them."""
+    prompt, length = tokens[:1].long().to(device), min(model.seq_len, MOST_GENERATED)
+    with frozen_weights(model):
+        model.generate(prompt, 1)
+        start = time.perf_counter()
+        model.generate(prompt, length, temperature=0)[-1].item()  # waits for the device
+        return length / (time.perf_counter() - start)
 
 
 def continue_text(

@@ -6,9 +6,15 @@ from invformer.nn.attention import (
     L2Attention,
     PaperContractiveL2Attention,
 )
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
+from invformer.nn.position_bias import (
+    CausalMask,
+    LinearPositionBias,
+    RelativePositionBias,
+    SinusoidalPositionBias,
+)
 from invformer.nn.residual import InvertibleBlock, InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
@@ -24,7 +30,7 @@ NORM_OF_CERTIFICATE: dict[str, Norm] = {
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
     """The language model a configuration asks for, freshly initialised."""
-    contractive = config.name == "contractive_l2"
+    contractive = config.is_contractive
     d_embedding = config.embedding_width if contractive else config.d_model
     embedding = CharEmbedding(vocab_size, seq_len, config.d_model, d_embedding)
     if contractive:
@@ -65,13 +71,18 @@ def build_contractive_attention(
     """The contractive attention whose constant the chosen certificate bounds."""
     position = build_position(config, seq_len)
     width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
+    kernel = config.attention_kernel
+    if config.name == "contractive_bounded":
+        return BoundedAttention(width, heads, config.head_width, position, target, channels, kernel)
     match config.certificate:
         case "token_max" | "causal":
             return ContractiveL2Attention(
-                width, heads, position, target, config.certificate, channels
+                width, heads, position, target, config.certificate, channels, kernel
             )
         case "kim_entry_max" | "kim_frobenius":
-            return PaperContractiveL2Attention(width, heads, position, target, config.certificate)
+            return PaperContractiveL2Attention(
+                width, heads, position, target, config.certificate, kernel
+            )
         case None:
             raise AssertionError("a contractive model has a certificate")
 
@@ -81,7 +92,7 @@ def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
     position = build_position(config, seq_len)
     attention = L2Attention if config.name == "l2" else DotProductAttention
     return PreNormBlock(
-        attention(config.d_model, config.num_heads, position),
+        attention(config.d_model, config.num_heads, position, config.attention_kernel),
         FeedForward(config.d_model, config.feed_forward_width, config.activation),
         config.d_model,
         config.dropout,
@@ -90,6 +101,12 @@ def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
 
 def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
     """A causal mask, with a learned relative bias or without."""
-    if config.position_bias:
-        return RelativePositionBias(config.num_heads, seq_len)
-    return CausalMask(seq_len)
+    if not config.position_bias:
+        return CausalMask(seq_len)
+    match config.position_bias_form:
+        case "table":
+            return RelativePositionBias(config.num_heads, seq_len)
+        case "linear":
+            return LinearPositionBias(config.num_heads, seq_len)
+        case "sinusoid":
+            return SinusoidalPositionBias(config.num_heads, seq_len)

@@ -5,33 +5,45 @@ import os
 import subprocess
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.build.model import build_model
+from invformer.checkpoint.content import Checkpoint
+from invformer.checkpoint.directory import sweep
+from invformer.checkpoint.tensors import specs_of
 from invformer.config import command_line, to_dict, to_yaml
 from invformer.data.corpora import Corpus, load_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.schema import DataConfig, TrainConfig
+from invformer.errors import ConfigurationError
+from invformer.nn.probe_budget import MOST_SEQUENCES
+from invformer.ranks import DIRECTORY, tell
+from invformer.schema import DataConfig, TrainConfig, TrainerConfig
 from invformer.training.callbacks import (
     CertificateKeeper,
     Flush,
     InversionMonitor,
-    LipschitzMonitor,
     StepProgress,
 )
+from invformer.training.checkpoint_io import DirectoryCheckpointIO
+from invformer.training.interruption import Interruption
 from invformer.training.module import CharLanguageModel
+from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
+from invformer.training.resume import resume_point
 from invformer.training.run_directory import RunDirectory, open_run
 from invformer.training.run_log import JsonLinesSink, RunLog, Sink
 from invformer.training.saving import Checkpoints, RandomState
 from invformer.training.wandb_sink import WandbSink
 
-DIRECTORY_VARIABLE = "INVFORMER_RUN_DIRECTORY"
+START_SECONDS = 120.0  # in which a process loads what it needs
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
 
 
@@ -45,6 +57,7 @@ class Run:
     data: TextDataModule
     trainer: L.Trainer
     wandb: WandbSink | None
+    resume: Checkpoint | None
 
 
 def read_corpus(config: DataConfig) -> Corpus:
@@ -77,14 +90,19 @@ def build_run(config: TrainConfig) -> Run:
     trainer_config = config.trainer
     if trainer_config.num_threads is not None:
         torch.set_num_threads(trainer_config.num_threads)
+    refuse_missing_devices(trainer_config)
     data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
     directory = open_directory(config)
     metadata = build_metadata(config, data)
-    wandb = build_wandb(config, directory, metadata) if is_first_process() else None
-    run_log = build_run_log(directory, wandb) if is_first_process() else RunLog([])
+    resume = resume_point(directory.checkpoints, metadata)
+    wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
+    if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
+        metadata["wandb_run_id"] = run_id
+    run_log = build_run_log(directory, wandb, resume) if is_first_process() else RunLog([])
     L.seed_everything(config.run.seed, verbose=False)
     model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    model.initialise(data.first_batch(trainer_config.devices)[0])
+    model.initialise(data.first_batch(trainer_config.devices * trainer_config.accumulate)[0])
+    model.stack.checkpoint_activations = trainer_config.checkpoint_activations
     if trainer_config.compile:
         for block in model.stack.blocks:
             block.compile()
@@ -112,7 +130,11 @@ def build_run(config: TrainConfig) -> Run:
         precision=trainer_config.precision,
         accumulate_grad_batches=trainer_config.accumulate,
         deterministic=trainer_config.deterministic,
-        callbacks=build_callbacks(config, directory, module, data, run_log),
+        callbacks=build_callbacks(config, directory, module, data, run_log, resume),
+        # On a cluster too: its scheduler starts this program once, and Lightning's own requeueing
+        # would save behind our back.
+        plugins=[DirectoryCheckpointIO(specs_of(module.state_dict())), LightningEnvironment()],
+        strategy=build_strategy(trainer_config),
         logger=False,
         enable_checkpointing=False,
         use_distributed_sampler=False,
@@ -121,7 +143,33 @@ def build_run(config: TrainConfig) -> Run:
         enable_model_summary=False,
         default_root_dir=directory.path,
     )
-    return Run(config, directory, module, data, trainer, wandb)
+    return Run(config, directory, module, data, trainer, wandb, resume)
+
+
+def refuse_missing_devices(config: TrainerConfig) -> None:
+    """Whether this machine has what the run shall train on.
+
+    Raises:
+        ConfigurationError: it has not, or fewer.
+    """
+    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
+    present = {"cuda": cuda, "mps": mps, "gpu": cuda or mps, "auto": cuda or mps or config.devices}
+    if config.devices > present.get(config.accelerator, config.devices):
+        raise ConfigurationError(
+            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
+            f"for, {present[config.accelerator]} are here; try trainer.accelerator=cpu"
+        )
+
+
+def build_strategy(config: TrainerConfig) -> Strategy | str:
+    """One device, or as many processes as devices.
+
+    Who stands still is found by their supervisor (``invformer.ranks``) within the timeout. This one
+    also holds while they are starting, which may take longer.
+    """
+    if config.devices == 1:
+        return "auto"
+    return DDPStrategy(timeout=timedelta(seconds=config.rank_timeout + START_SECONDS))
 
 
 def is_first_process() -> bool:
@@ -132,7 +180,7 @@ def is_first_process() -> bool:
 def open_directory(config: TrainConfig) -> RunDirectory:
     """The run's folder, opened by the first process and handed to the ranks it starts."""
     if not is_first_process():
-        return RunDirectory(Path(os.environ[DIRECTORY_VARIABLE]), resumed=True)
+        return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
     directory = open_run(
         Path(config.run.root),
         config.run.name,
@@ -140,8 +188,10 @@ def open_directory(config: TrainConfig) -> RunDirectory:
         to_dict(config),
         config.run.resume,
     )
+    sweep(directory.checkpoints)
     directory.config.write_text(to_yaml(config), encoding="utf-8")
-    os.environ[DIRECTORY_VARIABLE] = str(directory.path.absolute())
+    os.environ[DIRECTORY] = str(directory.path.absolute())
+    tell(directory=os.environ[DIRECTORY])
     return directory
 
 
@@ -151,16 +201,20 @@ def build_callbacks(
     module: CharLanguageModel,
     data: TextDataModule,
     run_log: RunLog,
+    resume: Checkpoint | None,
 ) -> list[L.Callback]:
     """Monitors first, then the flush that sends what they recorded, then checkpoints."""
     monitor = config.monitor
     callbacks: list[L.Callback] = [RandomState()]
-    probe = data.probe("train", monitor.num_sequences) if monitor.enabled else None
+    num_sequences = monitor.num_sequences or MOST_SEQUENCES
+    probe = data.probe("train", num_sequences) if monitor.enabled else None
     if probe is not None:
         callbacks.append(
             LipschitzMonitor(
                 probe, run_log, norms=tuple(monitor.norms),
-                every=monitor.every, local_every=config.trainer.val_every,
+                budget=monitor.budget, every=monitor.every,
+                sequences=monitor.num_sequences, length=monitor.probe_length,
+                local_every=min(config.trainer.val_every, config.trainer.max_steps),
                 num_steps=monitor.num_steps, seed=config.run.seed,
             )
         )  # fmt: skip
@@ -175,14 +229,18 @@ def build_callbacks(
     characters = batch * config.data.seq_len
     evidence = directory.path / "violation.json"
     callbacks.append(Flush(run_log, monitor.flush_every, characters, evidence, probe))
-    callbacks.append(Checkpoints(directory.path))
+    callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
     if config.trainer.progress:
         callbacks.append(StepProgress(run_log))
+    callbacks.append(Interruption())
     return callbacks
 
 
 def build_wandb(
-    config: TrainConfig, directory: RunDirectory, metadata: dict[str, Any]
+    config: TrainConfig,
+    directory: RunDirectory,
+    metadata: dict[str, Any],
+    resume: Checkpoint | None,
 ) -> WandbSink | None:
     """The W&B run, unless there shall be none."""
     logger = config.logger
@@ -195,16 +253,17 @@ def build_wandb(
         project=logger.project,
         mode=logger.mode,
         entity=logger.entity,
-        group=directory.path.name if directory.resumed else logger.group,
+        group=logger.group,
         tags=[*logger.tags, config.model.name, config.data.name],
+        run_id=None if resume is None else resume.metadata.get("wandb_run_id"),
     )
 
 
-def build_run_log(directory: RunDirectory, wandb: WandbSink | None) -> RunLog:
+def build_run_log(
+    directory: RunDirectory, wandb: WandbSink | None, resume: Checkpoint | None
+) -> RunLog:
     """metrics.jsonl always, W&B where there is a run."""
-    first_step = 0
-    if directory.last.exists():
-        first_step = torch.load(directory.last, weights_only=True, mmap=True)["global_step"]
+    first_step = 0 if resume is None else resume.step
     sinks: list[Sink] = [JsonLinesSink(directory.metrics, first_step)]
     if wandb is not None:
         sinks.append(wandb)
@@ -212,7 +271,7 @@ def build_run_log(directory: RunDirectory, wandb: WandbSink | None) -> RunLog:
 
 
 def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:
-    """What a checkpoint says about itself: plain values only, so that it loads without pickles."""
+    """What a checkpoint says about itself, in plain values."""
     return {
         "config": to_dict(config),
         "command": command_line(config),

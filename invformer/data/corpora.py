@@ -440,8 +440,10 @@ def read_hub(name: str) -> tuple[Texts, str]:
     except Exception as error:  # which ones differs between releases of datasets
         raise DataError(
             f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "
-            "data=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before"
+            "data=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and delete "
+            "what was downloaded if it is damaged)"
         ) from None
+    refuse_changed_cache(source, tables, texts.values())
     length = sum(map(len, texts.values()))
     if name in HUNDRED_MILLION and length != 100_000_000:
         raise DataError(
@@ -460,15 +462,46 @@ def reach_hub(repository: str) -> None:
         huggingface_hub.HfApi().dataset_info(repository, timeout=HUB_TIMEOUT)
 
 
+def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:
+    """Compare what ``datasets`` has kept with what it was when it was first read.
+
+    The library does not look: a changed byte in its cache is a changed text. The hash lies beside
+    the tables it is of, and goes where they go.
+
+    Raises:
+        DataError: the text is another.
+    """
+    files = next(iter(tables.values())).cache_files
+    if not files:
+        return
+    folder = Path(files[0]["filename"]).parent
+    record, partial = folder / "invformer.sha256", folder / "invformer.sha256.partial"
+    found = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    try:
+        known = record.read_text(encoding="ascii") if record.exists() else ""
+        if not known:
+            partial.write_text(found, encoding="ascii")
+            partial.replace(record)
+    except OSError:  # a cache that belongs to somebody else is not guarded
+        return
+    if known and known != found:
+        raise DataError(
+            f"{source}: the copy in {folder} is not what it was when it was first read (SHA-256 "
+            f"{known[:12]}…, now {found[:12]}…); delete that folder to load it anew"
+        )
+
+
 def read_parquet(name: str, file: Path) -> str:
     """The text in a table that was downloaded by hand."""
     import datasets
 
     try:
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
-        return rows_to_text(name, rows)
+        text = rows_to_text(name, rows)
     except Exception as error:
         raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
+    refuse_changed_cache(str(file), {"train": rows}, [text])
+    return text
 
 
 def rows_to_text(name: str, rows: Iterable[Any]) -> str:

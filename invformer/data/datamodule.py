@@ -111,6 +111,14 @@ class TextDataModule(L.LightningDataModule):
         seq_len, batch_size, seed = self._order
         return training_windows(self.tokens("train"), seq_len, num_processes * batch_size, seed, 0)
 
+    def windows_of(self, step: int) -> str:
+        """The windows that an optimiser step reads, as numbers in the endless training order."""
+        assert self.trainer is not None
+        accumulate = self.trainer.accumulate_grad_batches
+        batch = self._first_batch() + (step - self._saved["global_step"]) * accumulate
+        first = batch * self._windows_per_batch
+        return f"{first}–{first + accumulate * self._windows_per_batch - 1}"
+
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()

@@ -118,9 +118,11 @@ class Vocabulary:
         Raises:
             CheckpointError: the values describe no vocabulary.
         """
-        characters = state.get("characters") if isinstance(state, dict) else None
-        if not isinstance(characters, str):
-            raise CheckpointError("the vocabulary is damaged: it has no text field 'characters'")
+        match state:
+            case {"characters": str(characters)} if len(state) == 1:
+                pass
+            case _:
+                raise CheckpointError("the vocabulary is damaged: it is not a text 'characters'")
         try:
             return cls((UNKNOWN, *characters))
         except ValueError as error:

@@ -1,88 +1,53 @@
-"""Reading a checkpoint without executing anything in it."""
+"""Which checkpoint a path means, and opening it without executing anything in it."""
 
-import pickle
-import warnings
-import zipfile
-from dataclasses import dataclass
+import logging
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
+from invformer.checkpoint.content import Checkpoint, newest_checkpoint, open_checkpoint
+from invformer.checkpoint.directory import CHECKPOINTS, MANIFEST, NAME
 from invformer.errors import CheckpointError
 
-REQUIRED = ("config", "vocabulary", "data_sha256")
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a checkpoint file holds, as plain values and tensors.
+def find_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint a path means: itself, or the best (else the newest) of a run folder.
 
-    Attributes:
-        path: the file.
-        directory: the run's folder, where results belong.
-        metadata: configuration, vocabulary and provenance, as saved with the run.
-        weights: the language model's parameters and buffers by name.
-        step: optimiser steps taken.
-    """
-
-    path: Path
-    directory: Path
-    metadata: dict[str, Any]
-    weights: dict[str, Tensor]
-    step: int
-
-
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint file a path means: itself, or the best (else the last) of a run folder.
+    A damaged one in a run folder is passed over with a warning.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or what there is is refused.
     """
-    if path.is_file():
-        return path
-    for name in ("best.ckpt", "last.ckpt"):
-        if (path / name).is_file():
-            return path / name
-    wanted = "holds no best.ckpt or last.ckpt" if path.is_dir() else "does not exist"
-    raise CheckpointError(f"{path} {wanted}: name a run folder or a checkpoint file in it")
+    if path.is_file() or (path / MANIFEST).exists():
+        return open_checkpoint(path)
+    newest, refused = newest_checkpoint(path / CHECKPOINTS)
+    if newest is None:
+        wanted = "holds no checkpoint" if path.is_dir() else "does not exist"
+        old = " (*.ckpt files are pickles and not opened)" if any(path.glob("*.ckpt")) else ""
+        raise CheckpointError(f"{path} {wanted}{old}: name a run folder or a checkpoint in it")
+    for reason in refused:
+        log.warning("%s; taking %s", reason, newest.path.name)
+    name = newest.metadata.get("best")
+    if name is None or name == newest.path.name:
+        return newest
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise CheckpointError(f"{newest.path}: {name!r:.80} is no name of a checkpoint")
+    best = newest.path.with_name(name)
+    return open_checkpoint(best) if best.is_dir() and not best.is_symlink() else newest
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Load a checkpoint as tensors and plain values; no code in it is ever run.
+    """Open a checkpoint: plain values now, tensors when they are asked for, code never.
 
     Args:
-        path: a run folder or a file.
+        path: a run folder, or the directory of one checkpoint.
 
     Raises:
-        CheckpointError: an address instead of a path, a missing, damaged or foreign file.
+        CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.
     """
     if "://" in path:
         raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
-    file = find_checkpoint(Path(path))
     try:
-        with warnings.catch_warnings():  # foreign files cause warnings on their way to an error
-            warnings.simplefilter("ignore")
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        zipfile.BadZipFile,
-        ValueError,
-    ) as error:
-        reason = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise CheckpointError(f"{file}: not a readable checkpoint ({reason})") from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from None
-    metadata = content.get("invformer") if isinstance(content, dict) else None
-    if not isinstance(metadata, dict) or any(key not in metadata for key in REQUIRED):
-        raise CheckpointError(f"{file}: not an invformer checkpoint (its metadata are missing)")
-    prefix = "model."
-    weights = {
-        name.removeprefix(prefix): value
-        for name, value in content.get("state_dict", {}).items()
-        if name.startswith(prefix)
-    }
-    return Checkpoint(file, file.parent, metadata, weights, int(content.get("global_step", 0)))
+        return find_checkpoint(Path(path))
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None

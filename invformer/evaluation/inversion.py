@@ -28,6 +28,7 @@ class InversionReport:
         reconstruction_error: largest measured ‖x̂ − x‖ at the embedding, in the same norm.
         decoding_margin: half the least distance between embeddings, in the stack's norm.
         num_steps: largest number of iterations per layer.
+        num_evaluations: the same of evaluations of its branch, measurement included.
         converged_fraction: share of (sample, layer) pairs that converged.
         characters_recovered: share of characters that came back as they were.
         characters_certified: share of characters whose error bound is below the decoding margin.
@@ -43,6 +44,7 @@ class InversionReport:
     reconstruction_error: float
     decoding_margin: float
     num_steps: dict[str, int]
+    num_evaluations: dict[str, int]
     converged_fraction: float
     characters_recovered: float
     characters_certified: float
@@ -105,6 +107,7 @@ def invert_text(
         reconstruction_error=error.max().item(),
         decoding_margin=margin,
         num_steps={name: int(s.num_steps.max()) for name, s in layers.items()},
+        num_evaluations={name: int(s.num_evaluations.max()) for name, s in layers.items()},
         converged_fraction=converged.double().mean().item(),
         characters_recovered=(decoded == tokens).double().mean().item(),
         characters_certified=(solution.error_bound < margin).double().mean().item(),

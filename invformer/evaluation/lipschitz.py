@@ -14,38 +14,51 @@ from invformer.nn.certificate import as_branches, certified_branches
 from invformer.nn.lipschitz_probe import LipschitzProbe, residual_branches
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
+from invformer.numerics.tracking import TrackedNorm
 
-Row = dict[str, Tensor | float]
-NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
+Row = dict[str | tuple[str, ...], Tensor | float]
+NORMS_MEASURED: tuple[TrackedNorm, ...] = ("token_max", "frobenius")
+# Tokens that each step of an evaluation looks at besides the largest (see Tracker).
+SCOUTS = 4
 # Estimates are products in float32; a gain computed there may exceed the exact one by this much.
 ROUNDING = 5e-5
 
 
 def lipschitz_row(probe: LipschitzProbe) -> Row:
-    """One step's metrics, as scalars on the device.
+    """One step's metrics, in one vector on the device.
 
     Per norm and branch ``estimate`` (largest over the probe's sequences) and ``bound`` (what the
     normalisation guarantees); per norm ``estimate_max``, ``bound_max``, ``slack`` (the least
     bound/estimate of any branch, at least one) and ``converged_fraction``.
     """
-    row: Row = {}
+    looks = probe.look()
+    names = tuple(name for look in looks for name in look.names)
     branches = as_branches(probe.model)
-    if branches:
-        row["lipschitz/target"] = max(b.lipschitz_target for b in branches.values())
-    for norm, estimates in probe.estimate().items():
-        values = {name: e.value.max().double() for name, e in estimates.items()}
+    keys: list[str] = []
+    parts: list[Tensor] = []
+    for index, norm in enumerate(probe.norms):
+        found = [look.estimates[index] for look in looks]
+        prefix = f"lipschitz/{norm}"
+        values = torch.cat([e.value.amax(-1) for e in found]).double()
+        converged = torch.cat([e.converged.flatten() for e in found]).double().mean()
+        keys += [f"{prefix}/{name}/estimate" for name in names]
+        keys += [f"{prefix}/estimate_max", f"{prefix}/converged_fraction"]
+        parts += [values, values.amax(0, keepdim=True), converged[None]]
         bounds = {name: b.bound_by_construction(norm) for name, b in branches.items()}
         known = {name: bound for name, bound in bounds.items() if bound is not None}
-        prefix = f"lipschitz/{norm}"
-        row |= {f"{prefix}/{name}/estimate": value for name, value in values.items()}
-        row |= {f"{prefix}/{name}/bound": bound for name, bound in known.items()}
-        row[f"{prefix}/estimate_max"] = torch.stack(list(values.values())).max()
-        converged = torch.stack([e.converged.double().mean() for e in estimates.values()])
-        row[f"{prefix}/converged_fraction"] = converged.mean()
         if known:
-            row[f"{prefix}/bound_max"] = torch.stack(list(known.values())).max()
-            ratios = torch.stack([known[name] / values[name] for name in known])
-            row[f"{prefix}/slack"] = ratios.min()
+            bound = torch.stack([known[name] for name in names if name in known])
+            of_known = [v for name, v in zip(names, values, strict=True) if name in known]
+            keys += [f"{prefix}/{name}/bound" for name in names if name in known]
+            keys += [f"{prefix}/bound_max", f"{prefix}/slack"]
+            parts += [
+                bound,
+                bound.amax(0, keepdim=True),
+                (bound / torch.stack(of_known)).amin(0, keepdim=True),
+            ]
+    row: Row = {tuple(keys): torch.cat(parts)}
+    if branches:
+        row["lipschitz/target"] = max(b.lipschitz_target for b in branches.values())
     return row
 
 
@@ -69,7 +82,7 @@ def measured_branches(
         CertificateViolation: an estimate above a bound, or a local bound above a certified one, in
             the same norm.
     """
-    probe = LipschitzProbe(model, tokens, NORMS_MEASURED, num_steps)
+    probe = LipschitzProbe(model, tokens, NORMS_MEASURED, num_steps, scouts=SCOUTS)
     report: dict[str, dict[str, dict[str, Any]]] = {}
     local = local_bounds(model, tokens, tight=True)
     for norm, estimates in probe.estimate().items():

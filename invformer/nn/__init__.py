@@ -7,6 +7,7 @@ from invformer.nn.attention import (
     L2Attention,
     PaperContractiveL2Attention,
 )
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, NoCertificateError, certify, enforce
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
@@ -16,6 +17,7 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBloc
 
 __all__ = [
     "ActivationNorm",
+    "BoundedAttention",
     "CausalMask",
     "Certificate",
     "CharEmbedding",

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.spectral import SpectralNormalised, max_row_sum, write_to
+from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, max_row_sum, write_to
 from invformer.numerics import l2_attention as core
+from invformer.numerics.attention_kernel import Kernel, attend, attend_l2
 from invformer.numerics.bounds import contractive, kim, local
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.linear_map import LinearMap
@@ -27,6 +28,32 @@ from invformer.numerics.norms import Norm
 
 AttentionCertificate = Literal["token_max", "causal"]
 PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
+
+
+class AttentionCache:
+    """What an attention keeps of the tokens it has seen: keys and values, or the one tensor L2
+    attention has for both.
+
+    Args:
+        capacity: most tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.length = 0
+        self._kept: list[Tensor] = []
+
+    def append(
+        self, *new: Float[Tensor, "*batch heads new d_head"]
+    ) -> list[Float[Tensor, "*batch heads tokens d_head"]]:
+        """Take in some tokens; everything of all tokens so far, as views."""
+        if not self._kept:
+            self._kept = [x.new_empty(*x.shape[:-2], self.capacity, x.shape[-1]) for x in new]
+        end = self.length + new[0].shape[-2]
+        for kept, x in zip(self._kept, new, strict=True):
+            kept[..., self.length : end, :] = x
+        self.length = end
+        return [kept[..., :end, :] for kept in self._kept]
 
 
 class DotProductAttention(nn.Module):
@@ -38,10 +65,14 @@ class DotProductAttention(nn.Module):
         d_model: width D.
         num_heads: H, a divisor of D.
         position: causal mask or relative position bias added to the logits.
+        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
     """
 
-    def __init__(self, d_model: int, num_heads: int, position: VisibilityMask) -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
+    ) -> None:
         super().__init__()
+        self.kernel: Kernel = kernel
         self.num_heads = num_heads
         self.position = position
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
@@ -52,7 +83,17 @@ class DotProductAttention(nn.Module):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
-        logits = q @ k.mT / math.sqrt(q.shape[-1]) + self.position(x.shape[-2]).to(q.dtype)
+        y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
+        return self.out(merge_heads(y))
+
+    def extend(
+        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        k, v = past.append(k, v)
+        bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
+        logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
         return self.out(merge_heads(logits.softmax(-1) @ v))
 
 
@@ -71,6 +112,7 @@ class TiedL2Attention(LipschitzBranch):
     """
 
     position: VisibilityMask
+    kernel: Kernel = "auto"
 
     def effective_weights(self) -> L2Weights:
         """The plain matrices of the present function, constants folded in."""
@@ -82,7 +124,17 @@ class TiedL2Attention(LipschitzBranch):
         """Attend, causally, with the frozen weights if there are any."""
         weights = self.weights()
         q = project(x, weights.w_q)
-        y = core.l2_attention(q, self.position(x.shape[-2]))
+        y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
+        return merge_heads(y) @ weights.g.flatten(-3, -2)
+
+    def extend(
+        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        weights = self.weights()
+        (q,) = past.append(project(x, weights.w_q))
+        bias = self.position.last_rows(x.shape[-2], q.shape[-2])
+        y = core.l2_attention_rows(x.shape[-2], q, bias)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
@@ -142,10 +194,14 @@ class L2Attention(TiedL2Attention):
         d_model: width D.
         num_heads: H, a divisor of D.
         position: causal mask or relative position bias added to the logits.
+        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
     """
 
-    def __init__(self, d_model: int, num_heads: int, position: VisibilityMask) -> None:
+    def __init__(
+        self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
+    ) -> None:
         super().__init__()
+        self.kernel = kernel
         self.position = position
         d_head = d_model // num_heads
         self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
@@ -173,6 +229,7 @@ class ContractiveL2Attention(TiedL2Attention):
         lipschitz_target: c in (0, 1).
         certificate: which of the two constants is held at c.
         output_channels: channels the output map writes to at initialisation (None: all).
+        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
     """
 
     def __init__(
@@ -183,23 +240,25 @@ class ContractiveL2Attention(TiedL2Attention):
         lipschitz_target: float,
         certificate: AttentionCertificate = "token_max",
         output_channels: slice | None = None,
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(lipschitz_target)
+        self.kernel = kernel
         self.position = position
-        self.certificate = certificate
+        self.certificate: AttentionCertificate = certificate
         d_head = d_model // num_heads
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
         self.w_q = SpectralNormalised(w_q)
-        self.w_g = SpectralNormalised(write_to(torch.randn(d_model, d_model), output_channels))
+        w_g = INITIAL_OUTPUT * torch.randn(d_model, d_model)
+        self.w_g = SpectralNormalised(write_to(w_g, output_channels))
 
     def effective_weights(self) -> L2Weights:
         """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h)."""
         num_heads, _, d_head = self.w_q.weight.shape
         scale = self.target_scale() / math.sqrt(num_heads)
         per_head = scale / (self.head_gain() * self.w_q.sigma())
-        return L2Weights(
-            self.w_q.weight, self.w_g().unflatten(0, (num_heads, d_head)) * per_head[:, None, None]
-        )
+        g = self.w_g(per_head.repeat_interleave(d_head)[:, None])
+        return L2Weights(self.w_q.weight, g.unflatten(0, (num_heads, d_head)))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in token_max and c √N in frobenius, times what a causal κ_h leaves out globally."""
@@ -218,10 +277,7 @@ class ContractiveL2Attention(TiedL2Attention):
 
     def head_gain(self) -> Float[Tensor, "heads"]:
         """κ_h, the gain of one head in the certificate's sense; grows like log n_h."""
-        log_mass = self.position.log_mass().to(self.w_q.weight)
-        if self.certificate == "causal":
-            return causal_gain_from_log(log_mass)
-        return 4 * phi_inverse_from_log(log_mass) + 1
+        return head_gain(self.position.log_mass().to(self.w_q.weight), self.certificate)
 
 
 class PaperContractiveL2Attention(TiedL2Attention):
@@ -237,6 +293,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
         position: causal mask or relative position bias.
         lipschitz_target: c in (0, 1).
         certificate: whose bound divides.
+        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
     """
 
     def __init__(
@@ -246,8 +303,10 @@ class PaperContractiveL2Attention(TiedL2Attention):
         position: VisibilityMask,
         lipschitz_target: float,
         certificate: PaperCertificate = "kim_entry_max",
+        kernel: Kernel = "auto",
     ) -> None:
         super().__init__(lipschitz_target)
+        self.kernel = kernel
         self.position = position
         self.certificate = certificate
         d_head = d_model // num_heads
@@ -281,6 +340,22 @@ class PaperContractiveL2Attention(TiedL2Attention):
         query = (max_row_sum(w_q) * max_row_sum(w_q.mT)).amax()
         value = max_row_sum(w_v.mT).amax()
         return (4 * u + 1 / math.sqrt(d_head)) * max_row_sum(w_o.mT) * query * value
+
+
+def head_gain(
+    log_mass: Float[Tensor, "*layers heads"], certificate: AttentionCertificate
+) -> Float[Tensor, "*layers heads"]:
+    """κ of a head whose other tokens have the mass n: 4 g(n) + 1, or 1 + 2 W₀(n e^{−3/2})."""
+    with torch.no_grad():
+        # ω solves ω + log ω = log n + constant, so that dω/d(log n) = ω/(1 + ω).
+        if certificate == "causal":
+            factor, omega = 2, (causal_gain_from_log(log_mass) - 1) / 2
+        else:
+            factor, omega = 4, phi_inverse_from_log(log_mass)
+        slope = omega / (1 + omega)
+    # The first derivative is all that training needs, at a fraction of the operations.
+    change = log_mass - log_mass.detach()
+    return 1 + factor * (omega + slope * change.nan_to_num(0))
 
 
 def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> LinearMap:

@@ -41,6 +41,11 @@ class LipschitzBranch(nn.Module):
         """The plain matrices of the present function, constants folded in."""
         raise NotImplementedError
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether :meth:`weights` are held rather than computed."""
+        return self._frozen is not None
+
     def weights(self) -> Any:
         """The frozen weights inside :func:`frozen_weights`, the present ones otherwise."""
         return self._frozen if self._frozen is not None else self.effective_weights()

@@ -10,6 +10,7 @@ from torch import nn
 from invformer.errors import NonFiniteError
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.attention import TiedL2Attention
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
 from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
@@ -127,7 +128,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
     """
     stack = invertible_stack(model)
     certificate = certify(stack, dtype=dtype)
-    for _ in range(3):
+    for attempt in range(5):
         if certificate.holds:
             return certificate
         for name, branch in stack.branches():
@@ -135,7 +136,9 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
             if not math.isfinite(bound):
                 raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
             if bound > branch.lipschitz_target:
-                branch.correction.mul_(branch.lipschitz_target / bound * (1 - 1e-6))
+                # Scaling rounds the cast weights anew: leave room, and more each time.
+                room = max(1e-6, torch.finfo(dtype).eps / 8) * 2**attempt
+                branch.correction.mul_(branch.lipschitz_target / bound * (1 - room))
         certificate = certify(stack, dtype=dtype)
     return certificate
 
@@ -165,7 +168,7 @@ def branch_bound(
 ) -> float:
     """The proven bound of one residual branch."""
     branch = layer.branch
-    if not isinstance(branch, TiedL2Attention | ContractiveFeedForward):
+    if not isinstance(branch, TiedL2Attention | BoundedAttention | ContractiveFeedForward):
         raise NoCertificateError(f"{name}: no proof is known for {type(branch).__name__}")
     for part, module in branch.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
@@ -173,7 +176,7 @@ def branch_bound(
                 f"{name}.{part}: dropout in training mode multiplies the constant by up to "
                 f"1/(1 − {module.p}); call eval() first"
             )
-    if kind == "causal" and isinstance(branch, TiedL2Attention):
+    if kind == "causal" and isinstance(branch, TiedL2Attention | BoundedAttention):
         return branch.causal_bound(dtype)
     return branch.lipschitz_bound(norm, dtype)
 

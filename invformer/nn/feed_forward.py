@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.nn.branch import LipschitzBranch, cast
-from invformer.nn.spectral import SpectralNormalised, max_row_sum, write_to
+from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, max_row_sum, write_to
 from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
@@ -64,6 +64,9 @@ class ContractiveFeedForward(LipschitzBranch):
         output_channels: channels the output map writes to at initialisation (None: all).
     """
 
+    # The frozen weights last folded, and what came of it.
+    _folded: tuple[FeedForwardWeights, tuple[Tensor, Tensor, Tensor]] | None = None
+
     def __init__(
         self,
         d_model: int,
@@ -78,7 +81,8 @@ class ContractiveFeedForward(LipschitzBranch):
         self.norm = norm
         self.w_in = SpectralNormalised(torch.randn(d_model, d_ff) / math.sqrt(d_model))
         self.b_in = nn.Parameter(torch.zeros(d_ff))
-        self.w_out = SpectralNormalised(write_to(torch.randn(d_ff, d_model), output_channels))
+        w_out = INITIAL_OUTPUT * torch.randn(d_ff, d_model)
+        self.w_out = SpectralNormalised(write_to(w_out, output_channels))
         self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(INITIAL_SHARPNESS)))
 
     def effective_weights(self) -> FeedForwardWeights:
@@ -95,10 +99,25 @@ class ContractiveFeedForward(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
-        w_in, b_in, w_out, sharpness = self.weights()
+        w_in, b_in, w_out = self.folded_weights()
         hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
-        y = (ACTIVATIONS[self.activation](hidden * sharpness) / sharpness) @ w_out
-        return y.view(x.shape)
+        return (ACTIVATIONS[self.activation](hidden) @ w_out).view(x.shape)
+
+    def folded_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Ŵ₁ β, b β and c Ŵ₂/(lip(φ) β): f(x) = φ(x W + b) V without passes over tokens for β.
+
+        Certificates need the matrices apart from β (:meth:`effective_weights`).
+        """
+        if self.is_frozen:
+            if self._folded is None or self._folded[0] is not self._frozen:
+                self._folded = (self._frozen, fold(self._frozen))
+            return self._folded[1]
+        if self.norm == "entry_max":
+            return fold(self.effective_weights())
+        sharpness = self.log_sharpness.exp()
+        scale = self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
+        w_out = self.w_out((scale / sharpness)[:, None])
+        return self.w_in(sharpness), self.b_in * sharpness, w_out
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X, token by token."""
@@ -126,6 +145,12 @@ class ContractiveFeedForward(LipschitzBranch):
         return layers.feed_forward_bound(
             cast(weights.w_in, dtype), cast(weights.w_out, dtype), self.activation, norm
         )
+
+
+def fold(weights: FeedForwardWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """W₁ β, b β and W₂/β."""
+    w_in, b_in, w_out, sharpness = weights
+    return w_in * sharpness, b_in * sharpness, w_out / sharpness[:, None]
 
 
 def feed_forward_jacobian(

@@ -1,31 +1,71 @@
 """Local Lipschitz constants of every residual branch at a fixed probe text, step after step."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
-from invformer.nn.attention import TiedL2Attention, attention_jacobian
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    L2Weights,
+    TiedL2Attention,
+    head_gain,
+    merge_heads,
+    split_heads,
+)
+from invformer.nn.bounded_attention import (
+    BoundedAttention,
+    BoundedWeights,
+    merge,
+    side_by_side,
+    split,
+)
 from invformer.nn.branch import LipschitzBranch, frozen_weights
-from invformer.nn.feed_forward import ContractiveFeedForward, feed_forward_jacobian
+from invformer.nn.feed_forward import (
+    ACTIVATIONS,
+    ContractiveFeedForward,
+    FeedForward,
+    FeedForwardWeights,
+    activation_slope,
+)
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
-from invformer.numerics.linear_map import LinearMap
+from invformer.numerics import bounded_attention as bounded_core
+from invformer.numerics import l2_attention as core
+from invformer.numerics.bounds import layers
+from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.local_lipschitz import LipschitzEstimate
-from invformer.numerics.norms import Norm, maximiser
-from invformer.numerics.tracking import track
+from invformer.numerics.norms import Norm
+from invformer.numerics.tracking import TrackedNorm, Tracker
 
 Branch = LipschitzBranch | PreNormBranch
 
 
 @dataclass(frozen=True)
 class BranchGroup:
-    """Branches of one shape, linearised together: the leading dimension counts them."""
+    """Branches of one shape, linearised together.
+
+    Attributes:
+        names: of the branches; the leading dimension of the Jacobian counts them.
+        jacobian: ∂f/∂X, one after the other; its products take a further leading dimension.
+        per_token: whether it acts token by token.
+    """
 
     names: tuple[str, ...]
     jacobian: LinearMap
+    per_token: bool
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one call finds out about a group: per norm a (branches, sequences) estimate."""
+
+    names: tuple[str, ...]
+    estimates: tuple[LipschitzEstimate, ...]
 
 
 class LipschitzProbe:
@@ -38,60 +78,69 @@ class LipschitzProbe:
     Args:
         model: the language model; its weights may change between calls.
         tokens: the probe text, (sequences, N).
-        norms: in which norms to estimate; each has its own vectors.
+        norms: in which norms to estimate.
         num_steps: power iteration steps, of one pair of products, per call.
-        seed: of the start vectors, drawn from a generator of its own.
+        first_steps: the same for the first call, which starts at random; None is ``num_steps``.
+        scouts: tokens that a step looks at besides the largest, see ``Tracker``.
+        seed: of the start vectors.
     """
 
     def __init__(
         self,
         model: CharTransformer,
         tokens: Integer[Tensor, "sequences tokens"],
-        norms: tuple[Norm, ...] = ("token_max", "frobenius"),
+        norms: tuple[TrackedNorm, ...] = ("token_max", "frobenius"),
         num_steps: int = 1,
+        first_steps: int | None = None,
+        scouts: int = 2,
         seed: int = 0,
     ) -> None:
         self.model = model
         self.tokens = tokens
         self.norms = norms
         self.num_steps = num_steps
+        self.first_steps = num_steps if first_steps is None else first_steps
+        self.scouts = scouts
         self.seed = seed
-        self.vectors: dict[str, Tensor] = {}
+        self.trackers: dict[str, Tracker] = {}
 
-    @torch.no_grad()
     def estimate(self) -> dict[Norm, dict[str, LipschitzEstimate]]:
         """One warm-started estimate per norm and branch; values are (sequences,) on the device."""
         found: dict[Norm, dict[str, LipschitzEstimate]] = {norm: {} for norm in self.norms}
-        with frozen_weights(self.model):
-            for index, group in enumerate(branch_jacobians(self.model, self.tokens)):
-                for estimate in self._look(str(index), group.jacobian):
-                    for position, name in enumerate(group.names):
-                        found[estimate.norm][name] = select(estimate, position)
+        for look in self.look():
+            for estimate in look.estimates:
+                for position, name in enumerate(look.names):
+                    found[estimate.norm][name] = select(estimate, position)
         return found
 
-    def _look(self, key: str, jacobian: LinearMap) -> tuple[LipschitzEstimate, ...]:
-        vectors = self.vectors.get(key)
-        if vectors is None:
-            vectors = self._random_start(jacobian)
-        look = track(jacobian, vectors, self.norms)
-        for _ in range(self.num_steps - 1):
-            look = track(jacobian, look.vectors, self.norms)
-        self.vectors[key] = look.vectors
-        return look.estimates
+    @torch.no_grad()
+    def look(self) -> list[Look]:
+        """The same, branches of one shape together."""
+        num_vectors = self._tracker().num_vectors
+        groups = branch_jacobians(self.model, self.tokens, num_vectors)
+        return [self._look(group) for group in groups]
 
-    def _random_start(self, jacobian: LinearMap) -> Tensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        noise = torch.randn(jacobian.shape, generator=generator, dtype=torch.float64)
-        noise = noise.to(jacobian.device, jacobian.dtype)
-        return torch.stack([maximiser(noise, norm, otherwise=noise) for norm in self.norms])
+    def _look(self, group: BranchGroup) -> Look:
+        key = group.names[0]
+        num_steps = self.num_steps if key in self.trackers else self.first_steps
+        tracker = self.trackers.setdefault(key, self._tracker())
+        for _ in range(num_steps - 1):
+            tracker.look(group.jacobian, group.per_token)
+        return Look(group.names, tracker.look(group.jacobian, group.per_token))
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The warm-started vectors."""
-        return dict(self.vectors)
+    def _tracker(self) -> Tracker:
+        return Tracker(self.norms, scouts=self.scouts, seed=self.seed)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """The warm-started vectors of every group."""
+        return {key: tracker.state_dict() for key, tracker in self.trackers.items()}
+
+    def load_state_dict(self, state: dict[str, dict[str, Any]]) -> None:
         """Continue from saved vectors."""
-        self.vectors = dict(state)
+        device = self.tokens.device
+        for key, saved in state.items():
+            self.trackers[key] = self._tracker()
+            self.trackers[key].load_state_dict(saved, device)
 
 
 def select(estimate: LipschitzEstimate, position: int) -> LipschitzEstimate:
@@ -123,58 +172,264 @@ def residual_branches(
             x = x + branch(x)
 
 
-def branch_jacobians(model: CharTransformer, tokens: Tensor) -> list[BranchGroup]:
-    """The Jacobians of all residual branches at a text, stacked wherever shapes agree."""
-    found = list(residual_branches(model, model.embedding(tokens)))
-    groups: dict[type, list[tuple[str, Branch, Tensor]]] = {}
-    for name, branch, x in found:
-        kind = type(branch) if isinstance(branch, LipschitzBranch) else object
-        groups.setdefault(kind, []).append((name, branch, x))
-    jacobians = []
-    for members in groups.values():
-        names = tuple(name for name, _, _ in members)
-        branches = [branch for _, branch, _ in members]
-        x = torch.stack([x for _, _, x in members])
-        if all(isinstance(b, TiedL2Attention) for b in branches):
-            jacobians.append(BranchGroup(names, stacked_attention(branches, x)))
-        elif all(isinstance(b, ContractiveFeedForward) for b in branches):
-            jacobians.append(BranchGroup(names, stacked_feed_forward(branches, x)))
+def branch_jacobians(
+    model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], num_vectors: int = 1
+) -> list[BranchGroup]:
+    """The Jacobians of all residual branches at a text, those of one kind as one map.
+
+    Args:
+        model: the model.
+        tokens: the text.
+        num_vectors: how many vectors the products will take at once (autograd must know before).
+    """
+    if not isinstance(model.stack, InvertibleStack):
+        branches = residual_branches(model, model.embedding(tokens))
+        return [by_autograd(*branch, num_vectors) for branch in branches]
+    kinds: dict[type, list[LipschitzBranch]] = {}
+    for _, branch in model.stack.branches():
+        kinds.setdefault(type(branch), []).append(branch)
+    points = {kind: linearisation_points(branches) for kind, branches in kinds.items()}
+    x = model.embedding(tokens)
+    for name, layer in model.stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            x = x + points[type(layer.branch)].visit(name, layer.branch, x)
         else:
-            jacobians.extend(
-                BranchGroup((name,), leading_one(branch.linearise(x)))
-                for name, branch, x in members
-            )
-    return jacobians
+            x = layer(x)
+    return [group for each in points.values() for group in each.groups()]
 
 
-def stacked_attention(branches: list, x: Tensor) -> LinearMap:
-    """The Jacobians of several attention branches as one map with a leading branch dimension."""
-    w_q, g = (torch.stack(ws)[:, None] for ws in zip(*(b.weights() for b in branches), strict=True))
-    bias = torch.stack([b.position(x.shape[-2]) for b in branches])[:, None]
-    return attention_jacobian(x, w_q, g, bias)
+class LinearisationPoints(Protocol):
+    """What collects the Jacobians of some branches on the way up."""
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        ...
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met."""
+        ...
 
 
-def stacked_feed_forward(branches: list, x: Tensor) -> LinearMap:
-    """The Jacobians of several feed-forward branches as one map with a leading branch dimension."""
-    w_in, b_in, w_out, sharpness = (
-        torch.stack(ws) for ws in zip(*(b.weights() for b in branches), strict=True)
+def linearisation_points(branches: list[LipschitzBranch]) -> LinearisationPoints:
+    """The way to linearise branches of one type: stacked where their Jacobian is known here."""
+    first = branches[0]
+    if isinstance(first, TiedL2Attention):
+        return AttentionPoints(branches)
+    if isinstance(first, BoundedAttention):
+        return BoundedAttentionPoints()
+    if isinstance(first, ContractiveFeedForward):
+        return FeedForwardPoints(branches)
+    return SinglePoints()
+
+
+class SinglePoints:
+    """Branches linearised one by one, each as it says itself."""
+
+    def __init__(self) -> None:
+        self.found: list[BranchGroup] = []
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        with frozen_weights(branch):
+            jacobian = branch.linearise(x)
+            y = branch(x)
+        one = LinearMap(
+            jvp=lambda vectors: torch.stack([jacobian.jvp(v[0])[None] for v in vectors]),
+            vjp=lambda vectors: torch.stack([jacobian.vjp(v[0])[None] for v in vectors]),
+            shape=torch.Size((1, *x.shape)),
+            dtype=x.dtype,
+            device=x.device,
+        )
+        self.found.append(BranchGroup((name,), one, per_token=False))
+        return y
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met."""
+        return self.found
+
+
+class AttentionPoints:
+    """Attention branches met on the way up: q and P at the input of each, which is all J needs.
+
+    Args:
+        branches: of one type and shape, bottom first.
+    """
+
+    def __init__(self, branches: list) -> None:
+        self.w_q, self.g = stacked_attention_weights(branches)
+        self.query = self.w_q.transpose(-3, -2).flatten(-2)
+        self.output = self.g.flatten(-3, -2)
+        self.names: list[str] = []
+        self.q: list[Tensor] = []
+        self.p: list[Tensor] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, TiedL2Attention)
+        index = len(self.names)
+        q = split_heads(x @ self.query[index], self.w_q.shape[1])
+        p = core.attention_weights(q, branch.position(x.shape[-2]))
+        self.names.append(name)
+        self.q.append(q)
+        self.p.append(p)
+        self.shape = x.shape
+        return merge_heads(p @ q) @ self.output[index]
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``attention_jacobian``, batched."""
+        q, p = torch.stack(self.q), torch.stack(self.p)
+        num_heads = self.w_q.shape[1]
+
+        def jvp(dx: Tensor) -> Tensor:
+            dq = split_heads(batched_matmul(dx, self.query), num_heads)
+            return batched_matmul(merge_heads(core.l2_attention_jvp(q, p, dq)), self.output)
+
+        def vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
+            return batched_matmul(merge_heads(core.l2_attention_vjp(q, p, dv)), self.query.mT)
+
+        shape = torch.Size((len(self.names), *self.shape))
+        jacobian = LinearMap(jvp, vjp, shape, q.dtype, q.device)
+        return [BranchGroup(tuple(self.names), jacobian, per_token=False)]
+
+
+class BoundedAttentionPoints:
+    """Attention in the unit ball met on the way up: projections and P at the input of each."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.points: list[bounded_core.AttentionPoint] = []
+        self.weights: list[BoundedWeights] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, BoundedAttention)
+        weights = branch.weights()
+        at = branch.point(x, weights)
+        self.names.append(name)
+        self.points.append(at)
+        self.weights.append(weights)
+        self.shape = x.shape
+        return merge_heads(at.p @ at.v.u) @ weights.g.flatten(-3, -2)
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``bounded_attention_jacobian``, batched."""
+        w_qkv = torch.stack([side_by_side(w.w_qkv) for w in self.weights])
+        output = torch.stack([w.g.flatten(-3, -2) for w in self.weights])
+        num_heads = self.weights[0].g.shape[0]
+        at = bounded_core.stacked_points(self.points)
+
+        def jvp(dx: Tensor) -> Tensor:
+            dz = split(batched_matmul(dx, w_qkv), num_heads)
+            return batched_matmul(merge_heads(bounded_core.attention_jvp(at, *dz)), output)
+
+        def vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
+            return batched_matmul(merge(bounded_core.attention_vjp(at, dv)), w_qkv.mT)
+
+        shape = torch.Size((len(self.names), *self.shape))
+        jacobian = LinearMap(jvp, vjp, shape, output.dtype, output.device)
+        return [BranchGroup(tuple(self.names), jacobian, per_token=False)]
+
+
+class FeedForwardPoints:
+    """Feed-forward branches met on the way up: the slopes at the input of each.
+
+    Args:
+        branches: of one type and shape, bottom first.
+    """
+
+    def __init__(self, branches: list) -> None:
+        self.weights = stacked_feed_forward_weights(branches)
+        self.names: list[str] = []
+        self.slopes: list[Tensor] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, ContractiveFeedForward)
+        w_in, b_in, w_out, sharpness = (w[len(self.names)] for w in self.weights)
+        h = (x @ w_in + b_in) * sharpness
+        self.names.append(name)
+        self.slopes.append(activation_slope(branch.activation, h))
+        self.shape = x.shape
+        return (ACTIVATIONS[branch.activation](h) / sharpness) @ w_out
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``feed_forward_jacobian``, batched."""
+        slope = torch.stack(self.slopes)
+        w_in, _, w_out, _ = self.weights
+        jacobian = LinearMap(
+            jvp=lambda dx: batched_matmul(batched_matmul(dx, w_in) * slope, w_out),
+            vjp=lambda dy: batched_matmul(batched_matmul(dy, w_out.mT) * slope, w_in.mT),
+            shape=torch.Size((len(self.names), *self.shape)),
+            dtype=slope.dtype,
+            device=slope.device,
+        )
+        return [BranchGroup(tuple(self.names), jacobian, per_token=True)]
+
+
+def stacked_attention_weights(branches: list) -> L2Weights:
+    """The effective weights of several branches in one go, where it is known how."""
+    first = branches[0]
+    if not isinstance(first, ContractiveL2Attention) or first.is_frozen:
+        stacked = zip(*(b.weights() for b in branches), strict=True)
+        return L2Weights(*(torch.stack(weights) for weights in stacked))
+    w_q = torch.stack([b.w_q.weight for b in branches])
+    g = torch.stack([b.w_g.weight for b in branches]).unflatten(1, (w_q.shape[1], w_q.shape[3]))
+    sigma = torch.stack([b.w_q.sigma() * b.w_g.sigma() for b in branches])
+    gain = head_gain(
+        torch.stack([b.position.log_mass() for b in branches]).to(w_q), first.certificate
     )
-    return feed_forward_jacobian(
-        x,
-        w_in[:, None],
-        b_in[:, None, None],
-        w_out[:, None],
-        sharpness[:, None, None],
-        activation=branches[0].activation,
+    scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(w_q.shape[1])
+    return L2Weights(w_q, g * (scale[:, None] / (gain * sigma))[..., None, None])
+
+
+def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:
+    """The effective weights of several branches in one go, where it is known how."""
+    first = branches[0]
+    if first.norm != "spectral" or first.is_frozen:
+        stacked = zip(*(b.weights() for b in branches), strict=True)
+        return FeedForwardWeights(*(torch.stack(weights) for weights in stacked))
+    scale = torch.stack([b.target_scale() / b.w_out.sigma() for b in branches])
+    return FeedForwardWeights(
+        torch.stack([b.w_in.weight for b in branches])
+        / torch.stack([b.w_in.sigma() for b in branches])[:, None, None],
+        torch.stack([b.b_in for b in branches]),
+        torch.stack([b.w_out.weight for b in branches])
+        * (scale / layers.ACTIVATION_SLOPE[first.activation])[:, None, None],
+        torch.stack([b.log_sharpness for b in branches]).exp(),
     )
 
 
-def leading_one(jacobian: LinearMap) -> LinearMap:
-    """The same map with a leading branch dimension of size one, one norm after the other."""
-    return LinearMap(
-        jvp=lambda vectors: torch.stack([jacobian.jvp(v[0])[None] for v in vectors]),
-        vjp=lambda vectors: torch.stack([jacobian.vjp(v[0])[None] for v in vectors]),
-        shape=torch.Size((1, *jacobian.shape)),
-        dtype=jacobian.dtype,
-        device=jacobian.device,
+def batched_matmul(
+    x: Float[Tensor, "*vectors branches sequences tokens m"], w: Float[Tensor, "branches m n"]
+) -> Float[Tensor, "*vectors branches sequences tokens n"]:
+    """x W of every branch, without a copy of W per vector and sequence, as broadcasting makes."""
+    if x.ndim == 4:
+        return torch.bmm(x.flatten(1, 2), w).unflatten(1, x.shape[1:3])
+    rows = x.transpose(0, 1)
+    return torch.bmm(rows.flatten(1, 3), w).unflatten(1, rows.shape[1:4]).transpose(0, 1)
+
+
+def by_autograd(
+    name: str, branch: Branch, x: Float[Tensor, "sequences tokens width"], num_vectors: int
+) -> BranchGroup:
+    """One branch whose Jacobian nobody wrote down: a graph wide enough for all vectors at once."""
+    per_token = isinstance(branch, PreNormBranch) and isinstance(branch.inner, FeedForward)
+    count = 1 if per_token else num_vectors
+    jacobian = linearise(branch, x.expand(count, *x.shape))
+    shape = (count, *x.shape) if per_token else (count, 1, *x.shape)
+    return BranchGroup(
+        (name,),
+        LinearMap(
+            jvp=lambda vectors: jacobian.jvp(vectors.view(jacobian.shape)).view(shape),
+            vjp=lambda vectors: jacobian.vjp(vectors.view(jacobian.shape)).view(shape),
+            shape=torch.Size((1, *x.shape)),
+            dtype=x.dtype,
+            device=x.device,
+        ),
+        per_token,
     )

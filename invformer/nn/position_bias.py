@@ -1,4 +1,4 @@
-"""Who sees whom: masks, a learned relative position bias, and the mass that certificates need."""
+"""Who sees whom: masks, learned biases of the lag, and the mass that certificates need of them."""
 
 import math
 
@@ -6,8 +6,14 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from invformer.numerics.attention_kernel import LogitBias, LowRank, toeplitz
+
 SLOPES = (2.0, 1.0, 0.4, 0.1)
 NEAREST = 3.0
+# Large parts of a linear bias are multiples of this: exact in float32 up to 2¹⁷.
+COARSE = 2.0**-6
+# Sinusoids of the periods 8, 32, 128 and 512 tokens.
+PERIODS = (8.0, 32.0, 128.0, 512.0)
 
 
 class VisibilityMask(nn.Module):
@@ -35,12 +41,8 @@ class VisibilityMask(nn.Module):
                 f"the mask hides token {token} from itself; L2 attention is then not Lipschitz: "
                 "keep the diagonal visible"
             )
+        self.seq_len = visible.shape[0]
         self.register_buffer("hidden", ~visible, persistent=False)
-
-    @property
-    def seq_len(self) -> int:
-        """Longest sequence."""
-        return self.hidden.shape[0]
 
     @property
     def is_causal(self) -> bool:
@@ -52,6 +54,14 @@ class VisibilityMask(nn.Module):
         hidden = self.hidden[:num_tokens, :num_tokens]
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[None]
 
+    def last_rows(self, num_rows: int, num_tokens: int) -> Float[Tensor, "heads rows tokens"]:
+        """The last rows of the bias for sequences of ``num_tokens``."""
+        return self(num_tokens)[:, num_tokens - num_rows :]
+
+    def logit_bias(self, num_tokens: int) -> LogitBias:
+        """The same in every form that attention kernels take."""
+        return LogitBias(dense=lambda: self(num_tokens))
+
     def log_mass(self) -> Float[Tensor, "heads"]:
         """log n, n = the largest number of other tokens that any row sees."""
         return self.log_mass_per_row().amax(-1)
@@ -62,14 +72,50 @@ class VisibilityMask(nn.Module):
 
 
 class CausalMask(VisibilityMask):
-    """Token i sees the tokens j ≤ i.
+    """Token i sees the tokens j ≤ i. Holds nothing of size seq_len².
 
     Args:
-        seq_len: longest sequence.
+        seq_len: longest sequence N.
     """
 
+    origin: Tensor
+
     def __init__(self, seq_len: int) -> None:
-        super().__init__(torch.ones(seq_len, seq_len, dtype=torch.bool).tril())
+        nn.Module.__init__(self)
+        self.seq_len = seq_len
+        # Zero at lag 0; also tells the device.
+        self.register_buffer("origin", torch.zeros(1, 1), persistent=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """True."""
+        return True
+
+    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
+        """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0."""
+        return self.origin.expand(1, num_tokens)
+
+    def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
+        """The additive bias b_h(i − j), −∞ above the diagonal, for sequences of ``num_tokens``."""
+        return toeplitz(self.by_lag(num_tokens), num_tokens)
+
+    def last_rows(self, num_rows: int, num_tokens: int) -> Float[Tensor, "heads rows tokens"]:
+        """The last rows of the bias for sequences of ``num_tokens``."""
+        return toeplitz(self.by_lag(num_tokens), num_rows)
+
+    def logit_bias(self, num_tokens: int) -> LogitBias:
+        """The same in every form that attention kernels take."""
+        by_lag = self.by_lag(num_tokens)
+        return LogitBias(lambda: self(num_tokens), by_lag, is_zero=True)
+
+    def log_mass(self) -> Float[Tensor, "heads"]:
+        """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
+        return self.by_lag(self.seq_len)[:, 1:].logsumexp(-1)
+
+    def log_mass_per_row(self) -> Float[Tensor, "heads tokens"]:
+        """log n_hi of every row i: the mass of the lags that row can see, in float64."""
+        cumulative = self.by_lag(self.seq_len)[:, 1:].double().logcumsumexp(-1)
+        return nn.functional.pad(cumulative, (1, 0), value=-math.inf)
 
 
 class RelativePositionBias(CausalMask):
@@ -84,27 +130,118 @@ class RelativePositionBias(CausalMask):
         seq_len: longest sequence N.
     """
 
-    lag: Tensor
+    def __init__(self, num_heads: int, seq_len: int) -> None:
+        super().__init__(seq_len)
+        slopes = initial_slopes(num_heads)
+        self.table = nn.Parameter(NEAREST - slopes[:, None] * torch.arange(seq_len - 1))
+
+    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
+        """The table, after a zero."""
+        return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
+
+    def logit_bias(self, num_tokens: int) -> LogitBias:
+        """The same in every form that attention kernels take."""
+        return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens))
+
+
+class LowRankPositionBias(CausalMask):
+    """A bias that is a product of something of the query's position and of the key's.
+
+    Fused kernels take it as extra channels, keep skipping what the causal mask hides, and need no
+    table; to certificates it is a bias like any other, through its mass.
+    """
+
+    def low_rank(self, num_tokens: int) -> LowRank:
+        """The factors; they need not describe lag 0, where b is zero."""
+        raise NotImplementedError
+
+    def logit_bias(self, num_tokens: int) -> LogitBias:
+        """The same in every form that attention kernels take."""
+        return LogitBias(
+            lambda: self(num_tokens), self.by_lag(num_tokens), self.low_rank(num_tokens)
+        )
+
+
+class LinearPositionBias(LowRankPositionBias):
+    """b_h(lag) = offset_h − slope_h (lag − 1) at lag ≥ 1, b_h(0) = 0; offset and slope are learned.
+
+    ALiBi (Press et al. 2022) with learned slopes and a jump after the self token. Starts where
+    :class:`RelativePositionBias` does.
+
+    Args:
+        num_heads: H.
+        seq_len: longest sequence N.
+    """
 
     def __init__(self, num_heads: int, seq_len: int) -> None:
         super().__init__(seq_len)
-        slopes = torch.tensor([SLOPES[h % len(SLOPES)] for h in range(num_heads)])
-        self.table = nn.Parameter(NEAREST - slopes[:, None] * torch.arange(seq_len - 1))
-        position = torch.arange(seq_len)
-        lag = (position[:, None] - position[None, :]).clamp(min=0)
-        self.register_buffer("lag", lag, persistent=False)
+        self.slope = nn.Parameter(initial_slopes(num_heads))
+        self.offset = nn.Parameter(torch.full((num_heads,), NEAREST))
 
-    def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
-        """The additive bias (−∞ above the diagonal) for sequences of ``num_tokens``."""
-        by_lag = nn.functional.pad(self.table, (1, 0))
-        bias = by_lag[:, self.lag[:num_tokens, :num_tokens]]
-        return bias.masked_fill(self.hidden[:num_tokens, :num_tokens], -math.inf)
+    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
+        """The line, after a zero."""
+        lag = torch.arange(num_tokens - 1, device=self.slope.device)
+        return nn.functional.pad(self.offset[:, None] - self.slope[:, None] * lag, (1, 0))
 
-    def log_mass(self) -> Float[Tensor, "heads"]:
-        """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
-        return self.table.logsumexp(-1)
+    def low_rank(self, num_tokens: int) -> LowRank:
+        """slope · j and slope · i, each as a coarse part, exact in float32, and a small rest.
 
-    def log_mass_per_row(self) -> Float[Tensor, "heads tokens"]:
-        """log n_hi of every row i: the mass of the lags that row can see, in float64."""
-        cumulative = self.table.double().logcumsumexp(-1)
-        return nn.functional.pad(cumulative, (1, 0), value=-math.inf)
+        The coarse parts of near tokens cancel without rounding, however late in the sequence.
+        """
+        position = torch.arange(num_tokens, device=self.slope.device)
+        height = self.slope.double()[:, None] * position
+        coarse = (height.detach() / COARSE).round() * COARSE
+        rest = height - coarse
+        constant = (self.offset + self.slope).double()[:, None]
+        one = torch.ones_like(coarse)
+        left = torch.stack([-coarse, one, one, -rest], -1)
+        right = torch.stack([one, coarse, rest + constant, one], -1)
+        return LowRank(left.to(self.slope.dtype), right.to(self.slope.dtype))
+
+
+class SinusoidalPositionBias(LowRankPositionBias):
+    """b_h(lag) = a_h + Σ_r A_hr cos(2π lag/T_r) + B_hr sin(2π lag/T_r) at lag ≥ 1, b_h(0) = 0.
+
+    The periods T_r are 8, 32, 128 and 512 tokens; a, A and B are learned. Starts as a sum of equal
+    cosines, which is 3 at lag 0 and falls from there at four ranges.
+
+    Args:
+        num_heads: H.
+        seq_len: longest sequence N.
+    """
+
+    def __init__(self, num_heads: int, seq_len: int) -> None:
+        super().__init__(seq_len)
+        shape = (num_heads, len(PERIODS))
+        self.offset = nn.Parameter(torch.zeros(num_heads))
+        self.cosine = nn.Parameter(torch.full(shape, NEAREST / len(PERIODS)))
+        self.sine = nn.Parameter(torch.zeros(shape))
+
+    def angles(self, num_tokens: int) -> Float[Tensor, "tokens periods"]:
+        """2π t/T_r."""
+        time = torch.arange(num_tokens, device=self.offset.device, dtype=torch.float64)
+        return 2 * math.pi * time[:, None] / time.new_tensor(PERIODS)
+
+    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
+        """The sum, after a zero."""
+        angle = self.angles(num_tokens)[1:]
+        cos, sin = angle.cos().to(self.cosine), angle.sin().to(self.cosine)
+        # Sums, not matrix products: autocast would run those in half precision.
+        waves = self.cosine[:, None] * cos + self.sine[:, None] * sin
+        return nn.functional.pad(self.offset[:, None] + waves.sum(-1), (1, 0))
+
+    def low_rank(self, num_tokens: int) -> LowRank:
+        """cos ω(i − j) and sin ω(i − j) by the addition theorems."""
+        angle = self.angles(num_tokens)
+        cos, sin = angle.cos().to(self.cosine), angle.sin().to(self.cosine)
+        a, b = self.cosine[:, None], self.sine[:, None]
+        heads = len(self.cosine)
+        one = torch.ones_like(cos[:, :1]).expand(heads, -1, -1)
+        left = [cos.expand(heads, -1, -1), sin.expand(heads, -1, -1), one]
+        right = [a * cos - b * sin, a * sin + b * cos, self.offset[:, None, None] * one]
+        return LowRank(torch.cat(left, -1), torch.cat(right, -1))
+
+
+def initial_slopes(num_heads: int) -> Float[Tensor, "heads"]:
+    """How fast each head's bias falls at first, per token."""
+    return torch.tensor([SLOPES[h % len(SLOPES)] for h in range(num_heads)])

@@ -1,12 +1,13 @@
 """Residual layers y = x + f(x) that can be undone, and stacks of them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights
@@ -44,8 +45,10 @@ class InvertibleResidual(nn.Module):
 
         Args:
             y: what the layer put out.
-            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
+            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`; ``compact``
+                unless they say otherwise.
         """
+        options = {"compact": True, **options}
         return invert_residual(self.branch, y, residual_map=exact_copy(self.branch), **options)
 
 
@@ -99,6 +102,18 @@ class StackSolution:
     layers: dict[str, FixedPointSolution]
 
 
+def apply_blocks(
+    blocks: Iterable[nn.Module], x: Float[Tensor, "*batch tokens width"], recompute: bool
+) -> Float[Tensor, "*batch tokens width"]:
+    """The blocks in order; with ``recompute`` the backward pass keeps only what is between them."""
+    for block in blocks:
+        if recompute and torch.is_grad_enabled():
+            x = checkpoint(block, x, use_reentrant=False)
+        else:
+            x = block(x)
+    return x
+
+
 class StackBounds(Protocol):
     """What inversion needs of a certificate."""
 
@@ -131,6 +146,7 @@ class InvertibleStack(nn.Module):
         self.seq_len = seq_len
         self.norm: Norm = norm
         self.kind: Literal["global", "causal"] = kind
+        self.checkpoint_activations = False
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
         """Every layer by its full name, in the order they act."""
@@ -149,9 +165,7 @@ class InvertibleStack(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return apply_blocks(self.blocks, x, self.checkpoint_activations)
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:

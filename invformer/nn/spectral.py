@@ -8,6 +8,9 @@ from invformer.numerics.spectral_norm import gram_normaliser
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
+# Entries of output maps start at this size: normalisation hides it from the function, but not from
+# Adam, whose steps have a size of their own and would hardly turn a matrix of large entries.
+INITIAL_OUTPUT = 0.1
 
 
 class SpectralNormalised(nn.Module):
@@ -49,13 +52,18 @@ class SpectralNormalised(nn.Module):
         """σ̄(W), an upper bound in value with the gradient of ‖W‖₂."""
         if self.training and not self.manual_refresh:
             self.refresh()
+        if not torch.is_grad_enabled():
+            return self.sigma_bound
         with torch.autocast(self.weight.device.type, enabled=False):
-            rayleigh = torch.einsum("...m,...mn,...n->...", self.u, self.weight, self.v)
+            image = (self.weight @ self.v.unsqueeze(-1)).squeeze(-1)
+            rayleigh = (self.u * image).sum(-1)
         return rayleigh + (self.sigma_bound - rayleigh).detach()
 
-    def forward(self) -> Float[Tensor, "*batch rows columns"]:
-        """The normalised weight Ŵ, of spectral norm at most one."""
-        return self.weight / self.sigma()[..., None, None]
+    def forward(
+        self, factor: Float[Tensor, "*#batch #rows #columns"] | float = 1.0
+    ) -> Float[Tensor, "*batch rows columns"]:
+        """The normalised weight Ŵ, of spectral norm at most one, times ``factor``, in one pass."""
+        return self.weight * (factor / self.sigma()[..., None, None])
 
 
 def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:

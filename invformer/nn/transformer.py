@@ -1,12 +1,15 @@
 """The character-level language model: embedding, a stack of blocks, a free head."""
 
 import math
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.nn.residual import InvertibleStack
+from invformer.nn.attention import AttentionCache
+from invformer.nn.branch import frozen_weights
+from invformer.nn.residual import InvertibleResidual, InvertibleStack, apply_blocks
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
 
@@ -31,10 +34,10 @@ class CharEmbedding(nn.Module):
         self.position = nn.Parameter(0.1 * torch.randn(seq_len, d_embedding))
 
     def forward(
-        self, tokens: Integer[Tensor, "*batch tokens"]
+        self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0
     ) -> Float[Tensor, "*batch tokens width"]:
-        """The input of the stack."""
-        x = self.token(tokens) + self.position[: tokens.shape[-1]]
+        """The input of the stack, for symbols from position ``start`` on."""
+        x = self.token(tokens) + self.position[start : start + tokens.shape[-1]]
         return nn.functional.pad(x, (0, self.padding))
 
     def nearest_tokens(
@@ -57,6 +60,15 @@ class CharEmbedding(nn.Module):
         if norm == "entry_max":
             return margin / math.sqrt(self.token.embedding_dim)
         return margin
+
+
+@runtime_checkable
+class CachedAttention(Protocol):
+    """An attention that can take tokens one after the other."""
+
+    def extend(self, x: Tensor, past: AttentionCache) -> Tensor:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        ...
 
 
 class PreNormBranch(nn.Module):
@@ -119,14 +131,13 @@ class PreNormStack(nn.Module):
     def __init__(self, blocks: list[PreNormBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
+        self.checkpoint_activations = False
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return apply_blocks(self.blocks, x, self.checkpoint_activations)
 
 
 class CharTransformer(nn.Module):
@@ -176,6 +187,41 @@ class CharTransformer(nn.Module):
         if isinstance(self.stack, InvertibleStack):
             self.stack.initialise(self.embedding(tokens))
 
+    def extend(
+        self, tokens: Integer[Tensor, "*batch new"], past: dict[nn.Module, AttentionCache]
+    ) -> Float[Tensor, "*batch new vocab"]:
+        """The logits of symbols that come after those in ``past``, which takes them in.
+
+        Args:
+            tokens: the new symbols; with those before at most ``seq_len``.
+            past: one cache per attention; an empty dict at the beginning of a text.
+        """
+        start = next(iter(past.values())).length if past else 0
+        x = self.embedding(tokens, start)
+        if isinstance(self.stack, InvertibleStack):
+            for _, layer in self.stack.layers():
+                if isinstance(layer, InvertibleResidual):
+                    x = x + self._extend_branch(layer.branch, x, past)
+                else:
+                    x = layer(x)
+        else:
+            for block in self.stack.blocks:
+                assert isinstance(block, PreNormBlock)
+                attention = block.attention
+                x = x + self._extend_branch(attention.inner, attention.norm(x), past)
+                x = x + block.feed_forward(x)
+        return self.head(self.norm(x))
+
+    def _extend_branch(
+        self, branch: nn.Module, x: Tensor, past: dict[nn.Module, AttentionCache]
+    ) -> Tensor:
+        """f of the new tokens: per token, or with what an attention has kept of the others."""
+        if not isinstance(branch, CachedAttention):
+            return branch(x)
+        if branch not in past:
+            past[branch] = AttentionCache(self.seq_len)
+        return branch.extend(x, past[branch])
+
     @torch.no_grad()
     def generate(
         self,
@@ -183,23 +229,39 @@ class CharTransformer(nn.Module):
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
+        keep: int | None = None,
     ) -> Integer[Tensor, "longer"]:
-        """Continue a prompt by ``length`` symbols, each drawn from the last ``seq_len`` ones.
+        """Continue a prompt by ``length`` symbols, one after the other.
+
+        Attentions keep what they need of earlier symbols, so that a new one costs the work of one.
+        Positions are absolute: once ``seq_len`` symbols are in view, the oldest are let go and the
+        last ``keep`` are encoded anew. A small ``keep`` does that seldom, but leaves less to look
+        back on; ``keep = seq_len`` encodes a full window for every symbol.
 
         Args:
-            prompt: at least one symbol.
+            prompt: at least one symbol; of a longer one the last ``seq_len`` are seen.
             length: number of symbols to add.
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
+            keep: symbols kept in view when it is full, 1 … ``seq_len``; None is half of it.
         """
-        tokens = prompt
-        for _ in range(length):
-            logits = self(tokens[-self.seq_len :][None])[0, -1]
-            if temperature == 0:
-                drawn = logits.argmax(-1, keepdim=True)
-            else:
-                drawn = torch.multinomial(
-                    (logits / temperature).softmax(-1), 1, generator=generator
-                )
-            tokens = torch.cat([tokens, drawn])
+        keep = max(1, self.seq_len // 2) if keep is None else keep
+        tokens = torch.cat([prompt, prompt.new_empty(length)])
+        past: dict[nn.Module, AttentionCache] = {}
+        new = prompt[-self.seq_len :]
+        in_view = 0
+        with frozen_weights(self):
+            for end in range(len(prompt), len(tokens)):
+                logits = self.extend(new[None], past)[0, -1]
+                in_view += len(new)
+                if temperature == 0:
+                    drawn = logits.argmax(-1, keepdim=True)
+                else:
+                    drawn = torch.multinomial(
+                        (logits / temperature).softmax(-1), 1, generator=generator
+                    )
+                tokens[end : end + 1] = new = drawn
+                if in_view == self.seq_len:
+                    past, in_view = {}, 0
+                    new = tokens[end + 1 - keep : end + 1]
         return tokens

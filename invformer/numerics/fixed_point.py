@@ -121,7 +121,7 @@ def invert_residual(
             precisions, times four.
         linearise: x ↦ Jacobian of f, for ``newton_krylov``; None goes through autograd.
         chunk_size: tokens solved for at a time by ``sequential``.
-        compact: evaluate f on unsolved samples only, once they are half the batch. f must then
+        compact: evaluate f on unsolved samples only, once a quarter is solved. f must then
             accept any batch size; kernels may round differently for it.
         polish: continue in float64 with the residual map; the value is then float64.
         throw: raise if any sample fails; otherwise leave it to ``status``.
@@ -249,13 +249,11 @@ def _conclude(
     equation: ResidualEquation, s: State, first_residual: Tensor, shape: torch.Size
 ) -> FixedPointSolution:
     """Measure every final iterate, converged or not, and bound its error."""
-    measured = torch.ones_like(s.status, dtype=torch.bool)
-    residual, rounding, token_residual = equation.measure(
-        s.x, measured, s.fx if equation.exact_residual else None
-    )
-    # In a lower precision f is also measured at the start and at the end.
-    s.num_evaluations += 0 if equation.exact_residual else 2
-    output_error = equation.allowed_output_error(s.size)
+    evidence = s.evidence
+    if evidence is None or not bool(evidence.known.all()):
+        evidence = equation.measure(s.x, s.fx, torch.ones_like(s.status, dtype=torch.bool))
+        s.num_evaluations += 0 if equation.exact_residual else 1
+    _, residual, rounding, token_residual, output_error = evidence
     broken = (s.status == InversionStatus.NOT_CONTRACTIVE) | (s.status == InversionStatus.NONFINITE)
     bound = equation.error_bound(residual, token_residual, rounding + output_error)
     batch = shape[:-2]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from invformer.numerics.acceleration import Picard, Proposer
 from invformer.numerics.fixed_point_solution import InversionStatus
-from invformer.numerics.residual_equation import Contraction, ResidualEquation
+from invformer.numerics.residual_equation import Contraction, Evidence, ResidualEquation
 
 # Without a global constant a residual may grow for a while and still converge; beyond these factors
 # over the smallest one seen it is given up. Under a causal mask transient growth is ordinary.
@@ -34,6 +34,7 @@ class State:
     num_evaluations: Tensor
     observed_rate: Tensor
     max_steps: Tensor
+    evidence: Evidence | None = None
 
 
 def iterate(
@@ -53,7 +54,8 @@ def iterate(
     plain = torch.full_like(s.status, only_plain, dtype=torch.bool)
     while bool((active := s.status == RUNNING).any()):
         proposal, extra = proposer.propose(s.x, s.r, active & ~plain)
-        proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
+        if not only_plain:
+            proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
         proposal = torch.where(active[:, None, None], proposal, s.x)
         fp = equation.evaluate(proposal, active)
         r = equation.y - proposal - fp
@@ -61,11 +63,22 @@ def iterate(
         s.num_steps += active
         s.num_evaluations += torch.where(active, extra + 1, 0)
 
-        rate = equation.observed_rate(proposal - s.x, fp - s.fx, size + s.size)
+        if only_plain:  # which moves by r, and leaves as residual by how much f changed
+            lengths = s.residual, residual
+        else:
+            lengths = equation.size(proposal - s.x), equation.size(fp - s.fx)
+        rate = equation.observed_rate(*lengths, size + s.size)
+        if equation.gap is None and bool((active & equation.disproved(rate)).any()):
+            # Doubts about c are only raised on measured rounding.
+            equation = equation.with_gap()
+            s.num_evaluations += active
+            rate = equation.observed_rate(*lengths, size + s.size)
         s.observed_rate = torch.where(active, torch.maximum(s.observed_rate, rate), s.observed_rate)
         accepted = active & (plain | (residual <= (s.smallest if causal else s.residual)))
-        step = torch.where(accepted[:, None, None], proposal - s.x, 0)
-        proposer.learn(step, torch.where(accepted[:, None, None], r - s.r, 0), keep=accepted)
+        if not only_plain:
+            step = (proposal - s.x).masked_fill(~accepted[:, None, None], 0)
+            bend = (r - s.r).masked_fill(~accepted[:, None, None], 0)
+            proposer.learn(step, bend, keep=accepted)
         plain = only_plain | (active & ~accepted)
 
         finite = residual.isfinite() & size.isfinite()
@@ -125,15 +138,33 @@ def _judge(s: State, verdict: InversionStatus, condition: Tensor) -> None:
 
 def _judge_convergence(equation: ResidualEquation, s: State) -> None:
     """CONVERGED needs the working residual first, and then the one in full precision."""
-    residual, rounding = s.residual, equation.rounding(s.size)
-    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, residual)
-    if not equation.exact_residual:
-        if not bool(candidates.any()):
-            return
-        residual, rounding, _ = equation.measure(s.x, candidates)
-        s.num_evaluations += candidates
-    confirmed = equation.within_tolerance(s.x, residual + rounding)
-    _judge(s, InversionStatus.CONVERGED, candidates & confirmed)
+    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, s.residual)
+    if equation.exact_residual:
+        total = s.residual + equation.rounding(s.size, equation.gap)
+        _judge(s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.x, total))
+        return
+    if not bool(candidates.any()):
+        return
+    found = equation.measure(s.x, s.fx, candidates)
+    s.num_evaluations += candidates
+    total = found.residual + found.rounding
+    confirmed = candidates & equation.within_tolerance(s.x, total)
+    _judge(s, InversionStatus.CONVERGED, confirmed)
+    s.evidence = _collected(s.evidence, found._replace(known=confirmed))
+
+
+def _collected(before: Evidence | None, new: Evidence) -> Evidence:
+    """The new evidence where there is some, the earlier one elsewhere."""
+    if before is None:
+        return new
+    chosen = new.known[:, None]
+    return Evidence(
+        before.known | new.known,
+        torch.where(new.known, new.residual, before.residual),
+        torch.where(new.known, new.rounding, before.rounding),
+        torch.where(chosen, new.token_residual, before.token_residual),
+        torch.where(new.known, new.output_error, before.output_error),
+    )
 
 
 def _step_limit(equation: ResidualEquation, residual: Tensor, max_steps: int | None) -> Tensor:

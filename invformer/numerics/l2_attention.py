@@ -14,6 +14,7 @@ import math
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def attention_weights(
@@ -32,10 +33,22 @@ def attention_weights(
     Returns:
         The attention weights; each row sums to one.
     """
+    return _row_weights(q.shape[-2], q, bias)
+
+
+def _row_weights(
+    num_rows: int,
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    bias: Float[Tensor, "#heads rows tokens"] | None,
+) -> Float[Tensor, "*batch heads rows tokens"]:
+    """The last rows of P."""
     with torch.autocast(q.device.type, enabled=False):
         k = _shifted(q.to(torch.promote_types(q.dtype, torch.float32)))
         scale = 1 / math.sqrt(q.shape[-1])
-        logits = (2 * scale * k) @ k.mT - scale * k.square().sum(-1).unsqueeze(-2)
+        lengths = -scale * k.square().sum(-1, keepdim=True)
+        queries = k[..., k.shape[-2] - num_rows :, :]
+        # ‖q_j‖² enters as one more channel: cheaper than another pass over N² logits.
+        logits = F.pad(2 * scale * queries, (0, 1), value=1.0) @ torch.cat([k, lengths], -1).mT
         return (logits if bias is None else logits + bias).softmax(-1)
 
 
@@ -53,6 +66,25 @@ def l2_attention(
         One convex combination of the visible q_j per token and head.
     """
     p = attention_weights(q, bias)
+    return (p @ q.to(p.dtype)).to(q.dtype)
+
+
+def l2_attention_rows(
+    num_rows: int,
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    bias: Float[Tensor, "#heads rows tokens"],
+) -> Float[Tensor, "*batch heads rows d_head"]:
+    """The last rows of Y = P q, for tokens that come after others whose q are kept.
+
+    Args:
+        num_rows: how many.
+        q: queries of all tokens, which are also the keys and the values.
+        bias: those rows of the logits' bias.
+
+    Returns:
+        The outputs of the last tokens.
+    """
+    p = _row_weights(num_rows, q, bias)
     return (p @ q.to(p.dtype)).to(q.dtype)
 
 

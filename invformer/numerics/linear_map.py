@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.attention_kernel import only
+
 SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*batch tokens width"]]
 
 
@@ -38,7 +40,7 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
 
     Args:
         f: a map from (*batch, N, D) to the same shape that does not mix samples or update buffers.
-            Fused attention has no second derivative: use the plain form inside.
+            Fused attention has no second derivative: attention kernels run as ``math`` inside.
         x: where to linearise.
 
     Returns:
@@ -49,7 +51,8 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
     """
     with torch.inference_mode(False):
         # Inference tensors cannot be saved for backward; a clone made here is an ordinary tensor.
-        y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
+        with only("math"):
+            y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
         if y.shape != x.shape:
             raise ValueError(f"f maps {tuple(x.shape)} to {tuple(y.shape)}: it must keep the shape")
         push_forward = torch.func.vjp(lambda g: pull_back(g)[0], torch.zeros_like(y))[1]
@@ -100,5 +103,6 @@ def dense_jacobian(
     """
     if x.ndim != 2:
         raise ValueError(f"a dense Jacobian is of one sample (N, D), got shape {tuple(x.shape)}")
-    jacobian = torch.func.jacrev(f)(x)
+    with only("math"):
+        jacobian = torch.func.jacrev(f)(x)
     return jacobian.reshape(x.numel(), x.numel())

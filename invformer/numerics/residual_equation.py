@@ -1,8 +1,9 @@
 """y = x + f(x) as the solver sees it: how f is evaluated, what that rounds, what is proven of f."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,24 @@ LEAST_DEFAULT_RTOL = 1e-10
 HEADROOM = 8
 
 
+class Evidence(NamedTuple):
+    """What is measured in full precision, per sample.
+
+    Attributes:
+        known: for which samples.
+        residual: ‖y − x − f(x)‖.
+        rounding: of that.
+        token_residual: (B, N), the same of every token.
+        output_error: how far y may be from what x really gives.
+    """
+
+    known: Tensor
+    residual: Tensor
+    rounding: Tensor
+    token_residual: Tensor
+    output_error: Tensor
+
+
 @dataclass(frozen=True)
 class ResidualEquation:
     """y = x + f(x) for a batch flattened to (B, N, D). Lengths are float64, one per sample.
@@ -39,7 +58,9 @@ class ResidualEquation:
         start: first iterates.
         f_start: f(start) if it is known.
         forward_dtype: the precision y was computed in.
-        gap: what evaluating f in ``forward_dtype`` rounds, measured at the start.
+        measure_gap: measures what evaluating f in ``forward_dtype`` rounds, at the start.
+        gap: the same once it was measured, else None. An iteration whose rates raise no doubt goes
+            by the rounding model alone, and measures where it ends.
         factor: k of the rounding model (:func:`.precision.rounding_factor`).
         norm: the norm of every length.
         lipschitz_bound: c, or None.
@@ -49,7 +70,7 @@ class ResidualEquation:
         output_error: proven error of y, or None for the model.
         atol: error allowed.
         rtol: error allowed relative to ‖x̂‖.
-        compact: evaluate on unsolved samples only, once they are half the batch.
+        compact: evaluate on unsolved samples only, once a quarter is solved.
     """
 
     f: SequenceMap
@@ -59,7 +80,8 @@ class ResidualEquation:
     start: Tensor
     f_start: Tensor | None
     forward_dtype: torch.dtype
-    gap: Tensor
+    measure_gap: Callable[[], Tensor]
+    gap: Tensor | None
     factor: float
     norm: Norm
     lipschitz_bound: float | None
@@ -83,20 +105,28 @@ class ResidualEquation:
         return self._on_active(self.f, x, active)
 
     def _on_active(self, f: SequenceMap, x: Tensor, active: Tensor) -> Tensor:
-        if not self.compact or 2 * int(active.sum()) > len(active):
+        if not self.compact or 4 * int(active.sum()) > 3 * len(active):
             return f(x)
         index = active.nonzero().squeeze(1)
         return torch.zeros_like(x).index_copy_(0, index, f(x[index]))
 
-    def measure(
-        self, x: Tensor, active: Tensor, fx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """‖y − x − f(x)‖ in full precision, its rounding, and the residual of every token."""
-        if fx is None:
+    def measure(self, x: Tensor, fx: Tensor, active: Tensor) -> "Evidence":
+        """The residual at x in full precision, where f is fx in the working one."""
+        size = self.size(x) + self.size(fx)
+        gap = self.gap
+        if not self.exact_residual:
+            low = fx
             fx = self._on_active(self.precise_f, x.to(self.residual_dtype), active)
+            if gap is None:
+                gap = self.size(fx.double() - low.double())
         residual = self.y.double() - x.double() - fx.double()
-        rounding = self.rounding(self.size(x) + self.size(fx))
-        return self.size(residual), rounding, token_norm(residual, self.norm)
+        return Evidence(
+            active,
+            self.size(residual),
+            self.rounding(size, gap),
+            token_norm(residual, self.norm),
+            self.allowed_output_error(size, gap),
+        )
 
     def size(self, x: Tensor) -> Tensor:
         """‖x‖ per sample."""
@@ -126,27 +156,30 @@ class ResidualEquation:
     def evaluation_noise(self, size: Tensor) -> Tensor:
         """≥ ‖fl(f(x)) − f(x)‖ in the working precision, for size = ‖x‖ + ‖f(x)‖."""
         if self.exact_residual:
-            return self.rounding(size)
-        measured = FROM_POINT_TO_POINT * self.gap
+            return self.rounding(size, self.gap)
+        measured = 0.0 if self.gap is None else FROM_POINT_TO_POINT * self.gap
         return measured + self.factor * unit_roundoff(self.y.dtype) * size
 
-    def rounding(self, size: Tensor) -> Tensor:
+    def rounding(self, size: Tensor, gap: Tensor | None) -> Tensor:
         """≥ the rounding of the reported residual, for size = ‖x‖ + ‖f(x)‖."""
         sizes = size + self.size(self.y)
         if self.evaluation_error is not None:
             return self.evaluation_error + 4 * unit_roundoff(torch.float64) * sizes
         u = unit_roundoff(self.residual_dtype)
-        scaled = FROM_LOW_TO_HIGH * u / unit_roundoff(self.forward_dtype) * self.gap
+        scaled = 0.0
+        if gap is not None:
+            scaled = FROM_LOW_TO_HIGH * u / unit_roundoff(self.forward_dtype) * gap
         return scaled + self.factor * u * sizes
 
-    def allowed_output_error(self, size: Tensor) -> Tensor:
+    def allowed_output_error(self, size: Tensor, gap: Tensor | None) -> Tensor:
         """≥ ‖y − (x + f(x))‖ for the x that was put in, for size = ‖x‖ + ‖f(x)‖."""
         if self.output_error is not None:
             return torch.zeros_like(size) + self.output_error
         if self.forward_dtype == self.residual_dtype:
-            return self.rounding(size)
+            return self.rounding(size, gap)
+        assert gap is not None
         rounded = unit_roundoff(self.forward_dtype) * (size + self.size(self.y))
-        return FROM_POINT_TO_POINT * (self.gap + rounded)
+        return FROM_POINT_TO_POINT * (gap + rounded)
 
     # --- what is asked ----------------------------------------------------------------------
 
@@ -183,9 +216,8 @@ class ResidualEquation:
     # --- what is known ----------------------------------------------------------------------
 
     def observed_rate(self, dx: Tensor, df: Tensor, size: Tensor) -> Tensor:
-        """(‖df‖ − rounding)/‖dx‖ ≤ Lip(f), for two points whose sizes sum to ``size``."""
-        noise = self.evaluation_noise(size / 2) * 2
-        rate = (self.size(df) - noise) / self.size(dx)
+        """(‖df‖ − rounding)/‖dx‖ ≤ Lip(f) from lengths, for points whose sizes sum to ``size``."""
+        rate = (df - self.evaluation_noise(size / 2) * 2) / dx
         return rate.nan_to_num(0, 0, 0).clamp(min=0)
 
     def disproved(self, rate: Tensor) -> Tensor:
@@ -209,10 +241,14 @@ class ResidualEquation:
 
     # --- equations made from it -------------------------------------------------------------
 
+    def with_gap(self) -> "ResidualEquation":
+        """The same equation, with the rounding of f measured."""
+        return self if self.gap is not None else replace(self, gap=self.measure_gap())
+
     def in_float64(self) -> "ResidualEquation":
         """The same equation, for iterates in float64."""
         y, start = self.y.double(), self.start.double()
-        return replace(self, f=self.precise_f, y=y, start=start, f_start=None)
+        return replace(self.with_gap(), f=self.precise_f, y=y, start=start, f_start=None)
 
     def from_start(self, start: Tensor) -> "ResidualEquation":
         """The same equation, another start."""
@@ -277,7 +313,7 @@ def residual_equation(
         return on_samples
 
     f_start = _same_kind(f(start), start, "f")
-    precise_f = f if y.dtype == torch.float64 else _precise(f, f_start, residual_map, start)
+    precise_f = None if y.dtype == torch.float64 else _precise(f, f_start, residual_map, start)
     residual_dtype = torch.float64 if precise_f is not None else y.dtype
     precise_f = precise_f or f
     if forward_map is None:
@@ -286,10 +322,14 @@ def residual_equation(
         raise ValueError("forward_map needs forward_dtype, the precision the forward pass ran in")
     else:
         forward = forward_map(start.to(forward_dtype))
-    gap = torch.zeros_like(f_start, dtype=torch.float64)
-    if forward_dtype != residual_dtype:
+
+    def measure_gap() -> Tensor:
         # Both at the point as the lower precision sees it: the difference is f's rounding alone.
-        gap = forward.double() - precise_f(start.to(forward_dtype).to(residual_dtype)).double()
+        if forward_dtype == residual_dtype:
+            return torch.zeros(len(flat), dtype=torch.float64, device=y.device)
+        seen = start.to(forward_dtype).to(residual_dtype)
+        return equation.size((forward.double() - precise_f(seen).double()).reshape(flat.shape))
+
     equation = ResidualEquation(
         f=flattened(f),
         precise_f=flattened(precise_f),
@@ -298,7 +338,8 @@ def residual_equation(
         start=start.reshape(flat.shape),
         f_start=f_start.reshape(flat.shape),
         forward_dtype=forward_dtype,
-        gap=torch.zeros(len(flat), dtype=torch.float64, device=y.device),
+        measure_gap=measure_gap,
+        gap=None,
         factor=rounding_factor(tokens, width),
         norm=norm,
         lipschitz_bound=lipschitz_bound,
@@ -310,7 +351,8 @@ def residual_equation(
         rtol=0.0,
         compact=compact,
     )
-    return replace(equation, gap=equation.size(gap.reshape(flat.shape)))
+    # Where the iteration ends it knows f in both precisions, if the forward pass ran in its own.
+    return equation if forward_dtype == y.dtype != residual_dtype else equation.with_gap()
 
 
 def _precise(
@@ -318,8 +360,7 @@ def _precise(
 ) -> SequenceMap | None:
     """The float64 map behind the residual: the one given, else f itself unless it refuses."""
     if residual_map is not None:
-        _same_kind(residual_map(start.double()), start.double(), "residual_map")
-        return residual_map
+        return lambda x: _same_kind(residual_map(x), x, "residual_map")
     try:
         value = f(start.double())
     except RuntimeError:  # torch refuses to mix float64 input with low-precision weights

@@ -27,6 +27,9 @@ from invformer.numerics.rounding import UNIT_ROUNDOFF
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
+# A matrix of norm one, size r, has λ₁ ≥ r⁻¹ᐟ²; three squarings later λ₁ ≥ r⁻⁴ is still far from
+# underflow in float32.
+RESCALE_EVERY = 3
 # b is this much above the computed λ₁, per row: room for the factorisation's own rounding.
 RESIDUAL_SHIFT = 1e-12
 # Scales are powers of two within these exponents: they and their inverses are normal numbers.
@@ -99,9 +102,10 @@ def gram_normaliser(
         g = _tall(w)
         log_bound = w.new_zeros(w.shape[:-2])
         for step in range(num_steps):
-            scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
-            log_bound = log_bound + scale.log() / 2**step
-            g = g / scale[..., None, None]
+            if step % RESCALE_EVERY == 0:
+                scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
+                log_bound = log_bound + scale.log() / 2**step
+                g = g / scale[..., None, None]
             g = g.mT @ g
         largest = _wolkowicz_styan(g).clamp(min=tiny)
         log_bound = log_bound + largest.log() / 2**num_steps

@@ -21,7 +21,6 @@ tables) were not available to us: there is nothing to hold these numbers against
 
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
 
-import hashlib
 import math
 import statistics
 import sys
@@ -35,16 +34,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from invformer.build.evaluation import load_model, read_corpus, trained_configuration
 from invformer.build.model import build_model
+from invformer.build.run import read_corpus
+from invformer.build.saved_model import load_model, trained_configuration
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import training_windows
-from invformer.errors import DataError
-from invformer.evaluation.checkpoint import find_checkpoint, read_checkpoint
+from invformer.errors import ConfigurationError, DataError
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, project
 from invformer.nn.branch import frozen_weights
 from invformer.nn.position_bias import CausalMask, VisibilityMask
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.bounds import castin, jasmin, kim, local
 from invformer.numerics.l2_attention import attention_weights
@@ -53,6 +51,7 @@ from invformer.numerics.local_lipschitz import lanczos_estimate
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
+from invformer.studies import training
 from invformer.studies.study import (
     Outcome,
     Rows,
@@ -61,13 +60,10 @@ from invformer.studies.study import (
     Summary,
     main,
     panels,
-    progress,
 )
 from invformer.studies.text import Text, TextConfig, read_text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from invformer.training.plots import Figure
 
 Attention = Literal["dot_product", "l2", "contractive_l2"]
@@ -252,21 +248,21 @@ def cases(options: Options) -> list[Case]:
 
 
 def checkpoint_case(options: Options, case: Callable[..., Case]) -> Case:
-    """The case of the model in ``checkpoint``: the file's hash stands for the corpus's."""
+    """The case of the model in ``checkpoint``: its hash stands for the corpus's."""
     assert options.checkpoint is not None
     checkpoint = read_checkpoint(options.checkpoint)
     trained = trained_configuration(checkpoint)
+    if trained.model.name == "contractive_bounded":
+        raise ConfigurationError(
+            f"checkpoint: {options.checkpoint} has attention in the unit ball, which is not "
+            f"studied here; take one with {', '.join(get_args(Attention))}"
+        )
     return case(
         trained.model.name, 0, checkpoint=options.checkpoint, num_steps=checkpoint.step,
         seq_len=trained.data.seq_len, d_model=trained.model.d_model,
         num_heads=trained.model.num_heads, num_layers=trained.model.num_layers,
-        sha256=digest(find_checkpoint(checkpoint.path)),
+        sha256=checkpoint.sha256[:16],
     )  # fmt: skip
-
-
-def digest(file: "Path") -> str:
-    """The beginning of a file's SHA-256."""
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -335,27 +331,20 @@ def train(
     Returns:
         Whether the loss stayed finite; training stops where it does not.
     """
-    set_manual_refresh(model)
-    optimiser = torch.optim.Adam(model.parameters(), lr=lr)
-    device = model.head.weight.device
-    model.train()
-    for step in progress(range(num_steps), "training"):
-        batch = training_windows(text.train, model.seq_len, batch_size, seed, step)
-        tokens, targets = (part.to(device) for part in batch)
-        if step == 0:
-            model.initialise(tokens)
+
+    def objective(model: CharTransformer, tokens: Tensor, targets: Tensor) -> Tensor:
         with recorded_inputs(model) as inputs:
-            logits = model(tokens)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            loss = training.cross_entropy(model, tokens, targets)
         if penalty is not None:
             loss = loss + sum(penalty(layer, z) for layer, z in inputs)
-        if not loss.isfinite():
-            return False
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-        refresh_normalisers(model)
-    return True
+        return loss
+
+    optimiser = torch.optim.Adam(model.parameters(), lr=lr)
+    trained = training.train(
+        model, text.train, optimiser, num_steps=num_steps, batch_size=batch_size, seed=seed,
+        objective=objective,
+    )  # fmt: skip
+    return trained.finite
 
 
 @contextmanager

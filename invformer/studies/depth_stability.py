@@ -25,14 +25,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.build.model import build_model
-from invformer.data.windows import evaluation_windows, training_windows
+from invformer.data.windows import evaluation_windows
 from invformer.errors import DataError
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer, PreNormBlock
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
+from invformer.studies import training
 from invformer.studies.study import (
     Outcome,
     Rows,
@@ -41,7 +41,6 @@ from invformer.studies.study import (
     Summary,
     main,
     panels,
-    progress,
 )
 from invformer.studies.text import Text, TextConfig, read_text
 
@@ -60,7 +59,6 @@ PAPER_NATS: dict[str, tuple[float, ...]] = {
     "l2": (1.168, 1.040, 1.023, 1.024, 1.019, 1.008, 1.018, 1.027, 1.034),
     "contractive": (1.246, 1.135, 1.103, 1.079, 1.072, 1.060, 1.039, 1.029, 1.031),
 }
-LAST_STEPS = 10  # over which the final training loss is averaged
 
 
 @dataclass(kw_only=True)
@@ -129,14 +127,14 @@ class Result:
         train_nats: mean training loss over the last steps.
         unigram_nats: what the training text's character frequencies score on the same characters.
         largest_gradient: largest gradient norm over all steps.
-        num_steps: optimiser steps taken; fewer than asked for after a non-finite loss.
+        steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
     """
 
     val_nats: float
     train_nats: float
     unigram_nats: float
     largest_gradient: float
-    num_steps: int
+    steps_taken: int
 
     @property
     def failed(self) -> bool:
@@ -174,15 +172,14 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model and score it."""
     text = text_of(case)
-    model, losses, largest_gradient = train(case, device)
-    finite = all(map(math.isfinite, losses))
+    model, trained = train(case, device)
     windows = evaluation_windows(text.val, case.seq_len, batch_size=case.batch_size)
     return Result(
-        val_nats=score(model.eval(), windows, device).nats if finite else math.nan,
-        train_nats=math.fsum(losses[-LAST_STEPS:]) / len(losses[-LAST_STEPS:]),
+        val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
+        train_nats=trained.final_nats,
         unigram_nats=witten_bell_nats(text.train, text.val, 1, vocab_size=text.vocab_size),
-        largest_gradient=largest_gradient,
-        num_steps=len(losses),
+        largest_gradient=trained.largest_gradient,
+        steps_taken=len(trained.losses),
     )
 
 
@@ -231,38 +228,16 @@ class PostNormBlock(nn.Module):
         return self.feed_forward_norm(x + self.feed_forward(x))
 
 
-def train(case: Case, device: torch.device) -> tuple[CharTransformer, list[float], float]:
-    """Adam at a constant learning rate, until the steps are done or the loss is not finite.
-
-    Returns:
-        The model, the loss of every step, and the largest gradient norm.
-    """
+def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
+    """Adam at a constant learning rate, until the steps are done or the loss is not finite."""
     text = text_of(case)
     torch.manual_seed(case.seed)
     model = build_kind(case, text.vocab_size).to(device)
-    set_manual_refresh(model)
     optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
-    losses: list[float] = []
-    largest = 0.0
-    model.train()
-    for step in progress(range(case.num_steps), f"{case.kind}, {case.num_layers} layers"):
-        batch = training_windows(text.train, case.seq_len, case.batch_size, case.seed, step)
-        inputs, targets = (part.to(device) for part in batch)
-        if step == 0:
-            model.initialise(inputs)
-        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
-            break
-        optimiser.zero_grad()
-        loss.backward()
-        gradient = torch.nn.utils.get_total_norm(
-            [p.grad for p in model.parameters() if p.grad is not None]
-        )
-        largest = max(largest, gradient.item())
-        optimiser.step()
-        refresh_normalisers(model)
-    return model, losses, largest
+    return model, training.train(
+        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
+        seed=case.seed, what=f"{case.kind}, {case.num_layers} layers",
+    )  # fmt: skip
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

@@ -36,8 +36,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.build.evaluation import load_model, read_corpus, trained_configuration
 from invformer.build.model import build_model
+from invformer.build.run import read_corpus
+from invformer.build.saved_model import load_model, trained_configuration
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
@@ -291,8 +292,14 @@ def resolve(options: Options) -> tuple[str, str, tuple[Attention, ...], int, int
         case "checkpoint":
             assert options.checkpoint is not None
             trained = trained_configuration(read_checkpoint(options.checkpoint))
+            attention = trained.model.name
+            if attention == "contractive_bounded":
+                raise ConfigurationError(
+                    f"checkpoint: {options.checkpoint} has attention in the unit ball, whose "
+                    f"growth is not studied; take one with {', '.join(OURS)}"
+                )
             place, layers = options.checkpoint, trained.model.num_layers
-            return "checkpoint", place, (trained.model.name,), layers, trained.data.seq_len
+            return "checkpoint", place, (attention,), layers, trained.data.seq_len
     name, path = available(options)
     config = network(name, path, options.seed)[1]
     return name, path, ("dot_product",), config.num_layers, config.context

@@ -19,23 +19,23 @@ output-variance experiment: the spread of F(X) beside that of X.
 
 # ruff: noqa: RUF009  # option() returns a dataclass field
 
-import hashlib
 import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.build.saved_model import load_model, trained_configuration
 from invformer.config import load_config
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError
-from invformer.evaluation.checkpoint import find_checkpoint
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.residual import InvertibleBlock
@@ -284,17 +284,13 @@ def trained_attention(
         "position_bias=false",
     ]  # fmt: skip
     (case,) = depth_stability.cases(load_config(settings, depth_stability.Options))
-    model, _, _ = depth_stability.train(case, torch.device("cpu"))
+    model, _ = depth_stability.train(case, torch.device("cpu"))
     return attention_of(model, 0).double()
 
 
 @lru_cache(maxsize=1)
 def load_checkpoint(path: str) -> CharTransformer:
     """The language model of a run, in float64."""
-    # Lightning takes seconds to load, and only checkpoints need it.
-    from invformer.build.evaluation import load_model, read_checkpoint, trained_configuration
-    from invformer.data.vocabulary import Vocabulary
-
     checkpoint = read_checkpoint(path)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     return load_model(checkpoint, trained_configuration(checkpoint), vocabulary).double()
@@ -310,8 +306,8 @@ def attention_of(model: CharTransformer, index: int) -> nn.Module:
 
 
 def digest_of(path: str) -> str:
-    """The beginning of a checkpoint file's SHA-256."""
-    return hashlib.sha256(find_checkpoint(Path(path)).read_bytes()).hexdigest()[:16]
+    """The beginning of a checkpoint's SHA-256."""
+    return read_checkpoint(path).sha256[:16]
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

@@ -16,7 +16,7 @@ from invformer.section import Section, option
 
 
 @dataclass(kw_only=True)
-class TextConfig(Section):
+class CorpusConfig(Section):
     """The text."""
 
     key: ClassVar[str] = "data"
@@ -25,12 +25,37 @@ class TextConfig(Section):
     max_characters: int | None = option(
         200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
     )
-    val_characters: int = option(8192, "characters that are scored", within="[2, 1e9]")
 
     def check(self) -> None:
         """A local corpus says where it is."""
         if self.name == "text_file" and self.path is None:
             self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
+
+
+@dataclass(kw_only=True)
+class TextConfig(CorpusConfig):
+    """The text, and how much of its validation split is scored."""
+
+    val_characters: int = option(8192, "characters that are scored", within="[2, 1e9]")
+
+
+@dataclass(kw_only=True)
+class WholeTextConfig(CorpusConfig):
+    """The text, whose validation split is scored whole."""
+
+    val_fraction: float = option(
+        0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
+    )
+    test_fraction: float = option(
+        0.05, "share of the text that is left out, where the corpus has no splits", within="[0, 1)"
+    )
+
+    def check(self) -> None:
+        """Something is left to train on."""
+        super().check()
+        if self.val_fraction + self.test_fraction >= 1:
+            total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
+            self.refuse("val_fraction", f"{total} leaves no text for training")
 
 
 @dataclass(frozen=True)
@@ -45,10 +70,18 @@ class Text:
 
 @lru_cache(maxsize=2)
 def read_text(
-    corpus: Corpus, path: str | None, max_characters: int | None, val_characters: int
+    corpus: Corpus,
+    path: str | None,
+    max_characters: int | None,
+    val_characters: int | None,
+    val_fraction: float = 0.05,
+    test_fraction: float = 0.05,
 ) -> Text:
-    """The corpus, encoded in the vocabulary of its training split."""
-    found = load_corpus(corpus, path, max_characters=max_characters)
+    """The corpus, encoded in the vocabulary of its training split.
+
+    Of the validation split the first ``val_characters``, or all.
+    """
+    found = load_corpus(corpus, path, val_fraction, test_fraction, max_characters)
     vocabulary = Vocabulary.from_text(found.train)
     val = vocabulary.encode(found.split("val")[:val_characters])
     return Text(vocabulary.encode(found.train), val, vocabulary.size, found.sha256[:16])

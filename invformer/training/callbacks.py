@@ -14,9 +14,9 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import invert_text
-from invformer.evaluation.lipschitz import lipschitz_row, local_bound_row, require_sandwich
+from invformer.evaluation.lipschitz import require_sandwich
 from invformer.nn.certificate import Certificate, enforce
-from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.training.checkpoint_io import METADATA
 from invformer.training.module import CharLanguageModel, non_finite
 from invformer.training.run_log import Row, RunLog
 from invformer.training.saving import replace_file
@@ -96,6 +96,7 @@ class Flush(L.Callback):
             self._steps += 1
             if self._steps >= self.every:
                 self.record_throughput(trainer)
+                refuse_lost_update(pl_module)
                 self.flush(before=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -104,10 +105,12 @@ class Flush(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Send everything, so that nothing unchecked is ever saved as a checkpoint."""
+        refuse_lost_update(pl_module)
         self.flush()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Send the rest."""
+        refuse_lost_update(pl_module)
         self.flush()
 
     def on_exception(
@@ -115,86 +118,6 @@ class Flush(L.Callback):
     ) -> None:
         """Send what there is; a second failure must not hide the first."""
         self.run_log.flush()
-
-
-class LipschitzMonitor(L.Callback):
-    """Local Lipschitz estimates of every branch after every optimiser step.
-
-    Reads the weights, writes only metrics and its own vectors: training with and without it is
-    bit-identical. Its share of the step time is measured and recorded as ``perf/monitor_overhead``.
-
-    Args:
-        tokens: the probe text, (sequences, N); fixed for the whole run.
-        run_log: where estimates go.
-        norms: in which norms.
-        every: optimiser steps between estimates.
-        local_every: optimiser steps between local bounds, which cost more.
-        num_steps: power iteration steps per estimate.
-        seed: of the start vectors.
-    """
-
-    def __init__(
-        self,
-        tokens: Integer[Tensor, "sequences tokens"],
-        run_log: RunLog,
-        *,
-        norms: tuple = ("token_max", "frobenius"),
-        every: int = 1,
-        local_every: int = 250,
-        num_steps: int = 1,
-        seed: int = 0,
-    ) -> None:
-        self.tokens = tokens
-        self.run_log = run_log
-        self.options = {"norms": norms, "num_steps": num_steps, "seed": seed}
-        self.every = every
-        self.local_every = local_every
-        self.probe: LipschitzProbe | None = None
-        self._restored: dict[str, Tensor] = {}
-        self._step_started = time.perf_counter()
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Bind to the model on its device."""
-        assert isinstance(pl_module, CharLanguageModel)
-        tokens = self.tokens.to(pl_module.device)
-        self.probe = LipschitzProbe(pl_module.model, tokens, **self.options)
-        vectors = {key: v.to(pl_module.device) for key, v in self._restored.items()}
-        self.probe.load_state_dict(vectors)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note when the step began."""
-        self._step_started = time.perf_counter()
-
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Estimate, and record next to the bounds of the same norm."""
-        step = trainer.global_step - 1
-        if self.probe is None or not is_step_boundary(trainer) or step % self.every:
-            return
-        began = time.perf_counter()
-        row = lipschitz_row(self.probe)
-        if step % self.local_every == 0:
-            row |= local_bound_row(self.probe.model, self.probe.tokens)
-        now = time.perf_counter()
-        row["perf/monitor_overhead"] = (now - began) / max(1e-9, began - self._step_started)
-        self.run_log.record(step, row)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The warm-started vectors, so that a resumed run continues the same estimates."""
-        vectors = self.probe.state_dict() if self.probe is not None else self._restored
-        return {key: v.cpu() for key, v in vectors.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint's vectors."""
-        self._restored = state_dict
 
 
 class CertificateKeeper(L.Callback):
@@ -213,12 +136,14 @@ class CertificateKeeper(L.Callback):
         self.run_log = run_log
         self.dtype = dtype
         self.certificate: Certificate | None = None
+        self.certified_at = -1
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Certify; shrink what exceeds its target; refuse to go on if that fails."""
         assert isinstance(pl_module, CharLanguageModel)
         try:
             self.certificate = enforce(pl_module.model, self.dtype)
+            self.certified_at = trainer.global_step
         except NonFiniteError as error:
             raise non_finite(pl_module.step, str(error)) from None
         if not self.certificate.holds:
@@ -233,6 +158,13 @@ class CertificateKeeper(L.Callback):
             pl_module.step,
             {"lipschitz/certified_max": self.certificate.bound_max},
         )
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Put the certificate beside the weights it is of, never beside later ones."""
+        if self.certificate is not None and self.certified_at == trainer.global_step:
+            checkpoint.setdefault(METADATA, {})["certificate"] = self.certificate.to_dict()
 
 
 class InversionMonitor(L.Callback):
@@ -311,6 +243,12 @@ class StepProgress(TQDMProgressBar):
 def is_step_boundary(trainer: L.Trainer) -> bool:
     """Whether the batch that just ended also ended an optimiser step."""
     return not trainer.fit_loop._should_accumulate()
+
+
+def refuse_lost_update(pl_module: L.LightningModule) -> None:
+    """Whether an update was skipped since the last flush; see the module's method."""
+    assert isinstance(pl_module, CharLanguageModel)
+    pl_module.refuse_lost_update()
 
 
 def check_finite(step: int, row: Row) -> None:

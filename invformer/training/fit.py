@@ -1,16 +1,14 @@
 """Run the training loop, then show what came of it."""
 
 import json
-import pickle
-import signal
 from typing import Protocol
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from invformer.checkpoint.content import Checkpoint
 from invformer.data.datamodule import TextDataModule
-from invformer.errors import CheckpointError, Interrupted, InvformerError
+from invformer.errors import CheckpointError, InvformerError
 from invformer.nn.branch import frozen_weights
 from invformer.schema import TrainConfig
 from invformer.training.module import CharLanguageModel
@@ -18,6 +16,8 @@ from invformer.training.plots import plot_run
 from invformer.training.run_directory import RunDirectory
 from invformer.training.saving import Checkpoints
 from invformer.training.wandb_sink import WandbSink
+
+REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 class TrainingRun(Protocol):
@@ -53,6 +53,11 @@ class TrainingRun(Protocol):
         """The W&B run, if there is one."""
         ...
 
+    @property
+    def resume(self) -> Checkpoint | None:
+        """Where it continues, if it is not new."""
+        ...
+
 
 def fit(run: TrainingRun) -> None:
     """Train from scratch or from where the run stopped; leave sample, plots and W&B tables.
@@ -62,10 +67,9 @@ def fit(run: TrainingRun) -> None:
     """
     exit_code = 1
     try:
-        checkpoint = str(run.directory.last) if run.directory.last.exists() else None
         if run.trainer.is_global_zero:
-            announce(run, checkpoint)
-        train(run, checkpoint)
+            announce(run)
+        train(run)
         if run.trainer.is_global_zero:
             conclude(run)
         exit_code = 0
@@ -77,21 +81,26 @@ def fit(run: TrainingRun) -> None:
             run.wandb.finish(exit_code)
 
 
-def train(run: TrainingRun, checkpoint: str | None) -> None:
+def train(run: TrainingRun) -> None:
     """The training loop, with Lightning's ways of ending early turned into errors that say so."""
+    checkpoint = None if run.resume is None else run.resume.path.absolute()
     try:
-        run.trainer.fit(run.module, run.data, ckpt_path=checkpoint, weights_only=True)
-    except SIGTERMException:
-        raise Interrupted(signal.SIGTERM) from None
-    except SystemExit:  # what Lightning makes of Ctrl-C
-        raise Interrupted(signal.SIGINT) from None
-    except (KeyError, EOFError, pickle.UnpicklingError) as error:
-        if checkpoint is None:
+        run.trainer.fit(run.module, run.data, ckpt_path=checkpoint)
+    except REFUSALS as error:  # while a state is restored they mean that it is none of this run
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if checkpoint is None or checkpoints_of(run).started or out_of_memory:
             raise
-        raise CheckpointError(f"{checkpoint}: not a checkpoint of this run ({error})") from error
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
 
 
-def announce(run: TrainingRun, checkpoint: str | None) -> None:
+def checkpoints_of(run: TrainingRun) -> Checkpoints:
+    """The callback that saves this run."""
+    callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
+    return next(c for c in callbacks if isinstance(c, Checkpoints))
+
+
+def announce(run: TrainingRun) -> None:
     """Say in a few lines what is about to happen."""
     parameters = sum(p.numel() for p in run.module.model.parameters())
     corpus = run.data.corpus
@@ -100,8 +109,8 @@ def announce(run: TrainingRun, checkpoint: str | None) -> None:
         f"{corpus.name} ({len(corpus.train):,} {corpus.unit} to train on, "
         f"{run.data.vocabulary.size} symbols)"
     )
-    if checkpoint is not None:
-        print(f"continuing from {checkpoint}")
+    if run.resume is not None:
+        print(f"continuing from {run.resume.path}")
 
 
 def conclude(run: TrainingRun) -> None:
@@ -111,9 +120,7 @@ def conclude(run: TrainingRun) -> None:
         print(f"--- sample ---\n{sample}\n---")
         (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
     pictures = plot_run(run.directory.metrics, run.directory.path)
-    callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
-    best = next(c.best for c in callbacks if isinstance(c, Checkpoints))
-    print(f"best validation: {best:.4f} bits per character")
+    print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
     print(f"evaluate with: python evaluate.py checkpoint={run.directory.path}")
     if run.wandb is None:
         return

@@ -15,6 +15,7 @@ from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
+from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
 from invformer.training.run_log import RunLog
 
@@ -53,6 +54,8 @@ class CharLanguageModel(L.LightningModule):
         self.metadata = metadata
         self.grad_clip = grad_clip
         self.bits_per_char = BitsPerChar()
+        self.guard = UpdateGuard()
+        self._losses: list[Tensor] = []  # of the batches of the present step
         set_manual_refresh(model)
 
     @property
@@ -73,6 +76,7 @@ class CharLanguageModel(L.LightningModule):
         if self.trainer.world_size > 1:
             nats = self.trainer.strategy.reduce(nats.clone(), reduce_op="mean")
         self.run_log.record(self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2})
+        self._losses.append(nats)
         return loss
 
     def configure_gradient_clipping(
@@ -81,17 +85,59 @@ class CharLanguageModel(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradient's norm and record it before clipping."""
-        limit = math.inf if self.grad_clip is None else self.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit, foreach=True)
+        """Let only what is finite through, record the gradient's norm, clip it.
+
+        Raises:
+            NonFiniteError: on the CPU, before the update; on a device it is skipped instead, and
+                :meth:`refuse_lost_update` raises later.
+        """
+        with_gradient = [p for p in self.model.parameters() if p.grad is not None]
+        gradients = [p.grad for p in with_gradient if p.grad is not None]
+        loss = torch.stack(self._losses).sum()
+        norm = self.guard.inspect(self.trainer.global_step, loss, gradients)
+        self._losses.clear()
         self.run_log.record(
             self.trainer.global_step,
             {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[-1]["lr"]},
         )
+        if has_answer_at_hand(norm):
+            self.refuse_lost_update()
+        else:
+            assert self.guard.lost is not None
+            optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
+        limit = math.inf if self.grad_clip is None else self.grad_clip
+        torch.nn.utils.clip_grads_with_norm_(with_gradient, limit, norm, foreach=True)
+
+    def refuse_lost_update(self) -> None:
+        """Whether all updates so far were finite; waits for the device.
+
+        Raises:
+            NonFiniteError: naming the step, its windows of the text, and what was not finite.
+        """
+        culprit = self.guard.culprit()
+        if culprit is None:
+            return
+        names = [n for n, p in self.model.named_parameters() if p.grad is not None]
+        what = [f"the loss ({culprit.loss})"] if not math.isfinite(culprit.loss) else []
+        what += [f"the gradient of {names[i]}" for i in culprit.gradients[:1]]
+        more = f" and {len(culprit.gradients) - 1} more" if len(culprit.gradients) > 1 else ""
+        text = " and ".join(what) or "the norm of all gradients together"
+        text = f"{text}{more} is not finite"
+        data = getattr(self.trainer, "datamodule", None)
+        where = f" in windows {data.windows_of(culprit.step)}" if data is not None else ""
+        raise non_finite(culprit.step, f"{text}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
+        refresh_normalisers(self.model)
+
+    def on_train_start(self) -> None:
+        """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
+        refresh_normalisers(self.model)
+
+    def on_validation_end(self) -> None:
+        """Likewise after leaving training mode, so that it does not matter when a run continues."""
         refresh_normalisers(self.model)
 
     def on_validation_epoch_start(self) -> None:
@@ -121,8 +167,18 @@ class CharLanguageModel(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store what is needed to rebuild the model without this program's configuration."""
-        checkpoint["invformer"] = self.metadata
+        """Store what is needed to rebuild the model without this program's configuration.
+
+        Raises:
+            NonFiniteError: updates were skipped, so this is not the state it would claim to be.
+        """
+        self.refuse_lost_update()
+        checkpoint.setdefault("invformer", {}).update(self.metadata)
+
+
+def has_answer_at_hand(number: Tensor) -> bool:
+    """Whether looking at a number makes nobody wait."""
+    return number.device.type == "cpu"
 
 
 def non_finite(step: int, what: str) -> NonFiniteError:

@@ -42,7 +42,7 @@ class MuonWithAdamW(Optimizer):
         super().__init__(groups, {"betas": betas, "weight_decay": weight_decay})
         muon, adamw = self.param_groups
         self._views = [(p, as_matrices(p)) for p in muon["params"]]
-        self._parts: list[Optimizer] = [
+        self.parts: list[Optimizer] = [
             Muon(
                 [matrix for _, views in self._views for matrix in views],
                 lr=muon["lr"],
@@ -59,31 +59,46 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both parts."""
+        """One update of both parts, or none where ``found_inf`` is 1.
+
+        ``found_inf`` is an attribute that a training loop may set, as PyTorch's fused optimisers
+        have it: a scalar on the device, which is not waited for.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        skip: torch.Tensor | None = getattr(self, "found_inf", None)
+        before = [] if skip is None else [(t, t.clone()) for t in self._tensors_on(skip.device)]
         for parameter, views in self._views:
             grads = [None] * len(views) if parameter.grad is None else as_matrices(parameter.grad)
             for view, grad in zip(views, grads, strict=True):
                 view.grad = grad
-        for part, group in zip(self._parts, self.param_groups, strict=True):
+        for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups[0]["lr"] = group["lr"]
             part.step()
+        if skip is not None:
+            for tensor, kept in before:
+                tensor.copy_(torch.where(skip.bool(), kept, tensor))
         return loss
+
+    def _tensors_on(self, device: torch.device) -> list[torch.Tensor]:
+        """Weights and memory, without what is counted on the host."""
+        weights = [p for group in self.param_groups for p in group["params"]]
+        memory = [m for part in self.parts for s in part.state.values() for m in s.values()]
+        return [t for t in (*weights, *memory) if torch.is_tensor(t) and t.device == device]
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both parts and the present learning rates."""
         return {
-            "parts": [part.state_dict() for part in self._parts],
+            "parts": [part.state_dict() for part in self.parts],
             "lr": [group["lr"] for group in self.param_groups],
             "initial_lr": [group.get("initial_lr", group["lr"]) for group in self.param_groups],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave."""
-        for part, state in zip(self._parts, state_dict["parts"], strict=True):
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
             part.load_state_dict(state)
         for key in ("lr", "initial_lr"):
             for group, value in zip(self.param_groups, state_dict[key], strict=True):

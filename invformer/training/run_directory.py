@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from invformer.checkpoint.directory import CHECKPOINTS
 from invformer.errors import CheckpointError, StorageError
 
 # What may differ between a run and its continuation: it changes no number that was computed.
-MAY_CHANGE = ("logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.sample_length")
+MAY_CHANGE = (
+    "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
+    "trainer.sample_length",
+)  # fmt: skip
+PARTIAL_CONFIG = "config.json.partial"
+MUST_STAY = ("run.seed",)
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,9 @@ class RunDirectory:
         return self.path / "certificate.json"
 
     @property
-    def last(self) -> Path:
-        """The checkpoint a run continues from."""
-        return self.path / "last.ckpt"
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / CHECKPOINTS
 
 
 def open_run(
@@ -68,8 +74,8 @@ def open_run(
         if name is None:
             return RunDirectory(fresh_folder(root, default_name, config), resumed=False)
         path = root / name
-        if not path.exists():
-            path.mkdir()
+        if not path.exists() or was_never_begun(path):
+            path.mkdir(exist_ok=True)
             write_config(path, config)
             return RunDirectory(path, resumed=False)
     except OSError as error:
@@ -80,6 +86,11 @@ def open_run(
         )
     refuse_other_configuration(path, config)
     return RunDirectory(path, resumed=True)
+
+
+def was_never_begun(path: Path) -> bool:
+    """Whether a folder is what a process leaves that was killed while it made it."""
+    return path.is_dir() and {file.name for file in path.iterdir()} <= {PARTIAL_CONFIG}
 
 
 def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
@@ -99,7 +110,7 @@ def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Pa
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Keep the configuration for the comparison that a continuation needs."""
-    partial = path / "config.json.partial"
+    partial = path / PARTIAL_CONFIG
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path / "config.json")
 
@@ -116,17 +127,21 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path} exists but holds no run that can be continued: choose another run.name"
         ) from None
-    old, new = dict(flatten(before)), dict(flatten(config))
-    differing = [
-        f"{key} was {old.get(key)!r}, now {new.get(key)!r}"
-        for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not key.startswith(MAY_CHANGE)
-    ]
-    if differing:
+    if differing := differing_keys(before, config):
         raise CheckpointError(
             f"{path} was started with another configuration ({'; '.join(differing)}): "
             "choose another run.name, or repeat the old values to continue it"
         )
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two configurations of one run and may not, in words."""
+    old, new = dict(flatten(before)), dict(flatten(now))
+    return [
+        f"{key} was {old.get(key)!r:.60}, now {new.get(key)!r:.60}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
+    ]
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

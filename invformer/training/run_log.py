@@ -11,6 +11,8 @@ from torch import Tensor
 from invformer.errors import StorageError
 
 Row = dict[str, float]
+# What may be recorded: a scalar by its key, or a vector by the keys of its entries.
+Measured = Mapping[str | tuple[str, ...], Tensor | float]
 Sink = Callable[[int, Row], None]
 
 
@@ -27,10 +29,10 @@ class RunLog:
 
     def __init__(self, sinks: list[Sink]) -> None:
         self.sinks = sinks
-        self._pending: dict[int, dict[str, Tensor | float]] = {}
+        self._pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = {}
 
-    def record(self, step: int, values: Mapping[str, Tensor | float]) -> None:
-        """Remember scalars of one optimiser step (detached scalars on any device, or floats)."""
+    def record(self, step: int, values: Measured) -> None:
+        """Remember numbers of one optimiser step (detached tensors on any device, or floats)."""
         self._pending.setdefault(step, {}).update(values)
 
     def flush(self, before: int | None = None) -> dict[int, Row]:
@@ -51,21 +53,20 @@ class RunLog:
         return rows
 
 
-def to_host(pending: Mapping[int, Mapping[str, Tensor | float]]) -> dict[int, Row]:
+def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
     """The same rows as floats, with one device-to-host copy for all tensors together."""
-    places = [
-        (step, key)
-        for step, row in pending.items()
-        for key, value in row.items()
-        if isinstance(value, Tensor)
-    ]
-    tensors = [pending[step][key] for step, key in places]
-    stacked = [t.detach().double().reshape(()) for t in tensors if isinstance(t, Tensor)]
-    values = torch.stack(stacked).tolist() if stacked else []
-    rows: dict[int, Row] = {
-        step: {key: float(v) for key, v in row.items() if not isinstance(v, Tensor)}
-        for step, row in pending.items()
-    }
+    rows: dict[int, Row] = {step: {} for step in pending}
+    places: list[tuple[int, str]] = []
+    tensors: list[Tensor] = []
+    for step, row in pending.items():
+        for key, value in row.items():
+            keys = (key,) if isinstance(key, str) else key
+            if isinstance(value, Tensor):
+                places += [(step, name) for name in keys]
+                tensors.append(value.detach().double().flatten())
+            else:
+                rows[step] |= {name: float(value) for name in keys}
+    values = torch.cat(tensors).tolist() if tensors else []
     for (step, key), value in zip(places, values, strict=True):
         rows[step][key] = value
     return rows
@@ -75,25 +76,35 @@ class JsonLinesSink:
     """Appends every row to ``metrics.jsonl``; what is in that file is the record of the run.
 
     After a resume the rows from ``first_step`` on are about to be written again, so the old ones
-    are dropped first: every step stands in the file once.
+    are dropped first: every step stands in the file once. The row before them may still get the
+    numbers of its validation, if the run was stopped during that.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self.path = path
+        self.newest = -1
         if path.exists():
-            kept = [row for row in read_rows(path) if row["step"] < first_step]
-            replaced = path.with_suffix(".rewrite")
-            replaced.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            replaced.replace(path)
+            self._replace([row for row in read_rows(path) if row["step"] < first_step])
 
     def __call__(self, step: int, row: Row) -> None:
         """Write one row; non-finite numbers become the strings JSON lacks a literal for."""
         finite = {k: v if math.isfinite(v) else str(v) for k, v in sorted(row.items())}
         try:
+            if step == self.newest:
+                *rows, last = read_rows(self.path)
+                self._replace([*rows, last | finite])
+                return
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **finite}) + "\n")
         except OSError as error:
             raise StorageError(f"{self.path}: cannot write metrics ({error.strerror})") from error
+        self.newest = step
+
+    def _replace(self, rows: list[dict]) -> None:
+        replaced = self.path.with_suffix(".rewrite")
+        replaced.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        replaced.replace(self.path)
+        self.newest = rows[-1]["step"] if rows else -1
 
 
 def read_rows(path: Path) -> list[dict]:

@@ -1,73 +1,110 @@
-"""What a run saves, and how: complete files under their names, random generators included."""
+"""What a run saves and when: complete under its name, random generators included."""
 
 import math
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from invformer.errors import StorageError
+from invformer.checkpoint.content import open_checkpoint
+from invformer.checkpoint.directory import keep_only, name_for
+from invformer.errors import CheckpointError, Interrupted, StorageError
+from invformer.training.checkpoint_io import DATA, METADATA
+from invformer.training.module import CharLanguageModel
+from invformer.training.resume import refuse_other_parts, refuse_other_state
 
 
 class Checkpoints(L.Callback):
-    """Keeps ``last.ckpt`` (newest validation or interruption) and ``best.ckpt`` (lowest bpc).
+    """Saves at every validation and interruption; keeps the last two and the best (lowest bpc).
 
-    Files appear under their names only when they are complete. A run that stops because a number is
-    not finite, or because of a bug, leaves the checkpoints as they were.
+    The best is the checkpoint whose name every later one carries. Nothing is deleted before the
+    checkpoint that replaces it was read back. A run that stops because a number is not finite, or
+    because of a bug, leaves the checkpoints as they were.
 
     Args:
-        folder: the run's folder.
+        folder: where the checkpoints go.
+        previous: name of the checkpoint the run continues from.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, previous: str | None = None) -> None:
         self.folder = folder
+        self.previous = previous
         self.best = math.inf
+        self.best_name: str | None = None
+        self.restored_step: int | None = None
+        self.started = False
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From here on there is a state worth saving, once it is known to be one of this run."""
+        assert isinstance(pl_module, CharLanguageModel)
+        if self.restored_step is not None:
+            fresh = pl_module.make_optimizer(pl_module.model)
+            refuse_other_state(trainer, fresh, self.restored_step)
+        self.started = True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what was just validated (the metrics were flushed, hence checked, before)."""
         bpc = float(trainer.callback_metrics["val/bpc"])
-        is_best = bpc < self.best
-        self.best = min(self.best, bpc)
-        self.save(trainer, "last.ckpt")
-        if is_best and trainer.is_global_zero:
-            replace_file(
-                self.folder / "best.ckpt", lambda p: shutil.copyfile(self.folder / "last.ckpt", p)
-            )
+        name = name_for(self.folder, trainer.global_step)
+        kept = {self.previous, self.best_name}  # the previous one names the best so far
+        if bpc < self.best:
+            self.best, self.best_name = bpc, name
+        self.save(trainer, name, kept)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Save the state at an interruption, from which the same command continues."""
-        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
-        if interrupted and all(p.isfinite().all() for p in pl_module.parameters()):
-            self.save(trainer, "last.ckpt")
+        interrupted = isinstance(exception, Interrupted)
+        finite = all(p.isfinite().all() for p in pl_module.parameters())
+        if interrupted and self.started and finite:
+            self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})
 
-    def save(self, trainer: L.Trainer, name: str) -> None:
-        """Write a checkpoint beside its final place, then move it there.
+    def save(self, trainer: L.Trainer, name: str, kept: set[str | None]) -> None:
+        """Write a checkpoint, read it back, and only then delete what is no longer needed.
+
+        Args:
+            trainer: whose state it is.
+            name: of the new checkpoint.
+            kept: names of checkpoints to keep besides the new and the best one.
 
         Raises:
-            StorageError: the folder cannot be written.
+            StorageError: the folder cannot be written, or does not give back what was written.
         """
-        partial = self.folder / (name + ".partial")
-        try:
-            trainer.save_checkpoint(partial)  # all processes take part
-        except OSError as error:
-            raise StorageError(f"{partial}: cannot be written ({error.strerror})") from error
+        trainer.save_checkpoint(self.folder / name)  # all processes take part
         if trainer.is_global_zero:
-            replace_file(self.folder / name, lambda path: path)
+            try:
+                open_checkpoint(self.folder / name).manifest.verify()
+                keep_only(self.folder, {name, self.best_name, *kept})
+            except CheckpointError as error:
+                raise StorageError(f"just written, and not read back: {error}") from None
+            except OSError as error:
+                raise StorageError(f"{self.folder}: cannot delete ({error.strerror})") from error
+        self.previous = name
+
+    def on_save_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Name the best checkpoint where evaluation looks."""
+        checkpoint.setdefault(METADATA, {})["best"] = self.best_name
+
+    def on_load_checkpoint(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse a state that lacks something: the run would go on, but differently."""
+        refuse_other_parts(trainer, checkpoint, DATA)
+        self.restored_step = checkpoint["global_step"]
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far."""
-        return {"best": self.best}
+        """The best value so far, and where it is."""
+        return {"best": self.best, "best_name": self.best_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on comparing with the best value so far."""
-        self.best = float(state_dict["best"])
+        self.best, self.best_name = float(state_dict["best"]), state_dict["best_name"]
 
 
 class RandomState(L.Callback):

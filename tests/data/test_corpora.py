@@ -12,6 +12,7 @@ from invformer import schema
 from invformer.data import corpora
 from invformer.data.corpora import SPLITS, Corpus, load_corpus
 from invformer.errors import DataError
+from tests.fake_wandb import FakeServer
 
 TEXT = "".join(f"line {i}: naïve “text”\r\n" for i in range(100)) + "\n\nno newline at the end"
 
@@ -307,6 +308,57 @@ def test_an_unreachable_hub_is_one_line_that_says_how_to_do_without(
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(DataError, match=r"text8: cannot be loaded .*set data\.path") as caught:
         load_corpus("text8")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import huggingface_hub
+
+    server = FakeServer("hangs")
+    monkeypatch.setattr(corpora, "HUB_TIMEOUT", 0.2)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    try:
+        with pytest.raises(DataError, match=r"text8: cannot be loaded .*set data\.path"):
+            load_corpus("text8")
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file in which ``datasets`` keeps the training split of a corpus from the Hub."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    files = {}
+    for split in ("train", "validation", "test"):
+        files[split] = str(tmp_path / f"{split}.parquet")
+        datasets.Dataset.from_dict({"text": [f"text of {split} " * 50]}).to_parquet(files[split])
+    load = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: load("parquet", data_files=files))
+    monkeypatch.setattr(corpora, "reach_hub", lambda repository: None)
+    load_corpus("tiny_shakespeare")
+    (found,) = (tmp_path / "cache").rglob("parquet-train.arrow")
+    return found
+
+
+def test_a_byte_that_changed_in_the_cache_is_noticed(kept: Path) -> None:
+    assert load_corpus("tiny_shakespeare").train.startswith("text of train")
+    content = kept.read_bytes()
+    kept.write_bytes(content.replace(b"text of train", b"text 0f train", 1))
+    with pytest.raises(DataError, match="is not what it was when it was first read"):
+        load_corpus("tiny_shakespeare")
+    kept.write_bytes(content)
+    assert load_corpus("tiny_shakespeare").train.startswith("text of train")
+
+
+def test_a_cache_that_was_cut_short_is_one_line(kept: Path) -> None:
+    kept.write_bytes(kept.read_bytes()[:900])
+    with pytest.raises(DataError, match=r"cannot be loaded .*delete what was") as caught:
+        load_corpus("tiny_shakespeare")
     assert "\n" not in str(caught.value)
 
 

@@ -3,6 +3,7 @@
 import torch
 
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import RelativePositionBias
 from invformer.nn.residual import InvertibleBlock, InvertibleStack
@@ -12,7 +13,10 @@ VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
 
 
 def contractive_model(
-    target: float = 0.7, certificate: str = "token_max", norm: bool = True
+    target: float = 0.7,
+    certificate: str = "token_max",
+    norm: bool = True,
+    bounded: bool = False,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     d_embedding = WIDTH // 3
@@ -21,9 +25,13 @@ def contractive_model(
     for index in range(LAYERS):
         first = d_embedding + index * share
         channels = slice(first, first + share)
-        attention = ContractiveL2Attention(
-            WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN), target, certificate, channels
-        )
+        position = RelativePositionBias(HEADS, SEQ_LEN)
+        if bounded:
+            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, channels)
+        else:
+            attention = ContractiveL2Attention(
+                WIDTH, HEADS, position, target, certificate, channels
+            )
         feed_forward = ContractiveFeedForward(
             WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
         )

@@ -137,7 +137,7 @@ def test_frozen_weights_compute_the_same_function() -> None:
     tokens = random_tokens(2)
     expected = model(tokens)
     with frozen_weights(model):
-        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=0)
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-11, atol=1e-12)
     assert all(branch._frozen is None for _, branch in model.stack.branches())
 
 
@@ -156,3 +156,41 @@ def test_greedy_generation_takes_the_likeliest_character() -> None:
     model = trained_a_little(contractive_model())
     prompt = random_tokens(1)[0, :3]
     assert model.generate(prompt, 1, temperature=0)[-1] == model(prompt[None])[0, -1].argmax()
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
+    model = trained_a_little(build())
+    tokens = random_tokens(3)
+    past: dict = {}
+    with torch.no_grad():
+        expected = model(tokens)
+        parts = [model.extend(part, past) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+def test_cached_generation_equals_encoding_everything_while_the_window_is_not_full(build) -> None:
+    model = trained_a_little(build())
+    plain = prompt = random_tokens(1)[0, :3]
+    for _ in range(20):
+        likeliest = model(plain[-SEQ_LEN:][None])[0, -1].argmax(-1, keepdim=True)
+        plain = torch.cat([plain, likeliest])
+    assert torch.equal(model.generate(prompt, SEQ_LEN - 2, temperature=0), plain[: SEQ_LEN + 1])
+    assert torch.equal(model.generate(prompt, 20, temperature=0, keep=SEQ_LEN), plain)
+
+
+def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
+    model = trained_a_little(contractive_model())
+    encoded: list[int] = []
+    extend = model.extend
+
+    def counting(tokens: torch.Tensor, past: dict) -> torch.Tensor:
+        encoded.append(tokens.shape[-1])
+        return extend(tokens, past)
+
+    model.extend = counting  # type: ignore[method-assign]
+    model.generate(random_tokens(1)[0, :3], 2 * SEQ_LEN)
+    fresh = [3, *[1] * (SEQ_LEN - 3)]
+    again = [SEQ_LEN // 2, *[1] * (SEQ_LEN // 2)]
+    assert encoded == (fresh + again + again + again)[: 2 * SEQ_LEN]

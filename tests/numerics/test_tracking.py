@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from invformer.numerics.linear_map import LinearMap, dense_jacobian
+from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.local_lipschitz import power_iteration_estimate
-from invformer.numerics.norms import NORMS, vector_norm
-from invformer.numerics.tracking import track
+from invformer.numerics.tracking import Tracker
+
+NORMS = ("token_max", "frobenius")
 
 
 def matrix_map(matrix: torch.Tensor, tokens: int) -> LinearMap:
@@ -20,56 +21,129 @@ def matrix_map(matrix: torch.Tensor, tokens: int) -> LinearMap:
     )
 
 
-def unit_vectors(shape: tuple[int, ...]) -> torch.Tensor:
-    x = torch.randn(shape)
-    return torch.stack([x / vector_norm(x, norm) for norm in NORMS])
+def block_map(blocks: torch.Tensor) -> LinearMap:
+    return LinearMap(
+        jvp=lambda x: torch.einsum("tij,tj->ti", blocks, x),
+        vjp=lambda x: torch.einsum("tij,ti->tj", blocks, x),
+        shape=blocks.shape[:2],
+        dtype=blocks.dtype,
+        device=blocks.device,
+    )
+
+
+def limits(jacobian: LinearMap) -> dict[str, float]:
+    return {
+        norm: power_iteration_estimate(
+            jacobian, norm, num_steps=100, num_restarts=4, rtol=0
+        ).value.item()
+        for norm in NORMS
+    }
 
 
 def test_every_look_is_a_lower_bound_in_its_own_norm() -> None:
     jacobian = matrix_map(torch.randn(12, 12), tokens=4)
-    vectors = unit_vectors((4, 3))
-    limits = {
-        norm: power_iteration_estimate(jacobian, norm, num_steps=200, num_restarts=4).value
-        for norm in NORMS
-    }
-    for _ in range(20):
-        look = track(jacobian, vectors, NORMS)
-        for estimate in look.estimates:
-            assert estimate.value <= limits[estimate.norm] * (1 + 1e-9)
-        vectors = look.vectors
+    most = limits(jacobian)
+    tracker = Tracker(NORMS)
+    for _ in range(30):
+        for estimate in tracker.look(jacobian):
+            assert estimate.value.item() <= most[estimate.norm] * (1 + 1e-9)
 
 
 def test_looks_at_a_fixed_jacobian_converge_to_its_norm() -> None:
     u, _ = torch.linalg.qr(torch.randn(12, 12))
-    matrix = u @ torch.diag(torch.tensor([3.0] + [1.0] * 11)) @ u.T
-    jacobian = matrix_map(matrix, tokens=4)
-    vectors = unit_vectors((4, 3))
-    for _ in range(30):
-        look = track(jacobian, vectors, NORMS)
-        vectors = look.vectors
-    frobenius = look.estimates[NORMS.index("frobenius")]
-    assert frobenius.value.item() == pytest.approx(3, rel=1e-9)
-    assert frobenius.residual.item() < 1e-6
-    assert frobenius.converged
+    jacobian = matrix_map(u @ torch.diag(torch.tensor([3.0] + [1.0] * 11)) @ u.T, tokens=4)
+    most = limits(jacobian)
+    tracker = Tracker(NORMS)
+    for _ in range(60):
+        estimates = tracker.look(jacobian)
+    for estimate in estimates:
+        assert estimate.value.item() == pytest.approx(most[estimate.norm], rel=1e-6)
+        assert estimate.residual.item() < 1e-6
+        assert estimate.converged
+
+
+def test_scouts_find_the_token_that_following_the_largest_one_misses() -> None:
+    """The last output token reads one input that no step from another token turns to."""
+    matrix = torch.zeros(16, 16)
+    matrix[:12, :12] = 0.5 * torch.eye(12)
+    matrix[12, :12:2] = 0.4
+    jacobian = matrix_map(matrix, tokens=8)
+    found = {}
+    for scouts in (0, 2):
+        tracker = Tracker(("token_max",), scouts=scouts)
+        for _ in range(40):
+            (estimate,) = tracker.look(jacobian)
+        found[scouts] = estimate.value.item()
+    assert found[2] == pytest.approx(6 * 0.4)
+    assert found[2] > 2 * found[0]
 
 
 def test_a_moving_jacobian_is_followed() -> None:
     moving = torch.randn(12, 12)
-    vectors = unit_vectors((4, 3))
+    tracker = Tracker(NORMS)
     for _ in range(200):
         moving = moving + 2e-3 * torch.randn(12, 12)
-        look = track(matrix_map(moving, tokens=4), vectors, NORMS)
-        vectors = look.vectors
-    true = torch.linalg.matrix_norm(moving, 2).item()
-    assert look.estimates[NORMS.index("frobenius")].value.item() == pytest.approx(true, rel=0.02)
+        jacobian = matrix_map(moving, tokens=4)
+        estimates = tracker.look(jacobian)
+    most = limits(jacobian)
+    for estimate in estimates:
+        assert estimate.value.item() == pytest.approx(most[estimate.norm], rel=0.02)
 
 
-def test_the_residual_describes_the_vector_that_the_value_belongs_to() -> None:
-    f = torch.nn.Linear(3, 3, bias=False)
-    x = torch.randn(4, 3)
-    jacobian = matrix_map(dense_jacobian(f, x).detach(), tokens=4)
-    (estimate,) = track(jacobian, unit_vectors((4, 3))[1:2], ("frobenius",)).estimates
-    image = jacobian.jvp(estimate.vector)
-    assert estimate.value.item() == pytest.approx(image.norm().item())
-    gap = jacobian.vjp(image) / estimate.value**2 - estimate.vector
-    assert estimate.residual.item() == pytest.approx(gap.norm().item())
+def test_the_value_is_the_gain_of_the_vector_beside_it() -> None:
+    jacobian = matrix_map(torch.randn(12, 12), tokens=4)
+    tracker = Tracker(NORMS)
+    tracker.look(jacobian)
+    whole = tracker.whole
+    token_max, frobenius = tracker.look(jacobian)
+    assert token_max.vector.norm(dim=-1).amax().item() == pytest.approx(1)
+    image = jacobian.jvp(token_max.vector)
+    assert token_max.value.item() == pytest.approx(image.norm(dim=-1).amax().item())
+    assert frobenius.vector.norm().item() == pytest.approx(1)
+    assert frobenius.value.item() == pytest.approx(jacobian.jvp(frobenius.vector).norm().item())
+    gap = jacobian.jvp(jacobian.vjp(whole)) / frobenius.value**2 - whole
+    assert frobenius.residual.item() == pytest.approx(gap.norm().item())
+
+
+def test_a_map_that_acts_token_by_token_is_as_large_as_its_largest_token_in_both_norms() -> None:
+    blocks = torch.randn(7, 5, 5)
+    jacobian = block_map(blocks)
+    tracker = Tracker(NORMS)
+    for _ in range(300):
+        estimates = tracker.look(jacobian, per_token=True)
+    true = torch.linalg.matrix_norm(blocks, 2).amax().item()
+    for estimate, length in zip(estimates, (1, 1), strict=True):
+        assert estimate.value.item() == pytest.approx(true, rel=1e-6)
+        image = jacobian.jvp(estimate.vector)
+        if estimate.norm == "frobenius":
+            assert estimate.vector.norm().item() == pytest.approx(length)
+            assert image.norm().item() == pytest.approx(true, rel=1e-6)
+        else:
+            assert image.norm(dim=-1).amax().item() == pytest.approx(true, rel=1e-6)
+        assert estimate.converged
+
+
+def test_a_map_that_is_zero_has_a_constant_of_zero_and_is_followed_when_it_wakes_up() -> None:
+    tracker, blocks = Tracker(NORMS), Tracker(NORMS)
+    for _ in range(3):
+        estimates = tracker.look(matrix_map(torch.zeros(8, 8), tokens=4))
+        estimates += blocks.look(block_map(torch.zeros(4, 2, 2)), per_token=True)
+    assert all(e.value.item() == 0 and e.residual.item() == 0 for e in estimates)
+    jacobian = matrix_map(torch.eye(8), tokens=4)
+    assert tracker.look(jacobian)[1].value.item() == pytest.approx(1)
+
+
+def test_a_saved_tracker_continues_bit_for_bit() -> None:
+    jacobian = matrix_map(torch.randn(12, 12), tokens=4)
+    one, other = Tracker(NORMS), Tracker(NORMS)
+    for _ in range(3):
+        one.look(jacobian)
+    other.load_state_dict(one.state_dict(), torch.device("cpu"))
+    for _ in range(3):
+        first, second = one.look(jacobian), other.look(jacobian)
+        assert all(torch.equal(a.value, b.value) for a, b in zip(first, second, strict=True))
+
+
+def test_other_norms_are_refused() -> None:
+    with pytest.raises(ValueError, match="only token_max and frobenius"):
+        Tracker(("entry_max",))

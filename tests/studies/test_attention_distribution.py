@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from invformer.build.model import build_model
-from invformer.config import load_config, to_dict
+from invformer.config import load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
@@ -44,6 +44,7 @@ from invformer.studies.attention_distribution import (
     tightness_by_group,
 )
 from invformer.studies.study import main
+from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")
 Kind = Literal["dot_product", "l2"]
@@ -281,14 +282,7 @@ def test_the_layers_of_a_run_are_compared_on_its_own_text(name: str, tmp_path: P
     config = from_plain({"model": model, "data": data}, TrainConfig, "")
     vocabulary = Vocabulary.from_text("abcdefgh ")
     language_model = build_model(config.model, vocabulary.size, 10).float()
-    content = {
-        "state_dict": {f"model.{k}": v for k, v in language_model.state_dict().items()},
-        "invformer": {
-            "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "0",
-        },
-        "global_step": 3,
-    }  # fmt: skip
-    torch.save(content, tmp_path / "last.ckpt")
+    save_run(tmp_path, config, vocabulary, language_model)
     case = tiny_cases(f"checkpoint={tmp_path}")[-1]
     assert (case.attention, case.num_layers, case.seq_len, case.num_steps) == (name, 2, 10, 3)
     result = measure(case, CPU)

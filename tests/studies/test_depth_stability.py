@@ -42,7 +42,7 @@ def tiny_case(kind: Kind = "dot_product", depth: int = 2, *words: str) -> Case:
 def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
     result = measure(tiny_case(kind, 1, "num_steps=120", "lr=0.02"), CPU)
     assert not result.failed
-    assert result.num_steps == 120
+    assert result.steps_taken == 120
     assert result.train_nats < math.log(80)
 
 
@@ -88,7 +88,7 @@ def test_a_run_that_overflows_is_a_failed_row_and_no_error(monkeypatch: pytest.M
     result = measure(tiny_case("dot_product", 1, "num_steps=5"), CPU)
     assert math.isnan(result.val_nats)
     assert result.failed
-    assert result.num_steps == 1
+    assert result.steps_taken == 1
 
 
 def test_no_better_than_single_characters_counts_as_failed() -> None:

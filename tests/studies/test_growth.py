@@ -1,6 +1,6 @@
 import importlib.util
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from invformer.schema import TrainConfig
 from invformer.studies import growth
 from invformer.studies.growth import STUDY, Attention, Case, Options, cases, fit, measure
 from invformer.studies.study import main, run
+from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")
 NO_TRANSFORMERS = importlib.util.find_spec("transformers") is None
@@ -156,11 +157,7 @@ def test_a_trained_model_of_ours_is_measured(tmp_path: Path, text_file: str) -> 
     config = load_config(words, TrainConfig, Path(__file__).parents[2])
     vocabulary = Vocabulary.from_text(TEXT)
     model = build_model(config.model, vocabulary.size, 16).float()
-    metadata = {
-        "config": asdict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "",
-    }  # fmt: skip
-    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
-    torch.save({"invformer": metadata, "state_dict": weights}, tmp_path / "best.ckpt")
+    save_run(tmp_path, config, vocabulary, model)
     options = Options(
         model="checkpoint", checkpoint=str(tmp_path), sizes=[4, 8, 16, 32], num_sequences=2,
         scales=[], attack_sizes=[],

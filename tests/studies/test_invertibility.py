@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from invformer.build.model import build_model
-from invformer.config import load_config, to_dict
+from invformer.config import load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
@@ -28,6 +28,7 @@ from invformer.studies.invertibility import (
     summarise,
 )  # fmt: skip
 from invformer.studies.study import main
+from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -115,14 +116,7 @@ def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     config = from_plain({"model": model, "data": {"seq_len": 10}}, TrainConfig, "")
     vocabulary = Vocabulary.from_text("abcdefgh")
     language_model = build_model(config.model, vocabulary.size, 10).float()
-    content = {
-        "state_dict": {f"model.{k}": v for k, v in language_model.state_dict().items()},
-        "invformer": {
-            "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": "0",
-        },
-        "global_step": 3,
-    }  # fmt: skip
-    torch.save(content, tmp_path / "last.ckpt")
+    save_run(tmp_path, config, vocabulary, language_model)
     return tmp_path
 
 

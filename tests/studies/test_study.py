@@ -5,7 +5,7 @@ import json
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -385,3 +385,10 @@ def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
     assert load_config([], schema).folder == Path("checkpoints", "studies", name)
     published = ["scale=paper"]
     assert load_config([*scale_words(schema, published), *published], schema).scale == "paper"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
+    study = importlib.import_module(f"invformer.studies.{name}").STUDY
+    columns = [f.name for part in (study.case, study.result) for f in fields(part)]
+    assert len(set(columns)) == len(columns)

@@ -47,6 +47,17 @@ def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.parametrize("left", [[], ["config.json.partial"]])
+def test_a_folder_whose_making_was_interrupted_is_made_again(
+    tmp_path: Path, left: list[str]
+) -> None:
+    (tmp_path / "a").mkdir()
+    for name in left:
+        (tmp_path / "a" / name).write_text('{"model": {"d_mod')
+    assert not open_run(tmp_path, "a", "x", CONFIG, True).resumed
+    assert open_run(tmp_path, "a", "x", CONFIG, True).resumed
+
+
 def test_a_root_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(StorageError, match="cannot create a run folder"):

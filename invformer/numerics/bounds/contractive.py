@@ -60,7 +60,7 @@ def token_max_bound(
     gaps = mean_gap_bounds(visible, len(w_q))
     query = spectral_norm_bound(w_q).tolist()
     gains = [product_up(head_gain(u), q) for u, q in zip(gaps, query, strict=True)]
-    return _one_input_per_head(gains, g)
+    return one_input_per_head(gains, g)
 
 
 def frobenius_bound(
@@ -159,7 +159,7 @@ def anchored_token_max_bound(
 
     Source: ours, docs/numerics.md.
     """
-    return _one_input_per_head(_anchored_gains(w_q, w_k, w_v, visible), g)
+    return one_input_per_head(_anchored_gains(w_q, w_k, w_v, visible), g)
 
 
 def anchored_causal_bound(
@@ -187,7 +187,7 @@ def anchored_causal_bound(
 
     Source: ours, docs/numerics.md.
     """
-    return _one_input_per_head(_anchored_gains(w_q, None, w_v, visible), g)
+    return one_input_per_head(_anchored_gains(w_q, None, w_v, visible), g)
 
 
 def causal_gain_bounds(visible: Visible, num_heads: int) -> list[float]:
@@ -228,7 +228,7 @@ def _anchored_gains(w_q: Tensor, w_k: Tensor | None, w_v: Tensor, visible: Visib
     ]
 
 
-def _one_input_per_head(gains: list[float], g: Tensor) -> float:
+def one_input_per_head(gains: list[float], g: Tensor) -> float:
     """‖Σ_h G_hᵀ y_h‖ ≤ ‖[a_h G_h/w_h]_h‖₂ √(Σ_h w_h²) for any y_h with ‖y_h‖ ≤ a_h."""
     heads = zip(gains, spectral_norm_bound(g).tolist(), strict=True)
     by_size = [math.sqrt(a * out) for a, out in heads]

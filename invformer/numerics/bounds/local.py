@@ -56,7 +56,7 @@ def token_max_local_bound(
         stacked = ((worst * query / weight)[..., None, None] * g).flatten(-3, -2)
         rows = ((weight / worst).unsqueeze(-1) * beta).square().sum(-2).amax(-1).sqrt()
         bounds.append(spectral_norm_bound(stacked) * rows)
-    return _outward(torch.stack(bounds).amin(0), q)
+    return outward(torch.stack(bounds).amin(0), q)
 
 
 def token_gains(
@@ -115,7 +115,7 @@ def fast_local_bound(
         value = spectral_norm_bound(_side_by_side(w @ left)) * attention
         query, key = _query_and_key_terms(at, r_q, left, _quick_norm)
         bounds.append(stacked * (value + query + key))
-    return _outward(torch.stack(bounds).amin(0), q)
+    return outward(torch.stack(bounds).amin(0), q)
 
 
 def query_and_key_terms(
@@ -181,7 +181,7 @@ def tight_local_bound(
     centred = _tight_value_term(at.p - at.p.mean(-1, keepdim=True), w, g)
     shift = spectral_norm_bound((w @ g).sum(-3))
     bound = torch.minimum(value + query_and_key, torch.hypot(shift, centred + query_and_key))
-    return torch.minimum(_outward(bound, q), comparison_local_bound(q, p, w_q, g))
+    return torch.minimum(outward(bound, q), comparison_local_bound(q, p, w_q, g))
 
 
 def comparison_local_bound(
@@ -219,7 +219,7 @@ def comparison_local_bound(
         block = at.p * torch.minimum(apart, gain * at.key_and_value_norms)
         block = block + torch.diag_embed(2 / at.s * gain[..., 0] * at.covariance_norm)
         bounds.append(stacked * spectral_norm_bound(block.flatten(-3, -2)))
-    return _outward(torch.stack(bounds).amin(0), q)
+    return outward(torch.stack(bounds).amin(0), q)
 
 
 def feed_forward_local_bound(
@@ -241,7 +241,7 @@ def feed_forward_local_bound(
         One bound per sequence.
     """
     per_token = (w_in.double() * slope.double().unsqueeze(-2)) @ w_out.double()
-    return _outward(spectral_norm_bound(per_token).amax(-1), slope)
+    return outward(spectral_norm_bound(per_token).amax(-1), slope)
 
 
 def feed_forward_fast_bound(
@@ -268,7 +268,7 @@ def feed_forward_fast_bound(
     largest = torch.maximum(highest.abs(), lowest.abs())
     around_middle = (highest + lowest).abs() / 2 * spectral_norm_bound(w_in @ w_out)
     split = around_middle + (highest - lowest) / 2 * product
-    return _outward(torch.minimum(largest * product, split), slope)
+    return outward(torch.minimum(largest * product, split), slope)
 
 
 def dot_product_local_bound(
@@ -316,7 +316,7 @@ def dot_product_local_bound(
     pull = (q @ w_k.mT).square().sum(-1)
     key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
     terms = query.square().sum(-2).amax(-1).sqrt() + key.sum(-2).amax(-1).sqrt()
-    return _outward(spectral_norm_bound(w_o.flatten(0, 1)) * (value + terms / s), q)
+    return outward(spectral_norm_bound(w_o.flatten(0, 1)) * (value + terms / s), q)
 
 
 @dataclass(frozen=True)
@@ -490,7 +490,7 @@ def _rounding(z: Tensor) -> Tensor:
     return 8 * sum(z.shape[-2:]) * torch.finfo(z.dtype).eps * largest
 
 
-def _outward(bound: Tensor, inputs: Tensor) -> Tensor:
+def outward(bound: Tensor, inputs: Tensor) -> Tensor:
     """The bound, enlarged by its own rounding and that of inputs below float64; inf for NaN."""
     size, eps = sum(inputs.shape[-3:]), torch.finfo(inputs.dtype).eps
     bound = bound * (1 + 1e-13 * size + (100 * eps if inputs.dtype != torch.float64 else 0))

@@ -1,0 +1,130 @@
+"""The models that are compared, at the same width, depth, heads, bias and batch."""
+
+import pydoc_data.topics
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.plain import PlainTransformer
+from invformer.nn import (
+    CharTransformer,
+    ContractiveFeedForward,
+    ContractiveL2Attention,
+    DotProductAttention,
+    FeedForward,
+    InvertibleBlock,
+    InvertibleStack,
+    L2Attention,
+    PreNormBlock,
+    PreNormStack,
+    RelativePositionBias,
+)
+from invformer.nn.transformer import CharEmbedding
+
+TEXT = "\n".join(pydoc_data.topics.topics.values())
+VOCABULARY = {character: index for index, character in enumerate(sorted(set(TEXT)))}
+LIPSCHITZ_TARGET = 0.7
+# What is timed: the project's models, and one written without it.
+MODELS = ("dot_product", "l2", "contractive_l2", "plain")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes that all models of a comparison share.
+
+    Attributes:
+        seq_len: N, characters of context.
+        d_model: D, width.
+        num_layers: L, blocks.
+        num_heads: H.
+        batch_size: windows a step.
+    """
+
+    seq_len: int
+    d_model: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    batch_size: int = 8
+
+    @property
+    def name(self) -> str:
+        """Such as ``n256-d128-l4-h4-b8``."""
+        return (
+            f"n{self.seq_len}-d{self.d_model}-l{self.num_layers}-h{self.num_heads}"
+            f"-b{self.batch_size}"
+        )
+
+    @property
+    def characters(self) -> int:
+        """Characters a step."""
+        return self.seq_len * self.batch_size
+
+    def to_dict(self) -> dict[str, int]:
+        """Its sizes by name."""
+        return asdict(self)
+
+
+def build(name: str, case: Case, device: torch.device) -> nn.Module:
+    """One model, freshly initialised with the same seed as the others."""
+    torch.manual_seed(0)
+    vocab_size, d_model, seq_len = len(VOCABULARY), case.d_model, case.seq_len
+    if name == "plain":
+        model: nn.Module = PlainTransformer(
+            vocab_size, seq_len, d_model, case.num_heads, case.num_layers
+        )
+    else:
+        contractive = name == "contractive_l2"
+        d_embedding = d_model // 3 if contractive else d_model
+        stack = contractive_stack(case, d_embedding) if contractive else pre_norm_stack(name, case)
+        embedding = CharEmbedding(vocab_size, seq_len, d_model, d_embedding)
+        model = CharTransformer(embedding, stack, vocab_size, d_model)
+        model.initialise(windows(case, torch.device("cpu"))[0][:8])
+    return model.to(device)
+
+
+def contractive_stack(case: Case, d_embedding: int) -> InvertibleStack:
+    """The invertible stack with the defaults of ``model=contractive_l2``."""
+    share = (case.d_model - d_embedding) // case.num_layers
+    blocks = []
+    for index in range(case.num_layers):
+        first = d_embedding + index * share
+        channels = slice(first, first + share)
+        attention = ContractiveL2Attention(
+            case.d_model, case.num_heads, RelativePositionBias(case.num_heads, case.seq_len),
+            LIPSCHITZ_TARGET, output_channels=channels,
+        )  # fmt: skip
+        feed_forward = ContractiveFeedForward(
+            case.d_model, 4 * case.d_model, LIPSCHITZ_TARGET, output_channels=channels
+        )
+        blocks.append(InvertibleBlock(attention, feed_forward, case.d_model))
+    return InvertibleStack(blocks, case.seq_len)
+
+
+def pre_norm_stack(name: str, case: Case) -> PreNormStack:
+    """An unconstrained stack with the same bias, feed-forward width and activation."""
+    attention: Any = {"dot_product": DotProductAttention, "l2": L2Attention}[name]
+    return PreNormStack(
+        [
+            PreNormBlock(
+                attention(
+                    case.d_model,
+                    case.num_heads,
+                    RelativePositionBias(case.num_heads, case.seq_len),
+                ),
+                FeedForward(case.d_model, 4 * case.d_model, "silu"),
+                case.d_model,
+            )
+            for _ in range(case.num_layers)
+        ]
+    )
+
+
+def windows(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
+    """One batch of inputs and targets, from the text that ships inside Python."""
+    needed = case.characters + case.batch_size
+    text = TEXT * (needed // len(TEXT) + 1)
+    tokens = torch.tensor([VOCABULARY[character] for character in text[:needed]])
+    rows = tokens.view(case.batch_size, case.seq_len + 1).to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,0 +1,131 @@
+"""Measure the cases of a suite, one after the other."""
+
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.models import MODELS, Case, build
+from benchmarks.peak_memory import measure_in_child
+from benchmarks.tasks import (
+    GENERATED,
+    Evaluation,
+    Generation,
+    Inversion,
+    Normalisation,
+    StackForward,
+    Training,
+    Work,
+)
+from benchmarks.timing import Spread, in_turns, paired
+
+Row = dict[str, Any]
+# The monitor at every step and every branch, at so many characters of one window.
+PROBE_LENGTHS = (16, 32)
+# Generation is sequential, and inversion solves many layers: beyond this they only take time.
+LONGEST_SEQUENTIAL = 1024
+
+
+def measure_case(
+    case: Case, device: torch.device, precision: str, seconds: float, memory: bool
+) -> Iterator[Row]:
+    """All rows of one case: each task, with all models that can do it in turns."""
+    common = {**case.to_dict(), "case": case.name, "device": device.type, "precision": precision}
+
+    def rows(task: str, work: dict[str, Work], characters: int) -> Iterator[Row]:
+        for row in compare(work, characters, seconds, device):
+            yield {"id": f"{device.type}/{task}/{row['variant']}/{case.name}", **common,
+                   "task": task, **row}  # fmt: skip
+
+    models = {name: build(name, case, device) for name in MODELS}
+    contractive = models["contractive_l2"]
+    training: dict[str, Work] = {n: Training(m, case, precision) for n, m in models.items()}
+    for length in PROBE_LENGTHS:
+        if length <= case.seq_len:
+            watched = build("contractive_l2", case, device)
+            name = f"contractive_l2+monitor{length}"
+            training[name] = Training(watched, case, precision, probe_length=length)
+    for row in rows("train", training, case.characters):
+        if memory and row["variant"] in models:
+            threads = torch.get_num_threads()
+            row["peak_bytes"] = measure_in_child(
+                row["variant"], case, device.type, precision, threads
+            )
+        yield row
+    share = {"step": training["contractive_l2"], "normalisation": Normalisation(contractive)}
+    yield from rows("normalisation", share, case.characters)
+    evaluation: dict[str, Work] = {n: Evaluation(m, case, precision) for n, m in models.items()}
+    yield from rows("evaluate", evaluation, case.characters)
+    if case.seq_len > LONGEST_SEQUENTIAL:
+        return
+    inversion: dict[str, Work] = {
+        "forward": StackForward(contractive, case),
+        "picard": Inversion(contractive, case, "picard"),
+        "anderson": Inversion(contractive, case, "anderson"),
+    }
+    yield from rows("invert", inversion, case.characters)
+    generation: dict[str, Work] = {
+        name: Generation(model, case) for name, model in models.items() if name != "plain"
+    }
+    yield from rows("generate", generation, GENERATED)
+
+
+def compare(
+    work: dict[str, Work], characters: int, seconds: float, device: torch.device
+) -> Iterator[Row]:
+    """One row per piece of work: characters/s, and how many times as fast as the others."""
+    found = in_turns(work, seconds, device)
+    for name, times in found.items():
+        yield {
+            "variant": name,
+            "characters_per_second": Spread.of([characters / t for t in times]).to_list(),
+            "turns": len(times),
+            "times_as_fast_as": {
+                base: paired(found[base], times).to_list() for base in found if base != name
+            },
+        }
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "load_average_before": load(),
+    }
+
+
+def load() -> list[float] | None:
+    """How many processes wanted to run in the last 1, 5 and 15 minutes."""
+    return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
+
+
+def cpu_name() -> str:
+    """The processor's own name."""
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """The commit of this checkout, with a mark if there are changes on top."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,150 @@
+"""What is timed: one call each, on one batch. A task prepares outside the clock."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks.models import Case, windows
+from invformer.nn import CharTransformer, InvertibleStack, certify, frozen_weights
+from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+
+Work = Callable[[], object]
+PROMPT = 8
+# Characters a generation task adds.
+GENERATED = 64
+
+
+class Training:
+    """A training step: forward, backward, clipping, fused AdamW, constants refreshed.
+
+    Args:
+        model: what is trained; its constants are refreshed once per step.
+        case: sizes.
+        precision: float32, or bf16 under autocast.
+        probe_length: measure every branch after every step, at so many characters of one window.
+    """
+
+    def __init__(
+        self, model: nn.Module, case: Case, precision: str, probe_length: int | None = None
+    ) -> None:
+        self.model = model.train()
+        set_manual_refresh(model)
+        self.device = next(model.parameters()).device
+        self.inputs, self.targets = windows(case, self.device)
+        self.precision = precision
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.probe = None
+        if probe_length is not None:
+            assert isinstance(model, CharTransformer)
+            self.probe = LipschitzProbe(model, self.inputs[:1, :probe_length])
+
+    def __call__(self) -> None:
+        """One step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        with arithmetic(self.device, self.precision):
+            logits = self.model(self.inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        refresh_normalisers(self.model)
+        if self.probe is not None:
+            self.probe.look()
+
+
+class Normalisation:
+    """What the constraint costs beside the step: Gram iterations, and the weights folded once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model.train()
+        set_manual_refresh(model)
+
+    def __call__(self) -> None:
+        """All constants of the model, and every branch's effective weights."""
+        refresh_normalisers(self.model)
+        with frozen_weights(self.model):
+            pass
+
+
+class Evaluation:
+    """The code length of one batch, with folded weights."""
+
+    def __init__(self, model: nn.Module, case: Case, precision: str) -> None:
+        self.model = model.eval()
+        self.device = next(model.parameters()).device
+        self.inputs, self.targets = windows(case, self.device)
+        self.precision = precision
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Forward, cross-entropy."""
+        with frozen_weights(self.model), arithmetic(self.device, self.precision):
+            logits = self.model(self.inputs)
+        F.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten())
+
+
+class StackForward:
+    """One forward pass of the stack, which inversion is counted in."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        assert isinstance(model, CharTransformer)
+        self.model = model.eval()
+        with torch.no_grad():
+            self.x = model.embedding(windows(case, next(model.parameters()).device)[0])
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """x ↦ z."""
+        with frozen_weights(self.model):
+            self.model.stack(self.x)
+
+
+class Inversion:
+    """Inputs of the whole stack recovered from its outputs, in float32.
+
+    Args:
+        model: a model with an invertible stack.
+        case: sizes.
+        method: the fixed-point solver.
+    """
+
+    def __init__(self, model: nn.Module, case: Case, method: str) -> None:
+        assert isinstance(model, CharTransformer)
+        assert isinstance(model.stack, InvertibleStack)
+        self.model = model.eval()
+        self.stack = model.stack
+        self.method = method
+        self.certificate = certify(model)
+        with torch.no_grad(), frozen_weights(model):
+            self.z = model.stack(model.embedding(windows(case, next(model.parameters()).device)[0]))
+
+    def __call__(self) -> None:
+        """z ↦ x."""
+        self.stack.inverse(self.z, self.certificate, method=self.method, throw=False)
+
+
+class Generation:
+    """A prompt continued by ``GENERATED`` characters, one window at a time."""
+
+    def __init__(self, model: nn.Module, case: Case) -> None:
+        assert isinstance(model, CharTransformer)
+        self.model = model.eval()
+        inputs, _ = windows(case, next(model.parameters()).device)
+        self.prompt = inputs[0, : min(PROMPT, case.seq_len)]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Greedy, so that no random numbers are drawn."""
+        with frozen_weights(self.model):
+            self.model.generate(self.prompt, GENERATED, temperature=0)
+
+
+def arithmetic(device: torch.device, precision: str) -> AbstractContextManager:
+    """The precision of the forward pass."""
+    if precision == "bf16":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()

@@ -1,0 +1,82 @@
+"""Timing several pieces of work against each other, in turns, on a machine that is not quiet."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+WARM_UP = 1
+# A turn lasts at least this long, in seconds: shorter work is repeated within it.
+SHORTEST_TURN = 0.1
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median with its quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Of some values; one value is its own spread."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def to_list(self) -> list[float]:
+        """Median, lower and upper quartile, to four digits."""
+        return [float(f"{value:.4g}") for value in (self.median, self.low, self.high)]
+
+
+def in_turns(
+    work: dict[str, Callable[[], object]], seconds: float, device: torch.device
+) -> dict[str, list[float]]:
+    """Seconds a call of each piece of work, turn by turn: A B C C B A A B C …
+
+    What the machine does besides hits neighbours alike: only ratios within one turn mean much.
+
+    Args:
+        work: the pieces by name.
+        seconds: how long to go on, at least three turns.
+        device: what has to finish before the clock is read.
+    """
+    repeats = {name: calls_per_turn(call, device) for name, call in work.items()}
+    found: dict[str, list[float]] = {name: [] for name in work}
+    end = time.perf_counter() + seconds
+    names = list(work)
+    while time.perf_counter() < end or len(found[names[0]]) < 3:
+        for name in names:
+            began = time.perf_counter()
+            for _ in range(repeats[name]):
+                work[name]()
+            finish(device)
+            found[name].append((time.perf_counter() - began) / repeats[name])
+        names.reverse()
+    return found
+
+
+def calls_per_turn(call: Callable[[], object], device: torch.device) -> int:
+    """Warm up; how often to call within one turn."""
+    for _ in range(WARM_UP):
+        call()
+    finish(device)
+    began = time.perf_counter()
+    call()
+    finish(device)
+    return max(1, round(SHORTEST_TURN / max(1e-6, time.perf_counter() - began)))
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def paired(base: list[float], other: list[float]) -> Spread:
+    """How many times as fast as ``base`` the other was, turn by turn."""
+    return Spread.of([b / o for b, o in zip(base, other, strict=True)])

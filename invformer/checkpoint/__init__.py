@@ -1,0 +1,1 @@
+"""Checkpoints as directories of safetensors and JSON: nothing in them can be executed."""

@@ -1,0 +1,209 @@
+"""Attention of queries, keys and values in the unit ball, contractive by construction."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.nn.attention import AttentionCache, merge_heads, split_heads
+from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, write_to
+from invformer.numerics import bounded_attention as core
+from invformer.numerics.attention_kernel import Kernel, attend
+from invformer.numerics.bounds import bounded
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm
+
+# How far into the ball the projections of unit-variance channels reach at first, and the size of
+# the logits there; both are learned per head.
+INITIAL_SHARPNESS = 0.5
+INITIAL_TEMPERATURE = 2.0
+
+
+class BoundedWeights(NamedTuple):
+    """W_Q, W_K, W_V as (3, H, D, d), τ as (H,) and G as (H, d, D), every constant folded in."""
+
+    w_qkv: Tensor
+    temperature: Tensor
+    g: Tensor
+
+
+class BoundedAttention(LipschitzBranch):
+    """f(X) = (c/√H) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
+
+    q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, ‖Ŵ‖₂ ≤ 1, ‖Ĝ‖₂ ≤ 1
+    and L_h = √(β_V² + τ² max(β_Q, β_K)²): the theorem of ``numerics/bounds/bounded.py``. Dot
+    products make attention non-Lipschitz (Kim et al. 2021, Theorem 3.1); in a ball they do not, and
+    the constant depends neither on the length nor on the position bias. Nothing is tied, so a token
+    need not attend to tokens like itself, and the self token need not be visible.
+
+    The same constant bounds the diagonal Jacobian blocks, so it serves the causal certificate too.
+
+    Args:
+        d_model: width D.
+        num_heads: H.
+        d_head: channels of a head, d.
+        position: causal mask or position bias.
+        lipschitz_target: c in (0, 1).
+        output_channels: channels the output map writes to at initialisation (None: all).
+        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_head: int,
+        position: VisibilityMask,
+        lipschitz_target: float,
+        output_channels: slice | None = None,
+        kernel: Kernel = "auto",
+    ) -> None:
+        super().__init__(lipschitz_target)
+        self.position = position
+        self.kernel: Kernel = kernel
+        self.w_qkv = SpectralNormalised(
+            torch.randn(3, num_heads, d_model, d_head) / math.sqrt(d_model)
+        )
+        w_g = INITIAL_OUTPUT * torch.randn(num_heads * d_head, d_model)
+        self.w_g = SpectralNormalised(write_to(w_g, output_channels))
+        self.log_sharpness = nn.Parameter(torch.full((3, num_heads), math.log(INITIAL_SHARPNESS)))
+        self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
+
+    def effective_weights(self) -> BoundedWeights:
+        """β Ŵ, τ, and G_h = (c/√H) Ĝ_h / L_h."""
+        sharpness, temperature = self.log_sharpness.exp(), self.log_temperature.exp()
+        num_heads, d_head = self.w_qkv.weight.shape[1], self.w_qkv.weight.shape[3]
+        logit = temperature * torch.maximum(sharpness[0], sharpness[1])
+        gain = torch.hypot(sharpness[2], logit)
+        scale = self.target_scale() / (math.sqrt(num_heads) * gain)
+        return BoundedWeights(
+            self.w_qkv() * sharpness[..., None, None],
+            temperature,
+            self.w_g().unflatten(0, (num_heads, d_head)) * scale[:, None, None],
+        )
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Attend, with the frozen weights if there are any."""
+        w_qkv, temperature, g = self.weights()
+        q, k, v = (core.to_ball(z).u for z in project(x, w_qkv))
+        scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
+        y = attend(q * scale, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
+        return merge_heads(y) @ g.flatten(-3, -2)
+
+    def extend(
+        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        w_qkv, temperature, g = self.weights()
+        q, k, v = (core.to_ball(z).u for z in project(x, w_qkv))
+        k, v = past.append(k, v)
+        bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
+        logits = (q * temperature[:, None, None].to(q)) @ k.mT + bias
+        return merge_heads(logits.softmax(-1) @ v) @ g.flatten(-3, -2)
+
+    def point(
+        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
+    ) -> core.AttentionPoint:
+        """Projections and attention weights at X, by plain operations."""
+        bias = self.position(x.shape[-2]).to(x)
+        return core.attention_point(*project(x, weights.w_qkv), weights.temperature, bias)
+
+    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+        """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
+        weights = self.weights()
+        return bounded_attention_jacobian(x, weights, self.point(x, weights))
+
+    def local_bound(
+        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+    ) -> Float[Tensor, "*batch"]:
+        """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
+        weights = self.weights()
+        at = self.point(x, weights)
+        match norm:
+            case "token_max":
+                bound = bounded.token_max_local_bound(at, weights.w_qkv, weights.g)
+            case "frobenius":
+                bound = bounded.frobenius_local_bound(at, weights.w_qkv, weights.g, tight)
+            case "entry_max":
+                raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
+        return bound.clamp(max=self.lipschitz_bound(norm))
+
+    def bound_by_construction(self, norm: Norm) -> Tensor | None:
+        """c in token_max, c √N in frobenius."""
+        target = self.correction.double() * self.lipschitz_target
+        match norm:
+            case "token_max":
+                return target
+            case "frobenius":
+                return target * math.sqrt(self.position.seq_len)
+            case "entry_max":
+                return None
+
+    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
+        w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())
+        match norm:
+            case "token_max":
+                return bounded.token_max_bound(w_qkv, temperature, g)
+            case "frobenius":
+                return bounded.frobenius_bound(w_qkv, temperature, g, self.position.seq_len)
+            case "entry_max":
+                return bounded.entry_max_bound(w_qkv, temperature, g)
+
+    def causal_bound(self, dtype: torch.dtype | None = None) -> float:
+        """Certified norm of the diagonal Jacobian blocks: the token_max constant bounds them too.
+
+        Raises:
+            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
+        """
+        if not self.position.is_causal:
+            raise ValueError("the causal certificate needs a causal mask")
+        return self.lipschitz_bound("token_max", dtype)
+
+
+def project(
+    x: Float[Tensor, "*batch tokens width"], w_qkv: Float[Tensor, "three heads width d_head"]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """X W for queries, keys and values of every head: three times (*batch, H, N, d)."""
+    return split(x @ side_by_side(w_qkv), w_qkv.shape[-3])
+
+
+def side_by_side(w_qkv: Float[Tensor, "three heads width d_head"]) -> Tensor:
+    """[W_Q1, …, W_QH, W_K1, …, W_VH] as one (D, 3 H d) matrix."""
+    return w_qkv.flatten(0, 1).transpose(0, 1).flatten(1)
+
+
+def split(
+    z: Float[Tensor, "*batch tokens channels"], num_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(*batch, N, 3 H d) → three times (*batch, H, N, d)."""
+    q, k, v = z.unflatten(-1, (3, num_heads, -1)).unbind(-3)
+    return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+
+
+def merge(parts: tuple[Tensor, Tensor, Tensor]) -> Float[Tensor, "*batch tokens channels"]:
+    """The inverse of :func:`split`, and its adjoint."""
+    return torch.cat([merge_heads(part) for part in parts], dim=-1)
+
+
+def bounded_attention_jacobian(
+    x: Tensor, weights: BoundedWeights, at: core.AttentionPoint
+) -> LinearMap:
+    """The Jacobian of f(X)_i = Σ_h (P^h v^h)_i G_h at X, where ``at`` was taken."""
+    w_qkv, output = side_by_side(weights.w_qkv), weights.g.flatten(-3, -2)
+    num_heads = weights.g.shape[-3]
+
+    def jvp(dx: Tensor) -> Tensor:
+        return merge_heads(core.attention_jvp(at, *split(dx @ w_qkv, num_heads))) @ output
+
+    def vjp(dy: Tensor) -> Tensor:
+        dv = split_heads(dy @ output.mT, num_heads)
+        return merge(core.attention_vjp(at, dv)) @ w_qkv.mT
+
+    return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)

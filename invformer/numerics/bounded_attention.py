@@ -1,0 +1,100 @@
+"""Softmax attention of queries, keys and values held in the unit ball.
+
+Per head, with z the projections of X and ψ(z) = z/√(1 + ‖z‖²) the map into the open unit ball:
+
+    q, k, v = ψ(z_Q), ψ(z_K), ψ(z_V),    P = softmax_j(τ q_i·k_j + b_ij),    Y = P v
+
+ψ has the Jacobian ρ (I − ψψᵀ) with ρ = √(1 − ‖ψ‖²) = 1/√(1 + ‖z‖²), whose norm is ρ ≤ 1: what lies
+near the sphere hardly moves. ``bounds/bounded.py`` makes a Lipschitz constant of that. Products
+with the Jacobian are analytic and use P only, as in ``numerics/l2_attention.py``.
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class BallPoint(NamedTuple):
+    """u = ψ(z) and ρ = √(1 − ‖u‖²), kept apart because 1 − ‖u‖² cancels near the sphere."""
+
+    u: Float[Tensor, "*batch tokens d"]
+    rho: Float[Tensor, "*batch tokens 1"]
+
+    def derivative(self, dz: Tensor) -> Tensor:
+        """Dψ dz = ρ (dz − u (u·dz)); symmetric, so it is its own adjoint."""
+        return self.rho * (dz - self.u * (self.u * dz).sum(-1, keepdim=True))
+
+
+def to_ball(z: Float[Tensor, "*batch tokens d"]) -> BallPoint:
+    """ψ(z) = z/√(1 + ‖z‖²), with its ρ."""
+    rho = torch.rsqrt(1 + z.square().sum(-1, keepdim=True))
+    return BallPoint(z * rho, rho)
+
+
+class AttentionPoint(NamedTuple):
+    """Where an attention is linearised: q, k and v of every head, P and τ."""
+
+    q: BallPoint
+    k: BallPoint
+    v: BallPoint
+    p: Float[Tensor, "*batch heads tokens tokens"]
+    temperature: Float[Tensor, "heads 1 1"]
+
+
+def attention_point(
+    z_q: Float[Tensor, "*batch heads tokens d_head"],
+    z_k: Float[Tensor, "*batch heads tokens d_head"],
+    z_v: Float[Tensor, "*batch heads tokens d_head"],
+    temperature: Float[Tensor, "heads"],
+    bias: Float[Tensor, "#heads tokens tokens"],
+) -> AttentionPoint:
+    """Everything that values and derivatives need, in the precision of the projections.
+
+    Args:
+        z_q: projections before the map into the ball; z_k and z_v likewise.
+        temperature: τ ≥ 0, the size of the logits.
+        bias: added to the logits; −∞ hides (i, j).
+    """
+    q, k, v = (to_ball(z) for z in (z_q, z_k, z_v))
+    scale = temperature[..., None, None].to(z_q)
+    p = (scale * q.u @ k.u.mT + bias).softmax(-1)
+    return AttentionPoint(q, k, v, p, scale)
+
+
+def stacked_points(points: list[AttentionPoint]) -> AttentionPoint:
+    """Several layers' points as one with a leading dimension, for products with all at once."""
+
+    def stack(parts: list[BallPoint]) -> BallPoint:
+        return BallPoint(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+
+    return AttentionPoint(
+        stack([at.q for at in points]),
+        stack([at.k for at in points]),
+        stack([at.v for at in points]),
+        torch.stack([at.p for at in points]),
+        torch.stack([at.temperature for at in points])[:, None],
+    )
+
+
+def attention_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
+    """dY = P dv + (P∘(dS − rowsum(P∘dS))) v,  dS = τ (dq kᵀ + q dkᵀ)."""
+    dq, dk, dv = at.q.derivative(dz_q), at.k.derivative(dz_k), at.v.derivative(dz_v)
+    ds = at.temperature * (dq @ at.k.u.mT + at.q.u @ dk.mT)
+    return at.p @ dv + softmax_jacobian(at.p, ds) @ at.v.u
+
+
+def attention_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The cotangents of z_Q, z_K and z_V for a cotangent g of Y: the adjoint of the above."""
+    ds = at.temperature * softmax_jacobian(at.p, g @ at.v.u.mT)
+    return (
+        at.q.derivative(ds @ at.k.u),
+        at.k.derivative(ds.mT @ at.q.u),
+        at.v.derivative(at.p.mT @ g),
+    )
+
+
+def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
+    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
+    return p * (a - (p * a).sum(-1, keepdim=True))

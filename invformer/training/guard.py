@@ -1,0 +1,74 @@
+"""Nothing that is not finite ever reaches a weight or the optimiser's memory."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+class Culprit(NamedTuple):
+    """The first update that was not finite.
+
+    Attributes:
+        step: the optimiser step it would have been.
+        gradients: numbers of the parameters whose gradient is not finite; none if only the loss,
+            or only the norm over all parameters, is not.
+        loss: the loss.
+    """
+
+    step: int
+    gradients: list[int]
+    loss: float
+
+
+class UpdateGuard:
+    """Looks at loss and gradients after the backward pass and before the update.
+
+    On the CPU that costs nothing, and the run ends there and then. On a device, whoever asked would
+    have to wait for it at every step. There the verdict stays on the device: from the first bad
+    step on, :attr:`lost` is 1 and the optimiser leaves weights and state as they are, until
+    somebody who waits for the device anyway calls :meth:`culprit`.
+
+    Attributes:
+        lost: 1 from the first bad update on, 0 before, on the parameters' device.
+    """
+
+    def __init__(self) -> None:
+        self.lost: Float[Tensor, ""] | None = None
+        self._step: Tensor
+        self._loss: Tensor
+        self._norms: Tensor
+
+    def inspect(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
+        """Look at one update.
+
+        Args:
+            step: its optimiser step.
+            loss: a scalar, the sum over the batches of the step.
+            gradients: of all parameters.
+
+        Returns:
+            The Euclidean norm of all gradients together.
+        """
+        each = torch._foreach_norm(list(gradients))  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch.stack(each)
+        norm = torch.linalg.vector_norm(norms)
+        bad = (~(norm + loss).isfinite()).to(norm)
+        if self.lost is None:
+            self.lost, self._norms, self._loss = torch.zeros_like(bad), norms, loss
+            self._step = torch.full_like(bad, step, dtype=torch.int64)
+        before = self.lost.bool()
+        self._norms = norms.where(~before, self._norms)
+        self._loss = loss.where(~before, self._loss)
+        self._step = torch.where(before, self._step, step)
+        self.lost = torch.maximum(self.lost, bad)
+        return norm
+
+    def culprit(self) -> Culprit | None:
+        """The first update that was not finite; waits for the device."""
+        if self.lost is None or not self.lost.item():
+            return None
+        gradients = (~self._norms.isfinite()).nonzero().flatten().tolist()
+        return Culprit(int(self._step), gradients, float(self._loss))

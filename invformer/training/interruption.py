@@ -1,0 +1,103 @@
+"""Where a run may be stopped without losing anything, and how it goes on from there."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import lightning as L
+import torch
+
+from invformer.errors import Interrupted
+from invformer.exit import STOP_SIGNALS
+from invformer.ranks import tell
+
+
+class Interruption(L.Callback):
+    """Turns SIGINT and SIGTERM into an exception at the next safe place.
+
+    Between two batches every step is whole: weights, optimiser, schedule, random generators and
+    metrics belong together. A signal is therefore only noted when it arrives (once: later ones
+    change nothing, so that what saves the state is not disturbed), and acted upon before the next
+    batch. Several processes agree on that batch.
+
+    A validation that was stopped halfway is done again, from its beginning, when the run continues:
+    before the first batch, as if nothing had happened. This callback stands after all others, since
+    they have to be ready for that.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.validating = False
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Let the loop start even at the last step, whose validation may have to be done again."""
+        trainer.fit_loop.epoch_loop.max_steps += 1
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Note signals from here on, in place of Lightning's handlers; make up for a validation."""
+        trainer.fit_loop.epoch_loop.max_steps -= 1
+        if threading.current_thread() is threading.main_thread():
+            for number in STOP_SIGNALS:
+                signal.signal(number, self._note)
+        if self.validating:
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.batch_progress.reset()
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """A safe place."""
+        self._stop_here(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Until all of it is done, it has to be done."""
+        self.validating = True
+
+    def on_validation_batch_start(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """A safe place."""
+        self._stop_here(trainer)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The checkpoint that follows is of a whole validation."""
+        self.validating = False
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last safe place; from here on nobody waits for anybody."""
+        self._stop_here(trainer)
+        tell(beat=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whether a validation is due."""
+        return {"validating": self.validating}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave."""
+        self.validating = bool(state_dict["validating"])
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+
+    def _stop_here(self, trainer: L.Trainer) -> None:
+        """Give a sign of life, and stop if any process was told to.
+
+        Raises:
+            Interrupted: naming the signal.
+        """
+        tell(beat=True)
+        number = self.signal
+        if trainer.world_size > 1:
+            told = torch.tensor(number, device=trainer.strategy.root_device)
+            number = int(trainer.strategy.reduce(told, reduce_op="max"))
+        if number:
+            raise Interrupted(number)

@@ -1,0 +1,211 @@
+"""Local Lipschitz estimates during training, within a budget of the step time."""
+
+import statistics
+from typing import Any
+
+import lightning as L
+import torch
+from jaxtyping import Integer
+from torch import Tensor
+
+from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
+from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
+from invformer.training.callbacks import is_step_boundary
+from invformer.training.module import CharLanguageModel
+from invformer.training.run_log import RunLog
+
+# Step 0 allocates and compiles; the next ones are timed, then the probe is chosen.
+CALIBRATE_AT = 6
+# Optimiser steps between two looks at what the chosen probe really costs.
+RECHECK_EVERY = 200
+
+
+class LipschitzMonitor(L.Callback):
+    """Local Lipschitz estimates of every branch after every optimiser step, or after every few.
+
+    Reads the weights, writes only metrics and its own vectors: training with and without it is
+    bit-identical. What is left open of ``sequences``, ``length`` and ``every`` is chosen by timing,
+    so that estimates take no more than ``budget`` of a step: at every step if that is possible, at
+    as many characters as possible; otherwise at the shortest probe, less often. The choice is
+    printed, recorded and kept in checkpoints; with all three given nothing is timed to decide, and
+    the estimates repeat bit for bit.
+
+    Args:
+        tokens: the probe text, (sequences, N), of which a part may be used; fixed for the run.
+        run_log: where estimates go.
+        norms: in which norms.
+        budget: largest share of the rest of a step.
+        every: optimiser steps between estimates.
+        sequences: sequences to measure at.
+        length: characters of each sequence to measure at.
+        local_every: optimiser steps between local bounds: the steps that validation follows, since
+            a local bound waits for the device.
+        num_steps: power iteration steps per estimate.
+        seed: of the start vectors.
+    """
+
+    def __init__(
+        self,
+        tokens: Integer[Tensor, "sequences tokens"],
+        run_log: RunLog,
+        *,
+        norms: tuple = ("token_max", "frobenius"),
+        budget: float = 0.05,
+        every: int | None = None,
+        sequences: int | None = None,
+        length: int | None = None,
+        local_every: int = 250,
+        num_steps: int = 1,
+        seed: int = 0,
+    ) -> None:
+        self.tokens = tokens
+        self.run_log = run_log
+        self.budget = budget
+        self.every = every
+        self.sizes = probe_sizes(tokens.shape[0], tokens.shape[1], sequences, length)
+        self.local_every = local_every
+        self.options = {"norms": norms, "num_steps": num_steps, "seed": seed}
+        self.choice = Choice(self.sizes[0], every or 1)
+        self.is_settled = every is not None and len(self.sizes) == 1
+        self.ledger: Ledger | None = None
+        self.probe: LipschitzProbe | None = None
+        self._restored: dict[str, Any] = {}
+        self._batch_started: Any = None
+        self._steps = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Bind to the model on its device."""
+        assert isinstance(pl_module, CharLanguageModel)
+        self.ledger = Ledger(Clock(pl_module.device))
+        size = self.choice.size
+        self.probe = self.new_probe(pl_module, size, first_steps=size.length)
+        self.probe.load_state_dict(self._restored.get("vectors", {}))
+
+    def new_probe(self, module: CharLanguageModel, size: Size, first_steps: int) -> LipschitzProbe:
+        """A probe of that size; as many first steps as tokens let it visit every token."""
+        tokens = self.tokens[: size.sequences, : size.length].to(module.device)
+        return LipschitzProbe(module.model, tokens, first_steps=first_steps, **self.options)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note when the step began, with accumulation its first batch."""
+        assert self.ledger is not None
+        if self._batch_started is None:
+            self._batch_started = self.ledger.clock.mark()
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Estimate, and record next to the bounds of the same norm."""
+        if not is_step_boundary(trainer):
+            return
+        assert isinstance(pl_module, CharLanguageModel)
+        assert self.ledger is not None
+        assert self.probe is not None
+        began = self.ledger.clock.mark()
+        if self._steps > 0:
+            self.ledger.add_step(self._batch_started, began)
+        self._batch_started = None
+        self._steps += 1
+        step = trainer.global_step - 1
+        self.keep_budget(trainer, pl_module)
+        precedes_validation = (step + 1) % self.local_every == 0
+        if step % self.choice.every and not precedes_validation:
+            return
+        began = self.ledger.clock.mark()
+        row = lipschitz_row(self.probe)
+        self.ledger.add_look(began, self.ledger.clock.mark())
+        if precedes_validation:
+            row |= local_bound_row(self.probe.model, self.probe.tokens)
+        self.run_log.record(step, row | self.performance())
+
+    def performance(self) -> Row:
+        """What is measured how often, and which share of the rest of a step that takes."""
+        assert self.ledger is not None
+        self.ledger.settle()
+        share = self.ledger.share(self.choice.every)
+        row: Row = {
+            "perf/monitor_probe_tokens": self.choice.size.tokens,
+            "perf/monitor_every": self.choice.every,
+        }
+        return row if share is None else row | {"perf/monitor_overhead": share}
+
+    def keep_budget(self, trainer: L.Trainer, module: CharLanguageModel) -> None:
+        """Choose after the first few steps; now and then see whether that was right."""
+        assert self.ledger is not None
+        if len(self.sizes) == 1 and self.every is not None:
+            return
+        if not self.is_settled:
+            if self._steps == CALIBRATE_AT:
+                self.calibrate(trainer, module)
+        elif self._steps % RECHECK_EVERY == 0:
+            self.ledger.settle()
+            share = trainer.strategy.broadcast(self.ledger.share(self.choice.every))
+            if share is not None and not self.budget / 3 <= share <= 1.2 * self.budget:
+                self.calibrate(trainer, module)
+            self.ledger.forget()
+
+    def calibrate(self, trainer: L.Trainer, module: CharLanguageModel) -> None:
+        """Time one size after the other, choose, and say so.
+
+        The device is waited for here and nowhere else: once a run, unless a choice proves wrong.
+        """
+        assert self.ledger is not None
+        if module.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.ledger.settle()
+        rest = statistics.median(self.ledger.rest)
+        seconds: dict[Size, float] = {}
+        for size in self.sizes:
+            seconds[size] = self.time_look(self.new_probe(module, size, first_steps=1))
+            if seconds[size] > self.budget * rest * (self.every or 1):
+                break
+        choice = choose(seconds, rest, self.budget, self.every)
+        choice = trainer.strategy.broadcast(choice)
+        if choice.size != self.choice.size:
+            self.probe = self.new_probe(module, choice.size, first_steps=choice.size.length)
+        self.choice = choice
+        self.is_settled = True
+        self.ledger.forget()
+        module.print(
+            f"monitor: {choice.describe()}, "
+            f"{seconds[choice.size] / (choice.every * rest):.1%} of a step "
+            f"(monitor.budget={self.budget})"
+        )
+
+    def time_look(self, probe: LipschitzProbe) -> float:
+        """Seconds that a look takes, once it runs."""
+        assert self.ledger is not None
+        ledger = Ledger(self.ledger.clock)
+        lipschitz_row(probe)
+        for _ in range(3):
+            began = ledger.clock.mark()
+            lipschitz_row(probe)
+            ledger.add_look(began, ledger.clock.mark())
+        if probe.tokens.is_cuda:
+            torch.cuda.synchronize()
+        ledger.settle()
+        return statistics.median(ledger.looks)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The choice and the warm-started vectors: a resumed run continues its estimates."""
+        if self.probe is None:
+            return self._restored
+        return {
+            "choice": self.choice.to_dict(),
+            "is_settled": self.is_settled,
+            "vectors": self.probe.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with a checkpoint's choice and vectors."""
+        self._restored = state_dict
+        self.choice = Choice.from_dict(state_dict["choice"])
+        self.is_settled = bool(state_dict["is_settled"])

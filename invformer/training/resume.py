@@ -1,0 +1,147 @@
+"""What must be the same for a run to continue: before its state is restored, and after."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch.optim import Optimizer
+
+from invformer.checkpoint.content import Checkpoint, newest_checkpoint
+from invformer.errors import CheckpointError, DataError
+from invformer.training.run_directory import differing_keys
+
+# The tensors an optimiser keeps for each parameter, all of which have gradients.
+MEMORY_OF = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
+
+LAST_BATCH = 1 << 48
+
+log = logging.getLogger(__name__)
+
+
+def resume_point(folder: Path, metadata: Mapping[str, Any]) -> Checkpoint | None:
+    """The checkpoint a run continues from: the newest that verifies; None for a new run.
+
+    A damaged one is passed over with a warning.
+
+    Args:
+        folder: the run's checkpoints.
+        metadata: what this run would write into its checkpoints.
+
+    Raises:
+        CheckpointError: none verifies, or it belongs to another run.
+        DataError: the text is not what the run was started with.
+    """
+    newest, refused = newest_checkpoint(folder)
+    if newest is None:
+        if (folder.parent / "last.ckpt").exists():
+            raise CheckpointError(
+                f"{folder.parent / 'last.ckpt'}: a checkpoint of an earlier version, a pickle, "
+                "which can run code and is not opened; choose another run.name"
+            )
+        return None
+    for reason in refused:
+        log.warning("%s; continuing from %s", reason, newest.path.name)
+    refuse_other_run(newest, metadata)
+    return newest
+
+
+def refuse_other_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
+    """Compare text, vocabulary and configuration with those of this run.
+
+    Raises:
+        CheckpointError: another configuration or vocabulary.
+        DataError: another text.
+    """
+    saved = checkpoint.metadata
+    if differing := differing_keys(saved["config"], metadata["config"]):
+        raise CheckpointError(
+            f"{checkpoint.path}: of a run with another configuration ({'; '.join(differing)})"
+        )
+    if saved["data_sha256"] != metadata["data_sha256"]:
+        raise DataError(
+            f"the text changed since the run began: {metadata['data_source']} has SHA-256 "
+            f"{metadata['data_sha256'][:12]}…, {checkpoint.path} was trained on "
+            f"{saved['data_sha256'][:12]:.12}…; restore the text or choose another run.name"
+        )
+    if saved["vocabulary"] != metadata["vocabulary"]:
+        raise CheckpointError(f"{checkpoint.path}: its vocabulary is not that of the run's text")
+
+
+def refuse_other_parts(trainer: L.Trainer, saved: Mapping[str, Any], position: str) -> None:
+    """Whether a checkpoint has everything that Lightning restores only if it is there.
+
+    Args:
+        trainer: the trainer, about to restore its state.
+        saved: the checkpoint as Lightning holds it.
+        position: the key of the sampler's position in it.
+
+    Raises:
+        CheckpointError: naming what is missing or too much.
+    """
+    where = f"{trainer.ckpt_path}"
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    wanted = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
+    if differing := wanted ^ saved["callbacks"].keys():
+        raise CheckpointError(
+            f"{where}: not a state of this run ({min(differing):.60} is missing or unknown)"
+        )
+    for key in ("optimizer_states", "lr_schedulers"):
+        if not isinstance(saved[key], list) or len(saved[key]) != 1:
+            raise CheckpointError(f"{where}: {key} is not a list of one")
+    numbers = saved[position].values()
+    plain = all(type(number) is int and 0 <= number < LAST_BATCH for number in numbers)
+    if not plain or saved[position]["global_step"] != saved["global_step"]:
+        raise CheckpointError(f"{where}: its position in the text is none of its step")
+
+
+def refuse_other_state(trainer: L.Trainer, fresh: Optimizer, step: int) -> None:
+    """Whether what was restored is a state this run can have been in.
+
+    PyTorch checks the number of parameters only: moments of another shape would be read beyond
+    their end, and the file's learning rates would silently replace the configuration's.
+
+    Args:
+        trainer: the trainer, its state restored.
+        fresh: the optimiser as this run's configuration makes it.
+        step: the step the checkpoint is of.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    where = f"{trainer.ckpt_path}"
+    if trainer.global_step != step:
+        raise CheckpointError(f"{where}: of step {step}, but its loops are at another")
+    (restored,) = trainer.optimizers
+    for group, wanted in zip(restored.param_groups, fresh.param_groups, strict=True):
+        if group.get("initial_lr") != wanted["lr"]:
+            raise CheckpointError(f"{where}: its optimiser has another learning rate")
+    for part, new in zip(parts_of(restored), parts_of(fresh), strict=True):
+        for group, wanted in zip(part.param_groups, new.param_groups, strict=True):
+            for key in wanted.keys() - {"params", "lr"}:
+                if group.get(key) != wanted[key]:
+                    raise CheckpointError(f"{where}: its optimiser has another {key}")
+            for parameter in group["params"] if step else ():
+                refuse_other_memory(where, part, parameter)
+
+
+def refuse_other_memory(where: str, optimizer: Optimizer, parameter: torch.Tensor) -> None:
+    """Whether an optimiser remembers what it should about a parameter.
+
+    Raises:
+        CheckpointError: it does not.
+    """
+    memory = optimizer.state.get(parameter, {})
+    shapes = {key: () if key == "step" else parameter.shape for key in memory}
+    if memory.keys() != MEMORY_OF[type(optimizer).__name__] or any(
+        not isinstance(value, torch.Tensor) or value.shape != shapes[key]
+        for key, value in memory.items()
+    ):
+        raise CheckpointError(f"{where}: its optimiser's state does not fit the weights")
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimisers that one is made of: itself, unless it says otherwise."""
+    return getattr(optimizer, "parts", [optimizer])

@@ -1,0 +1,145 @@
+"""The benchmarks run, compare like with like, and are what README says."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import peak_memory, run, tasks, timing
+from benchmarks.models import MODELS, Case, build, windows
+from benchmarks.plots import growth
+from benchmarks.table import HEAD, line, table
+from benchmarks.timing import Spread, in_turns, paired
+
+ROOT = Path(__file__).parent.parent.parent
+CPU = torch.device("cpu")
+TINY = Case(seq_len=16, d_model=16, num_layers=1, num_heads=2, batch_size=2)
+
+
+@pytest.fixture(autouse=True)
+def _single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(timing, "SHORTEST_TURN", 0)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict]:
+    torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "SHORTEST_TURN", 0)
+        patch.setattr(tasks, "GENERATED", 4)
+        return list(run.measure_case(TINY, CPU, "float32", seconds=0, memory=False))
+
+
+def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
+    found = {(row["task"], row["variant"]) for row in rows}
+    assert {("train", model) for model in MODELS} <= found
+    assert {("evaluate", model) for model in MODELS} <= found
+    assert {("generate", "dot_product"), ("generate", "contractive_l2")} <= found
+    assert {
+        ("invert", "picard"),
+        ("invert", "anderson"),
+        ("train", "contractive_l2+monitor16"),
+    } <= found
+    assert len({row["id"] for row in rows}) == len(rows)
+    assert json.loads(json.dumps(rows)) == rows
+
+
+def test_rates_and_ratios_are_of_the_same_turns(rows: list[dict]) -> None:
+    for row in rows:
+        median, low, high = row["characters_per_second"]
+        assert 0 < low <= median <= high
+        assert row["turns"] >= 3
+        assert row["variant"] not in row["times_as_fast_as"]
+
+
+def test_the_table_shows_every_row_under_its_id(rows: list[dict]) -> None:
+    lines = table({"rows": rows}).splitlines()
+    assert tuple(lines[:2]) == HEAD
+    assert [text.split(" | ")[0].removeprefix("| ") for text in lines[2:]] == [
+        r["id"] for r in rows
+    ]
+
+
+def test_all_models_read_the_same_batch_at_the_same_size() -> None:
+    inputs, targets = windows(TINY, CPU)
+    assert inputs.shape == targets.shape == (2, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    for name in MODELS:
+        logits = build(name, TINY, CPU)(inputs)
+        assert logits.shape[:2] == inputs.shape
+
+
+def test_the_plain_model_looks_at_no_later_character() -> None:
+    model = build("plain", TINY, CPU).eval()
+    inputs, _ = windows(TINY, CPU)
+    changed = inputs.clone()
+    changed[:, 10] += 1
+    assert torch.equal(model(inputs)[:, :10], model(changed)[:, :10])
+
+
+def test_pieces_of_work_take_turns_and_the_order_alternates() -> None:
+    calls: list[str] = []
+    work = {name: lambda name=name: calls.append(name) for name in "ab"}
+    found = in_turns(work, seconds=0, device=CPU)
+    assert {name: len(times) for name, times in found.items()} == {"a": 3, "b": 3}
+    assert "".join(calls[-6:]) == "abbaab"
+
+
+def test_ratios_are_paired_before_they_are_averaged() -> None:
+    assert paired([1, 2, 3], [2, 4, 6]) == Spread(0.5, 0.5, 0.5)
+    assert Spread.of([3.0]) == Spread(3, 3, 3)
+
+
+def test_growth_follows_one_size_while_the_others_are_held() -> None:
+    rows = [
+        {
+            "task": "train", "device": "cpu", "variant": "l2", "seq_len": n, "d_model": d,
+            "num_layers": 4, "characters_per_second": [n, n, n],
+        }
+        for n, d in ((64, 128), (256, 128), (256, 384))
+    ]  # fmt: skip
+    assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 64), (256, 256)]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not peak_memory.STATUS.exists(), reason="reads /proc")
+def test_peak_memory_of_a_step_counts_what_a_larger_batch_adds() -> None:
+    small, large = (
+        peak_memory.measure_in_child("plain", Case(128, 64, 2, 2, size), "cpu", "float32", 1)
+        for size in (8, 64)
+    )
+    # At least the activations that 56 more windows of 128 x 64 floats keep for the backward pass.
+    assert large - small > 56 * 128 * 64 * 4 * 20
+
+
+def test_the_benchmarks_import_torch_and_the_library_floors_alone() -> None:
+    program = (
+        "import sys, benchmarks.__main__\n"
+        "unwanted = {'lightning', 'torchmetrics', 'wandb', 'datasets', 'omegaconf', 'yaml'}\n"
+        "floors = {'invformer.build', 'invformer.training', 'invformer.data', 'invformer.config'}\n"
+        "sys.exit(str(sorted((unwanted | floors) & set(sys.modules))) if "
+        "(unwanted | floors) & set(sys.modules) else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if "<!-- benchmarks:begin -->" not in readme:
+        pytest.skip("README has no performance table yet")
+    block = readme.split("<!-- benchmarks:begin -->")[1].split("<!-- benchmarks:end -->")[0]
+    committed = [
+        line(row)
+        for path in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]
+    ]
+    shown = [text for text in block.splitlines() if text.startswith(("| cpu/", "| cuda/"))]
+    assert shown
+    assert [text for text in shown if text not in committed] == []

@@ -1,0 +1,98 @@
+"""kill -9 at random, and the same command again, until the run is done."""
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.runs import DROPOUT, difference, options
+from tests.zygote import Zygote
+
+FAST = "tests.runs:without_plots"
+MODULE = "invformer.training.module:CharLanguageModel"
+DIRECTORY = "invformer.checkpoint.directory"
+# Where a run may kill itself, and how often it comes by there.
+PLACES = {
+    f"{MODULE}.training_step": 28,
+    f"{MODULE}.optimizer_step": 28,
+    "invformer.training.module:refresh_normalisers": 30,
+    f"{MODULE}.validation_step": 16,
+    f"{MODULE}.on_validation_epoch_end": 4,
+    "invformer.training.run_log:JsonLinesSink.__call__": 28,
+    f"{DIRECTORY}:write_file": 20,
+    f"{DIRECTORY}:sync_folder": 12,
+    f"{DIRECTORY}:keep_only": 4,
+    "os:rename": 6,
+    "os:replace": 4,
+    "invformer.build.run:build_callbacks": 1,
+}
+
+
+@dataclass
+class Killed:
+    """What became of one run.
+
+    Attributes:
+        kills: how often it was killed.
+        where: at which place or time, in words.
+        failure: how it differs from the uninterrupted run; None if it does not.
+    """
+
+    kills: int
+    where: list[str]
+    failure: str | None
+
+
+def kill_and_resume(
+    zygote: Zygote,
+    root: Path,
+    name: str,
+    reference: Path,
+    *,
+    model: Sequence[str] = DROPOUT,
+    kills: int,
+    seconds: float,
+    seed: int,
+) -> Killed:
+    """Kill a run several times, let it finish, compare it.
+
+    Args:
+        zygote: runs it.
+        root: folder of the runs.
+        name: of the run.
+        reference: the same run without interruption.
+        model: arguments that choose the model.
+        kills: how often; every second one by the clock, the others at a place in the code.
+        seconds: what an uninterrupted run takes.
+        seed: of the times and places.
+    """
+    chance = random.Random(seed)
+    arguments = options(root, name, model=model)
+    elsewhere = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}
+    done = Killed(0, [], None)
+    for attempt in range(8 * kills):
+        place = chance.choice(list(PLACES))
+        count = 1 + int(PLACES[place] * chance.random() ** 2)
+        delay = seconds * chance.random()
+        by_clock = (attempt + seed) % 2 == 0
+        signals = [] if by_clock else [(place, count, int(signal.SIGKILL))]
+        ended = zygote.run(
+            arguments, signals=signals, environment=elsewhere, before=FAST,
+            kill_after=delay if by_clock else None,
+        )  # fmt: skip
+        if ended.code == -signal.SIGKILL:
+            done.kills += 1
+            done.where.append(f"{delay:.2f} s" if by_clock else f"{place} {count}")
+        elif ended.code != 0:
+            done.failure = f"code {ended.code}: {ended.stderr}"
+            return done
+        if done.kills == kills or ended.code == 0:
+            break
+    ended = zygote.run(arguments, environment=elsewhere, before=FAST)
+    if ended.code != 0:
+        done.failure = f"code {ended.code}: {ended.stderr}"
+    else:
+        done.failure = difference(reference, root / name)
+    return done

@@ -1,0 +1,223 @@
+"""Attention in the unit ball: its formula, its Jacobian, its theorem."""
+
+import pytest
+import torch
+from torch.func import jacrev
+
+from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import certify
+from invformer.nn.lipschitz_probe import branch_jacobians, residual_branches
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.numerics.bounded_attention import to_ball
+from invformer.numerics.bounds import bounded
+from tests.nn.builders import contractive_model, random_tokens, trained_a_little
+
+TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
+
+
+def layer(kind: str = "bias", target: float = 0.9, seed: int = 0) -> BoundedAttention:
+    """A float64 layer with nothing at its start value."""
+    torch.manual_seed(seed)
+    positions = {
+        "bias": lambda: RelativePositionBias(HEADS, TOKENS),
+        "causal": lambda: CausalMask(TOKENS),
+        "full": lambda: VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool)),
+    }
+    attention = BoundedAttention(WIDTH, HEADS, D_HEAD, positions[kind](), target).double()
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter) * parameter.abs().mean())
+    return attention.eval()
+
+
+def dense_jacobian(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
+    """∂f/∂X as (N, D, N, D), by automatic differentiation of the plain formula."""
+    return jacrev(lambda z: plain(attention, z))(x).detach()
+
+
+def plain(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
+    """The formula, head by head."""
+    w_qkv, temperature, g = attention.weights()
+    y = torch.zeros_like(x)
+    for head in range(HEADS):
+        q, k, v = (
+            z / torch.sqrt(1 + (z**2).sum(-1, keepdim=True))
+            for z in (x @ w_qkv[part, head] for part in range(3))
+        )
+        bias = attention.position(x.shape[-2])
+        logits = temperature[head] * q @ k.T + bias[min(head, bias.shape[0] - 1)]
+        y = y + logits.softmax(-1) @ v @ g[head]
+    return y
+
+
+def token_max_norm(jacobian: torch.Tensor) -> float:
+    """A lower bound on the operator norm in token_max: every output token's own ascent."""
+    u = torch.ones(jacobian.shape[:2], dtype=jacobian.dtype)
+    for _ in range(40):
+        u = torch.nn.functional.normalize(u, dim=-1)
+        v = torch.einsum("id,idnk->ink", u, jacobian)
+        v = torch.nn.functional.normalize(v, dim=-1)
+        u = torch.einsum("idnk,ink->id", jacobian, v)
+    return u.norm(dim=-1).max().item()
+
+
+@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(kind: str) -> None:
+    attention = layer(kind)
+    x = 3 * torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    torch.testing.assert_close(attention(x), plain(attention, x))
+
+
+def test_the_map_into_the_ball_never_stretches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = 10 ** (4 * torch.rand(200, 1, generator=generator).double() - 2)
+    z = z * torch.nn.functional.normalize(torch.randn(200, 4, generator=generator).double(), dim=-1)
+    point = to_ball(z)
+    assert (point.u.norm(dim=-1) < 1).all()
+    for at, u, rho in zip(z, point.u, point.rho, strict=True):
+        jacobian = jacrev(lambda a: a / (1 + a @ a).sqrt())(at)
+        expected = rho * (torch.eye(4, dtype=torch.float64) - torch.outer(u, u))
+        torch.testing.assert_close(jacobian, expected)
+        assert torch.linalg.matrix_norm(jacobian, 2) <= rho * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+def test_analytic_products_are_those_of_the_dense_jacobian(kind: str) -> None:
+    attention = layer(kind)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    dense = dense_jacobian(attention, x)
+    jacobian = attention.linearise(x)
+    direction = torch.randn_like(x)
+    pushed = torch.einsum("idjk,jk->id", dense, direction)
+    pulled = torch.einsum("id,idjk->jk", direction, dense)
+    torch.testing.assert_close(jacobian.jvp(direction), pushed)
+    torch.testing.assert_close(jacobian.vjp(direction), pulled)
+
+
+@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize("tight", [False, True])
+def test_true_constant_below_local_bound_below_certificate_below_target(
+    kind: str, scale: float, tight: bool
+) -> None:
+    for seed in range(3):
+        attention = layer(kind, seed=seed)
+        x = scale * torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+        dense = dense_jacobian(attention, x)
+        matrix = dense.reshape(TOKENS * WIDTH, -1)
+        true = {
+            "token_max": token_max_norm(dense),
+            "frobenius": torch.linalg.matrix_norm(matrix, 2).item(),
+        }
+        for norm, value in true.items():
+            local = attention.local_bound(x, norm, tight).item()
+            assert value <= local <= attention.lipschitz_bound(norm)
+        entry_max = dense.abs().sum((-2, -1)).amax().item()
+        assert entry_max <= attention.lipschitz_bound("entry_max")
+        assert attention.lipschitz_bound("token_max") <= attention.lipschitz_target
+        diagonal = torch.stack([dense[i, :, i] for i in range(TOKENS)])
+        assert torch.linalg.matrix_norm(diagonal, 2).max() <= attention.lipschitz_bound("token_max")
+
+
+def test_the_theorem_survives_an_attack_and_is_nearly_attained() -> None:
+    # Gradient ascent on the gain of one row and head over inputs and bias, matrices of norm one.
+    generator = torch.Generator().manual_seed(1)
+    worst = 0.0
+    for tau in (0.5, 2.0, 8.0):
+        z = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+        bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        optimiser = torch.optim.Adam([z, bias], lr=0.05)
+        constant = bounded.head_gains(
+            torch.eye(3, dtype=torch.float64).expand(3, 1, 3, 3), torch.tensor([tau])
+        )[0]
+        for _ in range(300):
+            gain = single_row_gain(z, bias, tau)
+            assert gain <= constant
+            worst = max(worst, gain.item() / constant)
+            optimiser.zero_grad()
+            (-gain).backward()
+            optimiser.step()
+    assert worst > 0.9
+
+
+def single_row_gain(z: torch.Tensor, bias: torch.Tensor, tau: float) -> torch.Tensor:
+    """A lower bound on one row's gain when query, keys and values move separately by one each.
+
+    With an input of orthogonal parts for queries, keys and values, each moves by its own unit
+    vector; the direction of the output is the best of the value term's or the key term's own.
+    """
+    rho = torch.rsqrt(1 + z.square().sum(-1, keepdim=True))
+    (q, k, v), (rho_q, rho_k, rho_v) = z * rho, rho
+    q, rho_q = q[0], rho_q[0]
+    p = (tau * k @ q + bias).softmax(-1)
+    apart = v - p @ v
+    into = lambda u, r, w: r * (w - u * (u * w).sum(-1, keepdim=True))  # noqa: E731
+    covariance = (p[:, None] * apart).T @ k
+    u = torch.linalg.svd(covariance)[0][:, 0].detach()
+    value = (p[:, None] * into(v, rho_v, u.expand_as(v))).norm(dim=-1).sum()
+    query = tau * into(q, rho_q, covariance.T @ u).norm()
+    key = tau * (p * (apart @ u).abs() * into(k, rho_k, q.expand_as(k)).norm(dim=-1)).sum()
+    return value + query + key
+
+
+def test_the_constant_knows_neither_length_nor_bias() -> None:
+    short, long = layer("causal"), layer("bias")
+    long.load_state_dict(short.state_dict(), strict=False)
+    assert short.lipschitz_bound("token_max") == long.lipschitz_bound("token_max")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_construction_guarantees_is_not_below_the_certified_bound(
+    dtype: torch.dtype,
+) -> None:
+    attention = layer().float().eval()
+    slack = 1.0 if dtype == torch.float32 else 1.01
+    for norm in ("token_max", "frobenius"):
+        promised = attention.bound_by_construction(norm).item()
+        assert attention.lipschitz_bound(norm, dtype) <= promised * slack
+    assert attention.bound_by_construction("entry_max") is None
+
+
+def test_the_causal_certificate_is_refused_where_tokens_see_later_ones() -> None:
+    assert layer("bias").causal_bound() <= 0.9
+    with pytest.raises(ValueError, match="causal mask"):
+        layer("full").causal_bound()
+
+
+def test_no_output_depends_on_a_later_token() -> None:
+    attention = layer("bias")
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    changed = x.clone()
+    changed[-1] += 1
+    with frozen_weights(attention):
+        torch.testing.assert_close(attention(changed)[:-1], attention(x)[:-1])
+
+
+def test_a_stack_of_it_is_certified_inverted_and_probed() -> None:
+    model = trained_a_little(contractive_model(bounded=True)).double()
+    certificate = certify(model, dtype=torch.float64)
+    assert certificate.holds
+    assert certificate.kind == "global"
+    tokens = random_tokens(3)
+    with torch.no_grad():
+        x = model.embedding(tokens)
+        solution = model.stack.inverse(model.stack(x), certificate)
+    assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
+    assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
+
+
+def test_the_probe_sees_the_jacobians_that_the_branches_state() -> None:
+    model = trained_a_little(contractive_model(bounded=True)).double()
+    tokens = random_tokens(2)
+    branches = {
+        name: (branch, x) for name, branch, x in residual_branches(model, model.embedding(tokens))
+    }
+    for group in branch_jacobians(model, tokens):
+        direction = torch.randn(group.jacobian.shape, dtype=torch.float64)
+        pushed, pulled = group.jacobian.jvp(direction), group.jacobian.vjp(direction)
+        for index, name in enumerate(group.names):
+            branch, x = branches[name]
+            alone = branch.linearise(x)
+            torch.testing.assert_close(pushed[index], alone.jvp(direction[index]))
+            torch.testing.assert_close(pulled[index], alone.vjp(direction[index]))

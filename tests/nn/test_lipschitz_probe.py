@@ -1,0 +1,102 @@
+"""Every branch's Jacobian at the probe text, stacked: equal to each branch's own."""
+
+import copy
+
+import pytest
+import torch
+
+from invformer.nn.branch import frozen_weights
+from invformer.nn.lipschitz_probe import (
+    LipschitzProbe,
+    branch_jacobians,
+    residual_branches,
+    stacked_attention_weights,
+    stacked_feed_forward_weights,
+)
+from invformer.numerics.linear_map import dense_jacobian
+from tests.nn.builders import (
+    baseline,
+    contractive_model,
+    l2_baseline,
+    random_tokens,
+    trained_a_little,
+)
+
+
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+def test_stacked_weights_are_the_effective_weights(certificate: str) -> None:
+    model = trained_a_little(contractive_model(certificate=certificate))
+    branches = [branch for _, branch in model.stack.branches()]
+    for stack, members in (
+        (stacked_attention_weights, branches[0::2]),
+        (stacked_feed_forward_weights, branches[1::2]),
+    ):
+        with torch.no_grad():
+            for stacked, weights in zip(
+                stack(members), zip(*(b.weights() for b in members), strict=True), strict=True
+            ):
+                torch.testing.assert_close(stacked, torch.stack(weights), rtol=1e-12, atol=0)
+
+
+def test_weights_that_are_held_are_used_as_they_are() -> None:
+    model = trained_a_little(contractive_model())
+    branches = [branch for _, branch in model.stack.branches()]
+    with frozen_weights(model), torch.no_grad():
+        for branch in branches:
+            branch._frozen = type(branch._frozen)(*(2 * w for w in branch._frozen))
+        assert torch.equal(stacked_attention_weights(branches[0::2]).g[1], branches[2].weights().g)
+        w_out = stacked_feed_forward_weights(branches[1::2]).w_out
+        assert torch.equal(w_out[1], branches[3].weights().w_out)
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+def test_products_are_those_of_the_dense_jacobian_of_every_branch(build) -> None:
+    model = trained_a_little(build())
+    tokens = random_tokens(2, seed=3)
+    branches = {name: (b, x) for name, b, x in residual_branches(model, model.embedding(tokens))}
+    with torch.no_grad():
+        groups = branch_jacobians(model, tokens, num_vectors=3)
+    assert [n for g in groups for n in g.names] != []
+    for group in groups:
+        count = 1 if group.per_token else 3
+        vectors = torch.randn(count, *group.jacobian.shape)
+        given = vectors[0] if group.per_token else vectors
+        with torch.no_grad():
+            pushed, pulled = group.jacobian.jvp(given), group.jacobian.vjp(given)
+        pushed, pulled = (p.reshape(vectors.shape) for p in (pushed, pulled))
+        for index, name in enumerate(group.names):
+            branch, x = branches[name]
+            for sample in range(2):
+                dense = dense_jacobian(branch, x[sample].detach()).detach()
+                for v, up, down in zip(vectors, pushed, pulled, strict=True):
+                    flat = v[index, sample].flatten()
+                    torch.testing.assert_close(up[index, sample].flatten(), dense @ flat)
+                    torch.testing.assert_close(down[index, sample].flatten(), dense.T @ flat)
+
+
+def test_every_branch_is_measured_once_in_every_norm() -> None:
+    for model in (contractive_model(), baseline()):
+        names = [name for name, _, _ in residual_branches(model, model.embedding(random_tokens(1)))]
+        estimates = LipschitzProbe(model, random_tokens(1)).estimate()
+        for norm in ("token_max", "frobenius"):
+            assert sorted(estimates[norm]) == sorted(names)
+
+
+def test_a_prefix_of_the_text_has_the_smaller_constants() -> None:
+    """Causal branches: the prefix's Jacobian is a block of the whole one."""
+    model = trained_a_little(contractive_model())
+    tokens = random_tokens(1, seed=5)
+    part, whole = (
+        LipschitzProbe(model, text, num_steps=300).estimate() for text in (tokens[:, :6], tokens)
+    )
+    for norm, estimates in part.items():
+        for name, estimate in estimates.items():
+            assert estimate.value.item() <= whole[norm][name].value.item() * (1 + 1e-6)
+
+
+def test_looking_leaves_model_and_random_numbers_alone() -> None:
+    model = contractive_model()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    LipschitzProbe(model, random_tokens(1)).look()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,291 @@
+"""Every attention kernel against naive loops and against each other, derivatives included."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.nn.position_bias import (
+    CausalMask,
+    LinearPositionBias,
+    RelativePositionBias,
+    SinusoidalPositionBias,
+    VisibilityMask,
+)
+from invformer.numerics.attention_kernel import (
+    attend,
+    attend_l2,
+    blocked_attention,
+    causal_attention,
+    only,
+    sum_by_lag,
+    toeplitz,
+)
+from invformer.numerics.linear_map import linearise
+
+BIASES = {
+    "none": lambda heads, tokens: CausalMask(tokens),
+    "table": RelativePositionBias,
+    "linear": LinearPositionBias,
+    "sinusoid": SinusoidalPositionBias,
+}
+FUSED = [
+    (kernel, bias)
+    for bias in BIASES
+    for kernel in ("blocked", "sdpa")
+    if (kernel, bias) != ("sdpa", "table")
+]
+
+
+def position(bias: str, heads: int, tokens: int, dtype: torch.dtype) -> CausalMask:
+    """A position bias that is not at its start value."""
+    made = BIASES[bias](heads, tokens).to(dtype)
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def naive_l2(q: Tensor, by_lag: Tensor, rows: range) -> Tensor:
+    """Y_i = Σ_j P_ij q_j for some i of one sample, term by term in float64."""
+    q, by_lag = q.double(), by_lag.double()
+    heads, _, d = q.shape
+    y = torch.empty(heads, len(rows), d)
+    for h in range(heads):
+        for index, i in enumerate(rows):
+            seen = q[h, : i + 1]
+            bias = by_lag[h % len(by_lag), : i + 1].flip(0)
+            logits = bias - (seen - q[h, i]).square().sum(-1) / math.sqrt(d)
+            y[h, index] = logits.softmax(0) @ seen
+    return y
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("d_head", [16, 128])
+@pytest.mark.parametrize(("kernel", "bias"), [*FUSED, ("math", "table")])
+def test_l2_attention_agrees_with_a_naive_loop_in_single_precision(
+    kernel: str, bias: str, d_head: int, scale: float
+) -> None:
+    tokens = 200
+    where = position(bias, 2, tokens, torch.float32)
+    q = scale * torch.randn(2, tokens, d_head, dtype=torch.float32)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    rows = range(0, tokens, 7)
+    expected = naive_l2(q, where.by_lag(tokens), rows)
+    assert (y[:, ::7] - expected).abs().max() < 1e-5 * scale
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize(("kernel", "bias"), [*FUSED, ("math", "table")])
+def test_bfloat16_input_gives_the_float32_result_to_bfloat16(
+    kernel: str, bias: str, scale: float
+) -> None:
+    tokens = 100
+    where = position(bias, 2, tokens, torch.float32)
+    q = (scale * torch.randn(2, tokens, 32)).to(torch.bfloat16)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    assert y.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        single = attend_l2(q.float(), where.logit_bias(tokens), kernel)
+    expected = naive_l2(q, where.by_lag(tokens), range(tokens))
+    if kernel != "math":  # whose last product autocast takes over
+        torch.testing.assert_close(single.double(), expected, rtol=0, atol=1e-5 * scale)
+    assert (y - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33, 128, 129, 300])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_fused_kernels_have_the_values_and_gradients_of_the_plain_form(
+    kernel: str, bias: str, tokens: int
+) -> None:
+    if tokens == 1 and bias == "none":
+        pytest.skip("one token without a bias: nothing to differentiate")
+    where = position(bias, 3, tokens, torch.float64)
+    q, k, v, g = torch.randn(4, 2, 3, tokens, 8)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    for output, used in (
+        (lambda kind: attend_l2(q, where.logit_bias(tokens), kind), inputs[:1]),
+        (lambda kind: attend(q, k, v, where.logit_bias(tokens), kind), inputs),
+    ):
+        of = [*used, *where.parameters()]
+        y, expected = output(kernel), output("math")
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+        for got, wanted in zip(
+            torch.autograd.grad(y, of, g, allow_unused=True),
+            torch.autograd.grad(expected, of, g, allow_unused=True),
+            strict=True,
+        ):
+            if got is None or wanted is None:
+                assert tokens == 1
+                continue
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_gradients_match_finite_differences(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 6, torch.float64)
+    q = torch.randn(1, 2, 6, 3, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: attend_l2(x, where.logit_bias(6), kernel), q)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_custom_operators_keep_their_promises_to_torch(keep: bool) -> None:
+    q, k, v = (torch.randn(2, 2, 40, 4, requires_grad=True) for _ in range(3))
+    by_lag = torch.randn(2, 40, requires_grad=True)
+    torch.library.opcheck(blocked_attention, (q, k, v, by_lag, False, keep))
+    torch.library.opcheck(blocked_attention, (q, q, q, by_lag, True, keep))
+    torch.library.opcheck(causal_attention, (q, k, v.detach() * torch.tensor([1, 1, 1, 0])))
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_no_output_or_gradient_reaches_across_the_causal_mask(kernel: str, bias: str) -> None:
+    tokens = 150
+    where = position(bias, 2, tokens, torch.float32)
+    q = torch.randn(1, 2, tokens, 16, dtype=torch.float32)
+    changed = q.clone()
+    changed[..., 90:, :] += 5
+    changed.requires_grad_()
+    before = attend_l2(q, where.logit_bias(tokens), kernel)
+    after = attend_l2(changed, where.logit_bias(tokens), kernel)
+    assert torch.equal(before[..., :90, :], after[..., :90, :])
+    (gradient,) = torch.autograd.grad(after[..., :90, :].sum(), changed)
+    assert (gradient[..., 90:, :] == 0).all()
+
+
+def test_weights_too_small_to_matter_are_zero_not_denormal() -> None:
+    tokens = 80
+    where = LinearPositionBias(1, tokens).float()
+    q = 3 * torch.randn(1, 1, tokens, 16, dtype=torch.float32, requires_grad=True)
+    _, p = blocked_attention(q, q, q, where.by_lag(tokens).detach(), True, True)
+    assert ((p == 0) | (p > torch.finfo(torch.float32).tiny)).all()
+
+
+@pytest.mark.parametrize("bias", ["linear", "sinusoid"])
+def test_low_rank_biases_multiply_out_to_the_bias_they_claim(bias: str) -> None:
+    tokens = 50
+    where = position(bias, 3, tokens, torch.float64)
+    low_rank = where.logit_bias(tokens).low_rank
+    assert low_rank is not None
+    product = (low_rank.left @ low_rank.right.mT).tril(-1)
+    torch.testing.assert_close(product, where(tokens).tril(-1).nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_the_mass_of_every_bias_is_the_sum_over_its_visible_lags(bias: str) -> None:
+    tokens = 30
+    where = position(bias, 3, tokens, torch.float64)
+    others = where(tokens).clone()
+    others.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
+    assert (where(tokens).diagonal(dim1=-2, dim2=-1) == 0).all()
+    torch.testing.assert_close(others.logsumexp(-1), where.log_mass_per_row())
+    torch.testing.assert_close(where.log_mass_per_row()[:, -1], where.log_mass().double())
+
+
+def test_toeplitz_rows_and_sums_along_diagonals_are_adjoint() -> None:
+    by_lag, t = torch.randn(2, 9, requires_grad=True), torch.randn(2, 4, 9)
+    rows = toeplitz(by_lag, 4)
+    lag = torch.arange(5, 9)[:, None] - torch.arange(9)
+    expected = by_lag[:, lag.clamp(min=0)].masked_fill(lag < 0, -math.inf)
+    assert torch.equal(rows, expected)
+    (pulled,) = torch.autograd.grad(rows, by_lag, t)
+    torch.testing.assert_close(sum_by_lag(t), pulled)
+
+
+def test_nothing_of_the_size_of_seq_len_squared_is_held() -> None:
+    for bias in BIASES.values():
+        where = bias(2, 8192)
+        held = [*where.parameters(), *where.buffers()]
+        assert all(t.numel() <= 2 * 8192 for t in held)
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 40, torch.float32)
+    compiled = torch.compile(
+        lambda x: attend_l2(x, where.logit_bias(40), kernel), fullgraph=True, backend="aot_eager"
+    )
+    q = torch.randn(1, 2, 40, 8, dtype=torch.float32, requires_grad=True)
+    y = compiled(q)
+    expected = attend_l2(q, where.logit_bias(40), kernel)
+    torch.testing.assert_close(y, expected)
+    g = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(out, q, g)[0] for out in (y, expected)))
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_checkpointed_attention_has_the_same_gradient(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 40, torch.float64)
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+
+    def value(x: Tensor) -> Tensor:
+        return attend_l2(x, where.logit_bias(40), kernel).square().sum()
+
+    again = torch.utils.checkpoint.checkpoint(value, q, use_reentrant=False)
+    (expected,) = torch.autograd.grad(value(q), q)
+    assert torch.equal(torch.autograd.grad(again, q)[0], expected)
+
+
+def test_derivatives_of_any_order_go_through_the_plain_form() -> None:
+    where = position("table", 2, 40, torch.float32)
+    x = torch.randn(1, 2, 40, 4, dtype=torch.float32)
+    jacobian = linearise(lambda q: attend_l2(q, where.logit_bias(40), "blocked"), x)
+    dx, g = torch.randn_like(x), torch.randn_like(x)
+    assert (jacobian.jvp(dx) * g).sum().item() == pytest.approx(
+        (jacobian.vjp(g) * dx).sum().item(), rel=1e-3
+    )
+    with only("math"):
+        plain = attend_l2(x, where.logit_bias(40), "blocked")
+    assert torch.equal(plain, attend_l2(x, where.logit_bias(40), "math"))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_flex_attention_agrees_in_its_forward_pass() -> None:
+    where = position("table", 2, 40, torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float32)
+    bias = where.logit_bias(40)
+    with torch.no_grad():
+        l2 = [attend_l2(q, bias, kernel) for kernel in ("flex", "math")]
+        dot = [attend(q, k, v, bias, kernel) for kernel in ("flex", "math")]
+    torch.testing.assert_close(*l2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*dot, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bias", "reason"),
+    [
+        ("sdpa", "table", "takes no bias table"),
+        ("flex", "table", "no backward pass on the CPU"),
+        ("warp", "table", "unknown attention kernel"),
+    ],
+)
+def test_an_impossible_choice_says_why_and_what_to_choose(
+    kernel: str, bias: str, reason: str
+) -> None:
+    where = position(bias, 2, 5, torch.float32)
+    q = torch.randn(1, 2, 5, 4, requires_grad=True)
+    with pytest.raises(ValueError, match=reason):
+        attend_l2(q, where.logit_bias(5), kernel)
+
+
+def test_a_mask_that_is_not_causal_runs_on_the_plain_form_only() -> None:
+    where = VisibilityMask(torch.ones(5, 5, dtype=torch.bool))
+    q = torch.randn(1, 2, 5, 4)
+    expected = attend_l2(q, where.logit_bias(5), "math")
+    assert torch.equal(attend_l2(q, where.logit_bias(5)), expected)
+    with pytest.raises(ValueError, match="needs a causal mask"):
+        attend_l2(q, where.logit_bias(5), "blocked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_long_sequences_agree_with_a_naive_loop(kernel: str, bias: str, tokens: int) -> None:
+    where = position(bias, 1, tokens, torch.float32)
+    q = torch.randn(1, tokens, 16, dtype=torch.float32, requires_grad=True)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    y.sum().backward()
+    assert q.grad is not None
+    rows = range(0, tokens, 101)
+    expected = naive_l2(q.detach(), where.by_lag(tokens).detach(), rows)
+    assert (y.detach()[:, ::101] - expected).abs().max() < 1e-5

@@ -1,0 +1,162 @@
+"""Several processes end together: with one line, one exit code, and nobody left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.runs import DROPOUT, difference, options
+from tests.zygote import ROOT
+
+PROGRAM = "tests.reliability.rank_program"
+
+
+def start(module: str, *arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *arguments],
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def ranks(folder: Path) -> list[int]:
+    """The process numbers of both ranks, once they run."""
+    files = [folder / "0", folder / "1"]
+    while not all(file.exists() and file.read_text() for file in files):
+        time.sleep(0.02)
+    return [int(file.read_text()) for file in files]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process ended; one that nobody waited for counts as ended."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
+
+
+def await_end(pids: list[int]) -> None:
+    while not all(map(is_gone, pids)):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "message"),
+    [
+        ("die", 9, "rank 1: was ended by SIGKILL"),
+        ("leave", 9, "rank 1: ended with exit code 17"),
+        ("raise", 9, "rank 1: a bug in invformer: KeyError: 'what nobody expected'"),
+        ("hang", 9, "has begun no batch for 1 s"),
+        ("stop", 9, "rank 1 has begun no batch for 1 s"),
+        ("explain", 3, "text.txt: cannot be read"),
+    ],
+)
+def test_a_rank_that_fails_ends_all_with_one_line_and_one_code(
+    tmp_path: Path, behaviour: str, code: int, message: str
+) -> None:
+    process = start(PROGRAM, behaviour, "1", str(tmp_path))
+    pids = ranks(tmp_path)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == code, stderr
+    assert stderr.startswith("error: ")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    await_end(pids)
+
+
+def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
+    process = start(PROGRAM, "finish", "1", str(tmp_path))
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+
+
+def test_a_signal_reaches_every_rank_and_each_may_save(tmp_path: Path) -> None:
+    process = start(PROGRAM, "be told", "60", str(tmp_path))
+    pids = ranks(tmp_path)
+    time.sleep(0.2)
+    process.terminate()
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert stderr.startswith("error: stopped by signal 15; the state is saved")
+    assert stderr.count("\n") == 1
+    await_end(pids)
+
+
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
+    process = start(PROGRAM, "wait", "60", str(tmp_path))
+    pids = ranks(tmp_path)
+    process.kill()
+    process.communicate(timeout=120)
+    await_end(pids)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("die", "rank 1: was ended by SIGKILL"),
+        pytest.param("raise", "ValueError: broken on purpose", marks=pytest.mark.slow),
+        pytest.param("hang", "has begun no batch for 15 s", marks=pytest.mark.slow),
+        pytest.param("stop", "has begun no batch for 15 s", marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, message: str) -> None:
+    arguments = options(
+        root, f"ranks-{how}", "trainer.devices=2", "trainer.rank_timeout=15", model=DROPOUT
+    )
+    process = start("tests.reliability.broken_train", how, *arguments)
+    while not (children := ranks_below(process.pid)) and process.poll() is None:
+        time.sleep(0.05)
+    _, stderr = process.communicate(timeout=800)
+    assert process.returncode == 9, stderr
+    assert stderr.startswith("error: rank")
+    assert message in stderr
+    assert stderr.count("\n") == 1
+    await_end(children)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(root: Path) -> None:
+    whole, parts = (
+        options(root, name, "trainer.devices=2", model=DROPOUT) for name in ("two", "two-parts")
+    )
+    finish("not", *whole)
+    process = start("tests.reliability.broken_train", "slowly", *parts)
+    while not (root / "two-parts" / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.terminate()
+    _, stderr = process.communicate(timeout=800)
+    assert process.returncode == 143, stderr
+    assert stderr.count("\n") == 1
+    finish("not", *parts)
+    assert difference(root / "two", root / "two-parts") is None
+
+
+def finish(*arguments: str) -> None:
+    process = start("tests.reliability.broken_train", *arguments)
+    _, stderr = process.communicate(timeout=800)
+    assert process.returncode == 0, stderr
+
+
+def ranks_below(pid: int) -> list[int]:
+    """The children of a process, once there are two."""
+    file = Path(f"/proc/{pid}/task/{pid}/children")
+    children = [int(word) for word in file.read_text().split()] if file.exists() else []
+    return children if len(children) == 2 else []
+
+
+def test_a_signal_to_the_group_of_processes_is_answered_once(tmp_path: Path) -> None:
+    process = start(PROGRAM, "be told", "60", str(tmp_path))
+    pids = ranks(tmp_path)
+    time.sleep(0.2)
+    for pid in (process.pid, *pids):  # as a cluster's scheduler does
+        os.kill(pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 143
+    assert stderr.count("\n") == 1

@@ -1,0 +1,78 @@
+"""SIGINT and SIGTERM, wherever they arrive: saved, said, and continued to the same bits."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from invformer.checkpoint.content import newest_checkpoint
+from tests.reliability.conftest import FAST
+from tests.runs import difference, options
+from tests.zygote import Zygote
+
+INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
+MODULE = "invformer.training.module"
+PLACES = {
+    "in a forward pass": [(f"{MODULE}:CharLanguageModel.training_step", 5, TERM)],
+    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 12, INT)],
+    "right after an update": [(f"{MODULE}:refresh_normalisers", 9, TERM)],
+    "in the step before a validation": [(f"{MODULE}:refresh_normalisers", 7, TERM)],
+    "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
+    "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 6, TERM)],
+    "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 15, INT)],
+    "in a checkpoint's write": [("invformer.checkpoint.directory:write_file", 8, TERM)],
+    "in the last checkpoint's write": [("invformer.checkpoint.directory:write_file", 17, TERM)],
+    "twice": [
+        (f"{MODULE}:CharLanguageModel.training_step", 16, TERM),
+        (f"{MODULE}:refresh_normalisers", 20, INT),
+    ],
+    "twice, the second time while the state is being saved": [
+        (f"{MODULE}:CharLanguageModel.training_step", 4, TERM),
+        ("invformer.checkpoint.directory:write_file", 2, INT),
+    ],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path], place: str
+) -> None:
+    name = place.replace(" ", "-").replace(",", "").replace("'", "")
+    arguments = options(root, name)
+    began = time.monotonic()
+    ended = zygote.run(arguments, signals=PLACES[place], before=FAST)
+    assert ended.code == 128 + PLACES[place][0][2], ended.stderr
+    assert ended.stderr.startswith("error: stopped by signal")
+    assert ended.stderr.count("\n") == 1
+    saved, refused = newest_checkpoint(root / name / "checkpoints")
+    assert saved is not None
+    assert not refused
+    assert time.time() - saved.path.stat().st_mtime < time.monotonic() - began
+    ended = zygote.run(arguments, before=FAST)
+    assert ended.code == 0, ended.stderr
+    assert difference(uninterrupted["contractive"], root / name) is None
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+@pytest.mark.parametrize(
+    "place", ["invformer.build.run:build_data", "invformer.build.run:build_callbacks"]
+)
+def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
+    zygote: Zygote, root: Path, place: str, number: int
+) -> None:
+    name = f"start-{place.rpartition('_')[2]}-{number}"
+    ended = zygote.run(options(root, name), signals=[(place, 1, number)], before=FAST)
+    assert ended.code == 128 + number
+    assert ended.stderr.startswith("error: stopped by SIG")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_a_run_stopped_after_its_training_has_nothing_to_lose(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+) -> None:
+    arguments = options(root, "conclusion")
+    place = "invformer.training.fit:generate_sample"
+    assert zygote.run(arguments, signals=[(place, 1, TERM)], before=FAST).code == 143
+    assert zygote.run(arguments, before=FAST).code == 0
+    assert difference(uninterrupted["contractive"], root / "conclusion") is None

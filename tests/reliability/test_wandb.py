@@ -1,0 +1,154 @@
+"""Whole runs beside a W&B server that misbehaves: the same losses, and no secret anywhere."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fake_wandb import FakeServer, refused
+from tests.runs import DROPOUT, difference, options, without_plots
+from tests.zygote import Zygote
+
+KEY = "5ec2e7" * 6 + "abcd"
+TOKEN = "hf_5ec2e7secret5ec2e7"
+
+
+def impatient() -> None:
+    """Called in a run before it starts: short with the server, patient with a busy machine."""
+    from invformer.training import wandb_sink
+
+    patient()
+    wandb_sink.SERVER_SECONDS = 1.0
+
+
+def patient() -> None:
+    """Likewise, for a server that answers."""
+    from invformer.training import wandb_sink
+
+    without_plots()
+    wandb_sink.SERVER_SECONDS = 60.0
+    wandb_sink.ONLINE_SECONDS = 90.0
+    wandb_sink.START_SECONDS = 120.0
+    wandb_sink.FINISH_SECONDS = 10.0
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[str], FakeServer]]:
+    servers: list[FakeServer] = []
+
+    def start(behaviour: str) -> FakeServer:
+        servers.append(FakeServer(behaviour))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        if not server.closed.is_set():
+            server.close()
+
+
+def environment(url: str) -> dict[str, str | None]:
+    return {"WANDB_API_KEY": KEY, "HF_TOKEN": TOKEN, "WANDB_BASE_URL": url, "WANDB_MODE": None}
+
+
+def assert_no_secret_in(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            assert KEY.encode() not in content, path
+            assert TOKEN.encode() not in content, path
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        pytest.param("refuses", marks=pytest.mark.slow),
+        pytest.param("fails", marks=pytest.mark.slow),
+        "hangs",
+        "dies",
+    ],
+)
+def test_a_server_that_misbehaves_changes_no_loss(
+    zygote: Zygote,
+    root: Path,
+    uninterrupted: dict[str, Path],
+    serve: Callable[[str], FakeServer],
+    behaviour: str,
+) -> None:
+    name = f"wandb-{behaviour}"
+    server = None if behaviour == "refuses" else serve("ok" if behaviour == "dies" else behaviour)
+    zygote.start(
+        [*options(root, name, model=DROPOUT), "logger.name=wandb"],
+        before=f"{__name__}:{'patient' if behaviour == 'dies' else 'impatient'}",
+        environment=environment(refused() if server is None else server.url),
+    )
+    if behaviour == "dies":
+        assert server is not None
+        while not (root / name / "metrics.jsonl").exists() and not server.bodies:
+            time.sleep(0.02)
+        server.close()
+    ended = zygote.wait()
+    assert ended.code == 0, ended.stderr
+    assert difference(uninterrupted["dropout"], root / name) is None
+    assert_no_secret_in(root / name)
+    if behaviour in ("refuses", "fails", "hangs"):
+        assert "going offline" in ended.stderr
+        assert "wandb sync" in ended.stdout
+
+
+@pytest.mark.slow
+def test_an_online_run_is_continued_under_its_name(
+    zygote: Zygote, root: Path, serve: Callable[[str], FakeServer]
+) -> None:
+    server = serve("ok")
+    arguments = [*options(root, "wandb-online", model=DROPOUT), "logger.name=wandb"]
+    how = {"before": f"{__name__}:patient", "environment": environment(server.url)}
+    place = "invformer.training.module:CharLanguageModel.training_step"
+    assert zygote.run(arguments, signals=[(place, 9, 15)], **how).code == 143
+    first = names_in(server)
+    assert len(first) == 1
+    assert zygote.run(arguments, **how).code == 0
+    assert names_in(server) == first
+    assert any("train/nats" in body for body in server.bodies)
+    assert_no_secret_in(root / "wandb-online")
+
+
+def names_in(server: FakeServer) -> set[str]:
+    """The runs a server was asked to open."""
+    return {
+        body.partition("/files/e/p/")[2].partition("/")[0]
+        for body in server.bodies
+        if body.startswith("/files/e/p/")
+    }
+
+
+@pytest.mark.slow
+def test_a_client_process_that_dies_takes_nothing_with_it(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+) -> None:
+    ended = zygote.run(
+        [*options(root, "wandb-core", model=DROPOUT), "logger.name=wandb", "logger.mode=offline"],
+        before=f"{__name__}:mortal",
+    )
+    assert ended.code == 0, ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert "metrics.jsonl has every row" in ended.stderr
+    assert difference(uninterrupted["dropout"], root / "wandb-core") is None
+
+
+def mortal() -> None:
+    """Called in a run before it starts: W&B's own process is killed before the last step."""
+    from invformer.training.wandb_sink import WandbSink
+    from tests.runs import STEPS
+
+    patient()
+    log = WandbSink.__call__
+
+    def call(sink: WandbSink, step: int, row: dict[str, float]) -> None:
+        from wandb.sdk import wandb_setup
+
+        if step == STEPS // 2:
+            wandb_setup.singleton()._connection._proc._process.kill()
+        log(sink, step, row)
+
+    WandbSink.__call__ = call

@@ -1,0 +1,34 @@
+"""Checkpoints without the training: a model, written as a run would have saved it."""
+
+from pathlib import Path
+from typing import Any
+
+from invformer.checkpoint.content import write_checkpoint
+from invformer.config import to_dict
+from invformer.data.vocabulary import Vocabulary
+from invformer.nn.transformer import CharTransformer
+from invformer.schema import TrainConfig
+
+NO_STATE: dict[str, Any] = {
+    "epoch": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": [],
+    "data": {},
+}  # fmt: skip
+
+
+def save_run(
+    folder: Path,
+    config: TrainConfig,
+    vocabulary: Vocabulary,
+    model: CharTransformer,
+    step: int = 3,
+    data_sha256: str = "0",
+) -> Path:
+    """Write a run's one checkpoint; returns its directory."""
+    metadata = {
+        "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": data_sha256,
+        "step": step,
+    }  # fmt: skip
+    weights = {f"model.{name}": value for name, value in model.state_dict().items()}
+    path = folder / "checkpoints" / f"step-{step:08d}"
+    write_checkpoint(path, metadata, weights, NO_STATE)
+    return path

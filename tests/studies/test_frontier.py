@@ -1,0 +1,303 @@
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from invformer.build.model import build_model
+from invformer.config import load_config
+from invformer.data.windows import training_windows
+from invformer.nn.certificate import as_branches
+from invformer.nn.lipschitz_probe import residual_branches
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.schema import ModelConfig, OptimConfig, TrainConfig
+from invformer.studies import frontier
+from invformer.studies.frontier import (
+    BETAS,
+    GRAD_CLIP,
+    STUDY,
+    Case,
+    Model,
+    Options,
+    Result,
+    cases,
+    draw,
+    measure,
+    points_of,
+    spread_windows,
+    summarise,
+    text_of,
+    train,
+)  # fmt: skip
+from invformer.studies.study import main
+from invformer.studies.text import read_text
+from invformer.training.optimizers import build_optimizer, warmup_cosine
+
+CPU = torch.device("cpu")
+TINY = [
+    "d_model=12", "num_heads=2", "depths=[1]", "seq_len=16", "batch_size=4", "num_steps=6",
+    "num_windows=2", "probe_steps=20", "data.max_characters=12000", "optimisers=[adamw]",
+    "lipschitz_targets=[0.8]",
+]  # fmt: skip
+BASELINE = Result(2.0, 2.9, 2.0, 1.7, 100, 9, 6, "", "", None, None, None, 3.0, 0.0, None, [])
+CERTIFIED = replace(
+    BASELINE, nats=2.1, norm="token_max", kind="global", certified=0.8, certified_token_max=0.8,
+    certified_total=3.2, estimate=0.5, recovered=1.0, evaluations=[4, 5],
+)  # fmt: skip
+
+
+def grid(*words: str) -> list[Case]:
+    return cases(load_config([*TINY, *words], Options))
+
+
+def only(*words: str) -> Case:
+    (case,) = grid("certificates=[token_max]", *words)
+    return case
+
+
+def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
+    found = grid(
+        "certificates=[token_max, causal, kim_entry_max]",
+        "lipschitz_targets=[0.5, 0.9]",
+        "optimisers=[adamw, muon]",
+        "muon_lr=[0.01, 0.02]",
+    )
+    trainings = {model: 0 for model in get_args(Model)}
+    for case in found:
+        trainings[case.model] += 1
+    # Once with AdamW and with either rate of Muon; times c; times certificate.
+    assert trainings == {
+        "dot_product": 3, "l2": 3, "contractive_l2": 18, "contractive_bounded": 6
+    }  # fmt: skip
+    assert {c.certificate for c in found if c.model == "contractive_bounded"} == {"token_max"}
+    assert {(c.certificate, c.lipschitz_target) for c in found if c.model == "l2"} == {(None, None)}
+
+
+def test_bounded_attention_is_the_same_network_under_every_certificate_it_may_have() -> None:
+    states, outputs = [], []
+    tokens = torch.randint(20, (2, 16))
+    for certificate in ("token_max", "causal"):
+        torch.manual_seed(3)
+        config = ModelConfig(name="contractive_bounded", certificate=certificate, d_model=12)
+        model = build_model(config, 20, 16)
+        states.append(model.state_dict())
+        outputs.append(model(tokens))
+    assert all(states[0][name].equal(value) for name, value in states[1].items())
+    assert outputs[0].equal(outputs[1])
+
+
+def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
+    assert set(get_args(Model)) == set(get_args(get_type_hints(ModelConfig)["name"]))
+    trainer = TrainConfig(optim=OptimConfig())
+    assert list(BETAS) == trainer.optim.betas
+    assert trainer.optim.grad_clip == GRAD_CLIP
+
+
+@pytest.mark.parametrize("model", get_args(Model))
+@pytest.mark.parametrize("optimiser", ["adamw", "muon"])
+def test_training_is_the_plain_loop_step_by_step(model: Model, optimiser: str) -> None:
+    case = only(f"models=[{model}]", f"optimisers=[{optimiser}]")
+    text = read_text(*text_of(case))
+    torch.manual_seed(case.seed)
+    config = ModelConfig(
+        name=model, certificate=case.certificate, d_model=12, num_heads=2, num_layers=1,
+        lipschitz_target=0.8,
+    )  # fmt: skip
+    plain = build_model(config, text.vocab_size, 16).float()
+    set_manual_refresh(plain)
+    rates = {"lr": 8e-3, "muon_lr": 2e-2}
+    descent = build_optimizer(plain, optimiser, **rates, betas=(0.9, 0.99), weight_decay=0.0)
+    schedule = warmup_cosine(descent, 1, 6)
+    for step in range(6):
+        inputs, targets = training_windows(text.train, 16, 4, case.seed, step)
+        if step == 0:
+            plain.initialise(inputs)
+        descent.zero_grad()
+        cross_entropy(plain(inputs).flatten(0, 1), targets.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        descent.step()
+        schedule.step()
+        refresh_normalisers(plain)
+    trained, how = train(case, CPU)
+    assert len(how.losses) == 6
+    weights = dict(plain.named_parameters())
+    assert all(weights[name].equal(weight) for name, weight in trained.named_parameters())
+
+
+@pytest.mark.parametrize("model", get_args(Model))
+def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Model) -> None:
+    case = only(f"models=[{model}]")
+    result = measure(case, CPU)
+    trained, how = train(case, CPU)
+    text = read_text(*text_of(case))
+    trained.eval()
+    total = math.log(text.vocab_size)  # the first character, which nothing predicts
+    with torch.no_grad():
+        for start in range(0, len(text.val) - 1, 16):
+            window = text.val[start : start + 17].long()
+            logits = trained(window[:-1][None])[0].double()
+            total -= logits.log_softmax(-1).gather(1, window[1:, None]).sum().item()
+    assert result.nats == pytest.approx(total / len(text.val), rel=1e-6)
+    assert result.bpc == pytest.approx(result.nats / math.log(2))
+    assert result.num_characters == len(text.val)
+    assert result.train_nats == pytest.approx(sum(how.losses) / 6)
+    assert not result.failed
+    branches = as_branches(trained)
+    assert (result.norm, result.kind) == (("token_max", "global") if branches else ("", ""))
+    if not branches:
+        assert result.certified is result.certified_total is result.recovered is None
+        assert result.evaluations == []
+        return
+    bounds = [branch.lipschitz_bound("token_max", torch.float32) for branch in branches.values()]
+    assert result.certified == max(bounds) <= 0.8
+    assert result.certified_token_max == pytest.approx(max(bounds))
+    assert result.certified_total is not None
+    assert result.certified_total >= math.prod(1 + bound for bound in bounds)
+    assert result.recovered == 1.0
+    assert len(result.evaluations) == len(branches)
+    assert min(result.evaluations) >= 1
+
+
+@pytest.mark.parametrize("model", ["dot_product", "contractive_l2", "contractive_bounded"])
+def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(model: Model) -> None:
+    case = only(f"models=[{model}]", "probe_steps=100", "seq_len=6")
+    result = measure(case, CPU)
+    trained, _ = train(case, CPU)
+    trained.eval()
+    windows = spread_windows(read_text(*text_of(case)).val, 6, 2)
+    largest = ceiling = 0.0
+    for _, branch, x in residual_branches(trained, trained.embedding(windows)):
+        for sample in x.detach():
+            dense = torch.autograd.functional.jacobian(branch, sample)
+            blocks = torch.linalg.matrix_norm(dense.transpose(1, 2), 2)  # per pair of tokens
+            # sup over |x_j| <= 1 of |sum_j J_ij x_j| is at least that with one x_j only.
+            largest = max(largest, blocks.max().item())
+            ceiling = max(ceiling, blocks.sum(1).max().item())
+    assert 0 < largest * (1 - 1e-4) <= result.estimate <= ceiling * (1 + 1e-4)
+    assert result.residual < 0.1
+
+
+@pytest.mark.parametrize("certificate", ["causal", "kim_entry_max", "kim_frobenius"])
+def test_bounds_say_what_they_bound_in_which_norm(certificate: str) -> None:
+    (case,) = grid("models=[contractive_l2]", f"certificates=[{certificate}]")
+    result = measure(case, CPU)
+    norm = {"causal": "token_max", "kim_entry_max": "entry_max"}.get(certificate, "frobenius")
+    assert (result.norm, result.kind) == (norm, "causal" if certificate == "causal" else "global")
+    assert result.certified is not None
+    assert result.certified <= 0.8
+    assert result.certified_token_max is not None
+    assert result.estimate <= result.certified_token_max
+    assert (result.certified_total is None) == (certificate == "causal")
+    assert result.recovered == 1.0
+
+
+def test_windows_are_spread_over_the_whole_text() -> None:
+    windows = spread_windows(torch.arange(100), 10, 4)
+    assert windows[:, 0].tolist() == [0, 30, 60, 90]
+    assert windows[-1, -1] == 99
+
+
+def rows_of(*pairs: tuple[str, Result]) -> list[tuple[Case, Result]]:
+    return [(only(*words.split()), result) for words, result in pairs]
+
+
+def test_the_best_learning_rate_counts_and_the_gap_is_between_means_over_seeds() -> None:
+    free, bound = "models=[dot_product]", "models=[contractive_bounded]"
+    rows = rows_of(
+        (f"{free} lr=[0.01]", replace(BASELINE, nats=2.0)),
+        (f"{free} lr=[0.01] seed=1", replace(BASELINE, nats=2.2)),
+        (f"{free} lr=[0.1]", replace(BASELINE, nats=1.5)),
+        (f"{free} lr=[0.1] seed=1", replace(BASELINE, nats=math.nan)),
+        (f"{bound} lr=[0.01]", replace(CERTIFIED, nats=2.3)),
+        (f"{bound} lr=[0.01] seed=1", replace(CERTIFIED, nats=2.5)),
+        (f"{bound} lr=[0.1]", replace(CERTIFIED, nats=2.4)),
+        (f"{bound} lr=[0.1] seed=1", replace(CERTIFIED, nats=2.8)),
+    )
+    baseline, certified = points_of(rows)
+    assert (baseline.case.lr, baseline.num_failed) == (0.01, 0)
+    assert baseline.nats == pytest.approx(2.1)
+    assert certified.nats == pytest.approx(2.4)
+    summary = summarise(rows)
+    assert "gap +0.300 nats, +0.433 bpc" in summary.ours
+    assert [line["gap, nats"] for line in summary.table] == pytest.approx([0.0, 0.3])
+    assert [line["range"] for line in summary.table] == pytest.approx([0.2, 0.2])
+    assert "dot product, nats by layers: +0.185 at 2" in summary.paper
+
+
+def test_a_training_that_fails_is_a_row_and_never_the_best() -> None:
+    lost = replace(BASELINE, nats=math.nan, bpc=math.nan, estimate=math.nan)
+    rows = rows_of(
+        ("models=[contractive_l2]", lost),
+        ("models=[contractive_bounded]", CERTIFIED),
+        ("models=[dot_product]", lost),
+    )
+    summary = summarise(rows)
+    assert [line["seeds (failed)"] for line in summary.table] == ["1 (1)", "1 (0)", "1 (1)"]
+    assert "best certified 2.100 nats" in summary.ours
+    assert "best unconstrained not run" in summary.ours
+    assert draw(rows).axes
+
+
+def test_a_lost_training_is_resumed_as_the_row_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Decoupled decay by 1 - 10 * 100 per step: the weights overflow, and so does the loss.
+    words = ["models=[dot_product]", "num_steps=20", "lr=[10.0]", "weight_decay=100.0"]
+    argv = [f"out={tmp_path}", "wandb=false", *TINY, *words]
+    assert main(STUDY, argv) == 0
+    rows = (tmp_path / "rows.csv").read_text()
+    header, row = csv.reader(io.StringIO(rows))
+    values = dict(zip(header, row, strict=True))
+    assert values["nats"] == "NaN"
+    assert int(values["steps_taken"]) < int(values["num_steps"]) == 20
+    monkeypatch.setattr(frontier, "train", None)  # would not be survived
+    assert main(STUDY, argv) == 0
+    assert (tmp_path / "rows.csv").read_text() == rows
+
+
+def test_a_small_study_runs_from_start_to_figure_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]"]
+    assert main(STUDY, argv) == 0
+    measured = []
+    inner = STUDY.measure
+    study = replace(
+        STUDY, measure=lambda case, device: measured.append(case) or inner(case, device)
+    )
+    assert main(study, [*argv, "lipschitz_targets=[0.8, 0.4]"]) == 0
+    assert [(case.model, case.lipschitz_target) for case in measured] == [
+        ("contractive_bounded", 0.4)
+    ]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["table"]) == 3
+    assert result["outcome"] == "not in the paper"
+    assert "gap" in result["ours"]
+    assert (tmp_path / "frontier.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "message"),
+    [
+        ("stride=17", 2, "17 is more than seq_len=16"),
+        ("num_heads=5", 2, "5 heads do not divide d_model=12"),
+        ("data.val_fraction=0.97", 2, "leaves no text for training"),
+        ("seq_len=5000", 3, "seq_len=5000: the validation text has"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(
+    word: str, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [f"out={tmp_path}", *TINY, word]
+    try:
+        found = main(STUDY, argv)
+    except SystemExit as end:
+        found = end.code
+    assert found == code
+    assert message in capsys.readouterr().err

@@ -1,0 +1,239 @@
+"""An update that is not finite never happens, and what caused it is named."""
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.build.run import Run, build_run
+from invformer.config import load_config
+from invformer.errors import NonFiniteError
+from invformer.schema import TrainConfig
+from invformer.training.fit import fit
+from invformer.training.guard import UpdateGuard
+from invformer.training.module import CharLanguageModel
+from invformer.training.optimizers import build_optimizer
+from tests.runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.zygote import ROOT
+
+BAD_STEP, LAST_SAVED = 9, 7
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def state_of(run: Run) -> dict[str, object]:
+    """A copy of weights and optimiser."""
+    return copy.deepcopy(
+        {
+            "weights": run.module.model.state_dict(),
+            "optimizer": run.trainer.optimizers[0].state_dict(),
+        }
+    )
+
+
+def same(one: object, other: object) -> bool:
+    """Whether two nested states are equal bit for bit."""
+    if isinstance(one, dict):
+        assert isinstance(other, dict)
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        assert isinstance(other, list)
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, Tensor) else one == other  # type: ignore[arg-type]
+
+
+def break_gradient(run: Run, value: float, name: str) -> None:
+    """Spoil one number of one parameter's gradient in the bad step."""
+    parameter = dict(run.module.model.named_parameters())[name]
+
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        if run.trainer.global_step == BAD_STEP:
+            gradient.view(-1)[0] = value
+        return gradient
+
+    parameter.register_hook(spoil)
+
+
+def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The state before the bad step, filled in when it begins."""
+    before: dict[str, object] = {}
+    step = CharLanguageModel.training_step
+
+    def watched(module: CharLanguageModel, *arguments: object) -> Tensor:
+        if module.trainer.global_step == BAD_STEP and not before:
+            before.update(state_of(run))
+        return step(module, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CharLanguageModel, "training_step", watched)
+    return before
+
+
+def run_of(folder: Path, *more: str) -> Run:
+    write_text(folder)
+    return build_run(load_config(options(folder, "a", *more, model=()), TrainConfig, ROOT))
+
+
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize(
+    "more",
+    [CONTRACTIVE, DROPOUT, (*CONTRACTIVE, "optim=muon"), (*CONTRACTIVE, "trainer.accumulate=2")],
+    ids=["contractive", "dot_product", "muon", "accumulate"],
+)
+def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], value: float
+) -> None:
+    run = run_of(tmp_path, *more, "monitor.enabled=false")
+    name = "head.weight"
+    break_gradient(run, value, name)
+    before = watch(run, monkeypatch)
+    with pytest.raises(NonFiniteError) as error:
+        fit(run)
+    message = str(error.value)
+    assert message.startswith(f"step {BAD_STEP}: the gradient of {name} is not finite")
+    each = 16 if "trainer.accumulate=2" in more else 8
+    assert f"in windows {BAD_STEP * each}–{(BAD_STEP + 1) * each - 1}; " in message
+    assert before
+    assert same(before, state_of(run))
+    assert newest_step(run) == LAST_SAVED
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    run = run_of(tmp_path, *CONTRACTIVE, f"optim={optimizer}", "monitor.enabled=false")
+    break_gradient(run, NAN, "head.weight")
+    before = watch(run, monkeypatch)
+    with pytest.raises(NonFiniteError, match=rf"step {BAD_STEP}: the gradient of head\.weight"):
+        fit(run)
+    after = state_of(run)
+    assert run.trainer.global_step > BAD_STEP + 1
+    assert same(before["weights"], after["weights"])
+    assert newest_step(run) == LAST_SAVED
+
+
+def test_the_skipping_itself_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = []
+    for name in ("at-once", "later"):
+        (tmp_path / name).mkdir()
+        run = run_of(tmp_path / name, *CONTRACTIVE, "optim=muon", "trainer.max_steps=10")
+        fit(run)
+        weights.append(run.module.model.state_dict())
+        monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    assert same(*weights)
+
+
+def newest_step(run: Run) -> int:
+    """The step of the last checkpoint in the run's folder."""
+    from invformer.checkpoint.content import newest_checkpoint
+
+    found, refused = newest_checkpoint(run.directory.checkpoints)
+    assert found is not None
+    assert not refused
+    return found.step
+
+
+def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(tmp_path, *DROPOUT, "trainer.accumulate=2", "monitor.enabled=false")
+    before = watch(run, monkeypatch)
+    step = CharLanguageModel.training_step
+
+    def spoiled(module: CharLanguageModel, batch: tuple[Tensor, Tensor], number: int) -> Tensor:
+        loss = step(module, batch, number)
+        if number == 2 * BAD_STEP:  # the first of the two; its gradient stays finite
+            module._losses[-1] = loss.detach() + math.inf
+        return loss
+
+    monkeypatch.setattr(CharLanguageModel, "training_step", spoiled)
+    with pytest.raises(NonFiniteError, match=rf"step {BAD_STEP}: the loss \(inf\) is not finite"):
+        fit(run)
+    assert same(before, state_of(run))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimiser_leaves_everything_as_it_is_while_the_guard_says_so(name: str) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
+    optimizer = build_optimizer(
+        model, name, lr=0.1, muon_lr=0.1, betas=(0.9, 0.99), weight_decay=0.1
+    )
+
+    def step(gradient: float, skip: float | None) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.found_inf = None if skip is None else torch.tensor(skip)  # type: ignore[attr-defined]
+        optimizer.step()
+
+    step(0.5, None)
+    weights, memory = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(NAN, 1.0)
+    assert same(weights, dict(model.state_dict()))
+    if name == "adamw":  # Muon's counts stay on the host and go on
+        assert same(memory, optimizer.state_dict())
+    step(0.25, 0.0)
+    guarded = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(memory)
+    step(0.25, None)
+    if name == "adamw":
+        assert same(guarded, model.state_dict())
+
+
+def inspect(guard: UpdateGuard, step: int, loss: float, *gradients: float) -> Tensor:
+    return guard.inspect(step, torch.tensor(loss), [torch.full((2,), g) for g in gradients])
+
+
+def test_the_guard_remembers_the_first_culprit_only() -> None:
+    guard = UpdateGuard()
+    assert guard.culprit() is None
+    inspect(guard, 3, 1.0, 0.5, 0.5)
+    assert guard.culprit() is None
+    inspect(guard, 4, 1.0, 0.5, NAN)
+    inspect(guard, 5, NAN, NAN, 0.5)
+    inspect(guard, 6, 1.0, 0.5, 0.5)
+    culprit = guard.culprit()
+    assert culprit is not None
+    assert (culprit.step, culprit.gradients, culprit.loss) == (4, [1], 1.0)
+    assert guard.lost is not None
+    assert guard.lost.item() == 1
+
+
+def test_a_norm_that_overflows_is_not_finite_either() -> None:
+    guard = UpdateGuard()
+    guard.inspect(0, torch.tensor(1.0), [torch.full((4,), 3e38)])
+    culprit = guard.culprit()
+    assert culprit is not None
+    assert math.isfinite(culprit.loss)
+
+
+def test_the_guards_norm_is_that_of_clipping_to_the_last_bit() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(n, 3)) for n in (5, 17, 1)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    gradients = [p.grad.clone() for p in parameters if p.grad is not None]
+    norm = UpdateGuard().inspect(0, torch.tensor(1.0), gradients)
+    assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True))
+
+
+def test_what_was_skipped_is_never_saved(tmp_path: Path) -> None:
+    run = run_of(tmp_path, *DROPOUT)
+    refuse: Callable[[dict], None] = run.module.on_save_checkpoint
+    inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))
+    run.module._trainer = run.trainer
+    run.trainer.datamodule = run.data
+    run.data.trainer = run.trainer
+    with pytest.raises(NonFiniteError, match="step 4: the loss"):
+        refuse({})

@@ -1,0 +1,117 @@
+"""The training loop: what must not change the losses, and what must not wait for the device."""
+
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from invformer.build.run import build_run
+from invformer.config import load_config
+from invformer.schema import TrainConfig
+from invformer.training.fit import fit
+from invformer.training.module import CharLanguageModel
+from invformer.training.run_log import read_rows
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def arguments(folder: Path, name: str, *more: str) -> list[str]:
+    text = folder / "squares.txt"
+    text.write_text(TEXT)
+    return [
+        "data=text_file", f"data.path={text}", "data.seq_len=16", "data.batch_size=8",
+        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=6",
+        "trainer.val_every=6", "trainer.progress=false", "trainer.sample_length=0",
+        "logger.name=none", "monitor.enabled=false", f"run.root={folder / 'runs'}",
+        f"run.name={name}", "trainer.num_threads=1", "trainer.precision=64-true", *more,
+    ]  # fmt: skip
+
+
+def validation_bits(folder: Path, name: str, *more: str) -> float:
+    """The bits per character after a short run."""
+    run = build_run(load_config(arguments(folder, name, *more), TrainConfig, ROOT))
+    fit(run)
+    return read_rows(run.directory.metrics)[-1]["val/bpc"]
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+def test_checkpointed_and_accumulated_runs_end_where_the_plain_run_does(
+    tmp_path: Path, model: str
+) -> None:
+    plain = validation_bits(tmp_path, "plain", f"model={model}")
+    for name, *more in (
+        ("checkpointed", "trainer.checkpoint_activations=true"),
+        ("accumulated", "trainer.accumulate=2", "data.batch_size=4"),
+    ):
+        assert validation_bits(tmp_path, name, f"model={model}", *more) == pytest.approx(
+            plain, rel=1e-9
+        )
+
+
+def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:
+    kept = {}
+    for recompute in (False, True):
+        switch = f"trainer.checkpoint_activations={str(recompute).lower()}"
+        run = build_run(
+            load_config(arguments(tmp_path, f"kept-{recompute}", switch), TrainConfig, ROOT)
+        )
+        sizes: list[int] = []
+
+        def note(t: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
+            sizes.append(t.numel())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            run.module.model(torch.zeros(8, 16, dtype=torch.long)).sum()
+        kept[recompute] = sum(sizes)
+    assert kept[True] < kept[False] / 3
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts operations that make the host wait for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+class BetweenFlushes(L.Callback):
+    """Watches every step, from its batch to what callbacks before the flush make of it."""
+
+    def __init__(self) -> None:
+        self.per_step: list[list[str]] = []
+
+    def on_train_batch_start(self, *args: object) -> None:
+        self.syncs = HostSyncs()
+        self.syncs.__enter__()
+
+    def on_train_batch_end(self, *args: object) -> None:
+        self.syncs.__exit__(None, None, None)
+        self.per_step.append(self.syncs.found)
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+def test_no_step_waits_for_the_device_between_flushes(
+    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On the CPU, where there is nothing to wait for, every update is looked at before it is made.
+    monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
+    given = arguments(tmp_path, "syncs", f"model={model}", "monitor.flush_every=100")
+    run = build_run(load_config(given, TrainConfig, ROOT))
+    watch = BetweenFlushes()
+    run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
+    fit(run)
+    assert watch.per_step[:-1] == [[]] * 5  # the last step ends in a validation

@@ -1,0 +1,250 @@
+"""The monitor keeps its budget, says what it chose, touches nothing, and is right."""
+
+import copy
+import statistics
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import invformer.training.fit as fit_module
+from invformer.build.run import Run, build_run
+from invformer.config import load_config
+from invformer.errors import ConfigurationError
+from invformer.evaluation.lipschitz import lipschitz_row
+from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.local_lipschitz import power_iteration_estimate
+from invformer.numerics.tracking import Tracker
+from invformer.schema import TrainConfig
+from invformer.training.monitor import LipschitzMonitor
+from invformer.training.run_log import RunLog, read_rows
+from tests.nn.builders import VOCAB, contractive_model, random_tokens
+
+ROOT = Path(__file__).parent.parent.parent
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
+
+
+def test_sizes_grow_from_a_short_prefix_to_several_windows() -> None:
+    sizes = [(size.sequences, size.length) for size in probe_sizes(4, 128)]
+    assert sizes == [(1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128)]
+    assert probe_sizes(4, 10) == [Size(1, 10), Size(2, 10), Size(4, 10)]
+    assert probe_sizes(4, 64, sequences=3) == [Size(3, 16), Size(3, 32), Size(3, 64)]
+    assert probe_sizes(2, 64, length=20) == [Size(1, 20), Size(2, 20)]
+    assert probe_sizes(1, 64, sequences=3, length=100) == [Size(1, 64)]
+
+
+def test_the_probe_is_shortened_before_steps_are_left_out() -> None:
+    seconds = {Size(1, 16): 1.0, Size(1, 32): 2.0, Size(1, 64): 4.0}
+    assert choose(seconds, rest=100, budget=0.05) == Choice(Size(1, 64), 1)
+    assert choose(seconds, rest=50, budget=0.05) == Choice(Size(1, 32), 1)
+    assert choose(seconds, rest=10, budget=0.05) == Choice(Size(1, 16), 2)
+    assert choose(seconds, rest=10, budget=0.05, every=4) == Choice(Size(1, 32), 4)
+    assert choose(seconds, rest=1, budget=0.05, every=4) == Choice(Size(1, 16), 4)
+
+
+def test_a_choice_survives_a_checkpoint_and_reads_as_a_sentence() -> None:
+    choice = Choice(Size(2, 128), 3)
+    assert Choice.from_dict(choice.to_dict()) == choice
+    assert choice.describe() == "2 sequences of 128 characters every 3 steps"
+    assert Choice(Size(1, 16), 1).describe() == "1 sequence of 16 characters every step"
+
+
+def test_the_ledger_enters_what_the_device_has_reached_in_order() -> None:
+    class SlowClock(Clock):
+        reached = 0.0
+
+        def seconds(self, start: float, end: float) -> float | None:
+            return end - start if end <= self.reached else None
+
+    clock = SlowClock(torch.device("cpu"))
+    ledger = Ledger(clock)
+    ledger.add_step(0.0, 10.0)
+    ledger.add_look(10.0, 11.0)
+    ledger.settle()
+    assert ledger.share(every=1) is None
+    clock.reached = 11.0
+    ledger.settle()
+    assert ledger.share(every=1) == pytest.approx(0.1)
+    assert ledger.share(every=2) == pytest.approx(0.05)
+
+
+class HostSyncs(TorchDispatchMode):
+    """Counts operations whose result the host has to wait for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_looking_and_recording_never_wait_for_the_device() -> None:
+    probe = LipschitzProbe(contractive_model(), random_tokens(1))
+    log = RunLog([])
+    probe.look()
+    with HostSyncs() as syncs:
+        for step in range(3):
+            log.record(step, lipschitz_row(probe))
+        assert syncs.found == []
+        float(torch.ones(()))
+    assert syncs.found == ["aten::_local_scalar_dense"]
+    row = log.flush()[2]
+    assert 0 < row["lipschitz/token_max/block_01/feed_forward/estimate"] <= 0.7
+
+
+def test_a_row_says_the_same_as_its_estimates() -> None:
+    model = contractive_model()
+    probes = [LipschitzProbe(model, random_tokens(2)) for _ in range(2)]
+    log = RunLog([])
+    log.record(0, lipschitz_row(probes[0]))
+    row, estimates = log.flush()[0], probes[1].estimate()
+    for norm, branches in estimates.items():
+        for name, estimate in branches.items():
+            key = f"lipschitz/{norm}/{name}"
+            assert row[f"{key}/estimate"] == pytest.approx(estimate.value.amax().item())
+            assert row[f"{key}/bound"] <= row[f"lipschitz/{norm}/bound_max"]
+        slack = min(
+            row[f"lipschitz/{norm}/{name}/bound"] / row[f"lipschitz/{norm}/{name}/estimate"]
+            for name in branches
+        )
+        assert row[f"lipschitz/{norm}/slack"] == pytest.approx(slack)
+
+
+def converged(model, tokens: torch.Tensor) -> dict[tuple[str, str], float]:
+    """‖J‖ of every branch: singular values; the power method for every output token, both ways."""
+    values: dict[tuple[str, str], float] = {}
+    x = model.embedding(tokens)
+    for name, layer in model.stack.layers():
+        if hasattr(layer, "branch"):
+            dense = dense_jacobian(layer.branch, x[0])
+            values["frobenius", name] = torch.linalg.matrix_norm(dense, 2).item()
+            jacobian = layer.branch.linearise(x)
+            tracker = Tracker(("token_max",), scouts=tokens.shape[1])
+            for _ in range(40):
+                (followed,) = tracker.look(jacobian)
+            restarted = power_iteration_estimate(
+                jacobian, "token_max", num_steps=30, num_restarts=4, rtol=1e-9
+            )
+            values["token_max", name] = max(followed.value.item(), restarted.value.item())
+        x = layer(x)
+    return values
+
+
+def test_estimates_along_a_training_run_are_within_two_percent_of_converged_ones() -> None:
+    """Median over branches, norms and steps; one look a step, float32 against float64."""
+    torch.manual_seed(1)
+    model = contractive_model().float()
+    set_manual_refresh(model)
+    tokens = random_tokens(1, seed=99)
+    probe = LipschitzProbe(model, tokens, first_steps=tokens.shape[1])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
+    errors = []
+    for step in range(120):
+        text = (torch.arange(13) * (1 + step % 5) + step) % VOCAB
+        logits = model(text[None, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text[1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        refresh_normalisers(model)
+        estimates = probe.estimate()
+        if step % 60 == 59:
+            with torch.no_grad():
+                true = converged(copy.deepcopy(model).double().eval(), tokens)
+            for (norm, name), value in true.items():
+                found = estimates[norm][name].value.item()
+                assert found <= value * (1 + 1e-3)
+                errors.append(1 - found / value)
+    assert len(errors) == 2 * 8
+    assert statistics.median(errors) < 0.02
+
+
+@pytest.fixture
+def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(fit_module, "plot_run", lambda *_: [])  # takes longer than the training
+    path = tmp_path / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run_with(text_file: Path, *more: str) -> Run:
+    arguments = [
+        "data=text_file", f"data.path={text_file}", "data.seq_len=32", "data.batch_size=4",
+        "data.val_fraction=0.02", "data.test_fraction=0", "model.d_model=24", "model.num_layers=2",
+        "model.num_heads=2", "trainer.max_steps=12", "trainer.val_every=6",
+        "trainer.progress=false", "trainer.sample_length=0", "trainer.accelerator=cpu",
+        "logger.name=none", "monitor.flush_every=4", "monitor.inversion=false",
+        f"run.root={text_file.parent / 'runs'}", "run.name=a", *more,
+    ]  # fmt: skip
+    return build_run(load_config(arguments, TrainConfig, ROOT))
+
+
+def monitor_of(run: Run) -> LipschitzMonitor:
+    return next(c for c in run.trainer.callbacks if isinstance(c, LipschitzMonitor))
+
+
+def rows_of(run: Run) -> list[dict]:
+    return read_rows(run.directory.path / "metrics.jsonl")
+
+
+def test_a_small_budget_leaves_out_steps_and_the_choice_is_printed_recorded_and_kept(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(text_file, "monitor.budget=0.01")
+    fit_module.fit(run)
+    choice = monitor_of(run).choice
+    assert choice.size == Size(1, 16)
+    assert choice.every > 1
+    assert f"monitor: {choice.describe()}, " in capsys.readouterr().out
+    rows = rows_of(run)
+    last = [row for row in rows if "perf/monitor_every" in row][-1]
+    assert last["perf/monitor_every"] == choice.every
+    assert last["perf/monitor_probe_tokens"] == choice.size.tokens
+    # The steps before validations are always measured, with their local bounds.
+    for step in (5, 11):
+        key, row = "lipschitz/token_max/block_00/attention", rows[step]
+        assert row[f"{key}/estimate"] <= row[f"{key}/local_bound"] <= row[f"{key}/bound"]
+    resumed = LipschitzMonitor(torch.zeros(4, 32, dtype=torch.long), RunLog([]))
+    resumed.load_state_dict(monitor_of(run).state_dict())
+    assert resumed.choice == choice
+    assert resumed.is_settled
+
+
+def test_a_large_budget_takes_several_windows(text_file: Path) -> None:
+    run = run_with(text_file, "monitor.budget=10", "trainer.max_steps=7", "trainer.val_every=7")
+    fit_module.fit(run)
+    assert monitor_of(run).choice == Choice(Size(4, 32), 1)
+
+
+def test_explicit_settings_are_kept_and_repeat_bit_for_bit_across_a_resume(
+    text_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    explicit = ("monitor.every=2", "monitor.num_sequences=1", "monitor.probe_length=8")
+    whole = run_with(text_file, *explicit, "run.name=whole")
+    fit_module.fit(whole)
+    assert "monitor:" not in capsys.readouterr().out
+    measured = [row for row in rows_of(whole) if "lipschitz/frobenius/estimate_max" in row]
+    assert [row["step"] for row in measured] == [0, 2, 4, 5, 6, 8, 10, 11]
+    assert {row["perf/monitor_probe_tokens"] for row in measured} == {8}
+    parts = run_with(text_file, *explicit, "run.name=parts")
+    parts.trainer.fit_loop.epoch_loop.max_steps = 6
+    fit_module.fit(parts)
+    fit_module.fit(run_with(text_file, *explicit, "run.name=parts"))
+    one, other = (
+        [{k: v for k, v in row.items() if k.startswith("lipschitz/")} for row in rows_of(run)]
+        for run in (whole, parts)
+    )
+    assert one == other
+
+
+def test_a_probe_longer_than_the_windows_is_refused(text_file: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"monitor\.probe_length: 64 is more than"):
+        run_with(text_file, "monitor.probe_length=64")

@@ -1,0 +1,310 @@
+"""A run continues from its own newest whole checkpoint on its own text, or says why not."""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from invformer.build.evaluation import evaluate_checkpoint
+from invformer.build.run import build_run
+from invformer.build.saved_model import load_model, untrained, weight_specs
+from invformer.checkpoint.content import (
+    MODEL,
+    STATE,
+    Checkpoint,
+    newest_checkpoint,
+    write_checkpoint,
+)
+from invformer.checkpoint.tensors import specs_of
+from invformer.config import load_config
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import CheckpointError, DataError, InvformerError
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.schema import EvaluateConfig, TrainConfig
+from invformer.training.fit import fit
+from invformer.training.run_log import read_rows
+from tests.checkpoint.hostile import edit_json
+from tests.saved_runs import save_run
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [
+        "data=text_file", f"data.path={folder / 'text.txt'}", "data.seq_len=16",
+        "data.batch_size=4", "model.d_model=12", "model.num_layers=1", "model.num_heads=2",
+        "trainer.max_steps=6", "trainer.val_every=2", "trainer.progress=false",
+        "trainer.sample_length=0", "logger.name=none", f"run.root={folder / 'runs'}", "run.name=a",
+        "trainer.num_threads=1", "trainer.accelerator=cpu", "monitor.inversion=false",
+        # Otherwise the clock decides what the monitor does:
+        "monitor.every=1", "monitor.num_sequences=1", "monitor.probe_length=16",
+        *more,
+    ]  # fmt: skip
+
+
+def train(folder: Path, *more: str, until: int | None = None) -> Path:
+    run = build_run(load_config(options(folder, *more), TrainConfig, ROOT))
+    if until is not None:
+        run.trainer.fit_loop.epoch_loop.max_steps = until
+    fit(run)
+    return run.directory.path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a run of six steps that was never interrupted."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_text(TEXT)
+    train(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, stopped after four steps."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("half")
+    (folder / "text.txt").write_text(TEXT)
+    train(folder, until=4)
+    return folder
+
+
+@pytest.fixture
+def folder(half_way: Path, tmp_path: Path) -> Path:
+    """A copy of the run that was stopped, on the very text."""
+    shutil.copytree(half_way / "runs", tmp_path / "runs")
+    shutil.copy(half_way / "text.txt", tmp_path)
+    config = tmp_path / "runs" / "a" / "config.json"
+    config.write_text(config.read_text().replace(str(half_way), str(tmp_path)))
+    for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir():
+        edit_json(path, MODEL, lambda m: m["config"]["data"].update(path=f"{tmp_path}/text.txt"))
+    return tmp_path
+
+
+def newest(folder: Path) -> Checkpoint:
+    found, _ = newest_checkpoint(folder / "runs" / "a" / "checkpoints")
+    assert found is not None
+    return found
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Weights, optimiser, schedule, random generators, positions, monitors: every bit of them."""
+    names = ("weights.safetensors", "state.safetensors", "state.json")
+    return {name: (checkpoint.path / name).read_bytes() for name in names}
+
+
+def losses(folder: Path) -> list[str]:
+    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
+    return [row["train/nats"].hex() for row in rows]
+
+
+def test_a_stopped_run_ends_at_the_same_bits(whole: Path, folder: Path) -> None:
+    assert newest(folder).step == 4
+    train(folder)
+    assert contents(newest(folder)) == contents(newest(whole))
+    assert losses(folder) == losses(whole)
+
+
+def test_muon_with_dropout_resumes_at_the_same_bits(tmp_path: Path) -> None:
+    more = ["optim=muon", "model=dot_product", "model.d_model=12", "model.num_heads=2",
+            "model.num_layers=1", "model.dropout=0.1", "monitor.enabled=false"]  # fmt: skip
+    ends = []
+    for stops in ([None], [4, None]):
+        folder = tmp_path / f"{len(stops)}"
+        folder.mkdir()
+        (folder / "text.txt").write_text(TEXT)
+        for until in stops:
+            train(folder, *more, until=until)
+        ends.append(contents(newest(folder)))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "MANIFEST.json"])
+def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
+    whole: Path, folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = newest(folder).path / name
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        train(folder)
+    (warning,) = [r.message for r in caplog.records if "continuing from" in r.message]
+    assert "step-00000004" in warning
+    assert "continuing from step-00000002" in warning
+    assert contents(newest(folder)) == contents(newest(whole))
+    assert losses(folder) == losses(whole)
+
+
+def test_the_last_two_and_the_best_are_kept_and_no_remains(whole: Path, folder: Path) -> None:
+    partial = folder / "runs" / "a" / "checkpoints" / ".partial-step-00000005"
+    partial.mkdir()
+    (partial / MODEL).write_text("{")
+    train(folder)
+    saved = {path.name for path in (folder / "runs" / "a" / "checkpoints").iterdir()}
+    best = newest(folder).metadata["best"]
+    assert saved == {"step-00000004", "step-00000006", best}
+    assert read_checkpoint(str(folder / "runs" / "a")).path.name == best
+
+
+def test_a_checkpoint_says_what_it_is(whole: Path) -> None:
+    metadata = newest(whole).metadata
+    assert metadata["step"] == 6
+    assert metadata["vocabulary"]["characters"] == "".join(sorted(set(TEXT)))
+    assert {"torch", "lightning"} <= metadata["versions"].keys()
+    assert metadata["certificate"]["norm"] == "token_max"
+    assert len(metadata["data_sha256"]) == 64
+
+
+@pytest.mark.parametrize("change", [lambda t: t.replace("7", "8"), lambda t: t + " "])
+def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[str], str]) -> None:
+    (folder / "text.txt").write_text(change(TEXT))
+    with pytest.raises(DataError, match="the text changed since the run began") as error:
+        train(folder)
+    assert error.value.exit_code == 3
+    assert newest(folder).step == 4
+
+
+def test_a_run_of_an_earlier_version_is_refused_and_not_started_over(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    shutil.rmtree(run / "checkpoints")
+    (run / "last.ckpt").write_bytes(b"pickle")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="a pickle, which can run code"):
+        train(folder)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_seed_is_another_run(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.seed was 0, now 1"):
+        train(folder, "run.seed=1")
+
+
+# --- States that are none of this run ------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
+    """Change metadata and state of the newest checkpoint, and write it properly."""
+    saved = newest(folder)
+    metadata, state = dict(saved.metadata), saved.read_state()
+    weights = saved.read_weights(run_specs(folder))
+    shutil.rmtree(saved.path)
+    change(metadata, state)
+    write_checkpoint(saved.path, metadata, weights, state)
+
+
+def run_specs(folder: Path) -> dict:
+    config = load_config(options(folder), TrainConfig, ROOT)
+    specs = weight_specs(config, len(set(TEXT)) + 1)
+    return {f"model.{name}": spec for name, spec in specs.items()}
+
+
+def group(state: dict) -> dict:
+    return state["optimizer_states"][0]["param_groups"][0]
+
+
+def memory(state: dict) -> dict:
+    return state["optimizer_states"][0]["state"][0]
+
+
+CHANGES: dict[str, Callable[[dict, dict], Any]] = {
+    "moments of another shape": lambda m, s: memory(s).update(exp_avg=torch.ones(1)),
+    "moments that are numbers": lambda m, s: memory(s).update(exp_avg=1.0),
+    "moments that are missing": lambda m, s: memory(s).pop("exp_avg_sq"),
+    "moments too many": lambda m, s: memory(s).update(os=torch.ones(1)),
+    "another weight decay": lambda m, s: group(s).update(weight_decay=9.0),
+    "other decay rates": lambda m, s: group(s).update(betas=(0.0, 0.0)),
+    "another peak rate": lambda m, s: group(s).update(initial_lr=9.0),
+    "no groups": lambda m, s: s["optimizer_states"][0].update(param_groups=[]),
+    "a parameter without moments": lambda m, s: s["optimizer_states"][0]["state"].pop(0),
+    "no optimiser": lambda m, s: s.update(optimizer_states=[]),
+    "an optimiser that is text": lambda m, s: s.update(optimizer_states="x"),
+    "no schedule": lambda m, s: s.update(lr_schedulers=[]),
+    "an empty schedule": lambda m, s: s.update(lr_schedulers=[{}]),
+    "a schedule that is text": lambda m, s: s.update(lr_schedulers=["x"]),
+    "no random state": lambda m, s: s["callbacks"].pop("RandomState"),
+    "no monitor": lambda m, s: s["callbacks"].pop("LipschitzMonitor"),
+    "a callback more": lambda m, s: s["callbacks"].update(ModelCheckpoint={"dirpath": "/"}),
+    "callbacks that are a list": lambda m, s: s.update(callbacks=[]),
+    "a random state too short": lambda m, s: s["callbacks"]["RandomState"].update(
+        cpu=torch.zeros(3, dtype=torch.uint8)
+    ),
+    "a random state that is text": lambda m, s: s["callbacks"]["RandomState"].update(cpu="x"),
+    "no loops": lambda m, s: s.update(loops={}),
+    "loops that are a number": lambda m, s: s.update(loops=3),
+    "loops of another step": lambda m, s: m.update(step=3),
+    "no position": lambda m, s: s.update(data={}),
+    "a negative position": lambda m, s: s["data"].update(next_batch=-5),
+    "a position that is text": lambda m, s: s["data"].update(next_batch="5"),
+    "a position of another step": lambda m, s: s["data"].update(global_step=3),
+    "another vocabulary": lambda m, s: m.update(vocabulary={"characters": "abc"}),
+    "another configuration": lambda m, s: m["config"]["optim"].update(lr=1.0),
+    "a configuration with code": lambda m, s: m["config"].update(_class_path="os.system"),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in CHANGES.items()])
+def test_a_state_of_another_run_is_refused_with_code_4(
+    folder: Path, change: Callable[[dict, dict], Any]
+) -> None:
+    rewrite(folder, change)
+    with pytest.raises(InvformerError) as error:
+        train(folder)
+    assert error.value.exit_code == 4, error.value
+    assert "\n" not in str(error.value)
+    assert (newest(folder).path / STATE).exists()
+
+
+# --- Evaluating ----------------------------------------------------------------------------------
+
+
+def evaluate(folder: Path, *more: str) -> dict:
+    words = [f"checkpoint={folder / 'runs' / 'a'}", "evaluate.lipschitz_sequences=0",
+             "evaluate.inversion_sequences=0", *more]  # fmt: skip
+    return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
+
+
+def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> None:
+    for path in (folder / "runs" / "a" / "checkpoints").iterdir():
+        edit_json(path, MODEL, lambda m: m["vocabulary"].update(characters=other_characters(m)))
+    with pytest.raises(CheckpointError, match="not that of the text it was trained on"):
+        evaluate(folder)
+
+
+def other_characters(metadata: dict) -> str:
+    """As many characters, one of them another."""
+    return metadata["vocabulary"]["characters"][:-1] + "~"
+
+
+def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
+    other = folder / "other.txt"
+    other.write_text("κείμενο " * 200)
+    with pytest.raises(CheckpointError, match="most characters of text_file"):
+        evaluate(folder, "data.name=text_file", f"data.path={other}")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("preset", [path.stem for path in (ROOT / "configs/model").glob("*.yaml")])
+def test_every_model_comes_back_from_its_checkpoint(
+    preset: str, precision: str, tmp_path: Path
+) -> None:
+    """Which also says that blocks are alike, and within the sizes that are held against files."""
+    words = [f"model={preset}", "model.num_layers=3", "data.seq_len=9"]
+    config = load_config([*words, f"trainer.precision={precision}"], TrainConfig, ROOT)
+    vocabulary = Vocabulary.from_text("abcdefgh")
+    model = untrained(config, vocabulary.size)
+    checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))
+    restored = load_model(checkpoint, config, vocabulary).state_dict()
+    assert weight_specs(config, vocabulary.size) == specs_of(restored)
+    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
