@@ -8,9 +8,9 @@
 | ``math`` | O(N²) | any | any | all |
 | ``blocked`` | O(N · block) | any of the lag, learned or not | any, tuned on CPU | first, reverse |
 | ``sdpa`` | O(N) | none, or low rank in (i, j) | CPU | first, reverse |
-| ``flex`` | O(N) | any of the lag | CPU forward; GPU (written, never run) | first, reverse |
+| ``flex`` | O(N) on a GPU | any of the lag | GPU (never run there); CPU forward | first, reverse |
 
-Logits are float32 at least in every kernel: the L2 expansion (2 q_i·q_j − ‖q_j‖²)/√d cancels badly
+L2 logits are float32 or more in every kernel: their expansion (2 q_i·q_j − ‖q_j‖²)/√d cancels badly
 in half precision, and a bias column of it would lose everything (Dao et al. 2022 describe the
 recomputation in the backward pass that makes memory linear).
 """

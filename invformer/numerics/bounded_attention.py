@@ -15,6 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.l2_attention import softmax_jacobian
+
 
 class BallPoint(NamedTuple):
     """u = ψ(z) and ρ = √(1 − ‖u‖²), kept apart because 1 − ‖u‖² cancels near the sphere."""
@@ -93,8 +95,3 @@ def attention_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor
         at.k.derivative(ds.mT @ at.q.u),
         at.v.derivative(at.p.mT @ g),
     )
-
-
-def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
-    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
-    return p * (a - (p * a).sum(-1, keepdim=True))

@@ -107,7 +107,7 @@ def l2_attention_jvp(
     """
     k = _shifted(q)
     t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
-    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (_softmax_jacobian(p, t) @ k)
+    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (softmax_jacobian(p, t) @ k)
 
 
 def l2_attention_vjp(
@@ -128,12 +128,12 @@ def l2_attention_vjp(
         The cotangent of q.
     """
     k = _shifted(q)
-    t = _softmax_jacobian(p, g @ k.mT)
+    t = softmax_jacobian(p, g @ k.mT)
     pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
     return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
 
 
-def _softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
+def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
     """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
     return p * (a - (p * a).sum(-1, keepdim=True))
 

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from invformer.numerics.l2_attention import softmax_jacobian
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -84,11 +85,11 @@ def dot_product_jacobian(
     pull = _pull(x, a, shift)
 
     def jvp(dx: Tensor) -> Tensor:
-        dp = _softmax_jacobian(p, pull @ dx.mT + dx @ a.mT @ x.mT)
+        dp = softmax_jacobian(p, pull @ dx.mT + dx @ a.mT @ x.mT)
         return (p @ dx + dp @ x) @ v.mT
 
     def vjp(g: Tensor) -> Tensor:
-        dp = _softmax_jacobian(p, g @ v @ x.mT)
+        dp = softmax_jacobian(p, g @ v @ x.mT)
         return p.mT @ g @ v + dp.mT @ pull + dp @ x @ a
 
     return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
@@ -447,11 +448,6 @@ def mass_splitting(
 def _pull(x: Tensor, a: Tensor, shift: Tensor | None) -> Tensor:
     """A x_i + a, the gradient of row i's logits."""
     return x @ a.mT if shift is None else x @ a.mT + shift
-
-
-def _softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
-    """(diag(P_i) − P_i P_iᵀ) a_i for every row."""
-    return p * (a - (p * a).sum(-1, keepdim=True))
 
 
 def _worst_direction(a: Tensor) -> tuple[float, float, float, Tensor | None]:
