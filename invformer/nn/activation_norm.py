@@ -24,7 +24,7 @@ class ActivationNorm(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """x · e^s + b."""
-        return x * self.log_scale.exp() + self.shift
+        return torch.addcmul(self.shift, x, self.log_scale.exp())
 
     def inverse(
         self, y: Float[Tensor, "*batch tokens width"]

@@ -31,15 +31,16 @@ from invformer.numerics.l2_attention import l2_attention
 
 Kernel = Literal["auto", "math", "blocked", "sdpa", "flex"]
 
-# Logits held at a time by ``blocked``: 1 MiB of float32, the size of a core's second-level cache.
-BLOCK_ELEMENTS = 2**18
-MOST_ROWS, LEAST_ROWS = 128, 32
+# Logits held at a time by ``blocked``: 2 MiB of float32, the second-level caches of two cores.
+BLOCK_ELEMENTS = 2**19
+MOST_ROWS, LEAST_ROWS = 64, 32
+# P is kept for the backward pass up to a length of so many times the channels of a head: it is then
+# no larger than the rest of what a residual block keeps, about 14 numbers per token and channel.
+KEPT_PER_CHANNEL = 8
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
 # From this length on skipping hidden blocks pays for carrying a low-rank bias as channels.
 LONG = 512
-# Weights below this many times the smallest normal number are zero.
-NEGLIGIBLE = 1e8
 
 _override: Kernel | None = None
 
@@ -188,7 +189,8 @@ def toeplitz(
 ) -> Float[Tensor, "heads rows tokens"]:
     """The last ``rows`` rows of the matrix b(i − j), −∞ above the diagonal."""
     reversed_lags = F.pad(by_lag.flip(-1), (0, rows - 1), value=-math.inf)
-    return reversed_lags.unfold(-1, by_lag.shape[-1], 1).flip(-2)
+    # Contiguous: flip would keep the order of the strides, which is that of the transpose.
+    return reversed_lags.unfold(-1, by_lag.shape[-1], 1).contiguous().flip(-2)
 
 
 def sum_by_lag(
@@ -215,74 +217,88 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: LogitBias, l2: bool) -> Tens
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries of some samples and heads: all heads, or those of one sample.
+    """Some queries of some pairs of sample and head: of whole samples, or of heads of one sample.
 
     Attributes:
         samples: how many.
-        where: slices of samples and heads.
+        heads: which heads.
+        pairs: the pairs, counted through all samples.
         begin: first query.
         end: one past the last query, hence past the last key they see.
     """
 
     samples: int
-    where: tuple[slice, slice]
+    heads: slice
+    pairs: slice
     begin: int
     end: int
 
-    def pairs(self, x: Tensor) -> Tensor:
-        """(B, H, N, …) → (pairs of sample and head, N, …), a view."""
-        return x[self.where].view(-1, *x.shape[2:])
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of its logits: pairs, queries, keys."""
+        return self.pairs.stop - self.pairs.start, self.end - self.begin, self.end
 
     def queries(self, x: Tensor) -> Tensor:
-        """The rows of the queries."""
-        return self.pairs(x)[:, self.begin : self.end]
+        """The rows of the queries in (pairs, N, …)."""
+        return x[self.pairs, self.begin : self.end]
 
     def keys(self, x: Tensor) -> Tensor:
-        """The rows of the keys they see."""
-        return self.pairs(x)[:, : self.end]
+        """The rows of the keys they see in (pairs, N, …)."""
+        return x[self.pairs, : self.end]
 
     def of_bias(self, bias: Tensor) -> Tensor:
-        """The part of the Toeplitz rows that belongs to these queries and keys."""
+        """The part of the Toeplitz rows (H, rows, N) that belongs to these queries and keys."""
         _, rows, tokens = bias.shape
-        return bias[self.where[1], rows - (self.end - self.begin) :, tokens - self.end :]
+        return bias[self.heads, rows - (self.end - self.begin) :, tokens - self.end :]
+
+    def by_sample(self, x: Tensor) -> Tensor:
+        """(pairs, …) → (samples, heads, …)."""
+        return x.view(self.samples, -1, *x.shape[1:])
 
 
 def _plan(q: Tensor) -> tuple[int, list[Block]]:
     """The number of queries in a block, and the blocks: about BLOCK_ELEMENTS logits each."""
     batch, heads, tokens = q.shape[:3]
-    rows = min(tokens, max(LEAST_ROWS, min(MOST_ROWS, BLOCK_ELEMENTS // tokens)))
+    rows = max(LEAST_ROWS, min(MOST_ROWS, BLOCK_ELEMENTS // tokens))
+    if tokens <= 2 * rows:
+        rows = tokens  # no hidden half to skip that would pay for more calls
     pairs = max(1, BLOCK_ELEMENTS // (rows * tokens))
+    groups: list[tuple[int, slice, int]] = []  # samples, heads, first pair
     if pairs >= heads:
         step = pairs // heads
-        groups = [
-            (min(step, batch - b), (slice(b, b + step), slice(0, heads)))
-            for b in range(0, batch, step)
-        ]
+        for b in range(0, batch, step):
+            groups.append((min(step, batch - b), slice(0, heads), b * heads))
     else:
-        groups = [
-            (1, (slice(b, b + 1), slice(h, h + pairs)))
-            for b in range(batch)
-            for h in range(0, heads, pairs)
-        ]
+        for b in range(batch):
+            for h in range(0, heads, pairs):
+                groups.append((1, slice(h, min(h + pairs, heads)), b * heads + h))
     # From the end, so that all blocks but the first are full.
     ends = range(tokens, 0, -rows)
-    blocks = [Block(n, where, max(0, e - rows), e) for n, where in groups for e in reversed(ends)]
+    blocks = []
+    for samples, of_heads, first in groups:
+        last = first + samples * (of_heads.stop - of_heads.start)
+        for end in reversed(ends):
+            blocks.append(Block(samples, of_heads, slice(first, last), max(0, end - rows), end))
     return rows, blocks
 
 
-def _room(q: Tensor, blocks: list[Block]) -> Tensor:
-    """Space for the logits of any one block."""
-    most = max(len(b.pairs(q)) * (b.end - b.begin) * b.end for b in blocks)
-    return q.new_empty(most)
+def _worth_keeping(tokens: int, d_head: int) -> bool:
+    """Whether P of a sequence is no larger than what else a block keeps of it for the backward."""
+    return tokens <= KEPT_PER_CHANNEL * d_head
+
+
+def _elements(blocks: list[Block]) -> list[int]:
+    """How many logits each block has."""
+    return [math.prod(block.shape) for block in blocks]
 
 
 class Logits(NamedTuple):
     """What the logits scale · q kᵀ + column_j + b(i − j) of all blocks are made of.
 
     Attributes:
-        q: queries.
+        q: queries (pairs of sample and head, N, d).
         k: keys.
-        column: (B, H, N), −‖k_j‖²/√d of L2 logits; None for dot products.
+        column: (pairs, N), −‖k_j‖²/√d of L2 logits; None for dot products.
         bias: the last rows of the Toeplitz matrix b.
         scale: 1/√d, twice that for L2.
     """
@@ -294,27 +310,25 @@ class Logits(NamedTuple):
     scale: float
 
     def weights(self, block: Block, room: Tensor) -> Tensor:
-        """P of one block, (pairs, queries, keys), written into ``room`` or into its place in P."""
-        if room.ndim == 4:
-            p = block.pairs(room)
-        else:
-            rows, pairs = block.end - block.begin, len(block.pairs(self.q))
-            p = room[: pairs * rows * block.end].view(pairs, rows, block.end)
-        by_head = p.unflatten(0, (block.samples, -1))
+        """P of one block, (pairs, queries, keys), written into ``room``."""
+        p = room.view(block.shape)
+        bias, by_head = block.of_bias(self.bias), block.by_sample(p)
         if self.column is None:
-            by_head.copy_(block.of_bias(self.bias))
+            by_head.copy_(bias)
         else:
-            column = block.keys(self.column).unflatten(0, (block.samples, -1)).unsqueeze(-2)
-            torch.add(block.of_bias(self.bias), column, out=by_head)
+            column = block.by_sample(block.keys(self.column))
+            torch.add(bias, column.unsqueeze(-2), out=by_head)
         p.baddbmm_(block.queries(self.q), block.keys(self.k).mT, alpha=self.scale)
         torch.softmax(p, -1, out=p)
         # Weights that round to nothing, before products with them leave the normal numbers: those
-        # cost a hundred times as much, and steep biases make many.
-        return torch.threshold_(p, NEGLIGIBLE * torch.finfo(p.dtype).tiny, 0.0)
+        # cost a hundred times as much, and steep biases make many. Gradients are small themselves,
+        # so that the threshold is the square root of the smallest normal number.
+        return torch.threshold_(p, math.sqrt(torch.finfo(p.dtype).tiny), 0.0)
 
 
 def _logits(q: Tensor, k: Tensor, by_lag: Tensor, rows: int, l2: bool) -> Logits:
     bias, scale = toeplitz(by_lag, rows), 1 / math.sqrt(q.shape[-1])
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
     if not l2:
         return Logits(q, k, None, bias, scale)
     k = k - k[..., :1, :]
@@ -325,19 +339,21 @@ def _logits(q: Tensor, k: Tensor, by_lag: Tensor, rows: int, l2: bool) -> Logits
 def blocked_attention(
     q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, l2: bool, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Y and, if asked for and one block holds a whole sequence, P; causal, all (B, H, N, ·).
+    """Y and, if asked for and not too large, P; causal, all (B, H, N, ·).
 
-    Blocks of queries meet only the keys they see. Sequences that fit in one block keep P for the
-    backward pass, longer ones compute it again: memory is linear in N either way.
+    Blocks of queries meet only the keys they see. Short sequences keep P for the backward pass,
+    block after block; longer ones compute it again: memory is linear in N.
     """
-    y = torch.empty_like(v)
     rows, blocks = _plan(q)
-    keep = keep and rows == q.shape[2]
-    p = q.new_empty(*q.shape[:3], rows) if keep else q.new_empty(0)
     logits = _logits(q, k, by_lag, rows, l2)
-    room = p if keep else _room(q, blocks)
-    for block in blocks:
-        torch.bmm(logits.weights(block, room), block.keys(v), out=block.queries(y))
+    sizes = _elements(blocks)
+    keep = keep and _worth_keeping(*q.shape[2:])
+    p = q.new_empty(sum(sizes) if keep else 0)
+    rooms = p.split(sizes) if keep else _one_room(q, sizes)
+    y = torch.empty_like(v)
+    of_pairs, values = y.flatten(0, 1), v.flatten(0, 1)
+    for block, room in zip(blocks, rooms, strict=True):
+        block.queries(of_pairs).copy_(logits.weights(block, room) @ block.keys(values))
     return y, p
 
 
@@ -350,42 +366,55 @@ def blocked_attention_backward(
     Values enter L2 attention as differences from the first token: P maps ones to ones, so that the
     gradient is the same.
     """
-    dy = dy.contiguous()
     rows, blocks = _plan(q)
     logits = _logits(q, k, by_lag, rows, l2)
-    if l2:
-        v = logits.k
-        dq = dk = dv = torch.zeros_like(q)
-    else:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    received = q.new_zeros(q.shape[:3])
+    sizes = _elements(blocks)
+    kept = p.numel() > 0
+    weight_rooms = p.split(sizes) if kept else _one_room(q, sizes)
+    gradient_rooms = _one_room(q, sizes)
+    gradients = tuple(torch.zeros_like(t) for t in ((q,) if l2 else (q, k, v)))
+    dq, dk, dv = (gradients[0 if l2 else i].flatten(0, 1) for i in range(3))
+    outer, values = dy.flatten(0, 1), logits.k if l2 else v.flatten(0, 1)
+    received = q.new_zeros(logits.q.shape[:2])
     dbias = torch.zeros_like(logits.bias)
-    more_room = _room(q, blocks)
-    room = torch.empty_like(more_room) if p.numel() == 0 else p
-    for block in blocks:
-        weights = block.pairs(p) if p.numel() else logits.weights(block, room)
-        g = block.queries(dy)
-        block.keys(dv).baddbmm_(weights.mT, g)
-        ds = more_room[: weights.numel()].view_as(weights)
-        torch.bmm(g, block.keys(v).mT, out=ds)
+    for block, weight_room, room in zip(blocks, weight_rooms, gradient_rooms, strict=True):
+        weights = weight_room.view(block.shape) if kept else logits.weights(block, weight_room)
+        g = block.queries(outer)
+        ds = torch.bmm(g, block.keys(values).mT, out=room.view(block.shape))
         torch.ops.aten._softmax_backward_data.out(ds, weights, -1, ds.dtype, grad_input=ds)
-        block.queries(dq).baddbmm_(ds, block.keys(logits.k), alpha=logits.scale)
-        block.keys(dk).baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
+        # Products into a part of each matrix are one call per matrix: slower than a sum apart.
+        block.queries(dq).add_(ds @ block.keys(logits.k), alpha=logits.scale)
+        to_values = weights.mT @ g
         if l2:
+            to_values.baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
             block.keys(received).add_(ds.sum(-2))
-        by_head = ds.unflatten(0, (block.samples, -1))
-        block.of_bias(dbias).add_(by_head[0] if block.samples == 1 else by_head.sum(0))
+        else:
+            block.keys(dk).add_(ds.mT @ block.queries(logits.q), alpha=logits.scale)
+        block.keys(dv).add_(to_values)
+        block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
     if l2:
         dq.addcmul_(received.unsqueeze(-1), logits.k, value=-logits.scale)
-        dk, dv = q.new_empty(0), q.new_empty(0)
-    return dq, dk, dv, sum_by_lag(dbias)
+        gradients = (*gradients, q.new_empty(0), q.new_empty(0))
+    return *gradients, sum_by_lag(dbias)
+
+
+def _one_room(q: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Space for the logits of one block after the other, the same for all."""
+    room = q.new_empty(max(sizes))
+    return [room[:size] for size in sizes]
+
+
+def sum_of_first(t: Tensor) -> Tensor:
+    """t.sum(0), as a product: PyTorch's sum of a few large slices is several times slower."""
+    if len(t) == 1:
+        return t[0]
+    return (t.new_ones(1, len(t)) @ t.flatten(1)).view(t.shape[1:])
 
 
 @blocked_attention.register_fake
 def _(q, k, v, by_lag, l2, keep):
-    tokens = q.shape[2]
-    keep = keep and _plan(q)[0] == tokens
-    return torch.empty_like(v), q.new_empty(*q.shape[:3], tokens) if keep else q.new_empty(0)
+    keep = keep and _worth_keeping(*q.shape[2:])
+    return torch.empty_like(v), q.new_empty(sum(_elements(_plan(q)[1])) if keep else 0)
 
 
 @blocked_attention_backward.register_fake
