@@ -25,9 +25,11 @@ def main() -> None:
             return
         # The heavy imports wait until the configuration is known to be valid.
         from invformer.build.run import build_run
+        from invformer.numerics.precision import denormals_flushed
         from invformer.training.fit import fit
 
-        fit(build_run(config))
+        with denormals_flushed():
+            fit(build_run(config))
 
     raise SystemExit(guarded(work, debug=config.run.debug))
 

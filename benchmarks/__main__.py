@@ -40,6 +40,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Measure what was asked for; rows are on disk as soon as they exist."""
     args = parse()
+    torch.set_flush_denormal(True)  # as train.py does
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     out = args.out or RESULTS / f"{args.suite}.json"

@@ -10,6 +10,7 @@ is a function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d = (P q) G_h, with the
 """
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,7 +19,14 @@ from torch import Tensor, nn
 
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, max_row_sum, write_to
+from invformer.nn.spectral import (
+    INITIAL_OUTPUT,
+    SpectralNormalised,
+    max_row_sum,
+    scaled_weights,
+    sigmas,
+    write_to,
+)
 from invformer.numerics import l2_attention as core
 from invformer.numerics.attention_kernel import Kernel, attend, attend_l2
 from invformer.numerics.bounds import contractive, kim, local
@@ -121,8 +129,8 @@ class TiedL2Attention(LipschitzBranch):
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Attend, causally, with the frozen weights if there are any."""
-        weights = self.weights()
+        """Attend, causally, with the frozen or shared weights if there are any."""
+        weights = self._shared or self.weights()
         q = project(x, weights.w_q)
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
@@ -230,6 +238,7 @@ class ContractiveL2Attention(TiedL2Attention):
         certificate: which of the two constants is held at c.
         output_channels: channels the output map writes to at initialisation (None: all).
         kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        initial_output: size of the output map's entries at initialisation.
     """
 
     def __init__(
@@ -241,6 +250,7 @@ class ContractiveL2Attention(TiedL2Attention):
         certificate: AttentionCertificate = "token_max",
         output_channels: slice | None = None,
         kernel: Kernel = "auto",
+        initial_output: float = INITIAL_OUTPUT,
     ) -> None:
         super().__init__(lipschitz_target)
         self.kernel = kernel
@@ -249,16 +259,32 @@ class ContractiveL2Attention(TiedL2Attention):
         d_head = d_model // num_heads
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
         self.w_q = SpectralNormalised(w_q)
-        w_g = INITIAL_OUTPUT * torch.randn(d_model, d_model)
+        w_g = initial_output * torch.randn(d_model, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
 
     def effective_weights(self) -> L2Weights:
         """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h)."""
-        num_heads, _, d_head = self.w_q.weight.shape
-        scale = self.target_scale() / math.sqrt(num_heads)
-        per_head = scale / (self.head_gain() * self.w_q.sigma())
-        g = self.w_g(per_head.repeat_interleave(d_head)[:, None])
-        return L2Weights(self.w_q.weight, g.unflatten(0, (num_heads, d_head)))
+        return self.forward_weights([self])[0]
+
+    def kind(self) -> Hashable:
+        """Shape and certificate."""
+        return type(self), self.w_q.weight.shape, self.certificate
+
+    @staticmethod
+    def forward_weights(branches: Sequence["ContractiveL2Attention"]) -> list[L2Weights]:
+        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h), of every branch."""
+        num_heads, _, d_head = branches[0].w_q.weight.shape
+        log_mass = torch.stack([b.position.log_mass() for b in branches])
+        gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
+        scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)
+        per_head = scale[:, None] / (gain * sigmas([b.w_q for b in branches]))
+        g = scaled_weights(
+            [b.w_g for b in branches], per_head.repeat_interleave(d_head, dim=-1)[..., None]
+        )
+        return [
+            L2Weights(b.w_q.weight, g_b.unflatten(0, (num_heads, d_head)))
+            for b, g_b in zip(branches, g, strict=True)
+        ]
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in token_max and c √N in frobenius, times what a causal κ_h leaves out globally."""

@@ -1,6 +1,7 @@
 """Attention of queries, keys and values in the unit ball, contractive by construction."""
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 from invformer.nn.attention import AttentionCache, merge_heads, split_heads
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, write_to
+from invformer.nn.spectral import (
+    INITIAL_OUTPUT,
+    SpectralNormalised,
+    scaled_weights,
+    write_to,
+)
 from invformer.numerics import bounded_attention as core
 from invformer.numerics.attention_kernel import Kernel, attend
 from invformer.numerics.bounds import bounded
@@ -50,6 +56,7 @@ class BoundedAttention(LipschitzBranch):
         lipschitz_target: c in (0, 1).
         output_channels: channels the output map writes to at initialisation (None: all).
         kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        initial_output: size of the output map's entries at initialisation.
     """
 
     def __init__(
@@ -61,6 +68,7 @@ class BoundedAttention(LipschitzBranch):
         lipschitz_target: float,
         output_channels: slice | None = None,
         kernel: Kernel = "auto",
+        initial_output: float = INITIAL_OUTPUT,
     ) -> None:
         super().__init__(lipschitz_target)
         self.position = position
@@ -68,29 +76,41 @@ class BoundedAttention(LipschitzBranch):
         self.w_qkv = SpectralNormalised(
             torch.randn(3, num_heads, d_model, d_head) / math.sqrt(d_model)
         )
-        w_g = INITIAL_OUTPUT * torch.randn(num_heads * d_head, d_model)
+        w_g = initial_output * torch.randn(num_heads * d_head, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
         self.log_sharpness = nn.Parameter(torch.full((3, num_heads), math.log(INITIAL_SHARPNESS)))
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
     def effective_weights(self) -> BoundedWeights:
         """β Ŵ, τ, and G_h = (c/√H) Ĝ_h / L_h."""
-        sharpness, temperature = self.log_sharpness.exp(), self.log_temperature.exp()
-        num_heads, d_head = self.w_qkv.weight.shape[1], self.w_qkv.weight.shape[3]
-        logit = temperature * torch.maximum(sharpness[0], sharpness[1])
-        gain = torch.hypot(sharpness[2], logit)
-        scale = self.target_scale() / (math.sqrt(num_heads) * gain)
-        return BoundedWeights(
-            self.w_qkv() * sharpness[..., None, None],
-            temperature,
-            self.w_g().unflatten(0, (num_heads, d_head)) * scale[:, None, None],
-        )
+        return self.forward_weights([self])[0]
+
+    def kind(self) -> Hashable:
+        """Shape."""
+        return type(self), self.w_qkv.weight.shape
+
+    @staticmethod
+    def forward_weights(branches: Sequence["BoundedAttention"]) -> list[BoundedWeights]:
+        """β Ŵ, τ, and G_h = (c/√H) Ĝ_h / L_h, of every branch."""
+        _, num_heads, _, d_head = branches[0].w_qkv.weight.shape
+        sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
+        temperature = torch.stack([b.log_temperature for b in branches]).exp()
+        logit = temperature * torch.maximum(sharpness[:, 0], sharpness[:, 1])
+        gain = torch.hypot(sharpness[:, 2], logit)
+        scale = torch.stack([b.target_scale() for b in branches])[:, None]
+        scale = (scale / (math.sqrt(num_heads) * gain)).repeat_interleave(d_head, dim=-1)
+        w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None])
+        w_g = scaled_weights([b.w_g for b in branches], scale[..., None])
+        return [
+            BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
+            for w, t, g in zip(w_qkv, temperature, w_g, strict=True)
+        ]
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Attend, with the frozen weights if there are any."""
-        w_qkv, temperature, g = self.weights()
+        """Attend, with the frozen or shared weights if there are any."""
+        w_qkv, temperature, g = self._shared or self.weights()
         q, k, v = (core.to_ball(z).u for z in project(x, w_qkv))
         scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
         y = attend(q * scale, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)

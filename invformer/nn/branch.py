@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,7 @@ class LipschitzBranch(nn.Module):
 
     correction: Tensor
     _frozen: Any = None
+    _shared: Any = None
 
     def __init__(self, lipschitz_target: float = math.inf) -> None:
         super().__init__()
@@ -49,6 +50,15 @@ class LipschitzBranch(nn.Module):
     def weights(self) -> Any:
         """The frozen weights inside :func:`frozen_weights`, the present ones otherwise."""
         return self._frozen if self._frozen is not None else self.effective_weights()
+
+    def kind(self) -> Hashable:
+        """Branches that agree in this can share :meth:`forward_weights`; None: each on its own."""
+        return None
+
+    @staticmethod
+    def forward_weights(branches: Sequence[Any]) -> list[Any]:
+        """What forward passes multiply by, for branches of one kind at once, with gradients."""
+        raise NotImplementedError
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian of f at X as analytic products."""
@@ -92,6 +102,28 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for branch in branches:
             branch._frozen = None
+
+
+@contextmanager
+def shared_weights(branches: Iterable[LipschitzBranch]) -> Iterator[None]:
+    """Compute the weights of one forward pass for all branches of a kind at once.
+
+    A layer's constants are a few dozen numbers each: layer by layer they take longer than the
+    products they scale, at small sizes.
+    """
+    groups: dict[Hashable, list[LipschitzBranch]] = {}
+    for branch in branches:
+        if not branch.is_frozen and branch.kind() is not None:
+            groups.setdefault(branch.kind(), []).append(branch)
+    try:
+        for group in groups.values():
+            for branch, weights in zip(group, group[0].forward_weights(group), strict=True):
+                branch._shared = weights
+        yield
+    finally:
+        for group in groups.values():
+            for branch in group:
+                branch._shared = None
 
 
 def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:

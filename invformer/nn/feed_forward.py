@@ -1,6 +1,7 @@
 """Feed-forward branches: the ordinary one, and one that is a contraction by construction."""
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -9,7 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.nn.branch import LipschitzBranch, cast
-from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, max_row_sum, write_to
+from invformer.nn.spectral import (
+    INITIAL_OUTPUT,
+    SpectralNormalised,
+    max_row_sum,
+    scaled_weights,
+    write_to,
+)
 from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
@@ -48,6 +55,10 @@ class FeedForwardWeights(NamedTuple):
     sharpness: Tensor
 
 
+# W₁ β, b β and W₂/β.
+FoldedWeights = tuple[Tensor, Tensor, Tensor]
+
+
 class ContractiveFeedForward(LipschitzBranch):
     """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
 
@@ -62,10 +73,12 @@ class ContractiveFeedForward(LipschitzBranch):
         activation: φ; its largest slope, rounded up, divides.
         norm: ``spectral`` holds ‖W‖₂ at one (token_max and frobenius); ``entry_max`` the row sums.
         output_channels: channels the output map writes to at initialisation (None: all).
+        initial_sharpness: β of every hidden unit at initialisation.
+        initial_output: size of the output map's entries at initialisation.
     """
 
     # The frozen weights last folded, and what came of it.
-    _folded: tuple[FeedForwardWeights, tuple[Tensor, Tensor, Tensor]] | None = None
+    _folded: tuple[FeedForwardWeights, FoldedWeights] | None = None
 
     def __init__(
         self,
@@ -75,15 +88,17 @@ class ContractiveFeedForward(LipschitzBranch):
         activation: Activation = "silu",
         norm: Literal["spectral", "entry_max"] = "spectral",
         output_channels: slice | None = None,
+        initial_sharpness: float = INITIAL_SHARPNESS,
+        initial_output: float = INITIAL_OUTPUT,
     ) -> None:
         super().__init__(lipschitz_target)
         self.activation: Activation = activation
         self.norm = norm
         self.w_in = SpectralNormalised(torch.randn(d_model, d_ff) / math.sqrt(d_model))
         self.b_in = nn.Parameter(torch.zeros(d_ff))
-        w_out = INITIAL_OUTPUT * torch.randn(d_ff, d_model)
+        w_out = initial_output * torch.randn(d_ff, d_model)
         self.w_out = SpectralNormalised(write_to(w_out, output_channels))
-        self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(INITIAL_SHARPNESS)))
+        self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(initial_sharpness)))
 
     def effective_weights(self) -> FeedForwardWeights:
         """Ŵ₁, b, c Ŵ₂/lip(φ) and β."""
@@ -103,7 +118,7 @@ class ContractiveFeedForward(LipschitzBranch):
         hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
         return (ACTIVATIONS[self.activation](hidden) @ w_out).view(x.shape)
 
-    def folded_weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def folded_weights(self) -> FoldedWeights:
         """Ŵ₁ β, b β and c Ŵ₂/(lip(φ) β): f(x) = φ(x W + b) V without passes over tokens for β.
 
         Certificates need the matrices apart from β (:meth:`effective_weights`).
@@ -112,12 +127,29 @@ class ContractiveFeedForward(LipschitzBranch):
             if self._folded is None or self._folded[0] is not self._frozen:
                 self._folded = (self._frozen, fold(self._frozen))
             return self._folded[1]
-        if self.norm == "entry_max":
-            return fold(self.effective_weights())
-        sharpness = self.log_sharpness.exp()
-        scale = self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
-        w_out = self.w_out((scale / sharpness)[:, None])
-        return self.w_in(sharpness), self.b_in * sharpness, w_out
+        return self._shared or self.forward_weights([self])[0]
+
+    def kind(self) -> Hashable:
+        """Shape, activation and norm."""
+        return type(self), self.w_in.weight.shape, self.activation, self.norm
+
+    @staticmethod
+    def forward_weights(branches: Sequence["ContractiveFeedForward"]) -> list[FoldedWeights]:
+        """The folded weights of every branch."""
+        first = branches[0]
+        if first.norm == "entry_max":
+            return [fold(b.effective_weights()) for b in branches]
+        sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
+        scale = torch.stack([b.target_scale() for b in branches])
+        scale = scale[:, None] / (layers.ACTIVATION_SLOPE[first.activation] * sharpness)
+        return list(
+            zip(
+                scaled_weights([b.w_in for b in branches], sharpness[:, None, :]),
+                torch.stack([b.b_in for b in branches]) * sharpness,
+                scaled_weights([b.w_out for b in branches], scale[:, :, None]),
+                strict=True,
+            )
+        )
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X, token by token."""
@@ -147,7 +179,7 @@ class ContractiveFeedForward(LipschitzBranch):
         )
 
 
-def fold(weights: FeedForwardWeights) -> tuple[Tensor, Tensor, Tensor]:
+def fold(weights: FeedForwardWeights) -> FoldedWeights:
     """W₁ β, b β and W₂/β."""
     w_in, b_in, w_out, sharpness = weights
     return w_in * sharpness, b_in * sharpness, w_out / sharpness[:, None]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.activation_norm import ActivationNorm
-from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights
+from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights, shared_weights
 from invformer.numerics.error_bound import (
     ErrorStep,
     residual_step,
@@ -165,7 +165,15 @@ class InvertibleStack(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
-        return apply_blocks(self.blocks, x, self.checkpoint_activations)
+        with shared_weights(self.sharing_branches()):
+            return apply_blocks(self.blocks, x, self.checkpoint_activations)
+
+    def sharing_branches(self) -> list[LipschitzBranch]:
+        """Whose weights are computed before the first block: none where each block is by itself."""
+        compiled = any(block._compiled_call_impl is not None for block in self.blocks)
+        if self.checkpoint_activations or compiled or torch.compiler.is_compiling():
+            return []
+        return [branch for _, branch in self.branches()]
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:

@@ -1,10 +1,13 @@
 """Weights divided by an upper bound on their spectral norm, differentiably, once per step."""
 
+from collections.abc import Hashable, Sequence
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.numerics.spectral_norm import gram_normaliser
+from invformer.numerics.spectral_norm import gram_normaliser, gram_normalisers
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
@@ -50,20 +53,131 @@ class SpectralNormalised(nn.Module):
 
     def sigma(self) -> Float[Tensor, "*batch"]:
         """σ̄(W), an upper bound in value with the gradient of ‖W‖₂."""
-        if self.training and not self.manual_refresh:
-            self.refresh()
-        if not torch.is_grad_enabled():
-            return self.sigma_bound
-        with torch.autocast(self.weight.device.type, enabled=False):
-            image = (self.weight @ self.v.unsqueeze(-1)).squeeze(-1)
-            rayleigh = (self.u * image).sum(-1)
-        return rayleigh + (self.sigma_bound - rayleigh).detach()
+        return sigmas([self])[0]
 
     def forward(
-        self, factor: Float[Tensor, "*#batch #rows #columns"] | float = 1.0
+        self, factor: Float[Tensor, "..."] | float = 1.0
     ) -> Float[Tensor, "*batch rows columns"]:
-        """The normalised weight Ŵ, of spectral norm at most one, times ``factor``, in one pass."""
-        return self.weight * (factor / self.sigma()[..., None, None])
+        """The normalised weight Ŵ, of spectral norm at most one, times a factor (it broadcasts)."""
+        factor = torch.as_tensor(factor).to(self.weight)
+        return scaled_weights([self], factor[(None,) * max(1, 3 - factor.ndim)])[0]
+
+    def fresh(self) -> "SpectralNormalised":
+        """Itself, refreshed if nobody else sees to that."""
+        if self.training and not self.manual_refresh:
+            self.refresh()
+        return self
+
+
+def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
+    """σ̄ of several weights of one shape, with the gradients of their norms."""
+    bound, u, v = _stacked(weights)
+    if not torch.is_grad_enabled():
+        return bound
+    return SigmasWithGradient.apply(bound, u, v, *(w.weight for w in weights))
+
+
+def scaled_weights(
+    weights: Sequence[SpectralNormalised], factors: Float[Tensor, "weights *#batch #rows #columns"]
+) -> list[Float[Tensor, "*batch rows columns"]]:
+    """Ŵ · factor of several weights of one shape: what is small is computed for all at once."""
+    if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        scales = factors / sigmas(weights)[..., None, None]
+        return [w.weight * scale for w, scale in zip(weights, scales, strict=True)]
+    bound, u, v = _stacked(weights)
+    return list(ScaledWeights.apply(factors, bound, u, v, *(w.weight for w in weights)))
+
+
+def _stacked(weights: Sequence[SpectralNormalised]) -> tuple[Tensor, Tensor, Tensor]:
+    """σ̄, u and v of all."""
+    fresh = [w.fresh() for w in weights]
+    if len(fresh) == 1:
+        return fresh[0].sigma_bound[None], fresh[0].u[None], fresh[0].v[None]
+    bounds, us, vs = ([getattr(w, name) for w in fresh] for name in ("sigma_bound", "u", "v"))
+    return torch.stack(bounds), torch.stack(us), torch.stack(vs)
+
+
+class ScaledWeights(torch.autograd.Function):
+    """W · factor/σ̄ with the gradients of both, in fewer passes over W than autograd makes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, factors: Tensor, sigma: Tensor, u: Tensor, v: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Every weight times its scale."""
+        ctx.save_for_backward(factors, sigma, u, v, *weights)
+        scales = factors / sigma[..., None, None]
+        return tuple(w * scale for w, scale in zip(weights, scales, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """g · factor/σ̄ − ⟨g, W · factor⟩/σ̄² · u vᵀ for W."""
+        factors, sigma, u, v, *weights = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return second_derivatives(factors, sigma, u, v, weights, gradients)
+        sigma = sigma[..., None, None]
+        scales = factors / sigma
+        shape = scales.shape[1:]
+        along = torch.stack(
+            [(g * w).sum_to_size(shape) for g, w in zip(gradients, weights, strict=True)]
+        )
+        per_sigma = (along * scales).sum((-2, -1), keepdim=True) / sigma
+        left, right = u.unsqueeze(-1) * -per_sigma, v.unsqueeze(-2)
+        dw = [
+            (g * scale).addcmul_(a, b)
+            for g, scale, a, b in zip(gradients, scales, left, right, strict=True)
+        ]
+        return (along / sigma).sum_to_size(factors.shape), None, None, None, *dw
+
+
+def second_derivatives(
+    factors: Tensor,
+    sigma: Tensor,
+    u: Tensor,
+    v: Tensor,
+    weights: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> tuple[Tensor | None, ...]:
+    """The gradients of :class:`ScaledWeights` as functions that autograd can derive again."""
+    scales = factors / SigmasWithGradient.apply(sigma, u, v, *weights)[..., None, None]
+    outputs = [w * scale for w, scale in zip(weights, scales, strict=True)]
+    wanted = [t for t in (factors, *weights) if t.requires_grad]
+    found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True))
+    df, *dw = (next(found) if t.requires_grad else None for t in (factors, *weights))
+    return df, None, None, None, *dw
+
+
+class SigmasWithGradient(torch.autograd.Function):
+    """σ̄ with the gradient dσ = uᵀ dW v: nothing to compute on the way forward."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(sigma: Tensor, u: Tensor, v: Tensor, *weights: Tensor) -> Tensor:
+        """The bounds as they are."""
+        return sigma.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep the singular pairs, for derivatives in both directions."""
+        _, u, v, *_ = inputs
+        ctx.save_for_backward(u, v)
+        ctx.save_for_forward(u, v)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """dσ · u vᵀ."""
+        (gradient,) = gradients
+        u, v = ctx.saved_tensors
+        outer = (gradient.unsqueeze(-1) * u).unsqueeze(-1) * v.unsqueeze(-2)
+        return None, None, None, *outer.unbind()
+
+    @staticmethod
+    def jvp(ctx: Any, *changes: Tensor | None) -> Tensor:
+        """uᵀ dW v."""
+        u, v = ctx.saved_tensors
+        change = torch.stack([torch.zeros_like(u[0]) if c is None else c for c in changes[3:]])
+        return ((change @ v.unsqueeze(-1)).squeeze(-1) * u).sum(-1)
 
 
 def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
@@ -75,15 +189,16 @@ def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
 
 @torch.no_grad()
 def refresh_normalisers(model: nn.Module) -> None:
-    """Recompute every σ̄ of a model, all weights of one shape in one batched Gram iteration."""
-    groups: dict[tuple, list[SpectralNormalised]] = {}
+    """Recompute every σ̄ of a model, all weights with Gram matrices of one size at once."""
+    groups: dict[Hashable, list[SpectralNormalised]] = {}
     for module in model.modules():
         if isinstance(module, SpectralNormalised):
             key = (*module.weight.shape, module.weight.device, module.weight.dtype)
             groups.setdefault(key, []).append(module)
-    for group in groups.values():
-        bounds, us, vs = gram_normaliser(torch.stack([m.weight.detach() for m in group]), NUM_STEPS)
-        for module, bound, u, v in zip(group, bounds, us, vs, strict=True):
+    stacks = [torch.stack([m.weight.detach() for m in group]) for group in groups.values()]
+    found = gram_normalisers(stacks, NUM_STEPS)
+    for group, constants in zip(groups.values(), found, strict=True):
+        for module, bound, u, v in zip(group, *constants, strict=True):
             module.sigma_bound, module.u, module.v = bound, u, v
 
 

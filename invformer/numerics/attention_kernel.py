@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from invformer.numerics.l2_attention import l2_attention
+from invformer.numerics.precision import denormals_flushed
 
 Kernel = Literal["auto", "math", "blocked", "sdpa", "flex"]
 
@@ -394,8 +395,8 @@ def blocked_attention_backward(
         block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
     if l2:
         dq.addcmul_(received.unsqueeze(-1), logits.k, value=-logits.scale)
-        gradients = (*gradients, q.new_empty(0), q.new_empty(0))
-    return *gradients, sum_by_lag(dbias)
+        return gradients[0], q.new_empty(0), q.new_empty(0), sum_by_lag(dbias)
+    return gradients[0], gradients[1], gradients[2], sum_by_lag(dbias)
 
 
 def _one_room(q: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -504,21 +505,6 @@ def causal_attention_backward(
             dy, q, k, v, y, log_mass, 0.0, True, scale=1.0
         )
     return tuple(g.contiguous() for g in gradients)
-
-
-@contextmanager
-def denormals_flushed() -> Iterator[None]:
-    """Treat denormal numbers as zero in this thread, where the CPU can, and then as before.
-
-    Biases that fall steeply make many, and arithmetic with them is a hundred times as slow.
-    """
-    smallest = 5e-324
-    before = smallest * 1.0 == 0.0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
 
 
 @causal_attention.register_fake

@@ -17,6 +17,7 @@ above the computed λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR
 and E, the residual of the factorisation, is of the size of rounding.
 """
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,8 +28,8 @@ from invformer.numerics.rounding import UNIT_ROUNDOFF
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
-# A matrix of norm one, size r, has λ₁ ≥ r⁻¹ᐟ²; three squarings later λ₁ ≥ r⁻⁴ is still far from
-# underflow in float32.
+# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
+# or three, λ₁ ≥ r⁻⁴ is still far from underflow in float32.
 RESCALE_EVERY = 3
 # b is this much above the computed λ₁, per row: room for the factorisation's own rounding.
 RESIDUAL_SHIFT = 1e-12
@@ -72,10 +73,10 @@ def spectral_norm_bound(
     return torch.where(finite, bound, torch.inf)
 
 
-@torch.no_grad()
-def gram_normaliser(
-    weight: Float[Tensor, "*batch m n"], num_steps: int = 8
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]:
+Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]
+
+
+def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> Normalisation:
     """(σ̄, u, v): the bound of Gram iteration in working precision, and the leading singular pair.
 
     Stateless, deterministic, batched matrix products only: what a differentiable normaliser needs
@@ -95,28 +96,70 @@ def gram_normaliser(
     Raises:
         ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
     """
-    _check(weight, num_steps)
-    with torch.autocast(weight.device.type, enabled=False):
-        w = weight.to(_product_dtype(weight))
-        tiny = torch.finfo(weight.dtype).tiny
-        g = _tall(w)
-        log_bound = w.new_zeros(w.shape[:-2])
-        for step in range(num_steps):
-            if step % RESCALE_EVERY == 0:
-                scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
-                log_bound = log_bound + scale.log() / 2**step
-                g = g / scale[..., None, None]
-            g = g.mT @ g
-        largest = _wolkowicz_styan(g).clamp(min=tiny)
-        log_bound = log_bound + largest.log() / 2**num_steps
-        margin = max(NORMALISER_MARGIN, torch.finfo(weight.dtype).eps)
-        bound = (log_bound.exp() * (1 + margin)).clamp(min=tiny)
+    (found,) = gram_normalisers([weight], num_steps)
+    return found
 
-        column = g.diagonal(dim1=-2, dim2=-1).argmax(-1, keepdim=True).unsqueeze(-2)
-        right = _unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1), tiny)
-        left = _unit((_tall(w) @ right.unsqueeze(-1)).squeeze(-1), tiny)
-    u, v = (left, right) if w.shape[-2] >= w.shape[-1] else (right, left)
-    return bound.to(weight.dtype), u.to(weight.dtype), v.to(weight.dtype)
+
+@torch.no_grad()
+def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
+    """:func:`gram_normaliser` of several batches, those with Gram matrices of one size at once.
+
+    Raises:
+        ValueError: as there, for any of them.
+    """
+    for weight in weights:
+        _check(weight, num_steps)
+    found: dict[int, Normalisation] = {}
+    by_gram: dict[Hashable, list[int]] = {}
+    for index, weight in enumerate(weights):
+        size, dtype = min(weight.shape[-2:]), _product_dtype(weight)
+        by_gram.setdefault((size, dtype, weight.dtype, weight.device), []).append(index)
+    for indices in by_gram.values():
+        group = _normalise_together([weights[index] for index in indices], num_steps)
+        found.update(zip(indices, group, strict=True))
+    return [found[index] for index in range(len(weights))]
+
+
+def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisation]:
+    """All of one dtype, device and size of Gram matrix."""
+    dtype = weights[0].dtype
+    tiny, margin = torch.finfo(dtype).tiny, max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
+    tall = [_tall(w.to(_product_dtype(w))) for w in weights]
+    with torch.autocast(weights[0].device.type, enabled=False):
+        scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
+        scaled = [w / s[..., None, None] for w, s in zip(tall, scales, strict=True)]
+        grams = torch.cat([(w.mT @ w).reshape(-1, *w.shape[-1:] * 2) for w in scaled])
+        log_bound, g = _squared(grams, num_steps - 1, tiny)
+        log_bound = log_bound / 2 + torch.cat([s.flatten() for s in scales]).log()
+        bounds = (log_bound.exp() * (1 + margin)).clamp(min=tiny)
+
+        column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
+        rights = _unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1), tiny)
+        sizes = [s.numel() for s in scales]
+        found = []
+        for w, t, bound, right in zip(
+            weights, tall, bounds.split(sizes), rights.split(sizes), strict=True
+        ):
+            right = right.unflatten(0, w.shape[:-2]) if w.ndim > 2 else right[0]
+            left = _unit((t @ right.unsqueeze(-1)).squeeze(-1), tiny)
+            u, v = (left, right) if w.shape[-2] >= w.shape[-1] else (right, left)
+            found.append((bound.view(w.shape[:-2]).to(dtype), u.to(dtype), v.to(dtype)))
+    return found
+
+
+def _squared(g: Tensor, num_steps: int, tiny: float) -> tuple[Tensor, Tensor]:
+    """log of a bound on λ₁ of semidefinite G, and the matrix G^{2^K} to some scale."""
+    log_bound = g.new_zeros(len(g))
+    other = torch.empty_like(g)
+    for step in range(num_steps):
+        if step % RESCALE_EVERY == RESCALE_EVERY - 1:
+            scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
+            log_bound = log_bound + scale.log() / 2**step
+            g.div_(scale[..., None, None])
+        torch.bmm(g.mT, g, out=other)
+        g, other = other, g
+    largest = _wolkowicz_styan(g).clamp(min=tiny)
+    return log_bound + largest.log() / 2**num_steps, g
 
 
 @dataclass(frozen=True)

@@ -194,3 +194,18 @@ def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
     fresh = [3, *[1] * (SEQ_LEN - 3)]
     again = [SEQ_LEN // 2, *[1] * (SEQ_LEN // 2)]
     assert encoded == (fresh + again + again + again)[: 2 * SEQ_LEN]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_weights_shared_by_a_forward_pass_are_those_each_branch_computes(bounded: bool) -> None:
+    model = contractive_model(bounded=bounded).train()
+    tokens = random_tokens(3)
+
+    def loss_and_gradients() -> list[torch.Tensor]:
+        loss = model(tokens).square().sum()
+        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+    together = loss_and_gradients()
+    model.stack.sharing_branches = list  # none of them
+    torch.testing.assert_close(loss_and_gradients(), together)
+    assert all(branch._shared is None for _, branch in model.stack.branches())

@@ -5,7 +5,12 @@ import copy
 import pytest
 import torch
 
-from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
+from invformer.nn.spectral import (
+    SpectralNormalised,
+    refresh_normalisers,
+    scaled_weights,
+    set_manual_refresh,
+)
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3), (4, 6, 2)])
@@ -84,3 +89,41 @@ def test_two_forward_passes_before_one_backward_are_allowed() -> None:
     weight = SpectralNormalised(torch.randn(4, 4))
     (weight().sum() + weight().square().sum()).backward()
     assert weight.weight.grad is not None
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (3, 5, 7)])
+@pytest.mark.parametrize("factor", [(), (7,), (5, 1)])
+def test_scaled_weights_have_the_derivatives_of_the_formula_they_compute(
+    shape: tuple[int, ...], factor: tuple[int, ...]
+) -> None:
+    weight = SpectralNormalised(torch.randn(shape)).train()
+    scale = torch.rand(factor).requires_grad_()
+    towards = torch.randn(shape)
+
+    def derivatives(output: torch.Tensor, create_graph: bool) -> list[torch.Tensor]:
+        inputs = (weight.weight, scale)
+        return list(torch.autograd.grad(output, inputs, towards, create_graph=create_graph))
+
+    def formula() -> torch.Tensor:
+        return weight.weight * (scale / weight.sigma()[..., None, None])
+
+    torch.testing.assert_close(derivatives(weight(scale), False), derivatives(formula(), False))
+    second = [
+        torch.autograd.grad(sum(d.square().sum() for d in first), (weight.weight, scale))
+        for first in (derivatives(weight(scale), True), derivatives(formula(), True))
+    ]
+    torch.testing.assert_close(*second)
+
+
+def test_several_weights_are_scaled_together_as_each_alone() -> None:
+    weights = [SpectralNormalised(torch.randn(4, 6)) for _ in range(3)]
+    factors = torch.rand(3, 4, 1).requires_grad_()
+    together = scaled_weights(weights, factors)
+    alone = [w(factor) for w, factor in zip(weights, factors, strict=True)]
+    torch.testing.assert_close(together, alone)
+    inputs = [factors, *(w.weight for w in weights)]
+    gradients = [
+        torch.autograd.grad(sum((i + 1) * y.sum() for i, y in enumerate(ys)), inputs)
+        for ys in (together, alone)
+    ]
+    torch.testing.assert_close(*gradients)
