@@ -4,6 +4,7 @@
 
 * ``group=name`` merges ``configs/group/name.yaml`` into a group; fields it does not name stay.
 * ``key=value`` (or ``--key=value``) sets one field; ``optim.betas[0]=.5`` one item of a list.
+* An experiment may extend another one: ``base: NAME`` at the top of its file merges that first.
 * Order: the schema's defaults, then the experiment, then the other groups, then single fields. Of
   two settings with the same key the last wins.
 
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin
 
 import yaml  # OmegaConf's own parser, used here to keep scalars as text
@@ -156,7 +158,8 @@ def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None)
     if schema.groups:
         lines += ["", "presets (group=name); the experiment applies first, single fields last:"]
     for group in schema.groups:
-        lines.append(f"  {group:<12}{', '.join(_presets(group, config_root)) or 'none found'}")
+        names = ", ".join(_presets(group, config_root)) or "none found"
+        lines += wrap(f"  {group:<12}{names}", 100, subsequent_indent=" " * 14)
     lines += ["", "fields (key=value), each with its default:"]
     for key, f in options(schema):
         default = default_of(f)
@@ -219,23 +222,39 @@ def _presets(group: str, config_root: Path | None) -> dict[str, Path]:
 
 
 def _read_preset(
-    group: str, name: str, schema: type[Root], config_root: Path | None
+    group: str,
+    name: str,
+    schema: type[Root],
+    config_root: Path | None,
+    above: tuple[str, ...] = (),
 ) -> Iterator[Setting]:
-    """The settings of ``configs/group/name.yaml``."""
+    """The settings of ``configs/group/name.yaml``, after those of the experiment it extends.
+
+    ``above`` are the experiments that extend this one, the one asked for first.
+    """
+    where = f"configs/{group}/{above[-1]}.yaml: base" if above else group
+    if name in above:
+        refuse(where, f"experiments extend each other: {' > '.join([*above, name])}")
     known = _presets(group, config_root)
     if not known:
         refuse(group, f"no presets in configs/{group}: run from a clone of the repository")
     if name not in known:
         near = nearest(name, known)
-        hint = f"did you mean {near!r}? " if near else ""
-        refuse(group, f"no preset {shown(name)}: {hint}There are {', '.join(known)}")
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(known)}"
+        refuse(where, f"no preset {shown(name)}: {hint}")
     source = f"configs/{group}/{name}.yaml"
     try:
         text = known[name].read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         refuse(source, str(error))
+    tree = _parse_yaml(text, source)
+    if group == "experiment" and isinstance(tree, dict) and "base" in tree:
+        base = tree.pop("base")
+        if not isinstance(base, str):
+            refuse(f"{source}: base", f"{shown(base)} is not the name of an experiment")
+        yield from _read_preset(group, base, schema, config_root, (*above, name))
     prefix = "" if group == "experiment" else f"{group}."
-    yield from _flatten(_parse_yaml(text, source), prefix, schema, f"{source}: ")
+    yield from _flatten(tree, prefix, schema, f"{source}: ")
 
 
 def _flatten(tree: Any, prefix: str, schema: type[Root], source: str) -> Iterator[Setting]:

@@ -72,6 +72,17 @@ class ModelConfig(Section):
         "null is d_model // 3, d_model switches the padding off",
         within="[1, 1e5]",
     )
+    initial_sharpness: float = option(
+        8.0,
+        "how sharply units of a contractive feed-forward bend at first; each then learns its own",
+        within="[1e-6, 1e6]",
+    )
+    initial_output: float = option(
+        0.1,
+        "size of the entries that a contractive branch's output map starts with "
+        "(not the attention under a kim_ certificate)",
+        within="[1e-6, 1e6]",
+    )
     dropout: float = option(
         0.0, "probability on each branch's output, baselines only", within="[0, 1)"
     )

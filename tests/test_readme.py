@@ -13,7 +13,13 @@ from invformer.schema import EvaluateConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "checkpoints/README.md", "docs/results.md", "docs/log.md"]
+PAGES = [
+    "README.md",
+    "checkpoints/README.md",
+    "docs/ablations.md",
+    "docs/results.md",
+    "docs/log.md",
+]
 
 
 def blocks(language: str) -> list[str]:

@@ -58,6 +58,8 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
             config.activation,
             "entry_max" if config.certificate == "kim_entry_max" else "spectral",
             channels,
+            config.initial_sharpness,
+            config.initial_output,
         )
         d_norm = config.d_model if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm))
@@ -71,13 +73,15 @@ def build_contractive_attention(
     """The contractive attention whose constant the chosen certificate bounds."""
     position = build_position(config, seq_len)
     width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
-    kernel = config.attention_kernel
+    kernel, size = config.attention_kernel, config.initial_output
     if config.name == "contractive_bounded":
-        return BoundedAttention(width, heads, config.head_width, position, target, channels, kernel)
+        return BoundedAttention(
+            width, heads, config.head_width, position, target, channels, kernel, size
+        )
     match config.certificate:
         case "token_max" | "causal":
             return ContractiveL2Attention(
-                width, heads, position, target, config.certificate, channels, kernel
+                width, heads, position, target, config.certificate, channels, kernel, size
             )
         case "kim_entry_max" | "kim_frobenius":
             return PaperContractiveL2Attention(
