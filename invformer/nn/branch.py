@@ -133,7 +133,7 @@ def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:
     """
     with torch.no_grad():
         weights = branch.weights()
-    copied = copy.deepcopy(branch).double()
+    copied = copy.copy(branch)  # everything else a forward pass uses is cast where it is used
     copied._frozen = type(weights)(*(w.detach().double() for w in weights))
     return copied
 

@@ -259,7 +259,7 @@ def _conclude(
     batch = shape[:-2]
     predicted = None
     if equation.lipschitz_bound is not None and equation.contraction == "global":
-        tolerance = equation.tolerance(equation.y)
+        tolerance = equation.tolerance(equation.size_of_y)
         predicted = predicted_steps(equation.lipschitz_bound, first_residual, tolerance)
         predicted = predicted.reshape(batch)
     return FixedPointSolution(

@@ -28,6 +28,7 @@ class State:
     r: Tensor  # (B, N, D), y − x − f(x)
     residual: Tensor
     smallest: Tensor  # residual so far
+    length: Tensor  # ‖x‖
     size: Tensor  # ‖x‖ + ‖f(x)‖
     status: Tensor
     num_steps: Tensor
@@ -51,15 +52,18 @@ def iterate(
     s = first_state(equation, max_steps, status)
     causal = equation.contraction == "causal"
     only_plain = isinstance(proposer, Picard)
+    on_cpu = s.x.device.type == "cpu"  # where asking costs no synchronisation
     plain = torch.full_like(s.status, only_plain, dtype=torch.bool)
-    while bool((active := s.status == RUNNING).any()):
+    while count := int((active := s.status == RUNNING).sum()):
         proposal, extra = proposer.propose(s.x, s.r, active & ~plain)
         if not only_plain:
             proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
-        proposal = torch.where(active[:, None, None], proposal, s.x)
-        fp = equation.evaluate(proposal, active)
+        if count < len(active):
+            proposal = torch.where(active[:, None, None], proposal, s.x)
+        fp = equation.evaluate(proposal, active, count)
         r = equation.y - proposal - fp
-        residual, size = equation.size(r), equation.size(proposal) + equation.size(fp)
+        residual, length = equation.size(r), equation.size(proposal)
+        size = length + equation.size(fp)
         s.num_steps += active
         s.num_evaluations += torch.where(active, extra + 1, 0)
 
@@ -85,10 +89,14 @@ def iterate(
         _judge(s, InversionStatus.NONFINITE, accepted & ~finite)
         # Past this line only finite iterates move: the last finite one is what is returned.
         accepted = accepted & finite
-        moved = accepted[:, None, None]
-        s.x, s.fx = torch.where(moved, proposal, s.x), torch.where(moved, fp, s.fx)
-        s.r = torch.where(moved, r, s.r)
+        if on_cpu and bool(accepted.all()):
+            s.x, s.fx, s.r = proposal, fp, r
+        else:
+            moved = accepted[:, None, None]
+            s.x, s.fx = torch.where(moved, proposal, s.x), torch.where(moved, fp, s.fx)
+            s.r = torch.where(moved, r, s.r)
         s.residual = torch.where(accepted, residual, s.residual)
+        s.length = torch.where(accepted, length, s.length)
         s.size = torch.where(accepted, size, s.size)
         s.smallest = torch.minimum(s.smallest, s.residual)
 
@@ -111,13 +119,15 @@ def first_state(equation: ResidualEquation, max_steps: int | None, status: Tenso
     x = equation.start
     fx = equation.f(x) if equation.f_start is None else equation.f_start
     r = equation.y - x - fx
-    residual, size = equation.size(r), equation.size(x) + equation.size(fx)
+    residual, length = equation.size(r), equation.size(x)
+    size = length + equation.size(fx)
     s = State(
         x=x,
         fx=fx,
         r=r,
         residual=residual,
         smallest=residual,
+        length=length,
         size=size,
         status=status,
         num_steps=torch.zeros_like(status),
@@ -138,17 +148,17 @@ def _judge(s: State, verdict: InversionStatus, condition: Tensor) -> None:
 
 def _judge_convergence(equation: ResidualEquation, s: State) -> None:
     """CONVERGED needs the working residual first, and then the one in full precision."""
-    candidates = (s.status == RUNNING) & equation.within_tolerance(s.x, s.residual)
+    candidates = (s.status == RUNNING) & equation.within_tolerance(s.length, s.residual)
     if equation.exact_residual:
         total = s.residual + equation.rounding(s.size, equation.gap)
-        _judge(s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.x, total))
+        _judge(s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.length, total))
         return
     if not bool(candidates.any()):
         return
     found = equation.measure(s.x, s.fx, candidates)
     s.num_evaluations += candidates
     total = found.residual + found.rounding
-    confirmed = candidates & equation.within_tolerance(s.x, total)
+    confirmed = candidates & equation.within_tolerance(s.length, total)
     _judge(s, InversionStatus.CONVERGED, confirmed)
     s.evidence = _collected(s.evidence, found._replace(known=confirmed))
 
@@ -175,7 +185,7 @@ def _step_limit(equation: ResidualEquation, residual: Tensor, max_steps: int | N
         limit = torch.full_like(residual, STEPS_WITHOUT_PREDICTION)
     else:
         # Half the residual for rounding, twice the steps for proposals that were rejected.
-        predicted = predicted_steps(c, residual, equation.tolerance(equation.y) / 4)
+        predicted = predicted_steps(c, residual, equation.tolerance(equation.size_of_y) / 4)
         limit = 2 * predicted + 10
     return limit.long()
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -100,12 +101,12 @@ class ResidualEquation:
         """Whether the working residual is already the reported one."""
         return self.y.dtype == self.residual_dtype
 
-    def evaluate(self, x: Tensor, active: Tensor) -> Tensor:
-        """f(x) of the active samples; of the others, whatever comes along."""
-        return self._on_active(self.f, x, active)
+    def evaluate(self, x: Tensor, active: Tensor, count: int) -> Tensor:
+        """f(x) of the ``count`` active samples; of the others, whatever comes along."""
+        return self._on_active(self.f, x, active, count)
 
-    def _on_active(self, f: SequenceMap, x: Tensor, active: Tensor) -> Tensor:
-        if not self.compact or 4 * int(active.sum()) > 3 * len(active):
+    def _on_active(self, f: SequenceMap, x: Tensor, active: Tensor, count: int) -> Tensor:
+        if not self.compact or 4 * count > 3 * len(active):
             return f(x)
         index = active.nonzero().squeeze(1)
         return torch.zeros_like(x).index_copy_(0, index, f(x[index]))
@@ -116,7 +117,8 @@ class ResidualEquation:
         gap = self.gap
         if not self.exact_residual:
             low = fx
-            fx = self._on_active(self.precise_f, x.to(self.residual_dtype), active)
+            count = int(active.sum()) if self.compact else len(active)
+            fx = self._on_active(self.precise_f, x.to(self.residual_dtype), active, count)
             if gap is None:
                 gap = self.size(fx.double() - low.double())
         residual = self.y.double() - x.double() - fx.double()
@@ -127,6 +129,11 @@ class ResidualEquation:
             token_norm(residual, self.norm),
             self.allowed_output_error(size, gap),
         )
+
+    @cached_property
+    def size_of_y(self) -> Tensor:
+        """‖y‖ per sample."""
+        return self.size(self.y)
 
     def size(self, x: Tensor) -> Tensor:
         """‖x‖ per sample."""
@@ -162,7 +169,7 @@ class ResidualEquation:
 
     def rounding(self, size: Tensor, gap: Tensor | None) -> Tensor:
         """≥ the rounding of the reported residual, for size = ‖x‖ + ‖f(x)‖."""
-        sizes = size + self.size(self.y)
+        sizes = size + self.size_of_y
         if self.evaluation_error is not None:
             return self.evaluation_error + 4 * unit_roundoff(torch.float64) * sizes
         u = unit_roundoff(self.residual_dtype)
@@ -178,7 +185,7 @@ class ResidualEquation:
         if self.forward_dtype == self.residual_dtype:
             return self.rounding(size, gap)
         assert gap is not None
-        rounded = unit_roundoff(self.forward_dtype) * (size + self.size(self.y))
+        rounded = unit_roundoff(self.forward_dtype) * (size + self.size_of_y)
         return FROM_POINT_TO_POINT * (gap + rounded)
 
     # --- what is asked ----------------------------------------------------------------------
@@ -188,13 +195,13 @@ class ResidualEquation:
         """1 − c: error = residual / margin. One if c is not known."""
         return 1.0 if self.lipschitz_bound is None else 1 - self.lipschitz_bound
 
-    def tolerance(self, x: Tensor) -> Tensor:
-        """atol + rtol ‖x‖."""
-        return self.atol + self.rtol * self.size(x)
+    def tolerance(self, size: Tensor) -> Tensor:
+        """atol + rtol ‖x‖ for size = ‖x‖."""
+        return self.atol + self.rtol * size
 
-    def within_tolerance(self, x: Tensor, residual: Tensor) -> Tensor:
-        """Whether residual / (1 − c) ≤ atol + rtol ‖x‖; never with NaN."""
-        return residual <= self.margin * self.tolerance(x)
+    def within_tolerance(self, size: Tensor, residual: Tensor) -> Tensor:
+        """Whether residual / (1 − c) ≤ atol + rtol ‖x‖ for size = ‖x‖; never with NaN."""
+        return residual <= self.margin * self.tolerance(size)
 
     def smallest_rtol(self) -> float:
         """The relative error that the format, the rounding model and c allow to certify."""
@@ -203,7 +210,7 @@ class ResidualEquation:
 
     def tolerance_below_precision(self) -> Tensor:
         """Which samples cannot be solved to the tolerance by anyone."""
-        return self.tolerance(self.y) < self.smallest_rtol() * self.size(self.y)
+        return self.tolerance(self.size_of_y) < self.smallest_rtol() * self.size_of_y
 
     def with_tolerance(self, atol: float, rtol: float | None) -> "ResidualEquation":
         """The same equation, another tolerance; rtol None is one that can be met comfortably."""
@@ -273,7 +280,7 @@ class ResidualEquation:
             start=x[:, begin:end].clone(),
             f_start=None,
             contraction="global" if one_token else self.contraction,
-            atol=(self.atol + self.rtol * self.size(self.y) / 4) / math.sqrt(parts),
+            atol=(self.atol + self.rtol * self.size_of_y / 4) / math.sqrt(parts),
             rtol=0.0,
             compact=False,
         )
