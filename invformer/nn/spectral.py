@@ -196,7 +196,7 @@ def refresh_normalisers(model: nn.Module) -> None:
             key = (*module.weight.shape, module.weight.device, module.weight.dtype)
             groups.setdefault(key, []).append(module)
     stacks = [torch.stack([m.weight.detach() for m in group]) for group in groups.values()]
-    found = gram_normalisers(stacks, NUM_STEPS)
+    found = gram_normalisers(stacks, NUM_STEPS, overwrite=True)
     for group, constants in zip(groups.values(), found, strict=True):
         for module, bound, u, v in zip(group, *constants, strict=True):
             module.sigma_bound, module.u, module.v = bound, u, v

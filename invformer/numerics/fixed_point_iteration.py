@@ -151,7 +151,9 @@ def _judge_convergence(equation: ResidualEquation, s: State) -> None:
     candidates = (s.status == RUNNING) & equation.within_tolerance(s.length, s.residual)
     if equation.exact_residual:
         total = s.residual + equation.rounding(s.size, equation.gap)
-        _judge(s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.length, total))
+        _judge(
+            s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.length, total)
+        )
         return
     if not bool(candidates.any()):
         return

@@ -101,8 +101,15 @@ def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> 
 
 
 @torch.no_grad()
-def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
+def gram_normalisers(
+    weights: Sequence[Tensor], num_steps: int = 8, overwrite: bool = False
+) -> list[Normalisation]:
     """:func:`gram_normaliser` of several batches, those with Gram matrices of one size at once.
+
+    Args:
+        weights: batches of matrices.
+        num_steps: K ≥ 1.
+        overwrite: whether the batches may be scaled in place, which saves as much memory again.
 
     Raises:
         ValueError: as there, for any of them.
@@ -115,35 +122,40 @@ def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Norm
         size, dtype = min(weight.shape[-2:]), _product_dtype(weight)
         by_gram.setdefault((size, dtype, weight.dtype, weight.device), []).append(index)
     for indices in by_gram.values():
-        group = _normalise_together([weights[index] for index in indices], num_steps)
+        group = _normalise_together([weights[index] for index in indices], num_steps, overwrite)
         found.update(zip(indices, group, strict=True))
     return [found[index] for index in range(len(weights))]
 
 
-def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisation]:
+def _normalise_together(
+    weights: list[Tensor], num_steps: int, overwrite: bool
+) -> list[Normalisation]:
     """All of one dtype, device and size of Gram matrix."""
     dtype = weights[0].dtype
     tiny, margin = torch.finfo(dtype).tiny, max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
-    tall = [_tall(w.to(_product_dtype(w))) for w in weights]
+    divide = Tensor.div_ if overwrite else Tensor.div
+    tall = [_tall(w.to(_product_dtype(w))).reshape(-1, *_tall(w).shape[-2:]) for w in weights]
     with torch.autocast(weights[0].device.type, enabled=False):
         scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
-        scaled = [w / s[..., None, None] for w, s in zip(tall, scales, strict=True)]
-        grams = torch.cat([(w.mT @ w).reshape(-1, *w.shape[-1:] * 2) for w in scaled])
+        tall = [divide(w, s[:, None, None]) for w, s in zip(tall, scales, strict=True)]
+        counts, size = [len(w) for w in tall], tall[0].shape[-1]
+        grams = tall[0].new_empty(sum(counts), size, size)
+        for gram, w in zip(grams.split(counts), tall, strict=True):
+            torch.bmm(w.mT, w, out=gram)
         log_bound, g = _squared(grams, num_steps - 1, tiny)
-        log_bound = log_bound / 2 + torch.cat([s.flatten() for s in scales]).log()
-        bounds = (log_bound.exp() * (1 + margin)).clamp(min=tiny)
+        bounds = (log_bound / 2 + torch.cat(scales).log()).exp()
+        bounds = (bounds * (1 + margin)).clamp(min=tiny)
 
         column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
         rights = _unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1), tiny)
-        sizes = [s.numel() for s in scales]
         found = []
-        for w, t, bound, right in zip(
-            weights, tall, bounds.split(sizes), rights.split(sizes), strict=True
+        for weight, w, bound, right in zip(
+            weights, tall, bounds.split(counts), rights.split(counts), strict=True
         ):
-            right = right.unflatten(0, w.shape[:-2]) if w.ndim > 2 else right[0]
-            left = _unit((t @ right.unsqueeze(-1)).squeeze(-1), tiny)
-            u, v = (left, right) if w.shape[-2] >= w.shape[-1] else (right, left)
-            found.append((bound.view(w.shape[:-2]).to(dtype), u.to(dtype), v.to(dtype)))
+            left = _unit((w @ right.unsqueeze(-1)).squeeze(-1), tiny)
+            u, v = (left, right) if weight.shape[-2] >= weight.shape[-1] else (right, left)
+            batch = weight.shape[:-2]
+            found.append(tuple(t.to(dtype).view((*batch, *t.shape[1:])) for t in (bound, u, v)))
     return found
 
 
