@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import first_character_nats, window_nats
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.nn.probe_budget import Clock, Ledger
+from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
@@ -56,6 +57,9 @@ class CharLanguageModel(L.LightningModule):
         self.bits_per_char = BitsPerChar()
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
+        self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
+        self.ledger: Ledger | None = None
+        self._normalised: Any = None  # when the constants were last refreshed
         set_manual_refresh(model)
 
     @property
@@ -128,9 +132,22 @@ class CharLanguageModel(L.LightningModule):
         raise non_finite(culprit.step, f"{text}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the weights, then the constants that normalise them."""
+        """Update the weights, then the constants that normalise them; record what that costs."""
         super().optimizer_step(*args, **kwargs)
+        if not self.is_normalised:
+            return
+        ledger = self.ledger = self.ledger or Ledger(Clock(self.device))
+        began = ledger.clock.mark()
         refresh_normalisers(self.model)
+        ended = ledger.clock.mark()
+        ledger.add_look(began, ended)
+        if self._normalised is not None:
+            ledger.add_step(self._normalised, began)
+        self._normalised = ended
+        ledger.settle()
+        share = ledger.share(every=1)
+        if share is not None:  # of the rest of a step
+            self.run_log.record(self.trainer.global_step, {"perf/normalisation_share": share})
 
     def on_train_start(self) -> None:
         """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""

@@ -115,3 +115,17 @@ def test_no_step_waits_for_the_device_between_flushes(
     run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
     fit(run)
     assert watch.per_step[:-1] == [[]] * 5  # the last step ends in a validation
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+def test_the_cost_of_the_constraint_is_recorded_where_there_is_one(
+    tmp_path: Path, model: str
+) -> None:
+    run = build_run(load_config(arguments(tmp_path, "share", f"model={model}"), TrainConfig, ROOT))
+    fit(run)
+    shares = [row.get("perf/normalisation_share") for row in read_rows(run.directory.metrics)]
+    if model == "dot_product":
+        assert shares == [None] * 6
+    else:  # the first step has nothing to be a share of
+        assert shares[0] is None
+        assert all(0 < share < 10 for share in shares[1:])
