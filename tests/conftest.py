@@ -26,7 +26,12 @@ def _double_precision_and_a_fixed_seed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _shapes_may_be_wrong_on_purpose(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Under --check-shapes, let the code under test refuse what a ``wrong_shapes`` test passes."""
+    """Under --check-shapes, let the code under test refuse what a ``wrong_shapes`` test passes.
+
+    Checks are Python that a compiler cannot trace: what ``compiles`` is skipped under them.
+    """
+    if request.config.getoption("--check-shapes") and request.node.get_closest_marker("compiles"):
+        pytest.skip("not traceable with shape checks")
     on_purpose = request.node.get_closest_marker("wrong_shapes") is not None
     jaxtyping.config.update("jaxtyping_disable", on_purpose)
     yield

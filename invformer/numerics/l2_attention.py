@@ -89,10 +89,10 @@ def l2_attention_rows(
 
 
 def l2_attention_jvp(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    dq: Float[Tensor, "*batch heads tokens d_head"],
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+    q: Float[Tensor, "*#batch heads tokens d_head"],
+    p: Float[Tensor, "*#batch heads tokens tokens"],
+    dq: Float[Tensor, "*#batch heads tokens d_head"],
+) -> Float[Tensor, "*_batch heads tokens d_head"]:
     """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
 
     T is dS up to a term constant in j, which the row sum removes.
@@ -111,10 +111,10 @@ def l2_attention_jvp(
 
 
 def l2_attention_vjp(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    g: Float[Tensor, "*batch heads tokens d_head"],
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+    q: Float[Tensor, "*#batch heads tokens d_head"],
+    p: Float[Tensor, "*#batch heads tokens tokens"],
+    g: Float[Tensor, "*#batch heads tokens d_head"],
+) -> Float[Tensor, "*_batch heads tokens d_head"]:
     """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ)).
 
     The adjoint of :func:`l2_attention_jvp`: ⟨g, dY⟩ = ⟨q̄, dq⟩.

@@ -198,6 +198,7 @@ def test_nothing_of_the_size_of_seq_len_squared_is_held() -> None:
         assert all(t.numel() <= 2 * 8192 for t in held)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize(("kernel", "bias"), FUSED)
 def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
     where = position(bias, 2, 40, torch.float32)
@@ -238,6 +239,7 @@ def test_derivatives_of_any_order_go_through_the_plain_form() -> None:
     assert torch.equal(plain, attend_l2(x, where.logit_bias(40), "math"))
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_flex_attention_agrees_in_its_forward_pass() -> None:

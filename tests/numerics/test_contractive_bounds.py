@@ -232,6 +232,7 @@ def test_what_is_not_finite_gets_an_infinite_bound(where: str) -> None:
     assert anchored_causal_bound(w_q, w_q, g, rows[:, -1]) == math.inf
 
 
+@pytest.mark.wrong_shapes
 def test_masses_that_do_not_fit_the_heads_are_refused() -> None:
     w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
     with pytest.raises(ValueError, match="one or 2"):

@@ -735,6 +735,7 @@ def test_it_runs_in_inference_mode() -> None:
 # --- refusals -----------------------------------------------------------------------------------
 
 
+@pytest.mark.wrong_shapes
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -151,6 +151,7 @@ def test_a_weight_that_is_not_finite_gets_an_infinite_bound() -> None:
     assert entry_max_composite_bound(w_q, w_q.mT, 5) == math.inf
 
 
+@pytest.mark.wrong_shapes
 def test_misuse_is_refused_in_one_line() -> None:
     w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
     with pytest.raises(ValueError, match="always sees itself"):

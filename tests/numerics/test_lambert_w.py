@@ -103,6 +103,7 @@ def test_vmap_and_forward_mode_give_the_same() -> None:
     torch.testing.assert_close(tangent, g / (1 + g))
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_compile_traces_both_forms_without_a_break() -> None:
     def both(log_n: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) ->
     assert bound <= 5 * scale * (1 + 1e-12) + 1e-323
 
 
+@pytest.mark.wrong_shapes
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(3), torch.zeros(2, 0), torch.zeros(2, 2, dtype=torch.int64)]
 )
