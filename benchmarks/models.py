@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.plain import PlainTransformer
 from invformer.nn import (
+    BoundedAttention,
     CharTransformer,
     ContractiveFeedForward,
     ContractiveL2Attention,
@@ -21,13 +22,14 @@ from invformer.nn import (
     PreNormStack,
     RelativePositionBias,
 )
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.transformer import CharEmbedding
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 VOCABULARY = {character: index for index, character in enumerate(sorted(set(TEXT)))}
 LIPSCHITZ_TARGET = 0.7
 # What is timed: the project's models, and one written without it.
-MODELS = ("dot_product", "l2", "contractive_l2", "plain")
+MODELS = ("dot_product", "l2", "contractive_l2", "contractive_bounded", "plain")
 
 
 @dataclass(frozen=True)
@@ -75,26 +77,34 @@ def build(name: str, case: Case, device: torch.device) -> nn.Module:
             vocab_size, seq_len, d_model, case.num_heads, case.num_layers
         )
     else:
-        contractive = name == "contractive_l2"
+        contractive = name.startswith("contractive")
         d_embedding = d_model // 3 if contractive else d_model
-        stack = contractive_stack(case, d_embedding) if contractive else pre_norm_stack(name, case)
+        make_stack = contractive_stack if contractive else pre_norm_stack
+        stack = make_stack(name, case)
         embedding = CharEmbedding(vocab_size, seq_len, d_model, d_embedding)
         model = CharTransformer(embedding, stack, vocab_size, d_model)
         model.initialise(windows(case, torch.device("cpu"))[0][:8])
     return model.to(device)
 
 
-def contractive_stack(case: Case, d_embedding: int) -> InvertibleStack:
-    """The invertible stack with the defaults of ``model=contractive_l2``."""
+def contractive_stack(name: str, case: Case) -> InvertibleStack:
+    """The invertible stack with the defaults of ``model=contractive_l2`` or ``…_bounded``."""
+    d_embedding = case.d_model // 3
     share = (case.d_model - d_embedding) // case.num_layers
     blocks = []
     for index in range(case.num_layers):
         first = d_embedding + index * share
         channels = slice(first, first + share)
-        attention = ContractiveL2Attention(
-            case.d_model, case.num_heads, RelativePositionBias(case.num_heads, case.seq_len),
-            LIPSCHITZ_TARGET, output_channels=channels,
-        )  # fmt: skip
+        width, heads = case.d_model, case.num_heads
+        bias = RelativePositionBias(heads, case.seq_len)
+        if name == "contractive_l2":
+            attention: LipschitzBranch = ContractiveL2Attention(
+                width, heads, bias, LIPSCHITZ_TARGET, output_channels=channels
+            )
+        else:
+            attention = BoundedAttention(
+                width, heads, width // heads, bias, LIPSCHITZ_TARGET, channels
+            )
         feed_forward = ContractiveFeedForward(
             case.d_model, 4 * case.d_model, LIPSCHITZ_TARGET, output_channels=channels
         )

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-STYLES = {"contractive_l2": "-", "l2": "--", "dot_product": ":", "plain": "-."}
+STYLES = {
+    "contractive_l2": "-",
+    "contractive_bounded": (0, (6, 1)),
+    "l2": "--",
+    "dot_product": ":",
+    "plain": "-.",
+}
 
 
 def plot_growth(report: dict[str, Any], out: Path) -> Iterator[Path]:
