@@ -32,7 +32,15 @@ def plot_growth(report: dict[str, Any], out: Path) -> Iterator[Path]:
             axes = figure.subplots()
             for model, points in curves.items():
                 sizes, rates = zip(*sorted(points), strict=True)
-                axes.plot(sizes, rates, "k" + STYLES[model], marker="o", markersize=3, label=model)
+                axes.plot(
+                    sizes,
+                    rates,
+                    color="k",
+                    linestyle=STYLES[model],
+                    marker="o",
+                    markersize=3,
+                    label=model,
+                )
             axes.set(xlabel=label, ylabel="training, characters/s", yscale="log")
             axes.set_xscale("log", base=2)
             axes.legend(frameon=False)

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import peak_memory, run, tasks, timing
 from benchmarks.models import MODELS, Case, build, windows
-from benchmarks.plots import growth
+from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.timing import Spread, in_turns, paired
 
@@ -103,6 +103,19 @@ def test_growth_follows_one_size_while_the_others_are_held() -> None:
         for n, d in ((64, 128), (256, 128), (256, 384))
     ]  # fmt: skip
     assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 64), (256, 256)]}
+
+
+def test_growth_is_drawn_for_every_model(tmp_path: Path) -> None:
+    rows = [
+        {
+            "task": "train", "device": "cpu", "variant": model, "seq_len": n, "d_model": 128,
+            "num_layers": 4, "characters_per_second": [n, n, n],
+        }
+        for n in (64, 256) for model in MODELS
+    ]  # fmt: skip
+    drawn = list(plot_growth({"rows": rows}, tmp_path / "default.json"))
+    assert drawn
+    assert all(picture.stat().st_size > 0 for picture in drawn)
 
 
 @pytest.mark.slow
