@@ -99,7 +99,7 @@ def test_ranks_end_when_their_supervisor_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("die", "rank 1: was ended by SIGKILL"),
+        pytest.param("die", "rank 1: was ended by SIGKILL", marks=pytest.mark.slow),
         pytest.param("raise", "ValueError: broken on purpose", marks=pytest.mark.slow),
         pytest.param("hang", "has begun no batch for 15 s", marks=pytest.mark.slow),
         pytest.param("stop", "has begun no batch for 15 s", marks=pytest.mark.slow),
