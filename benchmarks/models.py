@@ -89,13 +89,13 @@ def build(name: str, case: Case, device: torch.device) -> nn.Module:
 
 def contractive_stack(name: str, case: Case) -> InvertibleStack:
     """The invertible stack with the defaults of ``model=contractive_l2`` or ``…_bounded``."""
-    d_embedding = case.d_model // 3
-    share = (case.d_model - d_embedding) // case.num_layers
+    width, heads = case.d_model, case.num_heads
+    d_embedding = width // 3
+    share = (width - d_embedding) // case.num_layers
     blocks = []
     for index in range(case.num_layers):
         first = d_embedding + index * share
         channels = slice(first, first + share)
-        width, heads = case.d_model, case.num_heads
         bias = RelativePositionBias(heads, case.seq_len)
         if name == "contractive_l2":
             attention: LipschitzBranch = ContractiveL2Attention(
@@ -106,9 +106,9 @@ def contractive_stack(name: str, case: Case) -> InvertibleStack:
                 width, heads, width // heads, bias, LIPSCHITZ_TARGET, channels
             )
         feed_forward = ContractiveFeedForward(
-            case.d_model, 4 * case.d_model, LIPSCHITZ_TARGET, output_channels=channels
+            width, 4 * width, LIPSCHITZ_TARGET, output_channels=channels
         )
-        blocks.append(InvertibleBlock(attention, feed_forward, case.d_model))
+        blocks.append(InvertibleBlock(attention, feed_forward, width))
     return InvertibleStack(blocks, case.seq_len)
 
 

@@ -113,8 +113,9 @@ def shared_weights(branches: Iterable[LipschitzBranch]) -> Iterator[None]:
     """
     groups: dict[Hashable, list[LipschitzBranch]] = {}
     for branch in branches:
-        if not branch.is_frozen and branch.kind() is not None:
-            groups.setdefault(branch.kind(), []).append(branch)
+        kind = branch.kind()
+        if not branch.is_frozen and kind is not None:
+            groups.setdefault(kind, []).append(branch)
     try:
         for group in groups.values():
             for branch, weights in zip(group, group[0].forward_weights(group), strict=True):

@@ -1,6 +1,5 @@
 """Local Lipschitz constants of every residual branch at a fixed probe text, step after step."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,7 +12,6 @@ from invformer.nn.attention import (
     ContractiveL2Attention,
     L2Weights,
     TiedL2Attention,
-    head_gain,
     merge_heads,
     split_heads,
 )
@@ -374,17 +372,11 @@ class FeedForwardPoints:
 def stacked_attention_weights(branches: list) -> L2Weights:
     """The effective weights of several branches in one go, where it is known how."""
     first = branches[0]
-    if not isinstance(first, ContractiveL2Attention) or first.is_frozen:
-        stacked = zip(*(b.weights() for b in branches), strict=True)
-        return L2Weights(*(torch.stack(weights) for weights in stacked))
-    w_q = torch.stack([b.w_q.weight for b in branches])
-    g = torch.stack([b.w_g.weight for b in branches]).unflatten(1, (w_q.shape[1], w_q.shape[3]))
-    sigma = torch.stack([b.w_q.sigma() * b.w_g.sigma() for b in branches])
-    gain = head_gain(
-        torch.stack([b.position.log_mass() for b in branches]).to(w_q), first.certificate
-    )
-    scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(w_q.shape[1])
-    return L2Weights(w_q, g * (scale[:, None] / (gain * sigma))[..., None, None])
+    if isinstance(first, ContractiveL2Attention) and not first.is_frozen:
+        weights = first.forward_weights(branches)
+    else:
+        weights = [b.weights() for b in branches]
+    return L2Weights(*(torch.stack(stacked) for stacked in zip(*weights, strict=True)))
 
 
 def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:

@@ -119,8 +119,8 @@ def gram_normalisers(
     found: dict[int, Normalisation] = {}
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):
-        size, dtype = min(weight.shape[-2:]), _product_dtype(weight)
-        by_gram.setdefault((size, dtype, weight.dtype, weight.device), []).append(index)
+        key = (min(weight.shape[-2:]), weight.dtype, weight.device)
+        by_gram.setdefault(key, []).append(index)
     for indices in by_gram.values():
         group = _normalise_together([weights[index] for index in indices], num_steps, overwrite)
         found.update(zip(indices, group, strict=True))
@@ -134,7 +134,8 @@ def _normalise_together(
     dtype = weights[0].dtype
     tiny, margin = torch.finfo(dtype).tiny, max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
     divide = Tensor.div_ if overwrite else Tensor.div
-    tall = [_tall(w.to(_product_dtype(w))).reshape(-1, *_tall(w).shape[-2:]) for w in weights]
+    tall = [_tall(w.to(_product_dtype(w))) for w in weights]
+    tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
     with torch.autocast(weights[0].device.type, enabled=False):
         scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
         tall = [divide(w, s[:, None, None]) for w, s in zip(tall, scales, strict=True)]

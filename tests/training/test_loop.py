@@ -5,7 +5,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from invformer.build.run import build_run
 from invformer.config import load_config
@@ -13,6 +12,7 @@ from invformer.schema import TrainConfig
 from invformer.training.fit import fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.run_log import read_rows
+from tests.host_syncs import HostSyncs
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
@@ -73,19 +73,6 @@ def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:
             run.module.model(torch.zeros(8, 16, dtype=torch.long)).sum()
         kept[recompute] = sum(sizes)
     assert kept[True] < kept[False] / 3
-
-
-class HostSyncs(TorchDispatchMode):
-    """Counts operations that make the host wait for a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
-            self.found.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 class BetweenFlushes(L.Callback):

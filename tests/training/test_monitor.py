@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import invformer.training.fit as fit_module
 from invformer.build.run import Run, build_run
@@ -22,6 +21,7 @@ from invformer.numerics.tracking import Tracker
 from invformer.schema import TrainConfig
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.run_log import RunLog, read_rows
+from tests.host_syncs import HostSyncs
 from tests.nn.builders import VOCAB, contractive_model, random_tokens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -70,19 +70,6 @@ def test_the_ledger_enters_what_the_device_has_reached_in_order() -> None:
     ledger.settle()
     assert ledger.share(every=1) == pytest.approx(0.1)
     assert ledger.share(every=2) == pytest.approx(0.05)
-
-
-class HostSyncs(TorchDispatchMode):
-    """Counts operations whose result the host has to wait for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero"):
-            self.found.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 def test_looking_and_recording_never_wait_for_the_device() -> None:
