@@ -1,13 +1,13 @@
 """Weights divided by an upper bound on their spectral norm, differentiably, once per step."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.numerics.spectral_norm import gram_normaliser, gram_normalisers
+from invformer.numerics.normaliser import gram_normaliser, gram_normalisers
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
@@ -19,9 +19,9 @@ INITIAL_OUTPUT = 0.1
 class SpectralNormalised(nn.Module):
     """Ŵ = W / σ̄(W) with σ̄ ≥ ‖W‖₂, for a matrix or a batch of matrices.
 
-    σ̄ comes from Gram iteration, which bounds the norm from above and needs no state: it is a
+    σ̄ (:mod:`invformer.numerics.normaliser`) is above the norm and needs no state: it is a
     function of W alone, so copies, averages and resumed runs agree without carrying vectors along.
-    The gradient is that of σ = uᵀWv at the leading singular pair, which the same iteration yields;
+    The gradient is that of σ = uᵀWv at the leading singular pair, which comes with it;
     the small gap σ̄ − uᵀWv is treated as a constant (Miyato et al. 2018 do the same with u and v).
 
     By default every forward pass in training mode refreshes σ̄. A training loop that knows when the
@@ -190,16 +190,10 @@ def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
 @torch.no_grad()
 def refresh_normalisers(model: nn.Module) -> None:
     """Recompute every σ̄ of a model, all weights with Gram matrices of one size at once."""
-    groups: dict[Hashable, list[SpectralNormalised]] = {}
-    for module in model.modules():
-        if isinstance(module, SpectralNormalised):
-            key = (*module.weight.shape, module.weight.device, module.weight.dtype)
-            groups.setdefault(key, []).append(module)
-    stacks = [torch.stack([m.weight.detach() for m in group]) for group in groups.values()]
-    found = gram_normalisers(stacks, NUM_STEPS, overwrite=True)
-    for group, constants in zip(groups.values(), found, strict=True):
-        for module, bound, u, v in zip(group, *constants, strict=True):
-            module.sigma_bound, module.u, module.v = bound, u, v
+    modules = [m for m in model.modules() if isinstance(m, SpectralNormalised)]
+    found = gram_normalisers([m.weight.detach() for m in modules], NUM_STEPS)
+    for module, constants in zip(modules, found, strict=True):
+        module.sigma_bound, module.u, module.v = constants
 
 
 def write_to(weight: Tensor, channels: slice | None) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from invformer.build.run import build_run
 from invformer.config import load_config
+from invformer.numerics import normaliser
 from invformer.schema import TrainConfig
 from invformer.training.fit import fit
 from invformer.training.module import CharLanguageModel
@@ -94,8 +95,10 @@ class BetweenFlushes(L.Callback):
 def test_no_step_waits_for_the_device_between_flushes(
     tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On the CPU, where there is nothing to wait for, every update is looked at before it is made.
+    # On the CPU, where there is nothing to wait for, every update is looked at before it is made,
+    # and the normaliser looks at its Gram matrices.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
+    monkeypatch.setattr(normaliser, "reads_are_free", lambda device: False)
     given = arguments(tmp_path, "syncs", f"model={model}", "monitor.flush_every=100")
     run = build_run(load_config(given, TrainConfig, ROOT))
     watch = BetweenFlushes()

@@ -15,6 +15,7 @@ from invformer.evaluation.lipschitz import lipschitz_row
 from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.numerics import normaliser
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.local_lipschitz import power_iteration_estimate
 from invformer.numerics.tracking import Tracker
@@ -72,7 +73,8 @@ def test_the_ledger_enters_what_the_device_has_reached_in_order() -> None:
     assert ledger.share(every=2) == pytest.approx(0.05)
 
 
-def test_looking_and_recording_never_wait_for_the_device() -> None:
+def test_looking_and_recording_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(normaliser, "reads_are_free", lambda device: False)
     probe = LipschitzProbe(contractive_model(), random_tokens(1))
     log = RunLog([])
     probe.look()

@@ -1,0 +1,240 @@
+"""The normaliser inside layers: a bound on ‖W‖₂ and the leading singular pair, once per step.
+
+It is a function of W alone, in working precision: above ‖W‖₂ in practice, with a margin for the
+rounding met there, and not proven; :func:`.spectral_norm.spectral_norm_bound` proves. Both ways to
+a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to trace one:
+
+* *Gram iteration* (Delattre et al. 2023, arXiv 2305.16173) squares it K − 1 times and bounds the
+  largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
+* *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
+  is above λ₁. Where there is none, Gram iteration steps in. Large matrices on the CPU take this
+  way: the squarings of a 384 × 384 matrix take five times as long.
+"""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
+
+# Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
+NORMALISER_MARGIN = 1e-5
+# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
+# or three, λ₁ ≥ r⁻⁴ is still far from underflow in float32.
+RESCALE_EVERY = 3
+# Gram matrices whose trace is within these are formed from W as it is; others from W scaled.
+LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
+# From this size on a trial is faster than squarings, on the CPU.
+TRIAL_SIZE = 192
+# Krylov vectors: on matrices from training θ is then within 1e-5 of λ₁, half of the time.
+NUM_VECTORS = 16
+# b/θ − 1 is the relative residual of θ, within these.
+LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
+
+Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]
+
+
+def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> Normalisation:
+    """(σ̄, u, v): a bound on ‖W‖₂ in working precision, and the leading singular pair.
+
+    Stateless and deterministic: what a differentiable normaliser needs once per optimiser step.
+    σ̄ is above ‖W‖₂ by 1e-5 of its size plus the excess of the method: Gram iteration's, up to a
+    factor min(m, n)^{2^{−K−1}} in a cluster, or that of the trial, at most 0.5 %. With a gap after
+    σ₁ u and v are its singular vectors, in a cluster some unit vectors of the cluster; one is the
+    normalised image of the other.
+
+    Args:
+        weight: float32 or float64; half precision is computed in float32, with a margin of its eps.
+        num_steps: K ≥ 1.
+
+    Returns:
+        σ̄ (never zero, so that W/σ̄ is defined for W = 0), u and v, in the dtype of ``weight``. For a
+        zero matrix u and v are zero.
+
+    Raises:
+        ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
+    """
+    (found,) = gram_normalisers([weight], num_steps)
+    return found
+
+
+@torch.no_grad()
+def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
+    """:func:`gram_normaliser` of several, those with Gram matrices of one size at once.
+
+    Raises:
+        ValueError: as there, for any of them.
+    """
+    by_gram: dict[Hashable, list[int]] = {}
+    for index, weight in enumerate(weights):
+        check_matrix(weight, num_steps)
+        key = (min(weight.shape[-2:]), weight.dtype, weight.device)
+        by_gram.setdefault(key, []).append(index)
+    found: dict[int, Normalisation] = {}
+    for indices in by_gram.values():
+        group = _normalise_together([weights[index] for index in indices], num_steps)
+        found.update(zip(indices, group, strict=True))
+    return [found[index] for index in range(len(weights))]
+
+
+def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisation]:
+    """All of one dtype, device and size of Gram matrix."""
+    dtype = weights[0].dtype
+    margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
+    tall = [tall_side(w.to(_product_dtype(w))) for w in weights]
+    tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
+    with torch.autocast(weights[0].device.type, enabled=False):
+        tall, grams, log_scale = _grams_of_trace_one(tall)
+        by_trial = (
+            reads_are_free(grams.device)
+            and grams.shape[-1] >= TRIAL_SIZE
+            and bool(log_scale.isfinite().all())
+        )
+        log_bound, rights = (_trial if by_trial else _gram_iteration)(grams, num_steps)
+        bounds = (log_bound / 2 + log_scale).exp() * (1 + margin)
+        bounds = bounds.clamp(min=torch.finfo(dtype).tiny)
+        counts = [len(w) for w in tall]
+        found = []
+        for weight, w, bound, right in zip(
+            weights, tall, bounds.split(counts), rights.split(counts), strict=True
+        ):
+            left = _unit((w @ right.unsqueeze(-1)).squeeze(-1))
+            u, v = (left, right) if weight.shape[-2] >= weight.shape[-1] else (right, left)
+            batch = weight.shape[:-2]
+            found.append(tuple(t.to(dtype).view((*batch, *t.shape[1:])) for t in (bound, u, v)))
+    return found
+
+
+def reads_are_free(device: torch.device) -> bool:
+    """Whether the host may look at a value without waiting for the device."""
+    return device.type == "cpu"
+
+
+def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+    """The matrices, their WᵀW/‖W‖_F², and log ‖W‖_F.
+
+    What leaves the range of the format when it is squared is scaled first; so is everything on a
+    device that would have to be asked.
+    """
+    if reads_are_free(tall[0].device):
+        grams = _grams(tall)
+        traces = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
+        if bool(((traces > LEAST_TRACE) & (traces < LARGEST_TRACE)).all()):
+            return tall, grams.div_(traces[:, None, None]), traces.log() / 2
+    tiny = torch.finfo(tall[0].dtype).tiny
+    scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
+    tall = [w / s[:, None, None] for w, s in zip(tall, scales, strict=True)]
+    return tall, _grams(tall), torch.cat(scales).log()
+
+
+def _grams(tall: list[Tensor]) -> Tensor:
+    """WᵀW of all; of large ones the lower half, and its mirror image."""
+    size = tall[0].shape[-1]
+    half = size // 2 if size >= TRIAL_SIZE else size
+    counts = [len(w) for w in tall]
+    grams = tall[0].new_empty(sum(counts), size, size)
+    for gram, w in zip(grams.split(counts), tall, strict=True):
+        torch.bmm(w[..., :half].mT, w[..., :half], out=gram[:, :half, :half])
+        if half < size:
+            torch.bmm(w[..., half:].mT, w, out=gram[:, half:])
+            gram[:, :half, half:] = gram[:, half:, :half].mT
+    return grams
+
+
+def _gram_iteration(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+    """log of a bound on λ₁(G), and a column of the last iterate."""
+    log_bound, power = _squared(g, num_steps - 1)
+    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
+    return log_bound, _unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
+
+
+def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+    """log of a bound on λ₁ of semidefinite G (overwritten), and G^{2^K} up to scale."""
+    tiny = torch.finfo(g.dtype).tiny
+    log_bound = g.new_zeros(len(g))
+    other = torch.empty_like(g)
+    for step in range(num_steps):
+        if step % RESCALE_EVERY == RESCALE_EVERY - 1:
+            scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
+            log_bound = log_bound + scale.log() / 2**step
+            g.div_(scale[..., None, None])
+        torch.bmm(g.mT, g, out=other)
+        g, other = other, g
+    largest = _wolkowicz_styan(g).clamp(min=tiny)
+    return log_bound + largest.log() / 2**num_steps, g
+
+
+def _wolkowicz_styan(m: Tensor) -> Tensor:
+    """λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F², size r.
+
+    Never above ‖M‖_F, and equal to λ₁ if the other eigenvalues are equal (Wolkowicz & Styan 1980).
+    """
+    size = m.shape[-1]
+    mean = m.diagonal(dim1=-2, dim2=-1).sum(-1) / size
+    variance = (m.square().sum(-1).sum(-1) - size * mean.square()).clamp(min=0)
+    return mean + ((size - 1) / size * variance).sqrt()
+
+
+def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+    """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
+
+    A factorisation in working precision goes through for b down to λ₁ less some roundings, which
+    :data:`NORMALISER_MARGIN` covers as it covers those of G.
+    """
+    theta, vector, residual = _lanczos(g)
+    lift = (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT)
+    bound = theta * (1 + lift)
+    failed = torch.stack([_factorisation(b, one) for b, one in zip(bound, g, strict=True)]) != 0
+    log_bound = bound.log()
+    if bool(failed.any()):
+        log_bound[failed], vector[failed] = _gram_iteration(g[failed], num_steps)
+    return log_bound, vector
+
+
+def _factorisation(b: Tensor, g: Tensor) -> Tensor:
+    """Zero if bI − G has a Cholesky factor. One matrix at a time stays in the cache."""
+    shifted = g.neg()
+    shifted.diagonal().add_(b)
+    return torch.linalg.cholesky_ex(shifted).info
+
+
+def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest Ritz value of symmetric G in a Krylov space, its unit vector and residual norm.
+
+    The space starts at G times a fixed vector without structure. Every new vector is made
+    orthogonal to all before it, twice: in float32 once is not enough.
+    """
+    size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
+    vectors = g.new_zeros(len(g), min(NUM_VECTORS, size), size)
+    images = torch.zeros_like(vectors)
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w = g @ start.to(g)
+    for step in range(vectors.shape[1]):
+        before, length = vectors[:, :step], torch.linalg.vector_norm(w, dim=-1, keepdim=True)
+        for _ in range(2):
+            w = w - (before.mT @ (before @ w[..., None]))[..., 0]
+        # What rounding left of a vector inside the space is no direction: the space is complete.
+        new = torch.linalg.vector_norm(w, dim=-1, keepdim=True) > 8 * epsilon * length
+        vectors[:, step] = torch.where(new, _unit(w), 0)
+        for one, vector, image in zip(g, vectors[:, step], images[:, step], strict=True):
+            torch.mv(one, vector, out=image)  # a batched product of this shape is half as fast
+        w = images[:, step]
+    ritz = torch.linalg.eigh(vectors @ images.mT)
+    theta, weights = ritz.eigenvalues[:, -1], ritz.eigenvectors[:, None, :, -1]
+    vector, image = (weights @ vectors)[:, 0], (weights @ images)[:, 0]
+    residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
+    return theta, vector, residual
+
+
+def _unit(x: Tensor) -> Tensor:
+    return unit(x, torch.finfo(x.dtype).tiny)
+
+
+def _product_dtype(weight: Tensor) -> torch.dtype:
+    """float32 or more; float64 where the backend would multiply float32 in TF32 or bfloat16."""
+    backend = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(weight.device.type)
+    if backend is not None and backend.matmul.fp32_precision in ("tf32", "bf16"):
+        return torch.float64
+    return torch.promote_types(weight.dtype, torch.float32)

@@ -1,0 +1,143 @@
+"""The normaliser: above the norm and close, by squarings and by trial."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from invformer.numerics import normaliser
+from invformer.numerics.normaliser import gram_normaliser, gram_normalisers
+from tests.problems import matrix_with, trained_like
+
+ZOO = {
+    "gaussian": lambda: torch.randn(48, 48),
+    "tall": lambda: torch.randn(300, 20),
+    "wide": lambda: torch.randn(20, 300),
+    "row": lambda: torch.randn(1, 9),
+    "column": lambda: torch.randn(9, 1),
+    "orthogonal": lambda: matrix_with(torch.ones(128), 128, 128),
+    "half rank": lambda: matrix_with(torch.cat([torch.ones(32), torch.zeros(32)]), 64, 64),
+    "close pair": lambda: matrix_with(torch.tensor([1, 1 - 1e-7, *[0.5] * 30]), 32, 40),
+    "trained": lambda: trained_like(96, 384),
+    "graded": lambda: matrix_with(10.0 ** -torch.arange(12.0), 12, 12),
+    "large": lambda: torch.randn(512, 200),
+    "large orthogonal": lambda: matrix_with(torch.ones(200), 200, 200),
+    "large cluster": lambda: matrix_with(
+        torch.cat([1 - 0.01 * torch.rand(100), torch.rand(100)]), 200, 300
+    ),
+    "large trained": lambda: trained_like(200, 400),
+    "tiny": lambda: 1e-12 * torch.randn(16, 16),
+    "huge": lambda: 1e12 * torch.randn(16, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ZOO)
+def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtype) -> None:
+    weight = ZOO[kind]().to(dtype)
+    sigma, u, v = gram_normaliser(weight)
+    truth = torch.linalg.matrix_norm(weight.double(), 2)
+    assert sigma.dtype == u.dtype == v.dtype == dtype
+    assert sigma.double() >= truth
+    worst = min(weight.shape) ** 0.5**9 - 1
+    assert sigma.double() <= truth * (1 + worst + 1e-4 + 3 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        torch.stack([u.norm(), v.norm()]).double(),
+        torch.ones(2),
+        rtol=0,
+        atol=4 * torch.finfo(dtype).eps,
+    )
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (12, 40), (40, 12)])
+def test_the_vectors_give_the_gradient_of_the_norm(shape: tuple[int, int]) -> None:
+    weight = trained_like(*shape).float().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.linalg.matrix_norm(weight, 2), weight)
+    _, u, v = gram_normaliser(weight)
+    torch.testing.assert_close(torch.outer(u, v), expected, rtol=0, atol=1e-5)
+
+
+def test_in_a_cluster_the_vectors_still_nearly_attain_the_norm() -> None:
+    for kind in ("orthogonal", "half rank", "close pair"):
+        weight = ZOO[kind]().float()
+        _, u, v = gram_normaliser(weight)
+        assert u @ weight @ v > 1 - 1e-5
+
+
+def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
+    weights = torch.randn(3, 10, 6)
+    for one, again in zip(gram_normaliser(weights), gram_normaliser(weights), strict=True):
+        assert torch.equal(one, again)
+    for i in range(3):
+        for batched, single in zip(
+            gram_normaliser(weights), gram_normaliser(weights[i]), strict=True
+        ):
+            torch.testing.assert_close(batched[i], single)
+
+
+def test_normalising_a_zero_matrix_divides_by_something() -> None:
+    sigma, u, v = gram_normaliser(torch.zeros(2, 3, 4, dtype=torch.float32))
+    assert (sigma > 0).all()
+    assert torch.equal(torch.zeros(2, 3, 4) / sigma[:, None, None], torch.zeros(2, 3, 4))
+    assert u.count_nonzero() == v.count_nonzero() == 0
+
+
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """The setting under which float32 products run in bfloat16 where the hardware can."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> None:
+    weight = torch.randn(64, 64, dtype=torch.float32)
+    expected = gram_normaliser(weight)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gram_normaliser(weight)[0], expected)
+    with bfloat16_products():
+        torch.testing.assert_close(gram_normaliser(weight)[0], expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e15])
+def test_what_a_square_would_push_out_of_the_format_is_scaled_first(scale: float) -> None:
+    weight = torch.randn(40, 20, dtype=torch.float32)
+    sigma, u, v = gram_normaliser(weight)
+    scaled = gram_normaliser(weight * scale)
+    torch.testing.assert_close(scaled[0] / scale, sigma, rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.outer(*scaled[1:]), torch.outer(u, v), rtol=0, atol=1e-3)
+
+
+def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    squared = []
+    original = normaliser._gram_iteration
+
+    def counted(g: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        squared.append(len(g))
+        return original(g, num_steps)
+
+    monkeypatch.setattr(normaliser, "_gram_iteration", counted)
+    monkeypatch.setattr(normaliser, "LARGEST_LIFT", normaliser.LEAST_LIFT)
+    easy = matrix_with(torch.cat([torch.ones(1), torch.linspace(0.5, 0.1, 199)]), 200, 300)
+    hard = torch.randn(300, 200)
+    found = gram_normalisers([easy, hard])
+    assert squared == [1]
+    for weight, (sigma, u, v) in zip((easy, hard), found, strict=True):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.01
+        assert u @ weight @ v >= 0.99 * truth
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [20, 200])
+def test_weights_that_were_lost_give_no_number(size: int, value: float) -> None:
+    weight = torch.randn(size, size)
+    weight[3, 4] = value
+    assert not gram_normaliser(weight)[0].isfinite()
