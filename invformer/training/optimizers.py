@@ -6,55 +6,51 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from invformer.training.muon import Muon
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon (orthogonalised momentum) for weight matrices, AdamW for everything else.
+    """:class:`.muon.Muon` for weight matrices, AdamW for everything else.
 
-    Stacks of matrices (one per head) are given to Muon one matrix at a time, through views.
     One object with one state dict, so that a training loop sees an ordinary optimiser.
 
     Args:
         matrices: parameters of at least two dimensions that act as linear maps.
         others: all other parameters.
+        fused: those of ``matrices`` that are queries, keys and values in one.
         lr: learning rate of AdamW.
         muon_lr: learning rate of Muon.
         betas: of AdamW.
-        weight_decay: of both.
+        weight_decay: of Muon; AdamW has none here, as vectors and embeddings are not decayed.
     """
 
     def __init__(
         self,
         matrices: Iterable[nn.Parameter],
         others: Iterable[nn.Parameter],
+        fused: Iterable[nn.Parameter] = (),
         *,
         lr: float,
         muon_lr: float,
         betas: tuple[float, float],
         weight_decay: float,
     ) -> None:
+        matrices, others, three_in_one = list(matrices), list(others), {id(p) for p in fused}
         groups = [
-            {"params": list(matrices), "lr": muon_lr, "kind": "muon"},
-            {"params": list(others), "lr": lr, "kind": "adamw"},
+            {"params": matrices, "lr": muon_lr, "kind": "muon"},
+            {"params": others, "lr": lr, "kind": "adamw"},
         ]
         super().__init__(groups, {"betas": betas, "weight_decay": weight_decay})
-        muon, adamw = self.param_groups
-        self._views = [(p, as_matrices(p)) for p in muon["params"]]
+        apart = [
+            {"params": [p for p in matrices if (id(p) in three_in_one) == fused_], "parts": parts}
+            for fused_, parts in ((False, 1), (True, 3))
+        ]
         self.parts: list[Optimizer] = [
-            Muon(
-                [matrix for _, views in self._views for matrix in views],
-                lr=muon["lr"],
-                weight_decay=muon["weight_decay"],
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            AdamW(
-                adamw["params"],
-                lr=adamw["lr"],
-                betas=adamw["betas"],
-                weight_decay=adamw["weight_decay"],
-            ),
+            Muon([g for g in apart if g["params"]], lr=muon_lr, weight_decay=weight_decay),
+            AdamW(others, lr=lr, betas=betas, weight_decay=0.0),
         ]
 
     @torch.no_grad()
@@ -70,12 +66,9 @@ class MuonWithAdamW(Optimizer):
                 loss = closure()
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         before = [] if skip is None else [(t, t.clone()) for t in self._tensors_on(skip.device)]
-        for parameter, views in self._views:
-            grads = [None] * len(views) if parameter.grad is None else as_matrices(parameter.grad)
-            for view, grad in zip(views, grads, strict=True):
-                view.grad = grad
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups[0]["lr"] = group["lr"]
+            for inner in part.param_groups:
+                inner["lr"] = group["lr"]
             part.step()
         if skip is not None:
             for tensor, kept in before:
@@ -105,12 +98,6 @@ class MuonWithAdamW(Optimizer):
                 group[key] = value
 
 
-def as_matrices(p: torch.Tensor) -> list[torch.Tensor]:
-    """Views of the matrices a parameter consists of: itself, or one per head."""
-    data = p.detach()
-    return [data] if data.dim() == 2 else list(data.flatten(0, -3).unbind(0))
-
-
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Parameters that act as linear maps inside the stack, and all the others.
 
@@ -135,8 +122,9 @@ def build_optimizer(
     """AdamW on everything, or Muon on the matrices and AdamW on the rest."""
     if name == "muon":
         matrices, others = split_matrices(model)
+        fused = [p for name, p in model.named_parameters() if name.endswith("qkv.weight")]
         return MuonWithAdamW(
-            matrices, others, lr=lr, muon_lr=muon_lr, betas=betas, weight_decay=weight_decay
+            matrices, others, fused, lr=lr, muon_lr=muon_lr, betas=betas, weight_decay=weight_decay
         )
     decayed, plain = split_matrices(model)
     groups = [

@@ -1,0 +1,133 @@
+"""Muon: steps of equal size in every direction of a weight matrix, all matrices of a shape at once.
+
+torch.optim.Muon orthogonalises one matrix after the other, in bfloat16, and does not know that the
+heads of an attention are one matrix: on two cores a step of a small model takes it five times as
+long as the batched products here, more than the model itself.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.optim import Optimizer
+
+# The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
+QUINTIC = (3.4445, -4.7750, 2.0315)
+NUM_STEPS = 5
+# An update of rms 0.2, about that of AdamW (Liu et al. 2025).
+UPDATE_RMS = 0.2
+
+
+class Muon(Optimizer):
+    """W ← (1 − ηλ)W − 0.2 η √max(m, n) · UVᵀ, where UΣVᵀ is the Nesterov momentum of the gradient.
+
+    UVᵀ is what :func:`orthogonalised` makes of it: all its singular values are near one. Under a
+    spectral norm constraint that spends the norm on all directions instead of a few. Source:
+    Jordan et al. 2024, *Muon*; the size of a step after Liu et al. 2025, arXiv 2502.16982.
+
+    Args:
+        params: matrices, or stacks of matrices, one per head, that are joined to one
+            (:func:`as_matrix`). A group may have ``parts``: how many matrices of equal height
+            its parameters consist of, such as three for queries, keys and values.
+        lr: η.
+        weight_decay: λ.
+        momentum: of the gradient.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            directions = orthogonalised_together(
+                [d for p in params for d in self._momentum(p, group)]
+            )
+            for p in params:
+                of_p = torch.cat([next(directions) for _ in range(group["parts"])])
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(as_parameter(of_p, p.shape), alpha=group["lr"])
+        return loss
+
+    def _momentum(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
+        """The matrices of a parameter's Nesterov momentum."""
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        memory.lerp_(gradient, 1 - group["momentum"])
+        return as_matrix(gradient.lerp(memory, group["momentum"])).chunk(group["parts"])
+
+
+def as_matrix(stack: Tensor) -> Tensor:
+    """A matrix as it is; (H, m, n) as (m, H n), its matrices side by side, or (H m, n) if m < n.
+
+    Orthonormal rows or columns of the whole are orthonormal in every head.
+    """
+    if stack.dim() == 2:
+        return stack
+    stack = stack.flatten(0, -3)
+    return stack.movedim(0, 1).flatten(1) if side_by_side(stack.shape) else stack.flatten(0, 1)
+
+
+def as_parameter(matrix: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of :func:`as_matrix`, for a parameter of this shape."""
+    if len(shape) == 2:
+        return matrix
+    *heads, m, n = shape
+    if side_by_side(shape):
+        return matrix.unflatten(1, (-1, n)).movedim(1, 0).view(*heads, m, n)
+    return matrix.view(shape)
+
+
+def side_by_side(shape: torch.Size) -> bool:
+    """Whether the matrices of a stack are joined by columns."""
+    return shape[-2] >= shape[-1]
+
+
+def orthogonalised_together(matrices: list[Tensor]) -> Iterator[Tensor]:
+    """0.2 √max(m, n) times :func:`orthogonalised` of every matrix, those of one shape at once."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(index)
+    found: dict[int, Tensor] = {}
+    for (_, longer), indices in by_shape.items():
+        wide = [m if m.shape[0] <= m.shape[1] else m.mT for m in (matrices[i] for i in indices)]
+        directions = orthogonalised(torch.stack(wide)) * (UPDATE_RMS * longer**0.5)
+        for index, direction in zip(indices, directions, strict=True):
+            transposed = direction.shape != matrices[index].shape
+            found[index] = direction.mT if transposed else direction
+    return iter([found[index] for index in range(len(matrices))])
+
+
+def orthogonalised(x: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch rows columns"]:
+    """About UVᵀ of X = UΣVᵀ, by five steps X ← aX + b(XXᵀ)X + c(XXᵀ)²X from X/‖X‖_F.
+
+    Singular values above 1 % of the norm end between 0.7 and 1.2; zero stays zero. In bfloat16 on
+    a GPU, in float32 or more elsewhere.
+
+    Source: Jordan et al. 2024.
+    """
+    a, b, c = QUINTIC
+    dtype = torch.bfloat16 if x.is_cuda else torch.promote_types(x.dtype, torch.float32)
+    tiny = torch.finfo(torch.float32).tiny
+    scaled = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=tiny)
+    y = scaled.to(dtype).reshape(-1, *x.shape[-2:])
+    for _ in range(NUM_STEPS):
+        gram = y @ y.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        y = torch.baddbmm(y, polynomial, y, beta=a)
+    return y.view(x.shape).to(x.dtype)

@@ -1,0 +1,87 @@
+"""Muon against singular values, PyTorch's own and one matrix at a time."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.nn.attention import DotProductAttention
+from invformer.nn.position_bias import RelativePositionBias
+from invformer.training.muon import Muon, as_matrix, as_parameter, orthogonalised
+from invformer.training.optimizers import build_optimizer
+
+
+def stepped(parameters: list[Tensor], gradients: list[list[Tensor]], **options: float) -> None:
+    optimizer = Muon(parameters, **options)
+    for of_step in gradients:
+        for parameter, gradient in zip(parameters, of_step, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (3, 5, 9)])
+def test_singular_values_become_one_and_vectors_stay(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape)
+    found = orthogonalised(matrix)
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    towards = u.mT @ found @ vh.mT
+    values = towards.diagonal(dim1=-2, dim2=-1)
+    away = towards - torch.diag_embed(values)
+    assert away.abs().max() < 1e-10
+    strong = s > 0.02 * torch.linalg.matrix_norm(matrix)[..., None]
+    assert (values[strong] > 0.68).all()
+    assert (values < 1.21).all()
+
+
+def test_a_step_is_that_of_pytorch_up_to_its_bfloat16() -> None:
+    ours, theirs = torch.randn(12, 30), torch.nn.Parameter(torch.empty(12, 30))
+    theirs.data.copy_(ours)
+    gradients = [torch.randn(12, 30) for _ in range(3)]
+    options = {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}
+    stepped([ours], [[g] for g in gradients], **options)
+    reference = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **options)
+    for gradient in gradients:
+        theirs.grad = gradient.clone()
+        reference.step()
+    torch.testing.assert_close(ours, theirs.data, rtol=0, atol=0.1 * 3 * 0.03)
+
+
+def test_matrices_of_one_shape_are_updated_together_as_each_alone() -> None:
+    shapes = [(6, 10), (10, 6), (6, 10), (3, 8, 4), (2, 4, 6), (7, 7)]
+    start = [torch.randn(s) for s in shapes]
+    gradients = [[torch.randn(s) for s in shapes] for _ in range(2)]
+    together = [w.clone() for w in start]
+    stepped(together, gradients, lr=0.1, weight_decay=0.1)
+    for index, weight in enumerate(start):
+        stepped([weight], [[of_step[index]] for of_step in gradients], lr=0.1, weight_decay=0.1)
+        torch.testing.assert_close(together[index], weight)
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 4), (2, 4, 8), (5, 4, 4), (2, 3, 8, 4), (6, 4)])
+def test_heads_are_joined_to_one_matrix_and_come_apart_again(shape: tuple[int, ...]) -> None:
+    stack = torch.randn(shape)
+    assert torch.equal(as_parameter(as_matrix(stack), stack.shape), stack)
+    heads = as_parameter(orthogonalised(as_matrix(stack)), stack.shape)
+    assert (torch.linalg.matrix_norm(heads, 2) < 1.21).all()
+
+
+def test_queries_keys_and_values_in_one_are_three_matrices() -> None:
+    attention = DotProductAttention(8, 2, RelativePositionBias(2, 4))
+    gradient = torch.randn(24, 8)
+    before = attention.qkv.weight.detach().clone()
+    optimizer = build_optimizer(
+        attention, "muon", lr=0.1, muon_lr=0.1, betas=(0.9, 0.99), weight_decay=0.0
+    )
+    for parameter in attention.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    attention.qkv.weight.grad = gradient.clone()
+    optimizer.step()
+    apart = [w.clone() for w in before.chunk(3)]
+    stepped(apart, [list(gradient.chunk(3))], lr=0.1)
+    torch.testing.assert_close(attention.qkv.weight.detach(), torch.cat(apart))
+
+
+def test_a_zero_gradient_changes_nothing() -> None:
+    weight = torch.randn(4, 6)
+    before = weight.clone()
+    stepped([weight], [[torch.zeros(4, 6)]], lr=0.1)
+    assert torch.equal(weight, before)
