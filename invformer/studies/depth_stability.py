@@ -6,7 +6,8 @@ taken. A run has failed if it stopped at a non-finite loss or ended no better th
 of single characters. The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2
 train up to 18. Its learning rate and the place of its LayerNorm are not known to us, so dot product
 and L2 stand here in both orders: LN before each branch (``dot_product``, ``l2``) and after each sum
-(``…_post``), as in Vaswani et al. 2017. Windows of one text instead of sentences.
+(``…_post``), as in Vaswani et al. 2017. The causal variant of contractive L2 attention and
+attention in the unit ball are not the paper's. Windows of one text instead of sentences.
 
 ``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
 takes one large GPU for days; resume it at will.
@@ -30,7 +31,7 @@ from invformer.errors import DataError
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from invformer.schema import MANY, Corpus, ModelConfig
+from invformer.schema import MANY, Certificate, Corpus, ModelConfig
 from invformer.section import option, section
 from invformer.studies import training
 from invformer.studies.study import (
@@ -48,8 +49,25 @@ if TYPE_CHECKING:
     from invformer.training.plots import Figure
 
 Kind = Literal[
-    "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal"
+    "dot_product",
+    "dot_product_post",
+    "l2",
+    "l2_post",
+    "contractive",
+    "contractive_causal",
+    "contractive_bounded",
 ]
+
+ModelName = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
+# The network of a kind and its certificate.
+NETWORKS: dict[str, tuple[ModelName, Certificate | None]] = {
+    "dot_product": ("dot_product", None),
+    "l2": ("l2", None),
+    "contractive": ("contractive_l2", "token_max"),
+    "contractive_causal": ("contractive_l2", "causal"),
+    "contractive_bounded": ("contractive_bounded", "token_max"),
+}
+OURS = ("contractive_causal", "contractive_bounded")  # kinds the paper does not have
 
 # Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
 # verified; the text says only that dot product failed beyond 10 layers and that the best are close.
@@ -185,13 +203,9 @@ def measure(case: Case, device: torch.device) -> Result:
 
 def build_kind(case: Case, vocab_size: int) -> CharTransformer:
     """A fresh model of the kind, in float32."""
-    contractive = case.kind.startswith("contractive")
-    certificate = "causal" if case.kind == "contractive_causal" else "token_max"
-    name = (
-        "contractive_l2" if contractive else "l2" if case.kind.startswith("l2") else "dot_product"
-    )
+    name, certificate = NETWORKS[case.kind.removesuffix("_post")]
     config = ModelConfig(
-        name=name, certificate=certificate if contractive else None, d_model=case.d_model,
+        name=name, certificate=certificate, d_model=case.d_model,
         num_heads=case.num_heads, num_layers=case.num_layers, position_bias=case.position_bias,
         lipschitz_target=case.lipschitz_target,
     )  # fmt: skip
@@ -309,7 +323,7 @@ def paper_nats(case: Case) -> float | None:
 
 def paper_trained(case: Case) -> str | None:
     """Whether the paper's model of this kind trained at this depth."""
-    if case.num_layers > max(PAPER_DEPTHS) or case.kind == "contractive_causal":
+    if case.num_layers > max(PAPER_DEPTHS) or case.kind in OURS:
         return None
     return "no" if case.kind.startswith("dot_product") and case.num_layers > 10 else "yes"
 

@@ -9,6 +9,7 @@ import torch
 
 from invformer.config import load_config
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.residual import InvertibleBlock
 from invformer.studies import depth_stability
 from invformer.studies.depth_stability import (
@@ -50,6 +51,8 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
 def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
     model = build_kind(tiny_case(kind, 3), 20)
     expected = {"d": DotProductAttention, "l": L2Attention, "c": ContractiveL2Attention}[kind[0]]
+    if kind == "contractive_bounded":
+        expected = BoundedAttention
     found = [m for m in model.modules() if isinstance(m, expected)]
     assert len(found) == len(model.stack.blocks) == 3
     blocks = {type(block) for block in model.stack.blocks}
@@ -122,7 +125,8 @@ def test_the_papers_values_stand_beside_ours() -> None:
     assert table["dot_product"]["trained (paper)"] == "no"
     assert table["l2"][paper] == 1.008
     assert table["contractive"][paper] == 1.060
-    assert table["contractive_causal"]["trained (paper)"] is None
+    for ours in ("contractive_causal", "contractive_bounded"):
+        assert table[ours]["trained (paper)"] is None
 
 
 def test_another_text_is_another_case(tmp_path: Path) -> None:
