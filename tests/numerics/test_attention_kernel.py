@@ -13,15 +13,9 @@ from invformer.nn.position_bias import (
     SinusoidalPositionBias,
     VisibilityMask,
 )
-from invformer.numerics.attention_kernel import (
-    attend,
-    attend_l2,
-    blocked_attention,
-    causal_attention,
-    only,
-    sum_by_lag,
-    toeplitz,
-)
+from invformer.numerics.attention_kernel import attend, attend_l2, only
+from invformer.numerics.blocked_attention import blocked_attention, sum_by_lag, toeplitz
+from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.linear_map import linearise
 
 BIASES = {
