@@ -25,6 +25,13 @@ Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
 INITIAL_SHARPNESS = 8.0
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+# The same, written over their argument: without gradients, new memory costs more than the function.
+IN_PLACE = {
+    "silu": torch.ops.aten.silu_,
+    "gelu": torch.ops.aten.gelu_,
+    "relu": torch.relu_,
+    "tanh": torch.tanh_,
+}
 
 
 class FeedForward(nn.Sequential):
@@ -116,7 +123,8 @@ class ContractiveFeedForward(LipschitzBranch):
         """Apply f to every token."""
         w_in, b_in, w_out = self.folded_weights()
         hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
-        return (ACTIVATIONS[self.activation](hidden) @ w_out).view(x.shape)
+        activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
+        return (activation(hidden) @ w_out).view(x.shape)
 
     def folded_weights(self) -> FoldedWeights:
         """Ŵ₁ β, b β and c Ŵ₂/(lip(φ) β): f(x) = φ(x W + b) V without passes over tokens for β.

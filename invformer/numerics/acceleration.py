@@ -14,29 +14,34 @@ from invformer.numerics.linear_map import LinearMap
 
 
 class Proposer(Protocol):
-    """Proposes iterates from the current x and residual r = y − x − f(x), all (B, N, D)."""
+    """Proposes iterates from the current x and residual r = y − x − f(x), all (B, N, D).
 
-    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    One without a memory only proposes.
+    """
+
+    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, Tensor | int]:
         """The next iterate of every sample, and how many evaluations of f it took, per sample."""
         ...
 
     def learn(self, dx: Tensor, dr: Tensor, keep: Tensor) -> None:
         """Take in one step: r changed by dr when x changed by dx; forget where not ``keep``."""
-        ...
+
+    def of(self, rows: Tensor) -> None:
+        """Go on with these samples only."""
+
+    def forget(self) -> None:
+        """Start afresh."""
 
 
-class Picard:
+class Picard(Proposer):
     """x ← x + r = y − f(x)."""
 
-    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, int]:
         """The plain step; it needs no evaluation beyond the residual."""
-        return x + r, torch.zeros_like(active, dtype=torch.int64)
-
-    def learn(self, dx: Tensor, dr: Tensor, keep: Tensor) -> None:
-        """Nothing to remember."""
+        return x + r, 0
 
 
-class Anderson:
+class Anderson(Proposer):
     """Anderson mixing, type II: x ← x + r − (ΔX + ΔR) γ with γ = argmin ‖r − ΔR γ‖₂² + λ‖γ‖².
 
     ΔX and ΔR hold the last m changes of x and of r. Least squares per sample, by the Gram matrix of
@@ -59,26 +64,24 @@ class Anderson:
         self.dx: list[Tensor] = []
         self.dr: list[Tensor] = []
 
-    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+    def propose(self, x: Tensor, r: Tensor, active: Tensor) -> tuple[Tensor, int]:
         """The mixed step; the Picard step while there is no history."""
-        no_evaluations = torch.zeros_like(active, dtype=torch.int64)
         if not self.dr:
-            return x + r, no_evaluations
-        dx, dr = (self._columns(torch.stack(d, -1)) for d in (self.dx, self.dr))
-        length = torch.linalg.vector_norm(dr, dim=-2, keepdim=True)
+            return x + r, 0
+        dx, dr = (torch.stack([self._flat(d) for d in h], -2) for h in (self.dx, self.dr))
+        length = torch.linalg.vector_norm(dr, dim=-1, keepdim=True)
         length = torch.where(length > 0, length, 1)
-        columns = (dr / length).double()
-        gram = columns.mT @ columns
+        rows = (dr / length).double()
+        gram = rows @ rows.mT
         gram = gram + self.regularisation * torch.eye(gram.shape[-1]).to(gram)
         # solve_ex does not raise: one broken sample may not stop its batch mates.
-        target = self._columns(r.unsqueeze(-1)).double()
-        gamma, _ = torch.linalg.solve_ex(gram, columns.mT @ target)
-        gamma = gamma.to(dx.dtype) / length.mT
-        return x + r - ((dx + dr) @ gamma).view_as(x), no_evaluations
+        gamma, _ = torch.linalg.solve_ex(gram, rows @ self._flat(r).double().unsqueeze(-1))
+        gamma = gamma.to(dx.dtype) / length
+        return x + r - (gamma.mT @ dx.add_(dr)).view_as(x), 0
 
-    def _columns(self, history: Tensor) -> Tensor:
-        """(B, N, D, m) as one matrix of m columns per sample, or per token."""
-        return history if self.token_wise else history.flatten(1, 2)
+    def _flat(self, x: Tensor) -> Tensor:
+        """(B, N, D) as one vector per sample, or per token."""
+        return x if self.token_wise else x.flatten(1)
 
     def learn(self, dx: Tensor, dr: Tensor, keep: Tensor) -> None:
         """Remember the step, and drop the history of samples that must start afresh."""
@@ -86,8 +89,16 @@ class Anderson:
         self.dx = [d.masked_fill(forget, 0) for d in [*self.dx, dx][-self.memory :]]
         self.dr = [d.masked_fill(forget, 0) for d in [*self.dr, dr][-self.memory :]]
 
+    def of(self, rows: Tensor) -> None:
+        """The history of these samples only."""
+        self.dx, self.dr = [d[rows] for d in self.dx], [d[rows] for d in self.dr]
 
-class NewtonKrylov:
+    def forget(self) -> None:
+        """No history."""
+        self.dx, self.dr = [], []
+
+
+class NewtonKrylov(Proposer):
     """Newton's step (I + J_f(x)) δ = r, solved by GMRES until ‖r − (I + J)δ‖₂ ≤ η ‖r‖₂.
 
     Inexact Newton (Dembo, Eisenstat & Steihaug 1982) with GMRES per sample (Saad & Schultz 1986):
@@ -119,9 +130,6 @@ class NewtonKrylov:
             lambda v: v + jacobian.jvp(v), r, active, self.forcing, self.krylov_dimension
         )
         return x + delta, products + active.long()
-
-    def learn(self, dx: Tensor, dr: Tensor, keep: Tensor) -> None:
-        """Nothing to remember: the Jacobian is computed anew."""
 
 
 def gmres(

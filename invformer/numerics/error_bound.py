@@ -105,9 +105,11 @@ def scale_step(
         norm: the norm of the bound.
     """
     amplification = math.exp(-float(log_scale.min())) * (1 + 2.0**-20)
-    y = y.double()
-    rounded = 16 * unit_roundoff(log_scale.dtype) * (y.abs() + shift.double().abs())
-    return ErrorStep(amplification, amplification * vector_norm(rounded, norm))
+    y = y if y.dtype == torch.float64 else y.float()
+    tokens = token_norm(y.abs().add_(shift.abs()), norm).double()
+    outward = 1 + (y.shape[-1] + 8) * unit_roundoff(y.dtype)  # of the lengths themselves
+    rounded = 16 * unit_roundoff(log_scale.dtype) * outward * sequence_norm(tokens, norm)
+    return ErrorStep(amplification, amplification * rounded)
 
 
 def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:

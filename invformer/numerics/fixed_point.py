@@ -81,9 +81,10 @@ def invert_residual(
         ‖x̂ − x*‖ ≤ (‖y − x̂ − f(x̂)‖ + rounding) / (1 − c)       (``contraction="global"``)
 
     in ``norm``, with the residual in float64. A sample is frozen once it has its verdict, so its
-    answer does not depend on its batch mates beyond the rounding of f itself. Host
-    synchronisations a step: one (have all samples got a verdict?), below float64 or with
-    ``compact`` another.
+    answer does not depend on its batch mates beyond the rounding of f itself. Below
+    float64 the iterates that pass in their own precision are measured in float64 all together, at
+    the end. Host synchronisations a step: one (have all samples got a verdict?), below float64
+    another, with ``compact`` two more whenever samples are solved.
 
     The result is detached: the solver does not record its steps, not even for the weights inside f.
     For gradients use :func:`invformer.numerics.implicit_inverse.implicit_inverse`.
@@ -121,8 +122,8 @@ def invert_residual(
             precisions, times four.
         linearise: x ↦ Jacobian of f, for ``newton_krylov``; None goes through autograd.
         chunk_size: tokens solved for at a time by ``sequential``.
-        compact: evaluate f on unsolved samples only, once a quarter is solved. f must then
-            accept any batch size; kernels may round differently for it.
+        compact: leave solved samples out of the batch. f must then accept any batch size;
+            kernels may round differently for it.
         polish: continue in float64 with the residual map; the value is then float64.
         throw: raise if any sample fails; otherwise leave it to ``status``.
 
@@ -155,12 +156,14 @@ def invert_residual(
             output_error=output_error,
             compact=compact,
         )
-        first_residual = equation.start_residual()
+        polish = polish and y.dtype != torch.float64
+        if not polish:
+            equation = equation.with_tolerance(atol, rtol)
+        first_residual = equation.first_residual
         solver = _Solver(method, linearise, max_steps, chunk_size)
-        if polish and y.dtype != torch.float64:
+        if polish:
             equation, state = solver.solve_and_polish(equation, atol, rtol)
         else:
-            equation = equation.with_tolerance(atol, rtol)
             state = solver.solve(equation, refused_or_running(equation))
         solution = _conclude(equation, state, first_residual, y.shape)
     if throw and not bool(solution.converged.all()):
@@ -221,7 +224,7 @@ class _Solver:
         equation.check_causality()
         x = equation.start.clone()
         status = first_state(equation, self.max_steps, status).status
-        status = status.masked_fill(status == InversionStatus.CONVERGED, RUNNING)
+        status = status.masked_fill(status <= InversionStatus.CONVERGED, RUNNING)
         parts: list[State] = []
         for begin in range(0, x.shape[1], self.chunk_size):
             end = min(begin + self.chunk_size, x.shape[1])
@@ -251,7 +254,7 @@ def _conclude(
     """Measure every final iterate, converged or not, and bound its error."""
     evidence = s.evidence
     if evidence is None or not bool(evidence.known.all()):
-        evidence = equation.measure(s.x, s.fx, torch.ones_like(s.status, dtype=torch.bool))
+        evidence = equation.measure(s.x, s.fx, s.size)
         s.num_evaluations += 0 if equation.exact_residual else 1
     _, residual, rounding, token_residual, output_error = evidence
     broken = (s.status == InversionStatus.NOT_CONTRACTIVE) | (s.status == InversionStatus.NONFINITE)

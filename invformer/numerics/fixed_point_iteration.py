@@ -1,7 +1,9 @@
 """The loop all methods share: propose, evaluate, accept or fall back, judge; frozen once judged."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,12 +19,15 @@ DIVERGENCE_FACTOR: dict[Contraction, float] = {"global": 1e3, "causal": 1e16}
 STEPS_WITHOUT_PREDICTION = 1_000
 MOST_PREDICTED_STEPS = 10_000
 RUNNING = -1
+# Within tolerance in the precision of the iterates; full precision has the last word.
+CANDIDATE = -2
 
 
 @dataclass
 class State:
     """Where every sample stands; per sample (B,) unless noted."""
 
+    row: Tensor  # which sample
     x: Tensor  # (B, N, D), the iterate
     fx: Tensor  # (B, N, D), f there
     r: Tensor  # (B, N, D), y − x − f(x)
@@ -37,6 +42,25 @@ class State:
     max_steps: Tensor
     evidence: Evidence | None = None
 
+    def of(self, rows: Tensor) -> "State":
+        """Where some of the samples stand."""
+        return State(**{name: value.index_select(0, rows) for name, value in self._tensors()})
+
+    def _tensors(self) -> list[tuple[str, Any]]:
+        return [(f.name, getattr(self, f.name)) for f in fields(self) if f.name != "evidence"]
+
+
+def together(parts: Sequence[State]) -> State:
+    """All samples in their order, each from the part that has it."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: dict[str, Any] = {}
+    for name, first in parts[0]._tensors():
+        whole[name] = first.new_empty(sum(len(p.row) for p in parts), *first.shape[1:])
+        for part in parts:
+            whole[name].index_copy_(0, part.row, getattr(part, name))
+    return State(**whole)
+
 
 def iterate(
     equation: ResidualEquation,
@@ -44,28 +68,48 @@ def iterate(
     max_steps: int | None,
     status: Tensor,
 ) -> State:
-    """Propose, evaluate, accept or fall back to Picard, until every sample has its verdict.
+    """Step until every sample has its verdict, CONVERGED only with the evidence for it.
+
+    All candidates are measured at once, in a precision that costs twice as much; those that are
+    not confirmed go on.
+    """
+    s = first_state(equation, max_steps, status)
+    while bool((s.status < 0).any()):
+        s = replace(_approach(equation, proposer, s), evidence=s.evidence)
+        if bool((s.status == CANDIDATE).any()):
+            _confirm(equation, s)
+        proposer.forget()
+    return s
+
+
+def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State:
+    """Propose, evaluate, accept or fall back to Picard, while samples are RUNNING.
 
     A Picard step is always accepted: with a global c it shrinks the residual, with a causal one
     runs of them do. Others must beat the present residual, under a causal c the smallest so far.
     """
-    s = first_state(equation, max_steps, status)
     causal = equation.contraction == "causal"
     only_plain = isinstance(proposer, Picard)
     on_cpu = s.x.device.type == "cpu"  # where asking costs no synchronisation
     plain = torch.full_like(s.status, only_plain, dtype=torch.bool)
+    stopped: list[State] = []
     while count := int((active := s.status == RUNNING).sum()):
-        proposal, extra = proposer.propose(s.x, s.r, active & ~plain)
+        if equation.compact and count < len(active):
+            rows, others = active.nonzero().squeeze(1), (~active).nonzero().squeeze(1)
+            stopped.append(s.of(others))
+            s, equation, active, plain = s.of(rows), equation.of(rows), active[rows], plain[rows]
+            proposer.of(rows)
+        proposal, extra = proposer.propose(s.x, s.r, active if only_plain else active & ~plain)
         if not only_plain:
             proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
         if count < len(active):
             proposal = torch.where(active[:, None, None], proposal, s.x)
-        fp = equation.evaluate(proposal, active, count)
-        r = equation.y - proposal - fp
+        fp = equation.f(proposal)
+        r = (equation.y - proposal).sub_(fp)
         residual, length = equation.size(r), equation.size(proposal)
         size = length + equation.size(fp)
         s.num_steps += active
-        s.num_evaluations += torch.where(active, extra + 1, 0)
+        s.num_evaluations += active * (extra + 1)
 
         if only_plain:  # which moves by r, and leaves as residual by how much f changed
             lengths = s.residual, residual
@@ -78,34 +122,32 @@ def iterate(
             s.num_evaluations += active
             rate = equation.observed_rate(*lengths, size + s.size)
         s.observed_rate = torch.where(active, torch.maximum(s.observed_rate, rate), s.observed_rate)
-        accepted = active & (plain | (residual <= (s.smallest if causal else s.residual)))
+        accepted = active
         if not only_plain:
+            accepted = active & (plain | (residual <= (s.smallest if causal else s.residual)))
             step = (proposal - s.x).masked_fill(~accepted[:, None, None], 0)
             bend = (r - s.r).masked_fill(~accepted[:, None, None], 0)
             proposer.learn(step, bend, keep=accepted)
-        plain = only_plain | (active & ~accepted)
+            plain = active & ~accepted
 
-        finite = residual.isfinite() & size.isfinite()
-        _judge(s, InversionStatus.NONFINITE, accepted & ~finite)
+        finite = (residual + size).isfinite()
+        broken = accepted & ~finite
         # Past this line only finite iterates move: the last finite one is what is returned.
         accepted = accepted & finite
         if on_cpu and bool(accepted.all()):
             s.x, s.fx, s.r = proposal, fp, r
+            s.residual, s.length, s.size = residual, length, size
         else:
             moved = accepted[:, None, None]
             s.x, s.fx = torch.where(moved, proposal, s.x), torch.where(moved, fp, s.fx)
             s.r = torch.where(moved, r, s.r)
-        s.residual = torch.where(accepted, residual, s.residual)
-        s.length = torch.where(accepted, length, s.length)
-        s.size = torch.where(accepted, size, s.size)
+            s.residual = torch.where(accepted, residual, s.residual)
+            s.length = torch.where(accepted, length, s.length)
+            s.size = torch.where(accepted, size, s.size)
         s.smallest = torch.minimum(s.smallest, s.residual)
 
-        _judge(s, InversionStatus.NOT_CONTRACTIVE, equation.disproved(s.observed_rate))
-        _judge_convergence(equation, s)
-        limit = DIVERGENCE_FACTOR[equation.contraction] * s.smallest
-        _judge(s, InversionStatus.DIVERGED, s.residual > limit)
-        _judge(s, InversionStatus.MAX_STEPS, s.num_steps >= s.max_steps)
-    return s
+        _judge(equation, s, broken)
+    return together([*stopped, s])
 
 
 def refused_or_running(equation: ResidualEquation) -> Tensor:
@@ -116,12 +158,12 @@ def refused_or_running(equation: ResidualEquation) -> Tensor:
 
 def first_state(equation: ResidualEquation, max_steps: int | None, status: Tensor) -> State:
     """Evaluate f at the start and settle what can be settled before the first step."""
-    x = equation.start
-    fx = equation.f(x) if equation.f_start is None else equation.f_start
-    r = equation.y - x - fx
-    residual, length = equation.size(r), equation.size(x)
+    x, fx, r = equation.start, equation.value_at_start, equation.start_residual
+    residual = equation.first_residual
+    length = equation.size_of_y if x is equation.y else equation.size(x)
     size = length + equation.size(fx)
     s = State(
+        row=torch.arange(len(x), device=x.device),
         x=x,
         fx=fx,
         r=r,
@@ -135,34 +177,49 @@ def first_state(equation: ResidualEquation, max_steps: int | None, status: Tenso
         observed_rate=torch.zeros_like(residual),
         max_steps=_step_limit(equation, residual, max_steps),
     )
-    nonfinite = ~(residual.isfinite() & size.isfinite())
-    s.status = torch.where(nonfinite, int(InversionStatus.NONFINITE), s.status)
-    _judge_convergence(equation, s)
+    _judge(equation, s, ~(residual + size).isfinite())
     return s
 
 
-def _judge(s: State, verdict: InversionStatus, condition: Tensor) -> None:
-    """Give a verdict to the running samples that meet the condition."""
-    s.status = torch.where((s.status == RUNNING) & condition, int(verdict), s.status)
+def _judge(equation: ResidualEquation, s: State, broken: Tensor) -> None:
+    """Give the running samples their verdict, if it is time; of several the last one counts.
 
-
-def _judge_convergence(equation: ResidualEquation, s: State) -> None:
-    """CONVERGED needs the working residual first, and then the one in full precision."""
-    candidates = (s.status == RUNNING) & equation.within_tolerance(s.length, s.residual)
+    Where the working residual is not the one in full precision, CONVERGED has to be confirmed.
+    """
     if equation.exact_residual:
         total = s.residual + equation.rounding(s.size, equation.gap)
-        _judge(
-            s, InversionStatus.CONVERGED, candidates & equation.within_tolerance(s.length, total)
-        )
-        return
-    if not bool(candidates.any()):
-        return
-    found = equation.measure(s.x, s.fx, candidates)
+        success = InversionStatus.CONVERGED
+    else:
+        total, success = s.residual, CANDIDATE
+    verdict = _failures(equation, s)
+    verdict.masked_fill_(equation.within_tolerance(s.length, total), success)
+    verdict.masked_fill_(equation.disproved(s.observed_rate), InversionStatus.NOT_CONTRACTIVE)
+    verdict.masked_fill_(broken, InversionStatus.NONFINITE)
+    s.status = torch.where(s.status == RUNNING, verdict, s.status)
+
+
+def _failures(equation: ResidualEquation, s: State) -> Tensor:
+    """DIVERGED, MAX_STEPS or RUNNING."""
+    verdict = torch.full_like(s.status, RUNNING)
+    verdict.masked_fill_(s.num_steps >= s.max_steps, InversionStatus.MAX_STEPS)
+    limit = DIVERGENCE_FACTOR[equation.contraction] * s.smallest
+    return verdict.masked_fill_(s.residual > limit, InversionStatus.DIVERGED)
+
+
+def _confirm(equation: ResidualEquation, s: State) -> None:
+    """Measure the candidates in full precision: CONVERGED, or RUNNING again."""
+    candidates = s.status == CANDIDATE
     s.num_evaluations += candidates
+    rows = candidates.nonzero().squeeze(1) if equation.compact else s.row
+    if len(rows) < len(s.row):
+        found = equation.of(rows).measure(s.x[rows], s.fx[rows], s.size[rows]).among(s.row, rows)
+    else:
+        found = equation.measure(s.x, s.fx, s.size)
     total = found.residual + found.rounding
     confirmed = candidates & equation.within_tolerance(s.length, total)
-    _judge(s, InversionStatus.CONVERGED, confirmed)
     s.evidence = _collected(s.evidence, found._replace(known=confirmed))
+    verdict = _failures(equation, s).masked_fill_(confirmed, InversionStatus.CONVERGED)
+    s.status = torch.where(candidates, verdict, s.status)
 
 
 def _collected(before: Evidence | None, new: Evidence) -> Evidence:

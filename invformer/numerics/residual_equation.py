@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,13 @@ class Evidence(NamedTuple):
     token_residual: Tensor
     output_error: Tensor
 
+    def among(self, samples: Tensor, rows: Tensor) -> "Evidence":
+        """The same for a larger batch, known where it comes from."""
+        shapes = ((len(samples), *v.shape[1:]) for v in self)
+        return Evidence(
+            *(v.new_zeros(n).index_copy_(0, rows, v) for v, n in zip(self, shapes, strict=True))
+        )
+
 
 @dataclass(frozen=True)
 class ResidualEquation:
@@ -71,7 +78,7 @@ class ResidualEquation:
         output_error: proven error of y, or None for the model.
         atol: error allowed.
         rtol: error allowed relative to ‖x̂‖.
-        compact: evaluate on unsolved samples only, once a quarter is solved.
+        compact: leave solved samples out of the batch.
     """
 
     f: SequenceMap
@@ -101,32 +108,42 @@ class ResidualEquation:
         """Whether the working residual is already the reported one."""
         return self.y.dtype == self.residual_dtype
 
-    def evaluate(self, x: Tensor, active: Tensor, count: int) -> Tensor:
-        """f(x) of the ``count`` active samples; of the others, whatever comes along."""
-        return self._on_active(self.f, x, active, count)
+    @cached_property
+    def value_at_start(self) -> Tensor:
+        """f(x₀)."""
+        return self.f(self.start) if self.f_start is None else self.f_start
 
-    def _on_active(self, f: SequenceMap, x: Tensor, active: Tensor, count: int) -> Tensor:
-        if not self.compact or 4 * count > 3 * len(active):
-            return f(x)
-        index = active.nonzero().squeeze(1)
-        return torch.zeros_like(x).index_copy_(0, index, f(x[index]))
+    @cached_property
+    def start_residual(self) -> Tensor:
+        """y − x₀ − f(x₀)."""
+        return self.y - self.start - self.value_at_start
 
-    def measure(self, x: Tensor, fx: Tensor, active: Tensor) -> "Evidence":
-        """The residual at x in full precision, where f is fx in the working one."""
-        size = self.size(x) + self.size(fx)
+    @cached_property
+    def first_residual(self) -> Tensor:
+        """‖y − x₀ − f(x₀)‖."""
+        return self.size(self.start_residual)
+
+    def measure(self, x: Tensor, fx: Tensor, size: Tensor) -> "Evidence":
+        """The residual at x in full precision, where f is fx in the working one.
+
+        Args:
+            x: iterates.
+            fx: f(x).
+            size: ‖x‖ + ‖f(x)‖.
+        """
         gap = self.gap
+        precise, value = x.to(self.residual_dtype), fx
         if not self.exact_residual:
-            low = fx
-            count = int(active.sum()) if self.compact else len(active)
-            fx = self._on_active(self.precise_f, x.to(self.residual_dtype), active, count)
+            value = self.precise_f(precise)
             if gap is None:
-                gap = self.size(fx.double() - low.double())
-        residual = self.y.double() - x.double() - fx.double()
+                gap = self.size(fx.to(torch.float64, copy=True).sub_(value))
+        residual = self.y.to(torch.float64, copy=True).sub_(precise).sub_(value)
+        tokens = token_norm(residual, self.norm)
         return Evidence(
-            active,
-            self.size(residual),
+            torch.ones_like(size, dtype=torch.bool),
+            sequence_norm(tokens, self.norm),
             self.rounding(size, gap),
-            token_norm(residual, self.norm),
+            tokens,
             self.allowed_output_error(size, gap),
         )
 
@@ -152,11 +169,6 @@ class ResidualEquation:
                 "method='sequential' solves token by token, but f of the first "
                 f"{half} tokens depends on later ones: use another method"
             )
-
-    def start_residual(self) -> Tensor:
-        """‖y − x₀ − f(x₀)‖."""
-        f_start = self.f(self.start) if self.f_start is None else self.f_start
-        return self.size(self.y - self.start - f_start)
 
     # --- what rounding it allows ------------------------------------------------------------
 
@@ -257,6 +269,24 @@ class ResidualEquation:
         y, start = self.y.double(), self.start.double()
         return replace(self.with_gap(), f=self.precise_f, y=y, start=start, f_start=None)
 
+    def of(self, rows: Tensor) -> "ResidualEquation":
+        """The equation of some samples; f must accept any batch size."""
+
+        def chosen(value: Any) -> Any:
+            return value[rows] if isinstance(value, Tensor) else value
+
+        return replace(
+            self,
+            y=self.y[rows],
+            start=self.y[:0],
+            f_start=None,
+            measure_gap=lambda: self.measure_gap()[rows],
+            gap=chosen(self.gap),
+            evaluation_error=chosen(self.evaluation_error),
+            output_error=chosen(self.output_error),
+            atol=chosen(self.atol),
+        )
+
     def from_start(self, start: Tensor) -> "ResidualEquation":
         """The same equation, another start."""
         return replace(self, start=start, f_start=None)
@@ -310,6 +340,7 @@ def residual_equation(
     batch, (tokens, width) = y.shape[:-2], y.shape[-2:]
     flat = y.reshape(-1, tokens, width)
     start = y if initial is None else initial.to(y.dtype).expand_as(y)
+    flat_start = flat if initial is None else start.reshape(flat.shape)
 
     def flattened(g: SequenceMap) -> SequenceMap:
         def on_samples(x: Tensor) -> Tensor:
@@ -342,7 +373,7 @@ def residual_equation(
         precise_f=flattened(precise_f),
         residual_dtype=residual_dtype,
         y=flat,
-        start=start.reshape(flat.shape),
+        start=flat_start,
         f_start=f_start.reshape(flat.shape),
         forward_dtype=forward_dtype,
         measure_gap=measure_gap,

@@ -83,6 +83,17 @@ def test_feed_forward_products_are_those_of_the_dense_jacobian(activation: str) 
     torch.testing.assert_close(products.vjp(vector).flatten(), jacobian.T @ vector.flatten())
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
+def test_without_gradients_the_feed_forward_gives_the_same_numbers(activation: str) -> None:
+    layer = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9, activation).eval()
+    x = torch.randn(2, 3, WIDTH)
+    before = x.clone()
+    with torch.no_grad():
+        value = layer(x)
+    assert torch.equal(value, layer(x))
+    assert torch.equal(x, before)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("method", ["picard", "anderson"])
 def test_a_residual_layer_is_undone(method: str) -> None:

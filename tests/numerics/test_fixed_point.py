@@ -591,6 +591,51 @@ def test_solved_samples_are_not_evaluated_again_when_compact() -> None:
     assert evaluated < work / 4
 
 
+@pytest.mark.parametrize("method", ["picard", "anderson"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_batch_mates_that_leave_the_batch_change_nothing(
+    method: Method, dtype: torch.dtype
+) -> None:
+    w = orthogonal(4, 4)
+
+    def f(z: Tensor) -> Tensor:
+        return 0.7 * torch.tanh(z @ w.to(z.dtype)) + 0.1 * z
+
+    y = torch.randn(6, 5, 4).to(dtype)
+    y[1:] *= torch.tensor([1e-3, 1e3, math.nan, math.inf, 1.0]).to(dtype)[:, None, None]
+    settings = {"lipschitz_bound": 0.81, "norm": "token_max", "method": method, "throw": False}
+    together = invert_residual(f, y, compact=True, **settings)
+    assert together.converged.tolist() == [True, True, True, False, False, True]
+    assert len(together.num_steps.unique()) > 1
+    for i in (0, 1, 2, 5):
+        alone = invert_residual(f, y[i : i + 1], **settings)
+        torch.testing.assert_close(alone.value[0], together.value[i])
+        assert alone.num_steps[0] == together.num_steps[i]
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_float64_is_asked_once_however_differently_samples_converge(compact: bool) -> None:
+    w, measured = orthogonal(4, 4), []
+
+    def exact(z: Tensor) -> Tensor:
+        measured.append(len(z))
+        return 0.9 * torch.tanh(z @ w)
+
+    y = (torch.randn(32, 5, 4) * torch.logspace(-3, 1, 32)[:, None, None]).float()
+    solution = invert_residual(
+        lambda z: 0.9 * torch.tanh(z @ w.float()),
+        y,
+        residual_map=exact,
+        lipschitz_bound=0.9001,
+        norm="token_max",
+        compact=compact,
+    )
+    assert all_converged(solution)
+    assert len(solution.num_steps.unique()) > 3
+    assert measured == [32]
+    assert torch.equal(solution.num_evaluations, solution.num_steps + 2)
+
+
 # --- speed --------------------------------------------------------------------------------------
 
 
