@@ -5,6 +5,7 @@ heads of an attention are one matrix: on two cores a step of a small model takes
 long as the batched products here, more than the model itself.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,9 +29,9 @@ class Muon(Optimizer):
     Jordan et al. 2024, *Muon*; the size of a step after Liu et al. 2025, arXiv 2502.16982.
 
     Args:
-        params: matrices, or stacks of matrices, one per head, that are joined to one
-            (:func:`as_matrix`). A group may have ``parts``: how many matrices of equal height
-            its parameters consist of, such as three for queries, keys and values.
+        params: matrices, or stacks of them (:func:`as_matrices`). A group may have ``parts``: how
+            many matrices of equal height its matrices consist of, such as three for queries, keys
+            and values.
         lr: η.
         weight_decay: λ.
         momentum: of the gradient.
@@ -59,38 +60,46 @@ class Muon(Optimizer):
                 [d for p in params for d in self._momentum(p, group)]
             )
             for p in params:
-                of_p = torch.cat([next(directions) for _ in range(group["parts"])])
+                of_p = [next(directions) for _ in range(count(p.shape, group["parts"]))]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.sub_(as_parameter(of_p, p.shape), alpha=group["lr"])
         return loss
 
-    def _momentum(self, p: Tensor, group: dict[str, Any]) -> tuple[Tensor, ...]:
+    def _momentum(self, p: Tensor, group: dict[str, Any]) -> list[Tensor]:
         """The matrices of a parameter's Nesterov momentum."""
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
         memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
         memory.lerp_(gradient, 1 - group["momentum"])
-        return as_matrix(gradient.lerp(memory, group["momentum"])).chunk(group["parts"])
+        return as_matrices(gradient.lerp(memory, group["momentum"]), group["parts"])
 
 
-def as_matrix(stack: Tensor) -> Tensor:
-    """A matrix as it is; (H, m, n) as (m, H n), its matrices side by side, or (H m, n) if m < n.
+def as_matrices(p: Tensor, parts: int = 1) -> list[Tensor]:
+    """The matrices that a parameter consists of.
 
-    Orthonormal rows or columns of the whole are orthonormal in every head.
+    The ``parts`` of a matrix lie below each other. Of a stack (…, H, m, n) the H matrices of the
+    heads are one, (m, H n) side by side or (H m, n) if m < n, because orthonormal rows or columns
+    of the whole are orthonormal in every head; whatever comes before H are matrices apart.
     """
-    if stack.dim() == 2:
-        return stack
-    stack = stack.flatten(0, -3)
-    return stack.movedim(0, 1).flatten(1) if side_by_side(stack.shape) else stack.flatten(0, 1)
+    if p.dim() == 2:
+        return list(p.chunk(parts))
+    heads = p.flatten(0, -4) if p.dim() > 3 else p.unsqueeze(0)
+    joined = heads.transpose(1, 2).flatten(2) if side_by_side(p.shape) else heads.flatten(1, 2)
+    return list(joined)
 
 
-def as_parameter(matrix: Tensor, shape: torch.Size) -> Tensor:
-    """The inverse of :func:`as_matrix`, for a parameter of this shape."""
+def as_parameter(matrices: list[Tensor], shape: torch.Size) -> Tensor:
+    """The inverse of :func:`as_matrices`, for a parameter of this shape."""
     if len(shape) == 2:
-        return matrix
-    *heads, m, n = shape
+        return torch.cat(matrices)
+    joined = torch.stack(matrices)
     if side_by_side(shape):
-        return matrix.unflatten(1, (-1, n)).movedim(1, 0).view(*heads, m, n)
-    return matrix.view(shape)
+        joined = joined.unflatten(2, (-1, shape[-1])).transpose(1, 2)
+    return joined.reshape(shape)
+
+
+def count(shape: torch.Size, parts: int) -> int:
+    """How many matrices :func:`as_matrices` finds."""
+    return parts if len(shape) == 2 else math.prod(shape[:-3])
 
 
 def side_by_side(shape: torch.Size) -> bool:
