@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from invformer.build.machine import pick_device
 from invformer.build.run import FORWARD_DTYPE, read_corpus
 from invformer.build.saved_model import (
     load_model,
@@ -44,7 +45,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     checkpoint = read_checkpoint(config.checkpoint)
     trained = trained_configuration(checkpoint)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    device = pick_device(config.evaluate.device)
+    device = pick_device(config.evaluate.device, "evaluate.device")
     model = load_model(checkpoint, trained, vocabulary).to(device)
     data = replace(trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
     corpus = read_corpus(data)
@@ -179,19 +180,3 @@ def continue_text(
     with frozen_weights(model):
         tokens = model.generate(prompt, generate.length, generate.temperature, generator)
     return vocabulary.decode(tokens.cpu())
-
-
-def pick_device(name: str) -> torch.device:
-    """The named device, or the best there is.
-
-    Raises:
-        ConfigurationError: this machine does not have it.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigurationError(f"evaluate.device: {name} is not available here") from None
-    return device

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import warnings
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
+from invformer.build.machine import commit
 from invformer.build.model import build_model
 from invformer.checkpoint.content import Checkpoint
 from invformer.checkpoint.directory import sweep
@@ -275,21 +275,12 @@ def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:
     return {
         "config": to_dict(config),
         "command": command_line(config),
-        "commit": git_commit(),
+        "commit": commit(),
         "vocabulary": data.vocabulary.to_dict(),
         "data_sha256": data.corpus.sha256,
         "data_source": data.corpus.source,
         "versions": {"torch": str(torch.__version__), "lightning": str(L.__version__)},
     }
-
-
-def git_commit() -> str | None:
-    """The commit of the checkout this program runs from, if it is one."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def quieten() -> None:

@@ -43,10 +43,8 @@ import io
 import json
 import math
 import os
-import platform
 import re
 import shlex
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -56,6 +54,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_
 import torch
 from tqdm import tqdm
 
+from invformer.build.machine import commit, hardware, pick_device
 from invformer.config import load_config, parse_or_exit
 from invformer.errors import ConfigurationError, StorageError
 from invformer.evaluation.report import write_json
@@ -223,7 +222,7 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     """
     if chosen.num_threads is not None:
         torch.set_num_threads(chosen.num_threads)
-    device = pick_device(chosen.device)
+    device = pick_device(chosen.device, "device")
     wanted = list(dict.fromkeys(study.cases(chosen)))
     if not wanted:
         raise ConfigurationError(f"{chosen.name}: these options leave no case to measure")
@@ -257,7 +256,7 @@ def measure_missing(
     mirror: "WandbSink | None",
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
-    circumstances = (hardware(device), commit())
+    circumstances = (hardware(device), commit() or "unknown")
     distinctive = distinctive_fields(wanted)
     bar = tqdm(total=len(wanted), unit="case", disable=None)
     with bar:
@@ -534,45 +533,6 @@ def joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def pick_device(name: str) -> torch.device:
-    """The named device, or the best there is.
-
-    Raises:
-        ConfigurationError: there is no CUDA device.
-    """
-    available = torch.cuda.is_available()
-    if name == "cuda" and not available:
-        raise ConfigurationError("device: cuda is not available here")
-    return torch.device("cuda" if available and name != "cpu" else "cpu")
-
-
-def hardware(device: torch.device) -> str:
-    """What the numbers were computed on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The checkout's commit, marked ``-dirty`` where files differ from it."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run([*words, "--exclude=*"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return found.stdout.strip()
-
-
 def build_mirror(chosen: StudyOptions) -> "WandbSink":
     """The W&B run of a study."""
     from invformer.training.wandb_sink import WandbSink
@@ -580,7 +540,7 @@ def build_mirror(chosen: StudyOptions) -> "WandbSink":
     return WandbSink(
         chosen.folder,
         name=f"study-{chosen.name}",
-        config=asdict(chosen) | {"command": chosen.command(), "commit": commit()},
+        config=asdict(chosen) | {"command": chosen.command(), "commit": commit() or "unknown"},
         project=chosen.project,
         mode="auto",
         group="studies",
