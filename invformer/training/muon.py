@@ -68,7 +68,7 @@ class Muon(Optimizer):
     def _momentum(self, p: Tensor, group: dict[str, Any]) -> list[Tensor]:
         """The matrices of a parameter's Nesterov momentum."""
         gradient = torch.zeros_like(p) if p.grad is None else p.grad
-        memory = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        memory = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         memory.lerp_(gradient, 1 - group["momentum"])
         return as_matrices(gradient.lerp(memory, group["momentum"]), group["parts"])
 
