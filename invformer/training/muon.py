@@ -1,8 +1,8 @@
 """Muon: steps of equal size in every direction of a weight matrix, all matrices of a shape at once.
 
 torch.optim.Muon orthogonalises one matrix after the other, in bfloat16, and does not know that the
-heads of an attention are one matrix: on two cores a step of a small model takes it five times as
-long as the batched products here, more than the model itself.
+heads of an attention are one matrix: a step of a small model takes one core five times as long as
+the batched products here, and longer than the model itself.
 """
 
 import math
@@ -24,8 +24,7 @@ UPDATE_RMS = 0.2
 class Muon(Optimizer):
     """W ← (1 − ηλ)W − 0.2 η √max(m, n) · UVᵀ, where UΣVᵀ is the Nesterov momentum of the gradient.
 
-    UVᵀ is what :func:`orthogonalised` makes of it: all its singular values are near one. Under a
-    spectral norm constraint that spends the norm on all directions instead of a few. Source:
+    UVᵀ is what :func:`orthogonalised` makes of it: all its singular values are near one. Source:
     Jordan et al. 2024, *Muon*; the size of a step after Liu et al. 2025, arXiv 2502.16982.
 
     Args:
