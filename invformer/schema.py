@@ -17,6 +17,7 @@ SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 
+Attention = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
 Certificate = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
 Corpus = Literal[
     "python_docs", "python_stdlib", "text_file",
@@ -31,7 +32,7 @@ class ModelConfig(Section):
     """The network."""
 
     key: ClassVar[str] = "model"
-    name: Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"] = option(
+    name: Attention = option(
         "contractive_l2",
         "attention map; contractive_* are the invertible models, the others baselines",
     )

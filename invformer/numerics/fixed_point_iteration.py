@@ -11,6 +11,7 @@ from torch import Tensor
 
 from invformer.numerics.acceleration import Picard, Proposer
 from invformer.numerics.fixed_point_solution import InversionStatus
+from invformer.numerics.host import has_answer_at_hand
 from invformer.numerics.residual_equation import Contraction, Evidence, ResidualEquation
 
 # Without a global constant a residual may grow for a while and still converge; beyond these factors
@@ -90,7 +91,6 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
     """
     causal = equation.contraction == "causal"
     only_plain = isinstance(proposer, Picard)
-    on_cpu = s.x.device.type == "cpu"  # where asking costs no synchronisation
     plain = torch.full_like(s.status, only_plain, dtype=torch.bool)
     stopped: list[State] = []
     while count := int((active := s.status == RUNNING).sum()):
@@ -134,7 +134,7 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
         broken = accepted & ~finite
         # Past this line only finite iterates move: the last finite one is what is returned.
         accepted = accepted & finite
-        if on_cpu and bool(accepted.all()):
+        if has_answer_at_hand(accepted) and bool(accepted.all()):
             s.x, s.fx, s.r = proposal, fp, r
             s.residual, s.length, s.size = residual, length, size
         else:

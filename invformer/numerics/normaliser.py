@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.host import has_answer_at_hand
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
@@ -88,7 +89,7 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
     with torch.autocast(weights[0].device.type, enabled=False):
         tall, grams, log_scale = _grams_of_trace_one(tall)
         by_trial = (
-            reads_are_free(grams.device)
+            has_answer_at_hand(grams)
             and grams.shape[-1] >= TRIAL_SIZE
             and bool(log_scale.isfinite().all())
         )
@@ -100,16 +101,11 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
         for weight, w, bound, right in zip(
             weights, tall, bounds.split(counts), rights.split(counts), strict=True
         ):
-            left = _unit((w @ right.unsqueeze(-1)).squeeze(-1))
+            left = unit((w @ right.unsqueeze(-1)).squeeze(-1))
             u, v = (left, right) if weight.shape[-2] >= weight.shape[-1] else (right, left)
             batch = weight.shape[:-2]
             found.append(tuple(t.to(dtype).view((*batch, *t.shape[1:])) for t in (bound, u, v)))
     return found
-
-
-def reads_are_free(device: torch.device) -> bool:
-    """Whether the host may look at a value without waiting for the device."""
-    return device.type == "cpu"
 
 
 def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -118,7 +114,7 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
     What leaves the range of the format when it is squared is scaled first; so is everything on a
     device that would have to be asked.
     """
-    if reads_are_free(tall[0].device):
+    if has_answer_at_hand(tall[0]):
         grams = _grams(tall)
         traces = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
         if bool(((traces > LEAST_TRACE) & (traces < LARGEST_TRACE)).all()):
@@ -147,7 +143,7 @@ def _gram_iteration(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """log of a bound on λ₁(G), and a column of the last iterate."""
     log_bound, power = _squared(g, num_steps - 1)
     column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
-    return log_bound, _unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
+    return log_bound, unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
 
 
 def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +213,7 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             w = w - (before.mT @ (before @ w[..., None]))[..., 0]
         # What rounding left of a vector inside the space is no direction: the space is complete.
         new = torch.linalg.vector_norm(w, dim=-1, keepdim=True) > 8 * epsilon * length
-        vectors[:, step] = torch.where(new, _unit(w), 0)
+        vectors[:, step] = torch.where(new, unit(w), 0)
         for one, vector, image in zip(g, vectors[:, step], images[:, step], strict=True):
             torch.mv(one, vector, out=image)  # a batched product of this shape is half as fast
         w = images[:, step]
@@ -226,10 +222,6 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     vector, image = (weights @ vectors)[:, 0], (weights @ images)[:, 0]
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
     return theta, vector, residual
-
-
-def _unit(x: Tensor) -> Tensor:
-    return unit(x, torch.finfo(x.dtype).tiny)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

@@ -275,10 +275,11 @@ class ResidualEquation:
         def chosen(value: Any) -> Any:
             return value[rows] if isinstance(value, Tensor) else value
 
+        y = self.y[rows]
         return replace(
             self,
-            y=self.y[rows],
-            start=self.y[:0],
+            y=y,
+            start=y if self.start is self.y else self.start[rows],
             f_start=None,
             measure_gap=lambda: self.measure_gap()[rows],
             gap=chosen(self.gap),

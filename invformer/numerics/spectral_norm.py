@@ -103,12 +103,12 @@ def power_iteration(
     Source: Miyato et al. 2018, arXiv 1802.05957, Algorithm 1 (there called the norm).
     """
     tiny = torch.finfo(weight.dtype).tiny
-    right = unit(v, tiny).unsqueeze(-1)
+    right = unit(v).unsqueeze(-1)
     for _ in range(num_steps):
-        right = unit((weight.mT @ (weight @ right)).squeeze(-1), tiny).unsqueeze(-1)
+        right = unit((weight.mT @ (weight @ right)).squeeze(-1)).unsqueeze(-1)
     image = (weight @ right).squeeze(-1)
     value = torch.linalg.vector_norm(image, dim=-1)
-    left = unit(image, tiny)
+    left = unit(image)
     back = (weight.mT @ left.unsqueeze(-1)).squeeze(-1)
     right = right.squeeze(-1)
     gap = torch.linalg.vector_norm(back - value.unsqueeze(-1) * right, dim=-1)
@@ -193,6 +193,7 @@ def _frobenius_up(g: Tensor) -> Tensor:
     return _up(g.square().sum(-1).sum(-1).sqrt(), sum(g.shape[-2:]) + 1)
 
 
-def unit(x: Tensor, tiny: float) -> Tensor:
+def unit(x: Tensor) -> Tensor:
     """x/‖x‖₂ along the last dimension; zero stays zero."""
+    tiny = torch.finfo(x.dtype).tiny
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=tiny)

@@ -31,7 +31,7 @@ from invformer.errors import DataError
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from invformer.schema import MANY, Certificate, Corpus, ModelConfig
+from invformer.schema import MANY, Attention, Certificate, Corpus, ModelConfig
 from invformer.section import option, section
 from invformer.studies import training
 from invformer.studies.study import (
@@ -58,9 +58,8 @@ Kind = Literal[
     "contractive_bounded",
 ]
 
-ModelName = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
 # The network of a kind and its certificate.
-NETWORKS: dict[str, tuple[ModelName, Certificate | None]] = {
+NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
     "dot_product": ("dot_product", None),
     "l2": ("l2", None),
     "contractive": ("contractive_l2", "token_max"),

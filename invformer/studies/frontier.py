@@ -43,7 +43,7 @@ from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import certified_branches, enforce
 from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.nn.transformer import CharTransformer
-from invformer.schema import MANY, Corpus, ModelConfig
+from invformer.schema import MANY, Attention, Corpus, ModelConfig
 from invformer.schema import Certificate as CertificateName
 from invformer.section import option, section
 from invformer.studies import training
@@ -55,7 +55,6 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 if TYPE_CHECKING:
     from invformer.training.plots import Axes, Figure
 
-Model = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
 Optimiser = Literal["adamw", "muon"]
 
 LN2 = math.log(2)
@@ -87,7 +86,7 @@ class Options(StudyOptions):
         "data.val_fraction": 0.1,
         "data.test_fraction": 0.0,
     }
-    models: list[Model] = option(list(get_args(Model)), "attention maps")
+    models: list[Attention] = option(list(get_args(Attention)), "attention maps")
     certificates: list[CertificateName] = option(
         ["token_max", "causal"], "of tied L2 attention; other models have none or token_max"
     )
@@ -131,7 +130,7 @@ class Case:
     ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
     """
 
-    model: Model
+    model: Attention
     certificate: CertificateName | None
     lipschitz_target: float | None
     optimiser: Optimiser
@@ -246,12 +245,12 @@ def cases(options: Options) -> list[Case]:
     return list(dict.fromkeys(found))
 
 
-def is_contractive(model: Model) -> bool:
+def is_contractive(model: Attention) -> bool:
     """Whether a model can be certified."""
     return model.startswith("contractive")
 
 
-def certificate_of(model: Model, certificate: CertificateName) -> CertificateName | None:
+def certificate_of(model: Attention, certificate: CertificateName) -> CertificateName | None:
     """The certificate under which a model is trained where this one is asked for.
 
     Bounded attention meets its target in token_max, which is the strongest; nothing else changes

@@ -16,6 +16,7 @@ from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.probe_budget import Clock, Ledger
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.host import has_answer_at_hand
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
 from invformer.training.run_log import RunLog
@@ -191,11 +192,6 @@ class CharLanguageModel(L.LightningModule):
         """
         self.refuse_lost_update()
         checkpoint.setdefault("invformer", {}).update(self.metadata)
-
-
-def has_answer_at_hand(number: Tensor) -> bool:
-    """Whether looking at a number makes nobody wait."""
-    return number.device.type == "cpu"
 
 
 def non_finite(step: int, what: str) -> NonFiniteError:

@@ -39,17 +39,16 @@ class MuonWithAdamW(Optimizer):
         weight_decay: float,
     ) -> None:
         matrices, others, three_in_one = list(matrices), list(others), {id(p) for p in fused}
+        whole = [p for p in matrices if id(p) not in three_in_one]
+        split = [p for p in matrices if id(p) in three_in_one]
         groups = [
             {"params": matrices, "lr": muon_lr, "kind": "muon"},
             {"params": others, "lr": lr, "kind": "adamw"},
         ]
         super().__init__(groups, {"betas": betas, "weight_decay": weight_decay})
-        apart = [
-            {"params": [p for p in matrices if (id(p) in three_in_one) == fused_], "parts": parts}
-            for fused_, parts in ((False, 1), (True, 3))
-        ]
+        apart = [{"params": p, "parts": n} for p, n in ((whole, 1), (split, 3)) if p]
         self.parts: list[Optimizer] = [
-            Muon([g for g in apart if g["params"]], lr=muon_lr, weight_decay=weight_decay),
+            Muon(apart, lr=muon_lr, weight_decay=weight_decay),
             AdamW(others, lr=lr, betas=betas, weight_decay=0.0),
         ]
 

@@ -16,14 +16,13 @@ from invformer.data.windows import training_windows
 from invformer.nn.certificate import as_branches
 from invformer.nn.lipschitz_probe import residual_branches
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.schema import ModelConfig, OptimConfig, TrainConfig
+from invformer.schema import Attention, ModelConfig, OptimConfig, TrainConfig
 from invformer.studies import frontier
 from invformer.studies.frontier import (
     BETAS,
     GRAD_CLIP,
     STUDY,
     Case,
-    Model,
     Options,
     Result,
     cases,
@@ -68,7 +67,7 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
         "optimisers=[adamw, muon]",
         "muon_lr=[0.01, 0.02]",
     )
-    trainings = {model: 0 for model in get_args(Model)}
+    trainings = {model: 0 for model in get_args(Attention)}
     for case in found:
         trainings[case.model] += 1
     # Once with AdamW and with either rate of Muon; times c; times certificate.
@@ -93,15 +92,15 @@ def test_bounded_attention_is_the_same_network_under_every_certificate_it_may_ha
 
 
 def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
-    assert set(get_args(Model)) == set(get_args(get_type_hints(ModelConfig)["name"]))
+    assert set(get_args(Attention)) == set(get_args(get_type_hints(ModelConfig)["name"]))
     trainer = TrainConfig(optim=OptimConfig())
     assert list(BETAS) == trainer.optim.betas
     assert trainer.optim.grad_clip == GRAD_CLIP
 
 
-@pytest.mark.parametrize("model", get_args(Model))
+@pytest.mark.parametrize("model", get_args(Attention))
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_training_is_the_plain_loop_step_by_step(model: Model, optimiser: str) -> None:
+def test_training_is_the_plain_loop_step_by_step(model: Attention, optimiser: str) -> None:
     case = only(f"models=[{model}]", f"optimisers=[{optimiser}]")
     text = read_text(*text_of(case))
     torch.manual_seed(case.seed)
@@ -130,8 +129,8 @@ def test_training_is_the_plain_loop_step_by_step(model: Model, optimiser: str) -
     assert all(weights[name].equal(weight) for name, weight in trained.named_parameters())
 
 
-@pytest.mark.parametrize("model", get_args(Model))
-def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Model) -> None:
+@pytest.mark.parametrize("model", get_args(Attention))
+def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Attention) -> None:
     case = only(f"models=[{model}]")
     result = measure(case, CPU)
     trained, how = train(case, CPU)
@@ -165,7 +164,9 @@ def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Mod
 
 
 @pytest.mark.parametrize("model", ["dot_product", "contractive_l2", "contractive_bounded"])
-def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(model: Model) -> None:
+def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
+    model: Attention,
+) -> None:
     case = only(f"models=[{model}]", "probe_steps=100", "seq_len=6")
     result = measure(case, CPU)
     trained, _ = train(case, CPU)

@@ -98,7 +98,7 @@ def test_no_step_waits_for_the_device_between_flushes(
     # On the CPU, where there is nothing to wait for, every update is looked at before it is made,
     # and the normaliser looks at its Gram matrices.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
-    monkeypatch.setattr(normaliser, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(normaliser, "has_answer_at_hand", lambda number: False)
     given = arguments(tmp_path, "syncs", f"model={model}", "monitor.flush_every=100")
     run = build_run(load_config(given, TrainConfig, ROOT))
     watch = BetweenFlushes()

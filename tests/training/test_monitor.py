@@ -74,7 +74,7 @@ def test_the_ledger_enters_what_the_device_has_reached_in_order() -> None:
 
 
 def test_looking_and_recording_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(normaliser, "reads_are_free", lambda device: False)
+    monkeypatch.setattr(normaliser, "has_answer_at_hand", lambda number: False)
     probe = LipschitzProbe(contractive_model(), random_tokens(1))
     log = RunLog([])
     probe.look()
