@@ -75,8 +75,9 @@ def build_contractive_attention(
     width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
     kernel, size = config.attention_kernel, config.initial_output
     if config.name == "contractive_bounded":
+        certificate = "causal" if config.certificate == "causal" else "token_max"
         return BoundedAttention(
-            width, heads, config.head_width, position, target, channels, kernel, size
+            width, heads, config.head_width, position, target, channels, kernel, size, certificate
         )
     match config.certificate:
         case "token_max" | "causal":

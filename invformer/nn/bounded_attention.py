@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,8 @@ from invformer.numerics.bounds import bounded
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 
+BoundedCertificate = Literal["token_max", "causal"]
+
 # How far into the ball the projections of unit-variance channels reach at first, and the size of
 # the logits there; both are learned per head.
 INITIAL_SHARPNESS = 0.5
@@ -38,15 +40,19 @@ class BoundedWeights(NamedTuple):
 
 
 class BoundedAttention(LipschitzBranch):
-    """f(X) = (c/√H) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
+    """f(X) = (c/n) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
-    q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, ‖Ŵ‖₂ ≤ 1, ‖Ĝ‖₂ ≤ 1
-    and L_h = √(β_V² + τ² max(β_Q, β_K)²): the theorem of ``numerics/bounds/bounded.py``. Dot
+    q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot
     products make attention non-Lipschitz (Kim et al. 2021, Theorem 3.1); in a ball they do not, and
     the constant depends neither on the length nor on the position bias. Nothing is tied, so a token
     need not attend to tokens like itself, and the self token need not be visible.
 
-    The same constant bounds the diagonal Jacobian blocks, so it serves the causal certificate too.
+    ``token_max``: Lip(f) ≤ c in max_i ‖x_i‖₂, by ‖Ŵ_h‖₂ ≤ 1 of every head, n = √H and
+    L_h = √(β_V² + τ² max(β_Q, β_K)²).
+    ``causal``: ‖∂f_i/∂x_i‖₂ ≤ c, by ‖[Ŵ_h]_h‖₂ ≤ 1 of all heads together,
+    L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and n ≤ √3, one for heads that are alike: what a single
+    token changes, it changes for all heads at once. Enough to invert a causal block; Lip(f) may
+    exceed c. Both theorems are in ``numerics/bounds/bounded.py``.
 
     Args:
         d_model: width D.
@@ -57,6 +63,7 @@ class BoundedAttention(LipschitzBranch):
         output_channels: channels the output map writes to at initialisation (None: all).
         kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
         initial_output: size of the output map's entries at initialisation.
+        certificate: which of the two constants is held at c.
     """
 
     def __init__(
@@ -69,37 +76,45 @@ class BoundedAttention(LipschitzBranch):
         output_channels: slice | None = None,
         kernel: Kernel = "auto",
         initial_output: float = INITIAL_OUTPUT,
+        certificate: BoundedCertificate = "token_max",
     ) -> None:
         super().__init__(lipschitz_target)
         self.position = position
         self.kernel: Kernel = kernel
-        self.w_qkv = SpectralNormalised(
-            torch.randn(3, num_heads, d_model, d_head) / math.sqrt(d_model)
-        )
+        self.num_heads = num_heads
+        self.certificate: BoundedCertificate = certificate
+        joined = certificate == "causal"
+        shape = (3, 1, d_model, num_heads * d_head) if joined else (3, num_heads, d_model, d_head)
+        self.w_qkv = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
         w_g = initial_output * torch.randn(num_heads * d_head, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
         self.log_sharpness = nn.Parameter(torch.full((3, num_heads), math.log(INITIAL_SHARPNESS)))
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
     def effective_weights(self) -> BoundedWeights:
-        """β Ŵ, τ, and G_h = (c/√H) Ĝ_h / L_h."""
+        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h."""
         return self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:
-        """Shape."""
-        return type(self), self.w_qkv.weight.shape
+        """Shape and certificate."""
+        return type(self), self.w_qkv.weight.shape, self.num_heads, self.certificate
 
     @staticmethod
     def forward_weights(branches: Sequence["BoundedAttention"]) -> list[BoundedWeights]:
-        """β Ŵ, τ, and G_h = (c/√H) Ĝ_h / L_h, of every branch."""
-        _, num_heads, _, d_head = branches[0].w_qkv.weight.shape
+        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h, of every branch."""
+        first = branches[0]
+        num_heads, d_head = first.num_heads, first.w_g.weight.shape[0] // first.num_heads
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         temperature = torch.stack([b.log_temperature for b in branches]).exp()
-        logit = temperature * torch.maximum(sharpness[:, 0], sharpness[:, 1])
-        gain = torch.hypot(sharpness[:, 2], logit)
+        gain = composed_gain(sharpness, temperature, first.certificate)
         scale = torch.stack([b.target_scale() for b in branches])[:, None]
-        scale = (scale / (math.sqrt(num_heads) * gain)).repeat_interleave(d_head, dim=-1)
-        w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None])
+        scale = (scale / gain).repeat_interleave(d_head, dim=-1)
+        if first.certificate == "causal":
+            per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
+            joined = scaled_weights([b.w_qkv for b in branches], per_column)
+            w_qkv = [split_heads(w.squeeze(1), num_heads) for w in joined]
+        else:
+            w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None])
         w_g = scaled_weights([b.w_g for b in branches], scale[..., None])
         return [
             BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
@@ -155,8 +170,12 @@ class BoundedAttention(LipschitzBranch):
         return bound.clamp(max=self.lipschitz_bound(norm))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in token_max, c √N in frobenius."""
+        """c in token_max and c √N in frobenius, times what the causal n L_h leave out globally."""
         target = self.correction.double() * self.lipschitz_target
+        if self.certificate == "causal":
+            constants = self.log_sharpness.detach().exp(), self.log_temperature.detach().exp()
+            needed, taken = (composed_gain(*constants, c) for c in ("token_max", "causal"))
+            target = target * (needed / taken).amax()
         match norm:
             case "token_max":
                 return target
@@ -177,14 +196,42 @@ class BoundedAttention(LipschitzBranch):
                 return bounded.entry_max_bound(w_qkv, temperature, g)
 
     def causal_bound(self, dtype: torch.dtype | None = None) -> float:
-        """Certified norm of the diagonal Jacobian blocks: the token_max constant bounds them too.
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
 
         Raises:
             ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
         """
         if not self.position.is_causal:
             raise ValueError("the causal certificate needs a causal mask")
-        return self.lipschitz_bound("token_max", dtype)
+        w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())
+        gain = own_token_gain(self.log_sharpness.exp(), self.log_temperature.exp())
+        return bounded.causal_bound(w_qkv, temperature, g, gain.tolist())
+
+
+def composed_gain(
+    sharpness: Float[Tensor, "*layers three heads"],
+    temperature: Float[Tensor, "*layers heads"],
+    certificate: BoundedCertificate,
+) -> Float[Tensor, "*layers heads"]:
+    """n L_h for β and τ: what the output map of head h is divided by."""
+    if certificate == "token_max":
+        query, key, value = sharpness.unbind(-2)
+        gain = torch.hypot(value, temperature * torch.maximum(query, key))
+        return math.sqrt(gain.shape[-1]) * gain
+    gain = own_token_gain(sharpness, temperature)
+    shares = own_token_parts(sharpness, temperature) / gain.unsqueeze(-2)
+    return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
+
+
+def own_token_gain(sharpness: Tensor, temperature: Tensor) -> Float[Tensor, "*layers heads"]:
+    """L_h = √(τ²β_Q² + τ²β_K²/4 + β_V²)."""
+    return torch.linalg.vector_norm(own_token_parts(sharpness, temperature), dim=-2)
+
+
+def own_token_parts(sharpness: Tensor, temperature: Tensor) -> Float[Tensor, "*layers three heads"]:
+    """τ β_Q, τ β_K/2 and β_V: what a token does to a head by its query, its key and its value."""
+    query, key, value = sharpness.unbind(-2)
+    return torch.stack([temperature * query, temperature * key / 2, value], dim=-2)
 
 
 def project(

@@ -27,7 +27,9 @@ def contractive_model(
         channels = slice(first, first + share)
         position = RelativePositionBias(HEADS, SEQ_LEN)
         if bounded:
-            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, channels)
+            attention = BoundedAttention(
+                WIDTH, HEADS, 2, position, target, channels, certificate=certificate
+            )
         else:
             attention = ContractiveL2Attention(
                 WIDTH, HEADS, position, target, certificate, channels

@@ -16,7 +16,9 @@ from tests.nn.builders import contractive_model, random_tokens, trained_a_little
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
 
 
-def layer(kind: str = "bias", target: float = 0.9, seed: int = 0) -> BoundedAttention:
+def layer(
+    kind: str = "bias", target: float = 0.9, seed: int = 0, certificate: str = "token_max"
+) -> BoundedAttention:
     """A float64 layer with nothing at its start value."""
     torch.manual_seed(seed)
     positions = {
@@ -24,7 +26,9 @@ def layer(kind: str = "bias", target: float = 0.9, seed: int = 0) -> BoundedAtte
         "causal": lambda: CausalMask(TOKENS),
         "full": lambda: VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool)),
     }
-    attention = BoundedAttention(WIDTH, HEADS, D_HEAD, positions[kind](), target).double()
+    attention = BoundedAttention(
+        WIDTH, HEADS, D_HEAD, positions[kind](), target, certificate=certificate
+    ).double()
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter) * parameter.abs().mean())
@@ -62,9 +66,12 @@ def token_max_norm(jacobian: torch.Tensor) -> float:
     return u.norm(dim=-1).max().item()
 
 
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
 @pytest.mark.parametrize("kind", ["bias", "causal", "full"])
-def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(kind: str) -> None:
-    attention = layer(kind)
+def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(
+    kind: str, certificate: str
+) -> None:
+    attention = layer(kind, certificate=certificate)
     x = 3 * torch.randn(TOKENS, WIDTH, dtype=torch.float64)
     torch.testing.assert_close(attention(x), plain(attention, x))
 
@@ -167,16 +174,73 @@ def test_the_constant_knows_neither_length_nor_bias() -> None:
     assert short.lipschitz_bound("token_max") == long.lipschitz_bound("token_max")
 
 
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_construction_guarantees_is_not_below_the_certified_bound(
-    dtype: torch.dtype,
+    dtype: torch.dtype, certificate: str
 ) -> None:
-    attention = layer().float().eval()
+    attention = layer(certificate=certificate).float().eval()
     slack = 1.0 if dtype == torch.float32 else 1.01
     for norm in ("token_max", "frobenius"):
         promised = attention.bound_by_construction(norm).item()
         assert attention.lipschitz_bound(norm, dtype) <= promised * slack
     assert attention.bound_by_construction("entry_max") is None
+
+
+@pytest.mark.parametrize("kind", ["bias", "causal"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_under_the_causal_certificate_diagonal_blocks_stay_below_the_target(
+    kind: str, scale: float
+) -> None:
+    for seed in range(3):
+        attention = layer(kind, seed=seed, certificate="causal")
+        dense = dense_jacobian(attention, scale * torch.randn(TOKENS, WIDTH, dtype=torch.float64))
+        diagonal = torch.stack([dense[i, :, i] for i in range(TOKENS)])
+        true = torch.linalg.matrix_norm(diagonal, 2).max()
+        assert true <= attention.causal_bound() <= attention.lipschitz_target
+        assert token_max_norm(dense) <= attention.lipschitz_bound("token_max")
+
+
+def test_the_causal_certificate_allows_more_than_token_max_does() -> None:
+    heads = {"token_max": layer(), "causal": layer(certificate="causal")}
+    sizes = {name: attention.weights().g.norm().item() for name, attention in heads.items()}
+    assert sizes["causal"] > 1.2 * sizes["token_max"]
+    assert heads["causal"].lipschitz_bound("token_max") > heads["causal"].lipschitz_target
+
+
+def test_the_theorem_of_the_own_token_survives_an_attack_and_is_nearly_attained() -> None:
+    # Gradient ascent on ‖dY_i‖ against ‖[τ dz_Q, τ dz_K/2, dz_V]‖ over points, bias and directions.
+    generator = torch.Generator().manual_seed(2)
+    worst = 0.0
+    for tau in (0.5, 2.0, 8.0):
+        for _ in range(4):
+            z = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+            dz = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+            bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+            optimiser = torch.optim.Adam([z, dz, bias], lr=0.05)
+            for _ in range(150):
+                ratio = own_token_ratio(z, dz, bias, tau)
+                assert ratio <= 1
+                worst = max(worst, ratio.item())
+                optimiser.zero_grad()
+                (-ratio).backward()
+                optimiser.step()
+    assert worst > 0.9
+
+
+def own_token_ratio(
+    z: torch.Tensor, dz: torch.Tensor, bias: torch.Tensor, tau: float
+) -> torch.Tensor:
+    """‖dY‖ of the first token's row as only its own projections move, over the theorem's bound."""
+    rho = torch.rsqrt(1 + z.square().sum(-1, keepdim=True))
+    (q, k, v) = z * rho
+    dq, dk, dv = rho[:, 0] * (dz - (z * rho)[:, 0] * ((z * rho)[:, 0] * dz).sum(-1, keepdim=True))
+    p = (tau * k @ q[0] + bias).softmax(-1)
+    mean = p @ v
+    change = p[0] * dv + tau * (p[:, None] * (v - mean)).T @ k @ dq
+    change = change + tau * p[0] * (v[0] - mean) * (q[0] @ dk)
+    sizes = dz.norm(dim=-1) * torch.tensor([tau, tau / 2, 1.0], dtype=z.dtype)
+    return change.norm() / sizes.norm()
 
 
 def test_the_causal_certificate_is_refused_where_tokens_see_later_ones() -> None:
@@ -194,6 +258,17 @@ def test_no_output_depends_on_a_later_token() -> None:
         torch.testing.assert_close(attention(changed)[:-1], attention(x)[:-1])
 
 
+def test_a_stack_of_it_is_certified_and_inverted_under_the_causal_certificate() -> None:
+    model = trained_a_little(contractive_model(bounded=True, certificate="causal")).double()
+    certificate = certify(model, dtype=torch.float64)
+    assert certificate.holds
+    assert certificate.kind == "causal"
+    tokens = random_tokens(3)
+    with torch.no_grad():
+        solution = model.stack.inverse(model.stack(model.embedding(tokens)), certificate)
+    assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
+
+
 def test_a_stack_of_it_is_certified_inverted_and_probed() -> None:
     model = trained_a_little(contractive_model(bounded=True)).double()
     certificate = certify(model, dtype=torch.float64)
@@ -207,8 +282,9 @@ def test_a_stack_of_it_is_certified_inverted_and_probed() -> None:
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
 
 
-def test_the_probe_sees_the_jacobians_that_the_branches_state() -> None:
-    model = trained_a_little(contractive_model(bounded=True)).double()
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+def test_the_probe_sees_the_jacobians_that_the_branches_state(certificate: str) -> None:
+    model = trained_a_little(contractive_model(bounded=True, certificate=certificate)).double()
     tokens = random_tokens(2)
     branches = {
         name: (branch, x) for name, branch, x in residual_branches(model, model.embedding(tokens))

@@ -21,6 +21,17 @@ The last two sum to at most s √(κ² σ_Q² + (1 − κ²) σ_K²) ≤ s max(�
 
 The constant depends neither on N nor on the bias. The three lines above are also the local bound,
 with the numbers of the text at hand in place of the suprema. Heads compose as in ``contractive``.
+
+**Theorem (own token).** If only x_i moves, then ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V].
+
+Proof. With p = P_ii the sums above have one term left: dY_i = p dv_i + τ Cov(v, k) dq_i
++ τ p (v_i − Y_i)(q_i·dk_i). Let s² = E‖v − Y_i‖², and δ the distance of v_i from the mean of the
+other values: p‖v_i − Y_i‖ = p(1 − p)δ, and s² ≥ p(1 − p)δ², so p‖v_i − Y_i‖ ≤ s/2. Hence, by
+Cauchy–Schwarz on (√(1 − ‖q_i‖²), ‖q_i‖), the last two terms are at most
+s τ √(‖dz_Q‖² + ‖dz_K‖²/4), z the projections. The first is at most p ρ(v_i)‖dz_V‖, and
+s² + p²ρ(v_i)² ≤ p‖v_i‖² + (1 − p) + p(1 − ‖v_i‖²) = 1: Cauchy–Schwarz again.  ∎
+
+Here heads share their input: ‖∂F_i/∂x_i‖₂ ≤ ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂ for any w, without √H.
 """
 
 import torch
@@ -28,7 +39,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.bounded_attention import AttentionPoint
-from invformer.numerics.bounds.contractive import one_input_per_head
+from invformer.numerics.bounds.contractive import one_input_for_all, one_input_per_head
 from invformer.numerics.bounds.local import outward
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -59,8 +70,6 @@ def token_max_bound(
 ) -> float:
     """Lip(X ↦ Σ_h Y^h G_h) in token_max ≤ min_w ‖[L_h G_h/w_h]_h‖₂ √(Σ_h w_h²).
 
-    It also bounds the diagonal Jacobian blocks ∂f_i/∂x_i, as a row sum of block norms does.
-
     Args:
         w_qkv: W_Q, W_K and W_V per head.
         temperature: τ per head.
@@ -72,6 +81,37 @@ def token_max_bound(
     Source: ours; the theorem above.
     """
     return one_input_per_head(head_gains(w_qkv, temperature), g)
+
+
+def causal_bound(
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    temperature: Float[Tensor, "heads"],
+    g: Float[Tensor, "heads d_head width_out"],
+    weights: list[float],
+) -> float:
+    """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, T_h = [τ W_Q, τ W_K/2, W_V]_h.
+
+    The diagonal blocks of a causal Jacobian, earlier tokens held fixed: it is *not* a Lipschitz
+    constant of F. The token_max constant bounds them too, and is returned if it is smaller.
+
+    Args:
+        w_qkv: W_Q, W_K and W_V per head.
+        temperature: τ per head.
+        g: output maps G_h, every constant folded in.
+        weights: w_h to try besides ‖T_h‖₂, such as what G_h was divided by.
+
+    Returns:
+        The bound, for any causal mask, bias and number of tokens.
+
+    Source: ours; the theorem above.
+    """
+    query, key, value = w_qkv.detach().double()
+    tau = temperature.detach().double()[:, None, None]
+    own = torch.cat([tau * query, tau / 2 * key, value], dim=-1)
+    apart = one_input_for_all([1.0] * len(own), own, g, weights)
+    # Products with τ round every entry by 2⁻⁵³ of itself.
+    apart = product_up(apart, 1 + 2.0**-50 * own.shape[-2])
+    return min(apart, token_max_bound(w_qkv, temperature, g))
 
 
 def frobenius_bound(

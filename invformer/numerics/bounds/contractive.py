@@ -99,7 +99,7 @@ def frobenius_bound(
         sqrt_up(sum_up(*(product_up(k, k) for k in map(head_gain, head))))
         for head in zip(*rows, strict=True)
     ]
-    return _one_input(gains, w_q, g)
+    return one_input_for_all(gains, w_q, g)
 
 
 def causal_bound(
@@ -126,7 +126,7 @@ def causal_bound(
 
     Source: ours, docs/numerics.md.
     """
-    return _one_input(causal_gain_bounds(visible, len(w_q)), w_q, g)
+    return one_input_for_all(causal_gain_bounds(visible, len(w_q)), w_q, g)
 
 
 def anchored_token_max_bound(
@@ -240,16 +240,22 @@ def one_input_per_head(gains: list[float], g: Tensor) -> float:
     return min(bounds)
 
 
-def _one_input(gains: list[float], w_q: Tensor, g: Tensor) -> float:
-    """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for any B_h with ‖B_h‖₂ ≤ a_h."""
-    query = [a * q for a, q in zip(gains, spectral_norm_bound(w_q).tolist(), strict=True)]
-    heads = zip(query, spectral_norm_bound(g).tolist(), strict=True)
-    by_size = [math.sqrt(aq / out) if out else math.inf for aq, out in heads]
+def one_input_for_all(
+    gains: list[float], w: Tensor, g: Tensor, known: list[float] | None = None
+) -> float:
+    """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for any B_h with ‖B_h‖₂ ≤ a_h.
+
+    ``known`` are weights s_h to try besides a_h‖W_h‖₂ and the like.
+    """
+    before = [a * q for a, q in zip(gains, spectral_norm_bound(w).tolist(), strict=True)]
+    heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
+    by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]
     bounds = []
-    for weights in (_usable(query), _usable(by_size)):
-        scales = [quotient_up(a, s) for a, s in zip(gains, weights, strict=True)]
-        after, before = _scaled_norm(weights, g, stack=-2), _scaled_norm(scales, w_q, stack=-1)
-        bounds.append(product_up(after, before))
+    for weights in (before, by_size, *([] if known is None else [known])):
+        usable = _usable(weights)
+        scales = [quotient_up(a, s) for a, s in zip(gains, usable, strict=True)]
+        after, stacked = _scaled_norm(usable, g, stack=-2), _scaled_norm(scales, w, stack=-1)
+        bounds.append(product_up(after, stacked))
     return min(bounds)
 
 
