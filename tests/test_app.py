@@ -130,7 +130,16 @@ def test_accumulated_batches_make_one_step(tmp_path: Path, text_file: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "preset", ["dot_product", "l2", "contractive_l2", "contractive_l2_paper", "causal_l2"]
+    "preset",
+    [
+        "dot_product",
+        "l2",
+        "contractive_l2",
+        "contractive_l2_paper",
+        "contractive_bounded",
+        "causal_l2",
+        "causal_bounded",
+    ],
 )
 def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, preset: str) -> None:
     size = ["model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
@@ -148,6 +157,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
     else:
         assert max(report["certificate"]["per_branch"].values()) <= 0.7
         assert report["inversion"]["characters_recovered"] == 1
+        assert report["inversion"]["characters_certified"] == 1
 
 
 def test_every_character_of_the_split_is_scored_once(tmp_path: Path, text_file: Path) -> None:

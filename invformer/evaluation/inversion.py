@@ -13,6 +13,7 @@ from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.norms import vector_norm
+from invformer.numerics.precision import unit_roundoff
 
 Method = Literal["picard", "anderson"]
 
@@ -27,11 +28,15 @@ class InversionReport:
             rounding model of docs/numerics.md); inf if nothing is proven.
         reconstruction_error: largest measured ‖x̂ − x‖ at the embedding, in the same norm.
         decoding_margin: half the least distance between embeddings, in the stack's norm.
+        preimage_bound: largest distance, at the embedding, of the decoded text from any other text
+            with the same output, by :meth:`.InvertibleStack.preimage_bound`. Below twice the
+            decoding margin there is none.
         num_steps: largest number of iterations per layer.
         num_evaluations: the same of evaluations of its branch, measurement included.
         converged_fraction: share of (sample, layer) pairs that converged.
         characters_recovered: share of characters that came back as they were.
-        characters_certified: share of characters whose error bound is below the decoding margin.
+        characters_certified: share of characters that are proven to be those that went up: the
+            error bound is below the decoding margin, or no other text has this output.
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
@@ -43,6 +48,7 @@ class InversionReport:
     error_bound: float
     reconstruction_error: float
     decoding_margin: float
+    preimage_bound: float
     num_steps: dict[str, int]
     num_evaluations: dict[str, int]
     converged_fraction: float
@@ -98,6 +104,11 @@ def invert_text(
     end = time.perf_counter()
     decoded = model.embedding.nearest_tokens(solution.value)
     margin = model.embedding.decoding_margin(stack.norm)
+    again = model.embedding(decoded)
+    apart = stack.preimage_bound(again, z, certificate)
+    # Embeddings are sums of two parts, rounded.
+    rounded = 4 * unit_roundoff(dtype) * vector_norm(again.double(), stack.norm)
+    proven = (solution.error_bound < margin) | (apart + rounded < 2 * margin)
     layers = solution.layers
     converged = torch.stack([s.status == InversionStatus.CONVERGED for s in layers.values()])
     error = vector_norm((solution.value - x).double(), stack.norm)
@@ -106,11 +117,12 @@ def invert_text(
         error_bound=solution.error_bound.max().item(),
         reconstruction_error=error.max().item(),
         decoding_margin=margin,
+        preimage_bound=apart.max().item(),
         num_steps={name: int(s.num_steps.max()) for name, s in layers.items()},
         num_evaluations={name: int(s.num_evaluations.max()) for name, s in layers.items()},
         converged_fraction=converged.double().mean().item(),
         characters_recovered=(decoded == tokens).double().mean().item(),
-        characters_certified=(solution.error_bound < margin).double().mean().item(),
+        characters_certified=proven.double().mean().item(),
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),
         method=method,

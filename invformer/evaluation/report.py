@@ -87,6 +87,11 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
         ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
         ("proven error bound", f"{inversion['error_bound']:.2e}"),
         ("decoding margin", f"{inversion['decoding_margin']:.2e}"),
+        (
+            "another text with this output",
+            f"within {inversion['preimage_bound']:.2e}, symbols are "
+            f"{2 * inversion['decoding_margin']:.2e} apart",
+        ),
         ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
     ]
 

@@ -13,12 +13,14 @@ from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights, shared_weights
 from invformer.numerics.error_bound import (
     ErrorStep,
+    contraction_error_bound,
     residual_step,
     scale_step,
     stack_error_bound,
 )
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.residual_equation import output_rounding
 
 
 class InvertibleResidual(nn.Module):
@@ -50,6 +52,15 @@ class InvertibleResidual(nn.Module):
         """
         options = {"compact": True, **options}
         return invert_residual(self.branch, y, residual_map=exact_copy(self.branch), **options)
+
+    def rounding(
+        self,
+        x: Float[Tensor, "samples tokens width"],
+        y: Float[Tensor, "samples tokens width"],
+        norm: Norm,
+    ) -> Float[Tensor, "samples"]:
+        """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
+        return output_rounding(self.branch, x, y, exact_copy(self.branch), norm)
 
 
 class InvertibleBlock(nn.Module):
@@ -223,3 +234,44 @@ class InvertibleStack(nn.Module):
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)
+
+    @torch.no_grad()
+    def preimage_bound(
+        self,
+        x: Float[Tensor, "samples tokens width"],
+        z: Float[Tensor, "samples tokens width"],
+        certificate: StackBounds,
+    ) -> Float[Tensor, "samples"]:
+        """Bound on ‖x − x*‖ for every x* that the forward pass takes to z, from pushing x up.
+
+        Nothing is solved: x + f(x) never brings two points nearer to each other than by the factor
+        1 − c, so that E ← (E + rounding of both)/(1 − c_l) from the top down, from E = ‖z − F(x)‖.
+
+        Under a causal certificate it holds at the first token where x* differs from x, which is
+        all that texts need: if the bound is below the distance of any two symbols, no text but that
+        of x has the output z. That rests on a forward pass which computes equal beginnings equally,
+        whatever follows them (docs/numerics.md).
+
+        Args:
+            x: what may be the input.
+            z: the output that was seen, of the same forward pass.
+            certificate: proven bounds of this stack.
+
+        Returns:
+            One bound per sample, in the stack's norm, by the rounding model.
+        """
+        difference = z.double() - self(x).double()
+        outward = 1 + difference[0].numel() * 2.0**-52
+        steps = [ErrorStep(1.0, vector_norm(difference, self.norm) * outward)]
+        upwards: list[ErrorStep] = []
+        with frozen_weights(self):
+            for name, layer in self.layers():
+                y = layer(x)
+                if isinstance(layer, ActivationNorm):
+                    upwards.append(scale_step(y, layer.log_scale, layer.shift, self.norm))
+                else:
+                    bound = certificate.per_branch[name]
+                    both = 2 * layer.rounding(x, y, self.norm)
+                    upwards.append(residual_step(contraction_error_bound(both, bound), bound))
+                x = y
+        return stack_error_bound([*steps, *reversed(upwards)])

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.error_bound import (
@@ -392,6 +393,37 @@ def residual_equation(
     )
     # Where the iteration ends it knows f in both precisions, if the forward pass ran in its own.
     return equation if forward_dtype == y.dtype != residual_dtype else equation.with_gap()
+
+
+def output_rounding(
+    f: SequenceMap, x: Tensor, y: Tensor, residual_map: SequenceMap | None, norm: Norm
+) -> Float[Tensor, "samples"]:
+    """≥ ‖y − (x + f(x))‖ where y was computed as x + f(x), by the rounding model.
+
+    Args:
+        f: the branch, in the precision of x.
+        x: (samples, N, D).
+        y: what the forward pass made of x.
+        residual_map: f in float64; None where f takes float64 itself.
+        norm: of the result.
+    """
+    equation = residual_equation(
+        f,
+        y,
+        x,
+        residual_map,
+        None,
+        None,
+        norm=norm,
+        lipschitz_bound=None,
+        contraction="global",
+        off_diagonal_bound=None,
+        evaluation_error=None,
+        output_error=None,
+        compact=False,
+    ).with_gap()
+    size = equation.size(equation.start) + equation.size(equation.value_at_start)
+    return equation.allowed_output_error(size, equation.gap)
 
 
 def _precise(

@@ -220,3 +220,49 @@ def test_weights_shared_by_a_forward_pass_are_those_each_branch_computes(bounded
     model.stack.sharing_branches = list  # none of them
     torch.testing.assert_close(loss_and_gradients(), together)
     assert all(branch._shared is None for _, branch in model.stack.branches())
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+def test_no_other_text_has_the_same_output_and_the_bound_says_so(
+    certificate: str, bounded: bool
+) -> None:
+    model = trained_a_little(contractive_model(certificate=certificate, bounded=bounded))
+    model.eval().requires_grad_(False)
+    x = model.embedding(random_tokens(4))
+    bound = model.stack.preimage_bound(x, model.stack(x), certify(model, dtype=torch.float64))
+    assert (bound < 2 * model.embedding.decoding_margin()).all()
+    assert (bound > 0).all()
+
+
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+@pytest.mark.parametrize("place", [0, 5, SEQ_LEN - 1])
+def test_a_text_with_another_output_is_not_mistaken_for_the_right_one(
+    certificate: str, place: int
+) -> None:
+    model = trained_a_little(contractive_model(certificate=certificate, bounded=True))
+    model.eval().requires_grad_(False)
+    tokens = random_tokens(4)
+    other = tokens.clone()
+    other[:, place] = (other[:, place] + 1) % VOCAB
+    other[:, place + 1 :] = random_tokens(4, seed=1)[:, place + 1 :]
+    x, z = model.embedding(other), model.stack(model.embedding(tokens))
+    bound = model.stack.preimage_bound(x, z, certify(model, dtype=torch.float64))
+    apart = (x - model.embedding(tokens))[:, place].norm(dim=-1)
+    assert (apart <= bound).all()
+    assert (bound >= 2 * model.embedding.decoding_margin()).all()
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
+    dtype: torch.dtype, bounded: bool
+) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded))
+    model = model.eval().requires_grad_(False).to(dtype)
+    tokens = random_tokens(4)
+    for place in range(1, SEQ_LEN):
+        other = tokens.clone()
+        other[:, place:] = random_tokens(4, seed=place)[:, place:]
+        before, after = (model.stack(model.embedding(t))[:, :place] for t in (tokens, other))
+        assert torch.equal(before, after)
