@@ -10,8 +10,8 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation
 from invformer.nn.branch import LipschitzBranch, frozen_weights
-from invformer.nn.certificate import as_branches, certified_branches
-from invformer.nn.lipschitz_probe import LipschitzProbe, residual_branches
+from invformer.nn.certificate import as_branches, certified_branches, certify
+from invformer.nn.lipschitz_probe import LipschitzProbe, Measured, residual_branches
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 from invformer.numerics.tracking import TrackedNorm
@@ -29,22 +29,24 @@ def lipschitz_row(probe: LipschitzProbe) -> Row:
 
     Per norm and branch ``estimate`` (largest over the probe's sequences) and ``bound`` (what the
     normalisation guarantees); per norm ``estimate_max``, ``bound_max``, ``slack`` (the least
-    bound/estimate of any branch, at least one) and ``converged_fraction``.
+    bound/estimate of any branch, at least one) and ``converged_fraction``. Under a causal
+    certificate ``own_token``, the largest ‖∂f_i/∂x_i‖₂, stands next to the norms.
     """
     looks = probe.look()
     names = tuple(name for look in looks for name in look.names)
     branches = as_branches(probe.model)
     keys: list[str] = []
     parts: list[Tensor] = []
-    for index, norm in enumerate(probe.norms):
-        found = [look.estimates[index] for look in looks]
+    by_norm = [look.by_norm(probe.norms) for look in looks]
+    for norm in by_norm[0]:
+        found = [of_look[norm] for of_look in by_norm]
         prefix = f"lipschitz/{norm}"
         values = torch.cat([e.value.amax(-1) for e in found]).double()
         converged = torch.cat([e.converged.flatten() for e in found]).double().mean()
         keys += [f"{prefix}/{name}/estimate" for name in names]
         keys += [f"{prefix}/estimate_max", f"{prefix}/converged_fraction"]
         parts += [values, values.amax(0, keepdim=True), converged[None]]
-        bounds = {name: b.bound_by_construction(norm) for name, b in branches.items()}
+        bounds = {name: constructed_bound(b, norm) for name, b in branches.items()}
         known = {name: bound for name, bound in bounds.items() if bound is not None}
         if known:
             bound = torch.stack([known[name] for name in names if name in known])
@@ -60,6 +62,13 @@ def lipschitz_row(probe: LipschitzProbe) -> Row:
     if branches:
         row["lipschitz/target"] = max(b.lipschitz_target for b in branches.values())
     return row
+
+
+def constructed_bound(branch: LipschitzBranch, norm: Measured) -> Tensor | None:
+    """What the normalisation guarantees of a branch."""
+    if norm == "own_token":
+        return branch.own_token_by_construction()
+    return branch.bound_by_construction(norm)
 
 
 def local_bound_row(model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"]) -> Row:
@@ -86,11 +95,14 @@ def measured_branches(
     report: dict[str, dict[str, dict[str, Any]]] = {}
     local = local_bounds(model, tokens, tight=True)
     for norm, estimates in probe.estimate().items():
-        bounds = certified_branches(model, norm)
+        if norm == "own_token":
+            bounds, local_of = certify(model, dtype=torch.float32).per_branch, {}
+        else:
+            bounds, local_of = certified_branches(model, norm), local[norm]
         report[norm] = {
             name: {
                 "estimate": e.value.max().item(),
-                "local_bound": local[norm][name].max().item() if name in local[norm] else None,
+                "local_bound": local_of[name].max().item() if name in local_of else None,
                 "bound": bounds.get(name),
                 "residual": e.residual.max().item(),
                 "converged": bool(e.converged.all()),

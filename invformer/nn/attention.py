@@ -301,6 +301,10 @@ class ContractiveL2Attention(TiedL2Attention):
             case "entry_max":
                 return None
 
+    def own_token_by_construction(self) -> Tensor | None:
+        """c, by either certificate."""
+        return self.correction.double() * self.lipschitz_target
+
     def head_gain(self) -> Float[Tensor, "heads"]:
         """κ_h, the gain of one head in the certificate's sense; grows like log n_h."""
         return head_gain(self.position.log_mass().to(self.w_q.weight), self.certificate)

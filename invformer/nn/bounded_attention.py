@@ -184,6 +184,10 @@ class BoundedAttention(LipschitzBranch):
             case "entry_max":
                 return None
 
+    def own_token_by_construction(self) -> Tensor | None:
+        """c, by either certificate."""
+        return self.correction.double() * self.lipschitz_target
+
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
         w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())

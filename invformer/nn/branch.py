@@ -81,6 +81,10 @@ class LipschitzBranch(nn.Module):
         """
         return None
 
+    def own_token_by_construction(self) -> Tensor | None:
+        """The bound on ‖∂f_i/∂x_i‖₂ that normalised weights imply: at most that in token_max."""
+        return self.bound_by_construction("token_max")
+
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
         raise NotImplementedError

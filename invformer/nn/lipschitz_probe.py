@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from jaxtyping import Float, Integer
@@ -37,10 +37,13 @@ from invformer.numerics import l2_attention as core
 from invformer.numerics.bounds import layers
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.local_lipschitz import LipschitzEstimate
-from invformer.numerics.norms import Norm
 from invformer.numerics.tracking import TrackedNorm, Tracker
 
 Branch = LipschitzBranch | PreNormBranch
+# Norms, and max_i ‖∂f_i/∂x_i‖₂, which is no norm of J.
+Measured = Literal["token_max", "frobenius", "own_token"]
+# What a group's name ends with where the vectors are those of its diagonal blocks.
+OWN_TOKEN = "/own_token"
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,30 @@ class BranchGroup:
         names: of the branches; the leading dimension of the Jacobian counts them.
         jacobian: ∂f/∂X, one after the other; its products take a further leading dimension.
         per_token: whether it acts token by token.
+        own_token: its diagonal blocks ∂f_i/∂x_i, as one map; None where nobody wrote them down.
     """
 
     names: tuple[str, ...]
     jacobian: LinearMap
     per_token: bool
+    own_token: LinearMap | None = None
 
 
 @dataclass(frozen=True)
 class Look:
-    """What one call finds out about a group: per norm a (branches, sequences) estimate."""
+    """What one call finds out about a group: per norm a (branches, sequences) estimate.
+
+    ``own_token`` estimates max_i ‖∂f_i/∂x_i‖₂, what a causal certificate bounds.
+    """
 
     names: tuple[str, ...]
     estimates: tuple[LipschitzEstimate, ...]
+    own_token: LipschitzEstimate | None = None
+
+    def by_norm(self, norms: tuple[TrackedNorm, ...]) -> dict[Measured, LipschitzEstimate]:
+        """Everything that was estimated, by name."""
+        found: dict[Measured, LipschitzEstimate] = dict(zip(norms, self.estimates, strict=True))
+        return found if self.own_token is None else found | {"own_token": self.own_token}
 
 
 class LipschitzProbe:
@@ -72,6 +86,7 @@ class LipschitzProbe:
     Each call takes ``num_steps`` steps of power iteration in all norms at once, starting from the
     vectors of the call before: while the weights move slowly the estimates follow the true local
     constants. Branches of one shape are stacked and share products. Nothing waits for the device.
+    In a stack under a causal certificate the diagonal blocks are followed too.
 
     Args:
         model: the language model; its weights may change between calls.
@@ -102,32 +117,48 @@ class LipschitzProbe:
         self.seed = seed
         self.trackers: dict[str, Tracker] = {}
 
-    def estimate(self) -> dict[Norm, dict[str, LipschitzEstimate]]:
+    def estimate(self) -> dict[Measured, dict[str, LipschitzEstimate]]:
         """One warm-started estimate per norm and branch; values are (sequences,) on the device."""
-        found: dict[Norm, dict[str, LipschitzEstimate]] = {norm: {} for norm in self.norms}
+        found: dict[Measured, dict[str, LipschitzEstimate]] = {norm: {} for norm in self.norms}
         for look in self.look():
-            for estimate in look.estimates:
+            for norm, estimate in look.by_norm(self.norms).items():
                 for position, name in enumerate(look.names):
-                    found[estimate.norm][name] = select(estimate, position)
+                    found.setdefault(norm, {})[name] = select(estimate, position)
         return found
 
     @torch.no_grad()
     def look(self) -> list[Look]:
         """The same, branches of one shape together."""
-        num_vectors = self._tracker().num_vectors
+        num_vectors = self._tracker(self.norms).num_vectors
         groups = branch_jacobians(self.model, self.tokens, num_vectors)
         return [self._look(group) for group in groups]
 
     def _look(self, group: BranchGroup) -> Look:
         key = group.names[0]
-        num_steps = self.num_steps if key in self.trackers else self.first_steps
-        tracker = self.trackers.setdefault(key, self._tracker())
-        for _ in range(num_steps - 1):
-            tracker.look(group.jacobian, group.per_token)
-        return Look(group.names, tracker.look(group.jacobian, group.per_token))
+        estimates = self._follow(key, self.norms, group.jacobian, group.per_token)
+        if not self.follows_own_tokens or group.own_token is None:
+            return Look(group.names, estimates)
+        if group.per_token and "token_max" in self.norms:
+            return Look(group.names, estimates, estimates[self.norms.index("token_max")])
+        (own_token,) = self._follow(key + OWN_TOKEN, ("token_max",), group.own_token, True)
+        return Look(group.names, estimates, own_token)
 
-    def _tracker(self) -> Tracker:
-        return Tracker(self.norms, scouts=self.scouts, seed=self.seed)
+    def _follow(
+        self, key: str, norms: tuple[TrackedNorm, ...], jacobian: LinearMap, per_token: bool
+    ) -> tuple[LipschitzEstimate, ...]:
+        num_steps = self.num_steps if key in self.trackers else self.first_steps
+        tracker = self.trackers.setdefault(key, self._tracker(norms))
+        for _ in range(num_steps - 1):
+            tracker.look(jacobian, per_token)
+        return tracker.look(jacobian, per_token)
+
+    def _tracker(self, norms: tuple[TrackedNorm, ...]) -> Tracker:
+        return Tracker(norms, scouts=self.scouts, seed=self.seed)
+
+    @property
+    def follows_own_tokens(self) -> bool:
+        """Whether the stack's certificate is about diagonal blocks."""
+        return isinstance(self.model.stack, InvertibleStack) and self.model.stack.kind == "causal"
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """The warm-started vectors of every group."""
@@ -137,7 +168,8 @@ class LipschitzProbe:
         """Continue from saved vectors."""
         device = self.tokens.device
         for key, saved in state.items():
-            self.trackers[key] = self._tracker()
+            norms = ("token_max",) if key.endswith(OWN_TOKEN) else self.norms
+            self.trackers[key] = self._tracker(norms)
             self.trackers[key].load_state_dict(saved, device)
 
 
@@ -287,9 +319,18 @@ class AttentionPoints:
             dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
             return batched_matmul(merge_heads(core.l2_attention_vjp(q, p, dv)), self.query.mT)
 
+        def own_jvp(dx: Tensor) -> Tensor:
+            dq = split_heads(batched_matmul(dx, self.query), num_heads)
+            return batched_matmul(merge_heads(core.own_token_product(q, p, dq)), self.output)
+
+        def own_vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
+            return batched_matmul(merge_heads(core.own_token_product(q, p, dv)), self.query.mT)
+
         shape = torch.Size((len(self.names), *self.shape))
         jacobian = LinearMap(jvp, vjp, shape, q.dtype, q.device)
-        return [BranchGroup(tuple(self.names), jacobian, per_token=False)]
+        own_token = LinearMap(own_jvp, own_vjp, shape, q.dtype, q.device)
+        return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
 
 
 class BoundedAttentionPoints:
@@ -327,9 +368,18 @@ class BoundedAttentionPoints:
             dv = split_heads(batched_matmul(dy, output.mT), num_heads)
             return batched_matmul(merge(bounded_core.attention_vjp(at, dv)), w_qkv.mT)
 
+        def own_jvp(dx: Tensor) -> Tensor:
+            dz = split(batched_matmul(dx, w_qkv), num_heads)
+            return batched_matmul(merge_heads(bounded_core.own_token_jvp(at, *dz)), output)
+
+        def own_vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
+            return batched_matmul(merge(bounded_core.own_token_vjp(at, dv)), w_qkv.mT)
+
         shape = torch.Size((len(self.names), *self.shape))
         jacobian = LinearMap(jvp, vjp, shape, output.dtype, output.device)
-        return [BranchGroup(tuple(self.names), jacobian, per_token=False)]
+        own_token = LinearMap(own_jvp, own_vjp, shape, output.dtype, output.device)
+        return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
 
 
 class FeedForwardPoints:
@@ -366,7 +416,7 @@ class FeedForwardPoints:
             dtype=slope.dtype,
             device=slope.device,
         )
-        return [BranchGroup(tuple(self.names), jacobian, per_token=True)]
+        return [BranchGroup(tuple(self.names), jacobian, True, jacobian)]
 
 
 def stacked_attention_weights(branches: list) -> L2Weights:

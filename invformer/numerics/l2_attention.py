@@ -133,6 +133,33 @@ def l2_attention_vjp(
     return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
 
 
+def own_token_product(
+    q: Float[Tensor, "*#batch heads tokens d_head"],
+    p: Float[Tensor, "*#batch heads tokens tokens"],
+    dq: Float[Tensor, "*#batch heads tokens d_head"],
+) -> Float[Tensor, "*_batch heads tokens d_head"]:
+    """dY_i as token i alone moves: [P_ii I + (2/√d) C_i] dq_i, C_i the P_i-covariance of q.
+
+    Symmetric, so it is its own adjoint.
+
+    Args:
+        q: the point of linearisation.
+        p: its attention weights.
+        dq: a direction for every token.
+
+    Returns:
+        What each direction does to its own token's output.
+    """
+    k = _shifted(q)
+    spread = softmax_jacobian(p, dq @ k.mT) @ k
+    return own_weight(p) * dq + (2 / math.sqrt(q.shape[-1])) * spread
+
+
+def own_weight(p: Float[Tensor, "*batch tokens tokens"]) -> Float[Tensor, "*batch tokens 1"]:
+    """The diagonal, as a column."""
+    return p.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+
 def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
     """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
     return p * (a - (p * a).sum(-1, keepdim=True))

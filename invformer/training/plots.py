@@ -62,6 +62,7 @@ def plot_run(metrics: Path, folder: Path) -> list[Path]:
         "bpc": draw_bits_per_character(curves),
         "lipschitz_token_max": draw_lipschitz(curves, "token_max"),
         "lipschitz_frobenius": draw_lipschitz(curves, "frobenius"),
+        "lipschitz_own_token": draw_lipschitz(curves, "own_token"),
         "inverse": draw_inverse(curves),
     }
     return [
@@ -125,7 +126,8 @@ def draw_lipschitz(curves: Mapping[str, Series], norm: str) -> "Figure | None":
         axes.axhline(target, color="black", linestyle=":")
     key = lipschitz_key(blocks, branches, list(bounds), target)
     axes.legend(handles=key, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    ylabel = f"local Lipschitz constant, {norm} norm (no unit)"
+    what = "largest diagonal block" if norm == "own_token" else f"{norm} norm"
+    ylabel = f"local Lipschitz constant, {what} (no unit)"
     axes.set(xlabel=STEP_AXIS, ylabel=ylabel, yscale="log")
     return figure
 

@@ -5,7 +5,9 @@ import copy
 import pytest
 import torch
 
+from invformer.evaluation.lipschitz import lipschitz_row
 from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import certify
 from invformer.nn.lipschitz_probe import (
     LipschitzProbe,
     branch_jacobians,
@@ -15,6 +17,7 @@ from invformer.nn.lipschitz_probe import (
 )
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
+    SEQ_LEN,
     baseline,
     contractive_model,
     l2_baseline,
@@ -100,3 +103,53 @@ def test_looking_leaves_model_and_random_numbers_alone() -> None:
     LipschitzProbe(model, random_tokens(1)).look()
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_under_a_causal_certificate_diagonal_blocks_are_followed(bounded: bool) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+    tokens = random_tokens(1)
+    probe = LipschitzProbe(model, tokens, num_steps=200)
+    estimates = probe.estimate()["own_token"]
+    bounds = certify(model, dtype=torch.float64).per_branch
+    x = model.embedding(tokens).detach()
+    for name, branch, at in residual_branches(model, x):
+        with frozen_weights(branch):
+            dense = dense_jacobian(branch, at[0].detach()).unflatten(0, (SEQ_LEN, -1))
+        blocks = dense.unflatten(-1, (SEQ_LEN, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+        true = torch.linalg.matrix_norm(blocks, 2).max().item()
+        found = estimates[name].value.item()
+        assert found <= true * (1 + 1e-12)
+        assert found == pytest.approx(true, rel=1e-3)
+        assert true <= bounds[name]
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_products_with_diagonal_blocks_are_adjoint_to_each_other(bounded: bool) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+    for group in branch_jacobians(model, random_tokens(2)):
+        right, left = torch.randn(2, *group.jacobian.shape, dtype=torch.float64)
+        pushed, pulled = group.own_token.jvp(right), group.own_token.vjp(left)
+        torch.testing.assert_close((left * pushed).sum(), (pulled * right).sum())
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_row_of_a_causal_run_holds_estimates_below_the_target(bounded: bool) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+    probe = LipschitzProbe(model, random_tokens(2), first_steps=SEQ_LEN)
+    row = {}
+    for keys, values in lipschitz_row(probe).items():
+        row |= dict(zip(keys, values, strict=True)) if isinstance(keys, tuple) else {keys: values}
+    for name, _ in model.stack.branches():
+        estimate = row[f"lipschitz/own_token/{name}/estimate"]
+        assert 0 < estimate <= row[f"lipschitz/own_token/{name}/bound"] <= row["lipschitz/target"]
+    assert "own_token" not in LipschitzProbe(contractive_model(), random_tokens(1)).estimate()
+
+
+def test_a_saved_probe_of_diagonal_blocks_goes_on_as_if_never_saved() -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=True)).eval()
+    probe, other = (LipschitzProbe(model, random_tokens(1)) for _ in range(2))
+    probe.look()
+    other.load_state_dict(probe.state_dict())
+    values = [p.estimate()["own_token"] for p in (probe, other)]
+    assert all(torch.equal(values[0][name].value, e.value) for name, e in values[1].items())
