@@ -10,8 +10,9 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation
 from invformer.nn.branch import LipschitzBranch, frozen_weights
+from invformer.nn.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches, certified_branches, certify
-from invformer.nn.lipschitz_probe import LipschitzProbe, Measured, residual_branches
+from invformer.nn.lipschitz_probe import LipschitzProbe, Measured
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 from invformer.numerics.tracking import TrackedNorm

@@ -53,7 +53,7 @@ from invformer.nn.attention import (
     split_heads,
 )
 from invformer.nn.branch import frozen_weights
-from invformer.nn.lipschitz_probe import residual_branches
+from invformer.nn.branch_jacobians import residual_branches
 from invformer.nn.transformer import CharTransformer, PreNormBranch
 from invformer.numerics.bounds import castin
 from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise

@@ -6,8 +6,8 @@ from torch.func import jacrev
 
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import frozen_weights
+from invformer.nn.branch_jacobians import branch_jacobians, residual_branches
 from invformer.nn.certificate import certify
-from invformer.nn.lipschitz_probe import branch_jacobians, residual_branches
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.bounded_attention import to_ball
 from invformer.numerics.bounds import bounded

@@ -7,14 +7,14 @@ import torch
 
 from invformer.evaluation.lipschitz import lipschitz_row
 from invformer.nn.branch import frozen_weights
-from invformer.nn.certificate import certify
-from invformer.nn.lipschitz_probe import (
-    LipschitzProbe,
+from invformer.nn.branch_jacobians import (
     branch_jacobians,
     residual_branches,
     stacked_attention_weights,
     stacked_feed_forward_weights,
 )
+from invformer.nn.certificate import certify
+from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,

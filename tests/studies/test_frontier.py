@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 from invformer.build.model import build_model
 from invformer.config import load_config
 from invformer.data.windows import training_windows
+from invformer.nn.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches
-from invformer.nn.lipschitz_probe import residual_branches
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.schema import Attention, ModelConfig, OptimConfig, TrainConfig
 from invformer.studies import frontier

@@ -1,0 +1,349 @@
+"""The Jacobians of a stack's residual branches at a text, those of one kind stacked."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from jaxtyping import Float, Integer
+from torch import Tensor
+
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    L2Weights,
+    TiedL2Attention,
+    merge_heads,
+    split_heads,
+)
+from invformer.nn.bounded_attention import (
+    BoundedAttention,
+    BoundedWeights,
+    merge,
+    side_by_side,
+    split,
+)
+from invformer.nn.branch import LipschitzBranch, frozen_weights
+from invformer.nn.feed_forward import (
+    ACTIVATIONS,
+    ContractiveFeedForward,
+    FeedForward,
+    FeedForwardWeights,
+    activation_slope,
+)
+from invformer.nn.residual import InvertibleResidual, InvertibleStack
+from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
+from invformer.numerics import bounded_attention as bounded_core
+from invformer.numerics import l2_attention as core
+from invformer.numerics.bounds import layers
+from invformer.numerics.linear_map import LinearMap, linearise
+
+Branch = LipschitzBranch | PreNormBranch
+
+
+@dataclass(frozen=True)
+class BranchGroup:
+    """Branches of one shape, linearised together.
+
+    Attributes:
+        names: of the branches; the leading dimension of the Jacobian counts them.
+        jacobian: ∂f/∂X, one after the other; its products take a further leading dimension.
+        per_token: whether it acts token by token.
+        own_token: its diagonal blocks ∂f_i/∂x_i, as one map; None where nobody wrote them down.
+    """
+
+    names: tuple[str, ...]
+    jacobian: LinearMap
+    per_token: bool
+    own_token: LinearMap | None = None
+
+
+def residual_branches(
+    model: CharTransformer, x: Float[Tensor, "*batch tokens width"]
+) -> Iterator[tuple[str, Branch, Tensor]]:
+    """Every residual branch with its name and its input, for the stack's input x."""
+    if isinstance(model.stack, InvertibleStack):
+        for name, layer in model.stack.layers():
+            if isinstance(layer, InvertibleResidual):
+                yield name, layer.branch, x
+            x = layer(x)
+        return
+    for index, block in enumerate(model.stack.blocks):
+        assert isinstance(block, PreNormBlock)
+        for name, branch in (("attention", block.attention), ("feed_forward", block.feed_forward)):
+            yield f"block_{index:02d}/{name}", branch, x
+            x = x + branch(x)
+
+
+def branch_jacobians(
+    model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], num_vectors: int = 1
+) -> list[BranchGroup]:
+    """The Jacobians of all residual branches at a text, those of one kind as one map.
+
+    Args:
+        model: the model.
+        tokens: the text.
+        num_vectors: how many vectors the products will take at once (autograd must know before).
+    """
+    if not isinstance(model.stack, InvertibleStack):
+        branches = residual_branches(model, model.embedding(tokens))
+        return [by_autograd(*branch, num_vectors) for branch in branches]
+    kinds: dict[type, list[LipschitzBranch]] = {}
+    for _, branch in model.stack.branches():
+        kinds.setdefault(type(branch), []).append(branch)
+    points = {kind: linearisation_points(branches) for kind, branches in kinds.items()}
+    x = model.embedding(tokens)
+    for name, layer in model.stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            x = x + points[type(layer.branch)].visit(name, layer.branch, x)
+        else:
+            x = layer(x)
+    return [group for each in points.values() for group in each.groups()]
+
+
+class LinearisationPoints(Protocol):
+    """What collects the Jacobians of some branches on the way up."""
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        ...
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met."""
+        ...
+
+
+def linearisation_points(branches: list[LipschitzBranch]) -> LinearisationPoints:
+    """The way to linearise branches of one type: stacked where their Jacobian is known here."""
+    first = branches[0]
+    if isinstance(first, TiedL2Attention):
+        return AttentionPoints(branches)
+    if isinstance(first, BoundedAttention):
+        return BoundedAttentionPoints()
+    if isinstance(first, ContractiveFeedForward):
+        return FeedForwardPoints(branches)
+    return SinglePoints()
+
+
+class SinglePoints:
+    """Branches linearised one by one, each as it says itself."""
+
+    def __init__(self) -> None:
+        self.found: list[BranchGroup] = []
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        with frozen_weights(branch):
+            jacobian = branch.linearise(x)
+            y = branch(x)
+        one = LinearMap(
+            jvp=lambda vectors: torch.stack([jacobian.jvp(v[0])[None] for v in vectors]),
+            vjp=lambda vectors: torch.stack([jacobian.vjp(v[0])[None] for v in vectors]),
+            shape=torch.Size((1, *x.shape)),
+            dtype=x.dtype,
+            device=x.device,
+        )
+        self.found.append(BranchGroup((name,), one, per_token=False))
+        return y
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met."""
+        return self.found
+
+
+class AttentionPoints:
+    """Attention branches met on the way up: q and P at the input of each, which is all J needs.
+
+    Args:
+        branches: of one type and shape, bottom first.
+    """
+
+    def __init__(self, branches: list) -> None:
+        self.w_q, self.g = stacked_attention_weights(branches)
+        self.query = self.w_q.transpose(-3, -2).flatten(-2)
+        self.output = self.g.flatten(-3, -2)
+        self.names: list[str] = []
+        self.q: list[Tensor] = []
+        self.p: list[Tensor] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, TiedL2Attention)
+        index = len(self.names)
+        q = split_heads(x @ self.query[index], self.w_q.shape[1])
+        p = core.attention_weights(q, branch.position(x.shape[-2]))
+        self.names.append(name)
+        self.q.append(q)
+        self.p.append(p)
+        self.shape = x.shape
+        return merge_heads(p @ q) @ self.output[index]
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``attention_jacobian``, batched."""
+        q, p = torch.stack(self.q), torch.stack(self.p)
+        num_heads = self.w_q.shape[1]
+
+        def jvp(dx: Tensor) -> Tensor:
+            dq = split_heads(batched_matmul(dx, self.query), num_heads)
+            return batched_matmul(merge_heads(core.l2_attention_jvp(q, p, dq)), self.output)
+
+        def vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
+            return batched_matmul(merge_heads(core.l2_attention_vjp(q, p, dv)), self.query.mT)
+
+        def own_jvp(dx: Tensor) -> Tensor:
+            dq = split_heads(batched_matmul(dx, self.query), num_heads)
+            return batched_matmul(merge_heads(core.own_token_product(q, p, dq)), self.output)
+
+        def own_vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
+            return batched_matmul(merge_heads(core.own_token_product(q, p, dv)), self.query.mT)
+
+        shape = torch.Size((len(self.names), *self.shape))
+        jacobian = LinearMap(jvp, vjp, shape, q.dtype, q.device)
+        own_token = LinearMap(own_jvp, own_vjp, shape, q.dtype, q.device)
+        return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
+
+
+class BoundedAttentionPoints:
+    """Attention in the unit ball met on the way up: projections and P at the input of each."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.points: list[bounded_core.AttentionPoint] = []
+        self.weights: list[BoundedWeights] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, BoundedAttention)
+        weights = branch.weights()
+        at = branch.point(x, weights)
+        self.names.append(name)
+        self.points.append(at)
+        self.weights.append(weights)
+        self.shape = x.shape
+        return merge_heads(at.p @ at.v.u) @ weights.g.flatten(-3, -2)
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``bounded_attention_jacobian``, batched."""
+        w_qkv = torch.stack([side_by_side(w.w_qkv) for w in self.weights])
+        output = torch.stack([w.g.flatten(-3, -2) for w in self.weights])
+        num_heads = self.weights[0].g.shape[0]
+        at = bounded_core.stacked_points(self.points)
+
+        def jvp(dx: Tensor) -> Tensor:
+            dz = split(batched_matmul(dx, w_qkv), num_heads)
+            return batched_matmul(merge_heads(bounded_core.attention_jvp(at, *dz)), output)
+
+        def vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
+            return batched_matmul(merge(bounded_core.attention_vjp(at, dv)), w_qkv.mT)
+
+        def own_jvp(dx: Tensor) -> Tensor:
+            dz = split(batched_matmul(dx, w_qkv), num_heads)
+            return batched_matmul(merge_heads(bounded_core.own_token_jvp(at, *dz)), output)
+
+        def own_vjp(dy: Tensor) -> Tensor:
+            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
+            return batched_matmul(merge(bounded_core.own_token_vjp(at, dv)), w_qkv.mT)
+
+        shape = torch.Size((len(self.names), *self.shape))
+        jacobian = LinearMap(jvp, vjp, shape, output.dtype, output.device)
+        own_token = LinearMap(own_jvp, own_vjp, shape, output.dtype, output.device)
+        return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
+
+
+class FeedForwardPoints:
+    """Feed-forward branches met on the way up: the slopes at the input of each.
+
+    Args:
+        branches: of one type and shape, bottom first.
+    """
+
+    def __init__(self, branches: list) -> None:
+        self.weights = stacked_feed_forward_weights(branches)
+        self.names: list[str] = []
+        self.slopes: list[Tensor] = []
+        self.shape = torch.Size()
+
+    def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
+        """f(x) of the next branch, whose Jacobian is wanted at x."""
+        assert isinstance(branch, ContractiveFeedForward)
+        w_in, b_in, w_out, sharpness = (w[len(self.names)] for w in self.weights)
+        h = (x @ w_in + b_in) * sharpness
+        self.names.append(name)
+        self.slopes.append(activation_slope(branch.activation, h))
+        self.shape = x.shape
+        return (ACTIVATIONS[branch.activation](h) / sharpness) @ w_out
+
+    def groups(self) -> list[BranchGroup]:
+        """The Jacobians of all branches met: those of ``feed_forward_jacobian``, batched."""
+        slope = torch.stack(self.slopes)
+        w_in, _, w_out, _ = self.weights
+        jacobian = LinearMap(
+            jvp=lambda dx: batched_matmul(batched_matmul(dx, w_in) * slope, w_out),
+            vjp=lambda dy: batched_matmul(batched_matmul(dy, w_out.mT) * slope, w_in.mT),
+            shape=torch.Size((len(self.names), *self.shape)),
+            dtype=slope.dtype,
+            device=slope.device,
+        )
+        return [BranchGroup(tuple(self.names), jacobian, True, jacobian)]
+
+
+def stacked_attention_weights(branches: list) -> L2Weights:
+    """The effective weights of several branches in one go, where it is known how."""
+    first = branches[0]
+    if isinstance(first, ContractiveL2Attention) and not first.is_frozen:
+        weights = first.forward_weights(branches)
+    else:
+        weights = [b.weights() for b in branches]
+    return L2Weights(*(torch.stack(stacked) for stacked in zip(*weights, strict=True)))
+
+
+def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:
+    """The effective weights of several branches in one go, where it is known how."""
+    first = branches[0]
+    if first.norm != "spectral" or first.is_frozen:
+        stacked = zip(*(b.weights() for b in branches), strict=True)
+        return FeedForwardWeights(*(torch.stack(weights) for weights in stacked))
+    scale = torch.stack([b.target_scale() / b.w_out.sigma() for b in branches])
+    return FeedForwardWeights(
+        torch.stack([b.w_in.weight for b in branches])
+        / torch.stack([b.w_in.sigma() for b in branches])[:, None, None],
+        torch.stack([b.b_in for b in branches]),
+        torch.stack([b.w_out.weight for b in branches])
+        * (scale / layers.ACTIVATION_SLOPE[first.activation])[:, None, None],
+        torch.stack([b.log_sharpness for b in branches]).exp(),
+    )
+
+
+def batched_matmul(
+    x: Float[Tensor, "*vectors branches sequences tokens m"], w: Float[Tensor, "branches m n"]
+) -> Float[Tensor, "*vectors branches sequences tokens n"]:
+    """x W of every branch, without a copy of W per vector and sequence, as broadcasting makes."""
+    if x.ndim == 4:
+        return torch.bmm(x.flatten(1, 2), w).unflatten(1, x.shape[1:3])
+    rows = x.transpose(0, 1)
+    return torch.bmm(rows.flatten(1, 3), w).unflatten(1, rows.shape[1:4]).transpose(0, 1)
+
+
+def by_autograd(
+    name: str, branch: Branch, x: Float[Tensor, "sequences tokens width"], num_vectors: int
+) -> BranchGroup:
+    """One branch whose Jacobian nobody wrote down: a graph wide enough for all vectors at once."""
+    per_token = isinstance(branch, PreNormBranch) and isinstance(branch.inner, FeedForward)
+    count = 1 if per_token else num_vectors
+    jacobian = linearise(branch, x.expand(count, *x.shape))
+    shape = (count, *x.shape) if per_token else (count, 1, *x.shape)
+    return BranchGroup(
+        (name,),
+        LinearMap(
+            jvp=lambda vectors: jacobian.jvp(vectors.view(jacobian.shape)).view(shape),
+            vjp=lambda vectors: jacobian.vjp(vectors.view(jacobian.shape)).view(shape),
+            shape=torch.Size((1, *x.shape)),
+            dtype=x.dtype,
+            device=x.device,
+        ),
+        per_token,
+    )
