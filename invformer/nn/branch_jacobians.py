@@ -1,8 +1,8 @@
 """The Jacobians of a stack's residual branches at a text, those of one kind stacked."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Integer
@@ -38,6 +38,8 @@ from invformer.numerics.bounds import layers
 from invformer.numerics.linear_map import LinearMap, linearise
 
 Branch = LipschitzBranch | PreNormBranch
+# A product with a Jacobian of the heads, at a point.
+HeadsMap = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -183,25 +185,21 @@ class AttentionPoints:
         q, p = torch.stack(self.q), torch.stack(self.p)
         num_heads = self.w_q.shape[1]
 
-        def jvp(dx: Tensor) -> Tensor:
-            dq = split_heads(batched_matmul(dx, self.query), num_heads)
-            return batched_matmul(merge_heads(core.l2_attention_jvp(q, p, dq)), self.output)
-
-        def vjp(dy: Tensor) -> Tensor:
-            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
-            return batched_matmul(merge_heads(core.l2_attention_vjp(q, p, dv)), self.query.mT)
-
-        def own_jvp(dx: Tensor) -> Tensor:
-            dq = split_heads(batched_matmul(dx, self.query), num_heads)
-            return batched_matmul(merge_heads(core.own_token_product(q, p, dq)), self.output)
-
-        def own_vjp(dy: Tensor) -> Tensor:
-            dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
-            return batched_matmul(merge_heads(core.own_token_product(q, p, dv)), self.query.mT)
-
         shape = torch.Size((len(self.names), *self.shape))
-        jacobian = LinearMap(jvp, vjp, shape, q.dtype, q.device)
-        own_token = LinearMap(own_jvp, own_vjp, shape, q.dtype, q.device)
+
+        def of_heads(jvp: HeadsMap, vjp: HeadsMap) -> LinearMap:
+            def push(dx: Tensor) -> Tensor:
+                dq = split_heads(batched_matmul(dx, self.query), num_heads)
+                return batched_matmul(merge_heads(jvp(q, p, dq)), self.output)
+
+            def pull(dy: Tensor) -> Tensor:
+                dv = split_heads(batched_matmul(dy, self.output.mT), num_heads)
+                return batched_matmul(merge_heads(vjp(q, p, dv)), self.query.mT)
+
+            return LinearMap(push, pull, shape, q.dtype, q.device)
+
+        jacobian = of_heads(core.l2_attention_jvp, core.l2_attention_vjp)
+        own_token = of_heads(core.own_token_product, core.own_token_product)
         return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
 
 
@@ -232,25 +230,21 @@ class BoundedAttentionPoints:
         num_heads = self.weights[0].g.shape[0]
         at = bounded_core.stacked_points(self.points)
 
-        def jvp(dx: Tensor) -> Tensor:
-            dz = split(batched_matmul(dx, w_qkv), num_heads)
-            return batched_matmul(merge_heads(bounded_core.attention_jvp(at, *dz)), output)
-
-        def vjp(dy: Tensor) -> Tensor:
-            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
-            return batched_matmul(merge(bounded_core.attention_vjp(at, dv)), w_qkv.mT)
-
-        def own_jvp(dx: Tensor) -> Tensor:
-            dz = split(batched_matmul(dx, w_qkv), num_heads)
-            return batched_matmul(merge_heads(bounded_core.own_token_jvp(at, *dz)), output)
-
-        def own_vjp(dy: Tensor) -> Tensor:
-            dv = split_heads(batched_matmul(dy, output.mT), num_heads)
-            return batched_matmul(merge(bounded_core.own_token_vjp(at, dv)), w_qkv.mT)
-
         shape = torch.Size((len(self.names), *self.shape))
-        jacobian = LinearMap(jvp, vjp, shape, output.dtype, output.device)
-        own_token = LinearMap(own_jvp, own_vjp, shape, output.dtype, output.device)
+
+        def of_heads(jvp: HeadsMap, vjp: HeadsMap) -> LinearMap:
+            def push(dx: Tensor) -> Tensor:
+                dz = split(batched_matmul(dx, w_qkv), num_heads)
+                return batched_matmul(merge_heads(jvp(at, *dz)), output)
+
+            def pull(dy: Tensor) -> Tensor:
+                dv = split_heads(batched_matmul(dy, output.mT), num_heads)
+                return batched_matmul(merge(vjp(at, dv)), w_qkv.mT)
+
+            return LinearMap(push, pull, shape, output.dtype, output.device)
+
+        jacobian = of_heads(bounded_core.attention_jvp, bounded_core.attention_vjp)
+        own_token = of_heads(bounded_core.own_token_jvp, bounded_core.own_token_vjp)
         return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
 
 
