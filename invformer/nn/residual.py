@@ -247,15 +247,15 @@ class InvertibleStack(nn.Module):
         Nothing is solved: x + f(x) never brings two points nearer to each other than by the factor
         1 − c, so that E ← (E + rounding of both)/(1 − c_l) from the top down, from E = ‖z − F(x)‖.
 
-        Under a causal certificate it holds at the first token where x* differs from x, which is
-        all that texts need: if the bound is below the distance of any two symbols, no text but that
-        of x has the output z. That rests on a forward pass which computes equal beginnings equally,
+        With bounds of diagonal blocks it holds at the first token where x* differs from x, which is
+        all that texts need: if it is below the distance of any two symbols, no text but that of x
+        has the output z. That rests on a forward pass which computes equal beginnings equally,
         whatever follows them (docs/numerics.md).
 
         Args:
             x: what may be the input.
             z: the output that was seen, of the same forward pass.
-            certificate: proven bounds of this stack.
+            certificate: proven bounds of this stack, of Lipschitz constants or of diagonal blocks.
 
         Returns:
             One bound per sample, in the stack's norm, by the rounding model.

@@ -1,0 +1,58 @@
+"""A text goes up and comes back, and the report says how sure that is."""
+
+import math
+
+import pytest
+import torch
+
+from invformer.evaluation.inversion import invert_text
+from invformer.nn.certificate import certify
+from tests.nn.builders import (
+    SEQ_LEN,
+    VOCAB,
+    contractive_model,
+    random_tokens,
+    trained_a_little,
+)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+@pytest.mark.parametrize("target", [0.7, 0.97])
+def test_every_character_is_proven_even_where_no_error_bound_helps(
+    target: float, certificate: str, bounded: bool
+) -> None:
+    model = trained_a_little(contractive_model(target, certificate, bounded=bounded)).eval()
+    tokens = random_tokens(4)
+    decoded, report = invert_text(model, tokens, certify(model), dtype=torch.float64)
+    assert torch.equal(decoded, tokens)
+    assert report.characters_certified == 1
+    assert 0 < report.preimage_bound < 2 * report.decoding_margin
+    if certificate == "causal":
+        assert report.error_bound == math.inf
+
+
+@pytest.mark.parametrize("place", [0, SEQ_LEN - 1])
+def test_a_text_with_one_wrong_symbol_is_not_proven(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=True)).eval()
+    tokens = random_tokens(4)
+    wrong = tokens.clone()
+    wrong[:2, place] = (wrong[:2, place] + 1) % VOCAB
+    monkeypatch.setattr(model.embedding, "nearest_tokens", lambda x: wrong)
+    decoded, report = invert_text(model.double(), tokens, certify(model), dtype=torch.float64)
+    assert torch.equal(decoded, wrong)
+    assert report.characters_recovered == 1 - 2 / tokens.numel()
+    assert report.characters_certified == 0.5
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_diagonal_blocks_of_a_stack_held_in_token_max_have_a_certificate_too(bounded: bool) -> None:
+    model = trained_a_little(contractive_model(bounded=bounded)).eval()
+    whole, blocks = certify(model), certify(model, kind="causal")
+    assert (whole.kind, blocks.kind, blocks.total) == ("global", "causal", None)
+    for name, bound in blocks.per_branch.items():
+        assert bound <= whole.per_branch[name] * (1 + 1e-12)
+    attention = [name for name in whole.per_branch if name.endswith("attention")]
+    assert all(blocks.per_branch[name] < whole.per_branch[name] for name in attention)
