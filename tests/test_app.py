@@ -93,6 +93,7 @@ def test_metrics_hold_one_complete_row_per_step(tmp_path: Path, text_file: Path)
     assert "val/bpc" in rows[3]
     assert "val/bpc" in rows[7]
     assert rows[7]["inverse/characters_recovered"] == 1
+    assert rows[7]["inverse/characters_certified"] == 1
 
 
 def test_training_lowers_the_loss(tmp_path: Path, text_file: Path) -> None:

@@ -34,7 +34,9 @@ class Look:
     def by_norm(self, norms: tuple[TrackedNorm, ...]) -> dict[Measured, LipschitzEstimate]:
         """Everything that was estimated, by name."""
         found: dict[Measured, LipschitzEstimate] = dict(zip(norms, self.estimates, strict=True))
-        return found if self.own_token is None else found | {"own_token": self.own_token}
+        if self.own_token is not None:
+            found["own_token"] = self.own_token
+        return found
 
 
 class LipschitzProbe:

@@ -208,6 +208,7 @@ class InversionMonitor(L.Callback):
                 "inverse/num_steps_mean": sum(report.num_steps.values()) / len(report.num_steps),
                 "inverse/converged_fraction": report.converged_fraction,
                 "inverse/characters_recovered": report.characters_recovered,
+                "inverse/characters_certified": report.characters_certified,
             },
         )
 
