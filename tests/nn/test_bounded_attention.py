@@ -213,7 +213,7 @@ def test_the_theorem_of_the_own_token_survives_an_attack_and_is_nearly_attained(
     generator = torch.Generator().manual_seed(2)
     worst = 0.0
     for tau in (0.5, 2.0, 8.0):
-        for _ in range(4):
+        for _ in range(2):
             z = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
             dz = torch.randn(3, 3, generator=generator, dtype=torch.float64, requires_grad=True)
             bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
