@@ -97,7 +97,7 @@ def measured_branches(
     local = local_bounds(model, tokens, tight=True)
     for norm, estimates in probe.estimate().items():
         if norm == "own_token":
-            bounds, local_of = certify(model, dtype=torch.float32).per_branch, {}
+            bounds, local_of = certify(model).per_branch, {}
         else:
             bounds, local_of = certified_branches(model, norm), local[norm]
         report[norm] = {

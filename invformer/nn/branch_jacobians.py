@@ -184,7 +184,6 @@ class AttentionPoints:
         """The Jacobians of all branches met: those of ``attention_jacobian``, batched."""
         q, p = torch.stack(self.q), torch.stack(self.p)
         num_heads = self.w_q.shape[1]
-
         shape = torch.Size((len(self.names), *self.shape))
 
         def of_heads(jvp: HeadsMap, vjp: HeadsMap) -> LinearMap:
@@ -229,7 +228,6 @@ class BoundedAttentionPoints:
         output = torch.stack([w.g.flatten(-3, -2) for w in self.weights])
         num_heads = self.weights[0].g.shape[0]
         at = bounded_core.stacked_points(self.points)
-
         shape = torch.Size((len(self.names), *self.shape))
 
         def of_heads(jvp: HeadsMap, vjp: HeadsMap) -> LinearMap:

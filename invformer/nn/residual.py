@@ -262,7 +262,7 @@ class InvertibleStack(nn.Module):
         """
         difference = z.double() - self(x).double()
         outward = 1 + difference[0].numel() * 2.0**-52
-        steps = [ErrorStep(1.0, vector_norm(difference, self.norm) * outward)]
+        top = ErrorStep(1.0, vector_norm(difference, self.norm) * outward)
         upwards: list[ErrorStep] = []
         with frozen_weights(self):
             for name, layer in self.layers():
@@ -274,4 +274,4 @@ class InvertibleStack(nn.Module):
                     both = 2 * layer.rounding(x, y, self.norm)
                     upwards.append(residual_step(contraction_error_bound(both, bound), bound))
                 x = y
-        return stack_error_bound([*steps, *reversed(upwards)])
+        return stack_error_bound([top, *reversed(upwards)])
