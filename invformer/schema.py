@@ -87,6 +87,9 @@ class ModelConfig(Section):
     dropout: float = option(
         0.0, "probability on each branch's output, baselines only", within="[0, 1)"
     )
+    head_dropout: float = option(
+        0.0, "probability on what the head reads, above the certified stack", within="[0, 1)"
+    )
 
     def check(self) -> None:
         """Heads divide the width; only the contractive model has, and needs, a certificate."""
@@ -191,6 +194,12 @@ class OptimConfig(Section):
     min_lr_fraction: float = option(0.0, "final over peak learning rate", within="[0, 1]")
     grad_clip: float | None = option(
         1.0, "largest gradient norm; null switches clipping off", within="(0, 1e9]"
+    )
+    ema_decay: float | None = option(
+        None,
+        "keep an exponential moving average of the weights with this decay, to validate, certify "
+        "and evaluate; null keeps none",
+        within="(0, 1)",
     )
 
     def check(self) -> None:

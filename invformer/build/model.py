@@ -39,7 +39,7 @@ def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTrans
         stack = PreNormStack(
             [build_pre_norm_block(config, seq_len) for _ in range(config.num_layers)]
         )
-    return CharTransformer(embedding, stack, vocab_size, config.d_model)
+    return CharTransformer(embedding, stack, vocab_size, config.d_model, config.head_dropout)
 
 
 def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) -> InvertibleStack:

@@ -119,6 +119,7 @@ def build_run(config: TrainConfig) -> Run:
         run_log,
         metadata,
         optim.grad_clip,
+        optim.ema_decay,
     )  # fmt: skip
     trainer = L.Trainer(
         max_steps=trainer_config.max_steps,

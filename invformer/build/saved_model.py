@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from invformer.build.model import build_model
-from invformer.checkpoint.content import Checkpoint
+from invformer.checkpoint.content import PREFIX, Checkpoint
 from invformer.checkpoint.tensors import MAX_HEADER, Spec, specs_of
 from invformer.config import from_dict
 from invformer.data.corpora import Corpus
@@ -14,7 +14,6 @@ from invformer.errors import CheckpointError, ConfigurationError
 from invformer.nn.transformer import CharTransformer
 from invformer.schema import ModelConfig, TrainConfig
 
-PREFIX = "model."  # of the language model's weights in the module that was trained
 FIRST_BLOCK = "stack.blocks.0."
 # A block keeps, besides its weights, a mask and a table of lags for every pair of tokens.
 PAIR_BYTES, PAIR_SLACK, PAIR_PER_WEIGHT = 9, 2 << 30, 16

@@ -55,6 +55,10 @@ OPTIONAL = {
 STATE_KEYS = {
     "epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data",
 }  # fmt: skip
+# Where the saved weights are an average: those that learn.
+LEARNING = "learning_weights"
+# Of the language model's weights in the module that was trained.
+PREFIX = "model."
 
 
 @dataclass(frozen=True)
@@ -129,10 +133,10 @@ class Checkpoint:
         content = self.manifest.read(STATE_TENSORS)
         read_specs(content, beside)
         tensors = from_bytes(content, beside)
-        if name := first_non_finite(of_optimizer(tensors)):
+        if name := first_non_finite(that_learn(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
         state = unpack(plain, tensors, where)
-        if not isinstance(state, dict) or state.keys() != STATE_KEYS:
+        if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
 
@@ -146,16 +150,17 @@ def write_checkpoint(
         path: the directory to make.
         metadata: see ``REQUIRED`` and ``OPTIONAL``.
         weights: the model's parameters and buffers by name.
-        state: see ``STATE_KEYS``; plain values and tensors.
+        state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors.
 
     Raises:
         NonFiniteError: a weight or the optimiser's state is not finite; nothing is written.
         StorageError: the directory cannot be written, or is too large; nothing is left of it.
     """
-    if unknown := metadata.keys() - REQUIRED.keys() - OPTIONAL | state.keys() ^ STATE_KEYS:
+    parts = state.keys() - {LEARNING}
+    if unknown := metadata.keys() - REQUIRED.keys() - OPTIONAL | parts ^ STATE_KEYS:
         raise ValueError(f"a checkpoint does not know, or lacks, {sorted(unknown)}")
     plain, tensors = pack(state)
-    for name in (first_non_finite(weights), first_non_finite(of_optimizer(tensors))):
+    for name in (first_non_finite(weights), first_non_finite(that_learn(tensors))):
         if name is not None:
             raise NonFiniteError(
                 f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
@@ -226,6 +231,7 @@ def state_limit(weights: int) -> int:
     return STATE_PER_WEIGHT * weights + STATE_SLACK
 
 
-def of_optimizer(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a state that must be finite: a monitor may find that a vector is not."""
-    return {name: t for name, t in tensors.items() if name.startswith("optimizer_states")}
+    parts = ("optimizer_states", LEARNING)
+    return {name: t for name, t in tensors.items() if name.startswith(parts)}

@@ -141,16 +141,17 @@ class PreNormStack(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """tokens → embedding → stack → LayerNorm → logits.
+    """tokens → embedding → stack → LayerNorm → dropout → logits.
 
     With an :class:`InvertibleStack` everything between embedding and LayerNorm can be undone and is
-    certified; LayerNorm and the head are free and outside that part.
+    certified; LayerNorm, dropout and the head are free and outside that part.
 
     Args:
         embedding: tokens to vectors.
         stack: an invertible stack, or a chain of pre-norm blocks.
         vocab_size: number of symbols V.
         d_model: width D.
+        head_dropout: probability on what the head reads.
     """
 
     def __init__(
@@ -159,11 +160,13 @@ class CharTransformer(nn.Module):
         stack: InvertibleStack | PreNormStack,
         vocab_size: int,
         d_model: int,
+        head_dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.embedding = embedding
         self.stack = stack
         self.norm = nn.LayerNorm(d_model)
+        self.dropout = nn.Dropout(head_dropout)
         self.head = nn.Linear(d_model, vocab_size)
 
     @property
@@ -180,7 +183,13 @@ class CharTransformer(nn.Module):
         self, tokens: Integer[Tensor, "*batch tokens"]
     ) -> Float[Tensor, "*batch tokens vocab"]:
         """Logits of the next symbol at every position."""
-        return self.head(self.norm(self.stack(self.embedding(tokens))))
+        return self.predict(self.stack(self.embedding(tokens)))
+
+    def predict(
+        self, z: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens vocab"]:
+        """The logits that outputs of the stack mean."""
+        return self.head(self.dropout(self.norm(z)))
 
     def initialise(self, tokens: Integer[Tensor, "*batch tokens"]) -> None:
         """Initialise the ActivationNorms, if there are any, from one batch."""
@@ -210,7 +219,7 @@ class CharTransformer(nn.Module):
                 attention = block.attention
                 x = x + self._extend_branch(attention.inner, attention.norm(x), past)
                 x = x + block.feed_forward(x)
-        return self.head(self.norm(x))
+        return self.predict(x)
 
     def _extend_branch(
         self, branch: nn.Module, x: Tensor, past: dict[nn.Module, AttentionCache]

@@ -618,7 +618,7 @@ def mean_nats(
         if noise:
             normal = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
             x = x + noise * x.square().mean().sqrt() * normal
-        logits = model.head(model.norm(model.stack(x)))
+        logits = model.predict(model.stack(x))
         total += nn.functional.cross_entropy(
             logits.flatten(0, 1), following.flatten(), reduction="sum"
         ).item()

@@ -514,7 +514,7 @@ def logits_of(
     model: CharTransformer, x: Float[Tensor, "windows tokens width"]
 ) -> Float[Tensor, "windows tokens vocab"]:
     """Logits for an input of the stack."""
-    return model.head(model.norm(model.stack(x)))
+    return model.predict(model.stack(x))
 
 
 def window_nats(logits: Tensor, targets: Tensor) -> Float[Tensor, " windows"]:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from invformer.checkpoint.content import PREFIX
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.probe_budget import Clock, Ledger
@@ -20,6 +21,7 @@ from invformer.numerics.host import has_answer_at_hand
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
 from invformer.training.run_log import RunLog
+from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)
 
@@ -37,6 +39,8 @@ class CharLanguageModel(L.LightningModule):
         run_log: where metrics go.
         metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
         grad_clip: largest gradient norm; None leaves gradients alone.
+        ema_decay: keep an average of the weights, which is what is validated, certified and saved
+            for evaluation; None keeps none.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class CharLanguageModel(L.LightningModule):
         run_log: RunLog,
         metadata: dict[str, Any],
         grad_clip: float | None = 1.0,
+        ema_decay: float | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -55,6 +60,7 @@ class CharLanguageModel(L.LightningModule):
         self.run_log = run_log
         self.metadata = metadata
         self.grad_clip = grad_clip
+        self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.bits_per_char = BitsPerChar()
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
@@ -135,6 +141,8 @@ class CharLanguageModel(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them; record what that costs."""
         super().optimizer_step(*args, **kwargs)
+        if self.average is not None:
+            self.average.update(self.trainer.global_step)
         if not self.is_normalised:
             return
         ledger = self.ledger = self.ledger or Ledger(Clock(self.device))
@@ -153,10 +161,29 @@ class CharLanguageModel(L.LightningModule):
     def on_train_start(self) -> None:
         """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
         refresh_normalisers(self.model)
+        if self.average is not None:
+            self.average.follow()
+
+    def on_validation_model_eval(self) -> None:
+        """What is validated, and then certified and saved, is the average if there is one."""
+        if self.average is not None:
+            self.average.swap()
+        super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
-        """Likewise after leaving training mode, so that it does not matter when a run continues."""
+        """Back to the weights that learn, and their constants as before it was left.
+
+        Normalised after leaving training mode too, so that it does not matter when a run continues.
+        """
+        if self.average is not None:
+            self.average.swap()
         refresh_normalisers(self.model)
+
+    def on_train_end(self) -> None:
+        """The average is what came of it."""
+        if self.average is not None:
+            self.average.swap()
+            refresh_normalisers(self.model)
 
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
@@ -192,6 +219,13 @@ class CharLanguageModel(L.LightningModule):
         """
         self.refuse_lost_update()
         checkpoint.setdefault("invformer", {}).update(self.metadata)
+        if self.average is not None:
+            self.average.put_into(checkpoint, PREFIX)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on with the weights that learn, not with their average."""
+        if self.average is not None:
+            self.average.take_from(checkpoint, PREFIX)
 
 
 def non_finite(step: int, what: str) -> NonFiniteError:

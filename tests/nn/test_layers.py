@@ -43,6 +43,24 @@ def test_activation_norm_leaves_silent_channels_alone() -> None:
     assert torch.equal(layer(x)[..., 3], x[..., 3])
 
 
+@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH)])
+def test_activation_norm_has_the_derivatives_of_its_formula(shape: tuple[int, ...]) -> None:
+    layer = ActivationNorm(WIDTH)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(shape, requires_grad=True)
+    inputs = (x, layer.log_scale, layer.shift)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return (y.sin() * torch.linspace(1, 2, y.numel()).view(y.shape)).sum()
+
+    ours = torch.autograd.grad(loss(layer(x)), inputs)
+    formula = torch.autograd.grad(loss(x * layer.log_scale.exp() + layer.shift), inputs)
+    for found, expected in zip(ours, formula, strict=True):
+        assert found.allclose(expected, rtol=1e-12)
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), inputs)
+
+
 def test_activation_norm_is_undone_exactly_up_to_rounding() -> None:
     layer = ActivationNorm(WIDTH)
     layer.initialise(3 * torch.randn(64, WIDTH) + 1)
@@ -141,6 +159,18 @@ def test_logits_never_depend_on_later_characters(build) -> None:
     changed = tokens.clone()
     changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
     torch.testing.assert_close(model(tokens)[:, :6], model(changed)[:, :6], rtol=0, atol=1e-14)
+
+
+def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
+    model = contractive_model()
+    plain = model(random_tokens(1))
+    model.dropout.p = 0.5
+    model.train()
+    x = model.embedding(random_tokens(1))
+    assert model.stack(x).equal(model.stack(x))
+    assert not model(random_tokens(1)).equal(model(random_tokens(1)))
+    assert certify(model).holds
+    assert model.eval()(random_tokens(1)).allclose(plain)
 
 
 def test_frozen_weights_compute_the_same_function() -> None:

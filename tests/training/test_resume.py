@@ -13,6 +13,7 @@ from invformer.build.evaluation import evaluate_checkpoint
 from invformer.build.run import build_run
 from invformer.build.saved_model import load_model, untrained, weight_specs
 from invformer.checkpoint.content import (
+    LEARNING,
     MODEL,
     STATE,
     Checkpoint,
@@ -128,6 +129,29 @@ def test_muon_with_dropout_resumes_at_the_same_bits(tmp_path: Path) -> None:
             train(folder, *more, until=until)
         ends.append(contents(newest(folder)))
     assert ends[0] == ends[1]
+
+
+def test_averaged_weights_resume_at_the_same_bits_and_those_that_learn_are_not_touched(
+    whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "optim.ema_decay=0.9", "run.name=once")
+    train(tmp_path, "optim.ema_decay=0.9", until=4)
+    train(tmp_path, "optim.ema_decay=0.9")
+    once, _ = newest_checkpoint(tmp_path / "runs" / "once" / "checkpoints")
+    assert once is not None
+    assert contents(once) == contents(newest(tmp_path))
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_checkpoint_without_the_weights_that_learn_does_not_continue_an_average(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "optim.ema_decay=0.9", until=4)
+    edit_json(newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
+    with pytest.raises(CheckpointError, match="learning_weights"):
+        train(tmp_path, "optim.ema_decay=0.9")
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "MANIFEST.json"])

@@ -1,0 +1,78 @@
+"""An exponential moving average of the weights, kept beside those that learn."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from invformer.checkpoint.content import LEARNING
+from invformer.errors import CheckpointError
+
+
+class WeightAverage:
+    """w̄ ← w̄ + (1 − δ_t)(w − w̄) after every step, δ_t = min(δ, (t + 1)/(t + 10)).
+
+    Early on δ_t is small, so that the average forgets the initialisation (as in TensorFlow's
+    ``ExponentialMovingAverage``). Buffers are not averaged: the constants that normalise weights
+    are a function of these. :meth:`swap` exchanges both sets of weights, so that whatever looks at
+    the model in between sees the average: validation, certificate, inversion.
+
+    Args:
+        model: whose parameters are averaged; the average starts as they are.
+        decay: δ in (0, 1).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.parameters = dict(model.named_parameters())
+        self.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.decay = decay
+        self.in_use = False
+
+    def follow(self) -> None:
+        """Keep the average where, and in the precision that, the weights now are."""
+        self.kept = {name: w.to(self.parameters[name]) for name, w in self.kept.items()}
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after optimiser step ``step``, counted from zero."""
+        decay = min(self.decay, (step + 1) / (step + 10))
+        for name, parameter in self.parameters.items():
+            self.kept[name].lerp_(parameter, 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Exchange the weights that learn and their average."""
+        for name, parameter in self.parameters.items():
+            before = parameter.detach().clone()
+            parameter.copy_(self.kept[name])
+            self.kept[name].copy_(before)
+        self.in_use = not self.in_use
+
+    def put_into(self, checkpoint: dict[str, Any], prefix: str) -> None:
+        """Make the average a checkpoint's weights, and keep those that learn beside them.
+
+        Args:
+            checkpoint: as Lightning is about to save it.
+            prefix: of the model's parameters among the weights there.
+        """
+        current = {name: p.detach() for name, p in self.parameters.items()}
+        average, learning = (current, self.kept) if self.in_use else (self.kept, current)
+        weights = checkpoint["state_dict"]
+        checkpoint["state_dict"] = weights | {prefix + name: w for name, w in average.items()}
+        checkpoint[LEARNING] = {name: w.clone() for name, w in learning.items()}
+
+    def take_from(self, checkpoint: dict[str, Any], prefix: str) -> None:
+        """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn.
+
+        Raises:
+            CheckpointError: it holds no weights that learn, or others than this model's.
+        """
+        learning: Mapping[str, Tensor] = checkpoint.get(LEARNING, {})
+        for name, parameter in self.parameters.items():
+            saved = learning.get(name)
+            if not isinstance(saved, Tensor) or saved.shape != parameter.shape:
+                raise CheckpointError(f"{LEARNING}: {name} is missing or of another shape")
+        self.kept = {name: checkpoint["state_dict"][prefix + name] for name in self.parameters}
+        weights = {prefix + name: learning[name] for name in self.parameters}
+        checkpoint["state_dict"] = checkpoint["state_dict"] | weights

@@ -1,0 +1,62 @@
+"""The average of the weights is the formula's, and it is what a run validates and leaves behind."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from invformer.build.run import build_run
+from invformer.checkpoint.content import LEARNING, PREFIX, newest_checkpoint
+from invformer.checkpoint.tensors import specs_of
+from invformer.config import load_config
+from invformer.nn import certify
+from invformer.schema import TrainConfig
+from invformer.training.fit import fit
+from invformer.training.run_log import read_rows
+from invformer.training.weight_average import WeightAverage
+from tests.training.test_loop import ROOT, arguments
+
+
+def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    seen = [model.weight.detach().clone()]
+    average = WeightAverage(model, decay=0.4)
+    expected = seen[0]
+    for step in range(30):
+        with torch.no_grad():
+            model.weight.add_(torch.randn(2, 3))
+        average.update(step)
+        decay = min(0.4, (step + 1) / (step + 10))
+        expected = decay * expected + (1 - decay) * model.weight.detach()
+    assert torch.allclose(average.kept["weight"], expected, rtol=1e-12)
+    learning = model.weight.detach().clone()
+    average.swap()
+    assert model.weight.allclose(expected)
+    average.swap()
+    assert model.weight.equal(learning)
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    options = [f"model={model}", "optim.ema_decay=0.9", "trainer.val_every=3"]
+    run = build_run(load_config(arguments(tmp_path, "ema", *options), TrainConfig, ROOT))
+    fit(run)
+    saved, _ = newest_checkpoint(run.directory.checkpoints)
+    assert saved is not None
+    weights = saved.read_weights(specs_of(run.module.state_dict()))
+    left = run.module.model.state_dict()
+    assert all(w.equal(weights[PREFIX + name]) for name, w in left.items())
+    learning = saved.read_state()[LEARNING]
+    assert any(not w.equal(left[name]) for name, w in learning.items())
+    plain = build_run(load_config(arguments(tmp_path, "plain", options[0]), TrainConfig, ROOT))
+    fit(plain)
+    ours, theirs = (read_rows(r.directory.metrics) for r in (run, plain))
+    assert [r["train/nats"] for r in ours] == [r["train/nats"] for r in theirs]
+    assert ours[-1]["val/bpc"] != theirs[-1]["val/bpc"]
+    if model == "contractive_l2":
+        certificate = certify(run.module.model)
+        bounds = pytest.approx(certificate.per_branch, rel=1e-6)
+        assert saved.metadata["certificate"]["per_branch"] == bounds
+        assert certificate.holds
