@@ -1,5 +1,7 @@
 """ActivationNorm: a per-channel affine map, initialised from data, exactly invertible."""
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -24,7 +26,10 @@ class ActivationNorm(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """x · e^s + b."""
-        return torch.addcmul(self.shift, x, self.log_scale.exp())
+        scale = self.log_scale.exp()
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return torch.addcmul(self.shift, x, scale)
+        return ScaleShift.apply(x, scale, self.shift)
 
     def inverse(
         self, y: Float[Tensor, "*batch tokens width"]
@@ -39,3 +44,35 @@ class ActivationNorm(nn.Module):
         carries_signal = std > SILENT
         self.log_scale.copy_(torch.where(carries_signal, -std.clamp(min=SILENT).log(), 0.0))
         self.shift.copy_(torch.where(carries_signal, -mean * self.log_scale.exp(), 0.0))
+
+
+class ScaleShift(torch.autograd.Function):
+    """x · a + b per channel; what autograd makes of it passes over the tokens twice as often."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        """x · a + b."""
+        ctx.save_for_backward(x, scale)
+        return torch.addcmul(shift, x, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """g · a, Σ g · x and Σ g, the sums over tokens."""
+        (g,) = gradients
+        x, scale = ctx.saved_tensors
+        dx = (g * scale).to(x.dtype)
+        if torch.is_grad_enabled():  # the operator below has no second derivative without a mean
+            return dx, (g * x).sum_to_size(scale.shape), g.sum_to_size(scale.shape)
+        return dx, *sums_over_tokens(g, x.to(g.dtype))
+
+
+def sums_over_tokens(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ g · x and Σ g in one pass: a LayerNorm's weight gradients at mean 0 and deviation 1."""
+    width = g.shape[-1]
+    g, x = g.reshape(-1, width), x.reshape(-1, width)
+    mean, rate = g.new_zeros(len(g), 1), g.new_ones(len(g), 1)
+    unused = g.new_ones(width)
+    _, products, plain = torch.ops.aten.native_layer_norm_backward(
+        g, x, [width], mean, rate, unused, unused, [False, True, True]
+    )
+    return products, plain
