@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from invformer.checkpoint.directory import CHECKPOINTS
+from invformer.config import to_dict
 from invformer.errors import CheckpointError, StorageError
+from invformer.schema import TrainConfig
 
 # What may differ between a run and its continuation: it changes no number that was computed.
 MAY_CHANGE = (
@@ -124,9 +126,11 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
     try:
         before = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):
+        before = None
+    if not isinstance(before, dict) or "model" not in before:
         raise CheckpointError(
             f"{path} exists but holds no run that can be continued: choose another run.name"
-        ) from None
+        )
     if differing := differing_keys(before, config):
         raise CheckpointError(
             f"{path} was started with another configuration ({'; '.join(differing)}): "
@@ -135,8 +139,13 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two configurations of one run and may not, in words."""
-    old, new = dict(flatten(before)), dict(flatten(now))
+    """What differs between two configurations of one run and may not, in words.
+
+    A key that did not exist yet when the run began has its default: whoever adds one gives it a
+    default that changes nothing.
+    """
+    new = dict(flatten(now))
+    old = {key: default for key, default in DEFAULTS.items() if key in new} | dict(flatten(before))
     return [
         f"{key} was {old.get(key)!r:.60}, now {new.get(key)!r:.60}"
         for key in sorted({*old, *new})
@@ -151,3 +160,6 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
+
+
+DEFAULTS = dict(flatten(to_dict(TrainConfig())))

@@ -33,15 +33,29 @@ def test_what_changes_no_number_may_change(tmp_path: Path) -> None:
     assert open_run(tmp_path, "a", "x", {**CONFIG, "run": {"resume": True, "debug": True}}, True)
 
 
+def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path: Path) -> None:
+    open_run(tmp_path, "a", "x", CONFIG, True)
+    for value, fits in ((None, True), (0.9, False)):
+        newer = {**CONFIG, "optim": {**CONFIG["optim"], "ema_decay": value}}
+        if fits:
+            assert open_run(tmp_path, "a", "x", newer, True).resumed
+        else:
+            with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
+                open_run(tmp_path, "a", "x", newer, True)
+
+
 def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: Path) -> None:
     open_run(tmp_path, "a", "x", CONFIG, True)
     with pytest.raises(CheckpointError, match=r"exists: choose another run\.name"):
         open_run(tmp_path, "a", "x", CONFIG, False)
 
 
-def test_a_foreign_folder_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", [None, "{}", "[]", '{"mod'])
+def test_a_foreign_folder_is_refused(tmp_path: Path, config: str | None) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("precious")
+    if config is not None:
+        (tmp_path / "a" / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match="holds no run"):
         open_run(tmp_path, "a", "x", CONFIG, True)
     assert (tmp_path / "a" / "thesis.tex").read_text() == "precious"
