@@ -74,6 +74,10 @@ def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *bat
     bound, u, v = _stacked(weights)
     if not torch.is_grad_enabled():
         return bound
+    if torch.compiler.is_compiling():  # which cannot trace a function with its own jvp
+        along = torch.stack([w.weight for w in weights]) * u.unsqueeze(-1) * v.unsqueeze(-2)
+        norm = along.sum((-2, -1))
+        return bound + (norm - norm.detach())
     return SigmasWithGradient.apply(bound, u, v, *(w.weight for w in weights))
 
 

@@ -12,6 +12,7 @@ from invformer.nn import (
     certify,
     frozen_weights,
 )
+from invformer.nn.spectral import set_manual_refresh
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,
@@ -180,6 +181,23 @@ def test_frozen_weights_compute_the_same_function() -> None:
     with frozen_weights(model):
         torch.testing.assert_close(model(tokens), expected, rtol=1e-11, atol=1e-12)
     assert all(branch._frozen is None for _, branch in model.stack.branches())
+
+
+@pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
+@pytest.mark.parametrize("bounded", [False, True])
+def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(bounded: bool) -> None:
+    model = contractive_model(bounded=bounded).train()
+    set_manual_refresh(model)
+    parameters = list(model.stack.parameters())
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(random_tokens(2)).logsumexp(-1).sum(), parameters)
+
+    plain = gradients()
+    for block in model.stack.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    for found, expected in zip(gradients(), plain, strict=True):
+        assert found.allclose(expected, rtol=1e-9, atol=1e-12)
 
 
 def test_generation_extends_the_prompt_and_repeats_with_the_same_seed() -> None:
