@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.checkpoint.content import PREFIX
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.probe_budget import Clock, Ledger
@@ -220,12 +219,12 @@ class CharLanguageModel(L.LightningModule):
         self.refuse_lost_update()
         checkpoint.setdefault("invformer", {}).update(self.metadata)
         if self.average is not None:
-            self.average.put_into(checkpoint, PREFIX)
+            self.average.put_into(checkpoint)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go on with the weights that learn, not with their average."""
         if self.average is not None:
-            self.average.take_from(checkpoint, PREFIX)
+            self.average.take_from(checkpoint)
 
 
 def non_finite(step: int, what: str) -> NonFiniteError:

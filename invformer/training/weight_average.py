@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.checkpoint.content import LEARNING
+from invformer.checkpoint.content import LEARNING, PREFIX
 from invformer.errors import CheckpointError
 
 
@@ -49,20 +49,15 @@ class WeightAverage:
             self.kept[name].copy_(before)
         self.in_use = not self.in_use
 
-    def put_into(self, checkpoint: dict[str, Any], prefix: str) -> None:
-        """Make the average a checkpoint's weights, and keep those that learn beside them.
-
-        Args:
-            checkpoint: as Lightning is about to save it.
-            prefix: of the model's parameters among the weights there.
-        """
+    def put_into(self, checkpoint: dict[str, Any]) -> None:
+        """Make the average a checkpoint's weights, and keep those that learn beside them."""
         current = {name: p.detach() for name, p in self.parameters.items()}
         average, learning = (current, self.kept) if self.in_use else (self.kept, current)
         weights = checkpoint["state_dict"]
-        checkpoint["state_dict"] = weights | {prefix + name: w for name, w in average.items()}
+        checkpoint["state_dict"] = weights | {PREFIX + name: w for name, w in average.items()}
         checkpoint[LEARNING] = {name: w.clone() for name, w in learning.items()}
 
-    def take_from(self, checkpoint: dict[str, Any], prefix: str) -> None:
+    def take_from(self, checkpoint: dict[str, Any]) -> None:
         """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn.
 
         Raises:
@@ -73,6 +68,6 @@ class WeightAverage:
             saved = learning.get(name)
             if not isinstance(saved, Tensor) or saved.shape != parameter.shape:
                 raise CheckpointError(f"{LEARNING}: {name} is missing or of another shape")
-        self.kept = {name: checkpoint["state_dict"][prefix + name] for name in self.parameters}
-        weights = {prefix + name: learning[name] for name in self.parameters}
+        self.kept = {name: checkpoint["state_dict"][PREFIX + name] for name in self.parameters}
+        weights = {PREFIX + name: learning[name] for name in self.parameters}
         checkpoint["state_dict"] = checkpoint["state_dict"] | weights

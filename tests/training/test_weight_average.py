@@ -20,9 +20,8 @@ from tests.training.test_loop import ROOT, arguments
 
 def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
     model = nn.Linear(3, 2, bias=False)
-    seen = [model.weight.detach().clone()]
+    expected = model.weight.detach().clone()
     average = WeightAverage(model, decay=0.4)
-    expected = seen[0]
     for step in range(30):
         with torch.no_grad():
             model.weight.add_(torch.randn(2, 3))
