@@ -67,6 +67,7 @@ def measure_case(
         "forward": StackForward(contractive, case),
         "picard": Inversion(contractive, case, "picard"),
         "anderson": Inversion(contractive, case, "anderson"),
+        "picard-without-evidence": Inversion(contractive, case, "picard", evidence=False),
     }
     yield from rows("invert", inversion, case.characters)
     generation: dict[str, Work] = {

@@ -50,8 +50,9 @@ class InvertibleResidual(nn.Module):
             options: passed to :func:`invformer.numerics.fixed_point.invert_residual`; ``compact``
                 unless they say otherwise.
         """
-        options = {"compact": True, **options}
-        return invert_residual(self.branch, y, residual_map=exact_copy(self.branch), **options)
+        options = {"compact": True, "evidence": True, **options}
+        exact = exact_copy(self.branch) if options["evidence"] else None
+        return invert_residual(self.branch, y, residual_map=exact, **options)
 
     def rounding(
         self,
@@ -207,7 +208,8 @@ class InvertibleStack(nn.Module):
         Args:
             z: the output of the stack.
             certificate: proven bounds of this stack.
-            options: passed to every layer's inverse.
+            options: passed to every layer's inverse. With ``evidence=False`` the same value comes
+                for about a quarter less work, and nothing is proven of it.
 
         Raises:
             ValueError: ``polish`` is asked for; a float64 value cannot enter the next layer.

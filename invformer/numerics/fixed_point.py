@@ -71,6 +71,7 @@ def invert_residual(
     chunk_size: int = 1,
     compact: bool = False,
     polish: bool = False,
+    evidence: bool = True,
     throw: bool = True,
 ) -> FixedPointSolution:
     """x̂ ≈ x* with x* + f(x*) = y, sample by sample, with a bound on ‖x̂ − x*‖.
@@ -125,6 +126,9 @@ def invert_residual(
         compact: leave solved samples out of the batch. f must then accept any batch size;
             kernels may round differently for it.
         polish: continue in float64 with the residual map; the value is then float64.
+        evidence: measure in float64 and bound the error. Without, CONVERGED speaks of the residual
+            in y's precision, nothing is proven (``error_bound`` is infinite), and below float64 an
+            evaluation of twice the price is saved.
         throw: raise if any sample fails; otherwise leave it to ``status``.
 
     Returns:
@@ -136,6 +140,8 @@ def invert_residual(
             ``sequential`` was asked for.
     """
     _check_arguments(y, lipschitz_bound, norm, method, contraction, atol, rtol, max_steps)
+    if polish and not evidence:
+        raise ValueError("polish=True goes on in float64: it needs evidence=True")
     if off_diagonal_bound is not None and contraction == "global":
         raise ValueError(
             "off_diagonal_bound belongs to contraction='causal'; a global c needs none"
@@ -155,6 +161,7 @@ def invert_residual(
             evaluation_error=evaluation_error,
             output_error=output_error,
             compact=compact,
+            evidence=evidence,
         )
         polish = polish and y.dtype != torch.float64
         if not polish:

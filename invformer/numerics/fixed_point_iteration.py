@@ -36,6 +36,7 @@ class State:
     smallest: Tensor  # residual so far
     length: Tensor  # ‖x‖
     size: Tensor  # ‖x‖ + ‖f(x)‖
+    reach: Tensor  # of plain steps: ‖x₀‖ and the lengths of all steps, ≥ ‖x‖
     status: Tensor
     num_steps: Tensor
     num_evaluations: Tensor
@@ -99,28 +100,37 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
             stopped.append(s.of(others))
             s, equation, active, plain = s.of(rows), equation.of(rows), active[rows], plain[rows]
             proposer.of(rows)
-        proposal, extra = proposer.propose(s.x, s.r, active if only_plain else active & ~plain)
-        if not only_plain:
-            proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
-        if count < len(active):
-            proposal = torch.where(active[:, None, None], proposal, s.x)
-        fp = equation.f(proposal)
-        r = (equation.y - proposal).sub_(fp)
-        residual, length = equation.size(r), equation.size(proposal)
+        if only_plain and count == len(active) and has_answer_at_hand(active):
+            proposal, fp, r, residual = _plain_steps(equation, s)
+            extra = 0
+        else:
+            proposal, extra = proposer.propose(s.x, s.r, active if only_plain else active & ~plain)
+            if not only_plain:
+                proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
+            if count < len(active):
+                proposal = torch.where(active[:, None, None], proposal, s.x)
+            fp, r, residual = equation.look(proposal)
+        length = equation.size(proposal)
         size = length + equation.size(fp)
         s.num_steps += active
         s.num_evaluations += active * (extra + 1)
 
         if only_plain:  # which moves by r, and leaves as residual by how much f changed
             lengths = s.residual, residual
+            reach = s.reach + s.residual
+            sizes = equation.largest_size(reach, residual) + equation.largest_size(
+                s.reach, s.residual
+            )
+            s.reach = torch.where(active, reach, s.reach)
         else:
             lengths = equation.size(proposal - s.x), equation.size(fp - s.fx)
-        rate = equation.observed_rate(*lengths, size + s.size)
+            sizes = size + s.size
+        rate = equation.observed_rate(*lengths, sizes)
         if equation.gap is None and bool((active & equation.disproved(rate)).any()):
             # Doubts about c are only raised on measured rounding.
             equation = equation.with_gap()
             s.num_evaluations += active
-            rate = equation.observed_rate(*lengths, size + s.size)
+            rate = equation.observed_rate(*lengths, sizes)
         s.observed_rate = torch.where(active, torch.maximum(s.observed_rate, rate), s.observed_rate)
         accepted = active
         if not only_plain:
@@ -150,6 +160,40 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
     return together([*stopped, s])
 
 
+def _plain_steps(equation: ResidualEquation, s: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Picard steps of all samples, up to one that might have to be judged; that one is returned.
+
+    A step that shrinks every residual as it should, and none to within tolerance, needs no verdict,
+    and no length but the residual's: ‖x + r‖ ≤ ‖x‖ + ‖r‖ bounds those that tolerance and rounding
+    go by. ``s`` is then where the last of them ended, its ``length`` and ``size`` such bounds.
+
+    Returns:
+        The iterate, f there, y − x − f(x), and the norm of that.
+    """
+    allowed = int((s.max_steps - s.num_steps).min())
+    residuals, reaches = [s.residual], [s.reach]
+    while True:
+        x = s.x + s.r
+        fx, r, residual = equation.look(x)
+        reach = reaches[-1] + residuals[-1]
+        if len(residuals) >= allowed or not equation.is_on_its_way(residuals[-1], residual, reach):
+            break
+        s.x, s.fx, s.r = x, fx, r
+        residuals.append(residual)
+        reaches.append(reach)
+    if len(residuals) > 1:
+        before, after = torch.stack(residuals[:-1]), torch.stack(residuals[1:])
+        sizes = equation.largest_size(torch.stack(reaches), torch.stack(residuals))
+        rates = equation.observed_rate(before, after, sizes[1:] + sizes[:-1])
+        s.observed_rate = torch.maximum(s.observed_rate, rates.amax(0))
+        s.num_steps += len(after)
+        s.num_evaluations += len(after)
+        s.residual, s.reach = residuals[-1], reaches[-1]
+        s.length, s.size = s.reach, sizes[-1]
+        s.smallest = torch.minimum(s.smallest, s.residual)
+    return x, fx, r, residual
+
+
 def refused_or_running(equation: ResidualEquation) -> Tensor:
     """The status every sample begins with."""
     refused = equation.tolerance_below_precision()
@@ -160,8 +204,9 @@ def first_state(equation: ResidualEquation, max_steps: int | None, status: Tenso
     """Evaluate f at the start and settle what can be settled before the first step."""
     x, fx, r = equation.start, equation.value_at_start, equation.start_residual
     residual = equation.first_residual
-    length = equation.size_of_y if x is equation.y else equation.size(x)
-    size = length + equation.size(fx)
+    starts_at_y = x is equation.y  # where the residual is −f
+    length = equation.size_of_y if starts_at_y else equation.size(x)
+    size = length + (residual if starts_at_y else equation.size(fx))
     s = State(
         row=torch.arange(len(x), device=x.device),
         x=x,
@@ -171,6 +216,7 @@ def first_state(equation: ResidualEquation, max_steps: int | None, status: Tenso
         smallest=residual,
         length=length,
         size=size,
+        reach=length,
         status=status,
         num_steps=torch.zeros_like(status),
         num_evaluations=(status == RUNNING).long(),
@@ -187,8 +233,9 @@ def _judge(equation: ResidualEquation, s: State, broken: Tensor) -> None:
     Where the working residual is not the one in full precision, CONVERGED has to be confirmed.
     """
     if equation.exact_residual:
-        total = s.residual + equation.rounding(s.size, equation.gap)
-        success = InversionStatus.CONVERGED
+        total, success = s.residual, InversionStatus.CONVERGED
+        if equation.evidence:
+            total = total + equation.rounding(s.size, equation.gap)
     else:
         total, success = s.residual, CANDIDATE
     verdict = _failures(equation, s)

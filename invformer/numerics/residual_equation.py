@@ -80,6 +80,8 @@ class ResidualEquation:
         atol: error allowed.
         rtol: error allowed relative to ‖x̂‖.
         compact: leave solved samples out of the batch.
+        evidence: prove how far the answer is off. Without, an iteration ends by the residual of its
+            own precision, rounding and all.
     """
 
     f: SequenceMap
@@ -101,6 +103,7 @@ class ResidualEquation:
     atol: Tensor | float
     rtol: float
     compact: bool
+    evidence: bool
 
     # --- how f is evaluated -----------------------------------------------------------------
 
@@ -117,12 +120,20 @@ class ResidualEquation:
     @cached_property
     def start_residual(self) -> Tensor:
         """y − x₀ − f(x₀)."""
+        if self.start is self.y:
+            return -self.value_at_start
         return self.y - self.start - self.value_at_start
 
     @cached_property
     def first_residual(self) -> Tensor:
         """‖y − x₀ − f(x₀)‖."""
         return self.size(self.start_residual)
+
+    def look(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """f(x), y − x − f(x) and the norm of that, in the working precision."""
+        fx = self.f(x)
+        r = (self.y - x).sub_(fx)
+        return fx, r, self.size(r)
 
     def measure(self, x: Tensor, fx: Tensor, size: Tensor) -> "Evidence":
         """The residual at x in full precision, where f is fx in the working one.
@@ -216,9 +227,24 @@ class ResidualEquation:
         """Whether residual / (1 − c) ≤ atol + rtol ‖x‖ for size = ‖x‖; never with NaN."""
         return residual <= self.margin * self.tolerance(size)
 
+    def is_on_its_way(self, before: Tensor, residual: Tensor, reach: Tensor) -> bool:
+        """Whether a plain step took every residual down as c says, and none to within tolerance.
+
+        Such a step disproves nothing and ends nothing. ``reach`` is at least ‖x‖. Waits for the
+        device; False with NaN.
+        """
+        known = self.lipschitz_bound if self.contraction == "global" else None
+        shrunk = residual <= before * (1.0 if known is None else known)
+        far = residual > self.margin * self.tolerance(reach)
+        return bool((shrunk & far).all())
+
+    def largest_size(self, reach: Tensor, residual: Tensor) -> Tensor:
+        """≥ ‖x‖ + ‖f(x)‖ from ‖x‖ ≤ ``reach``, as f(x) = y − x − residual."""
+        return 2 * reach + self.size_of_y + residual
+
     def smallest_rtol(self) -> float:
         """The relative error that the format, the rounding model and c allow to certify."""
-        model = 3 * self.factor * unit_roundoff(self.residual_dtype)
+        model = 3 * self.factor * unit_roundoff(self.residual_dtype) if self.evidence else 0.0
         return (RESIDUAL_FLOOR[self.y.dtype] + model) / self.margin
 
     def tolerance_below_precision(self) -> Tensor:
@@ -249,7 +275,7 @@ class ResidualEquation:
     def error_bound(self, residual: Tensor, token_residual: Tensor, rounding: Tensor) -> Tensor:
         """≥ ‖x̂ − x‖ from the measured residuals and all rounding; infinite if nothing follows."""
         outward = 1 + (self.y[0].numel() + 8) * unit_roundoff(torch.float64)
-        if self.lipschitz_bound is None:
+        if self.lipschitz_bound is None or not self.evidence:
             return torch.full_like(residual, math.inf)
         if self.contraction == "global":
             return contraction_error_bound(outward * residual + rounding, self.lipschitz_bound)
@@ -333,6 +359,7 @@ def residual_equation(
     evaluation_error: Tensor | float | None,
     output_error: Tensor | float | None,
     compact: bool,
+    evidence: bool = True,
 ) -> ResidualEquation:
     """Flatten the batch, find out what f can be evaluated in, and measure what that rounds.
 
@@ -353,7 +380,8 @@ def residual_equation(
         return on_samples
 
     f_start = _same_kind(f(start), start, "f")
-    precise_f = None if y.dtype == torch.float64 else _precise(f, f_start, residual_map, start)
+    own = y.dtype == torch.float64 or not evidence
+    precise_f = None if own else _precise(f, f_start, residual_map, start)
     residual_dtype = torch.float64 if precise_f is not None else y.dtype
     precise_f = precise_f or f
     if forward_map is None:
@@ -390,6 +418,7 @@ def residual_equation(
         atol=0.0,
         rtol=0.0,
         compact=compact,
+        evidence=evidence,
     )
     # Where the iteration ends it knows f in both precisions, if the forward pass ran in its own.
     return equation if forward_dtype == y.dtype != residual_dtype else equation.with_gap()

@@ -42,6 +42,7 @@ def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
     assert {
         ("invert", "picard"),
         ("invert", "anderson"),
+        ("invert", "picard-without-evidence"),
         ("train", "contractive_l2+monitor16"),
     } <= found
     assert len({row["id"] for row in rows}) == len(rows)

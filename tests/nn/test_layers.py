@@ -138,6 +138,19 @@ def test_the_whole_stack_is_undone_and_the_text_comes_back() -> None:
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
 
 
+def test_in_float32_the_text_comes_back_without_evidence_too_for_one_evaluation_less() -> None:
+    model = trained_a_little(contractive_model()).float()
+    tokens = random_tokens(3, seed=5)
+    z = model.stack(model.embedding(tokens))
+    certificate = certify(model, dtype=torch.float32)
+    proven, bare = (model.stack.inverse(z, certificate, evidence=e) for e in (True, False))
+    assert torch.equal(bare.value, proven.value)
+    assert bare.error_bound.isinf().all()
+    assert torch.equal(model.embedding.nearest_tokens(bare.value), tokens)
+    for name, layer in bare.layers.items():
+        assert torch.equal(layer.num_evaluations + 1, proven.layers[name].num_evaluations)
+
+
 def test_embedding_leaves_the_padded_channels_silent() -> None:
     model = contractive_model()
     assert (model.embedding(random_tokens(2))[..., WIDTH // 3 :] == 0).all()

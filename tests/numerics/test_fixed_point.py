@@ -241,6 +241,32 @@ def test_a_branch_that_refuses_float64_gets_the_allowance_of_its_own_precision()
     assert cast_inside.residual_dtype == torch.float32
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_without_evidence_the_answer_is_as_good_but_nothing_is_said_of_its_error(
+    method: Method,
+) -> None:
+    f = two_layers(20, 4, 6, 0.7, "token_max", torch.float32)
+    x = torch.randn(20, 4, 6).float()
+    y = x + f(x)
+    settings = {"lipschitz_bound": 0.7 * (1 + 1e-5), "norm": "token_max", "method": method}
+    proven, bare = (invert_residual(f, y, evidence=e, **settings) for e in (True, False))
+    assert all_converged(bare)
+    assert bare.residual_dtype == torch.float32
+    assert bare.error_bound.isinf().all()
+    assert (true_error(bare, x) <= proven.error_bound).all()
+    assert (bare.num_evaluations < proven.num_evaluations).all()
+    wrong = invert_residual(lambda z: 3 * f(z), y, evidence=False, throw=False, **settings)
+    assert (wrong.status == InversionStatus.NOT_CONTRACTIVE).any()
+
+
+def test_polishing_without_evidence_is_refused() -> None:
+    with pytest.raises(ValueError, match="evidence"):
+        invert_residual(
+            torch.zeros_like, torch.ones(1, 2, 3).float(),
+            lipschitz_bound=0.5, norm="token_max", polish=True, evidence=False,
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_inverted_as_far_as_it_goes(dtype: torch.dtype) -> None:
     f = two_layers(50, 4, 6, 0.5, "token_max", dtype)
