@@ -12,6 +12,7 @@ from invformer.checkpoint.directory import CHECKPOINTS
 from invformer.config import to_dict
 from invformer.errors import CheckpointError, StorageError
 from invformer.schema import TrainConfig
+from invformer.training.run_lock import LOCK, lock_run
 
 # What may differ between a run and its continuation: it changes no number that was computed.
 MAY_CHANGE = (
@@ -58,7 +59,7 @@ class RunDirectory:
 def open_run(
     root: Path, name: str | None, default_name: str, config: Mapping[str, Any], resume: bool
 ) -> RunDirectory:
-    """Make a new run folder, or reopen one for the same configuration.
+    """Make a new run folder, or reopen one for the same configuration; keep other processes out.
 
     Args:
         root: folder that holds the runs.
@@ -68,7 +69,8 @@ def open_run(
         resume: whether an existing run may be continued.
 
     Raises:
-        CheckpointError: the run exists and may not be continued with this configuration.
+        CheckpointError: the run exists and may not be continued with this configuration, or another
+            process is at it.
         StorageError: the folder cannot be written.
     """
     try:
@@ -78,6 +80,7 @@ def open_run(
         path = root / name
         if not path.exists() or was_never_begun(path):
             path.mkdir(exist_ok=True)
+            lock_run(path)
             write_config(path, config)
             return RunDirectory(path, resumed=False)
     except OSError as error:
@@ -87,12 +90,16 @@ def open_run(
             f"{path} exists: choose another run.name, or run.resume=true to continue it"
         )
     refuse_other_configuration(path, config)
+    try:
+        lock_run(path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be locked ({error.strerror})") from error
     return RunDirectory(path, resumed=True)
 
 
 def was_never_begun(path: Path) -> bool:
     """Whether a folder is what a process leaves that was killed while it made it."""
-    return path.is_dir() and {file.name for file in path.iterdir()} <= {PARTIAL_CONFIG}
+    return path.is_dir() and {file.name for file in path.iterdir()} <= {PARTIAL_CONFIG, LOCK}
 
 
 def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
@@ -105,6 +112,7 @@ def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Pa
             path.mkdir()
         except FileExistsError:
             continue
+        lock_run(path)
         write_config(path, config)
         return path
     raise StorageError(f"{root}: a hundred runs named {default_name}-{stamp} exist; set run.name")
