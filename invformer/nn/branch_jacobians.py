@@ -34,7 +34,6 @@ from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
-from invformer.numerics.bounds import layers
 from invformer.numerics.linear_map import LinearMap, linearise
 
 Branch = LipschitzBranch | PreNormBranch
@@ -299,13 +298,12 @@ def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:
     if first.norm != "spectral" or first.is_frozen:
         stacked = zip(*(b.weights() for b in branches), strict=True)
         return FeedForwardWeights(*(torch.stack(weights) for weights in stacked))
-    scale = torch.stack([b.target_scale() / b.w_out.sigma() for b in branches])
+    scale = torch.stack([b.output_scale() / b.w_out.sigma() for b in branches])
     return FeedForwardWeights(
         torch.stack([b.w_in.weight for b in branches])
         / torch.stack([b.w_in.sigma() for b in branches])[:, None, None],
         torch.stack([b.b_in for b in branches]),
-        torch.stack([b.w_out.weight for b in branches])
-        * (scale / layers.ACTIVATION_SLOPE[first.activation])[:, None, None],
+        torch.stack([b.w_out.weight for b in branches]) * scale[:, None, None],
         torch.stack([b.log_sharpness for b in branches]).exp(),
     )
 

@@ -107,15 +107,19 @@ class ContractiveFeedForward(LipschitzBranch):
         self.w_out = SpectralNormalised(write_to(w_out, output_channels))
         self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(initial_sharpness)))
 
+    def output_scale(self) -> Tensor:
+        """c/lip(φ), what Ŵ₂ is multiplied by."""
+        return self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
+
     def effective_weights(self) -> FeedForwardWeights:
         """Ŵ₁, b, c Ŵ₂/lip(φ) and β."""
-        scale = self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
         if self.norm == "spectral":
             w_in, w_out = self.w_in(), self.w_out()
         else:
             w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT)
             w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT)
-        return FeedForwardWeights(w_in, self.b_in, scale * w_out, self.log_sharpness.exp())
+        w_out = self.output_scale() * w_out
+        return FeedForwardWeights(w_in, self.b_in, w_out, self.log_sharpness.exp())
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
@@ -148,8 +152,7 @@ class ContractiveFeedForward(LipschitzBranch):
         if first.norm == "entry_max":
             return [fold(b.effective_weights()) for b in branches]
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
-        scale = torch.stack([b.target_scale() for b in branches])
-        scale = scale[:, None] / (layers.ACTIVATION_SLOPE[first.activation] * sharpness)
+        scale = torch.stack([b.output_scale() for b in branches])[:, None] / sharpness
         return list(
             zip(
                 scaled_weights([b.w_in for b in branches], sharpness[:, None, :]),
