@@ -23,6 +23,9 @@ RUNNING = -1
 # Within tolerance in the precision of the iterates; full precision has the last word.
 CANDIDATE = -2
 
+# An iterate x, f(x), y − x − f(x), and the norm of that.
+Step = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass
 class State:
@@ -100,16 +103,12 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
             stopped.append(s.of(others))
             s, equation, active, plain = s.of(rows), equation.of(rows), active[rows], plain[rows]
             proposer.of(rows)
-        if only_plain and count == len(active) and has_answer_at_hand(active):
-            proposal, fp, r, residual = _plain_steps(equation, s)
-            extra = 0
+        everyone = count == len(active)
+        if only_plain and everyone and has_answer_at_hand(active):
+            taken, extra = _plain_steps(equation, s), 0
         else:
-            proposal, extra = proposer.propose(s.x, s.r, active if only_plain else active & ~plain)
-            if not only_plain:
-                proposal = torch.where(plain[:, None, None], s.x + s.r, proposal)
-            if count < len(active):
-                proposal = torch.where(active[:, None, None], proposal, s.x)
-            fp, r, residual = equation.look(proposal)
+            taken, extra = _one_step(equation, proposer, s, active, plain, everyone)
+        proposal, fp, r, residual = taken
         length = equation.size(proposal)
         size = length + equation.size(fp)
         s.num_steps += active
@@ -160,15 +159,33 @@ def _approach(equation: ResidualEquation, proposer: Proposer, s: State) -> State
     return together([*stopped, s])
 
 
-def _plain_steps(equation: ResidualEquation, s: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _one_step(
+    equation: ResidualEquation,
+    proposer: Proposer,
+    s: State,
+    active: Tensor,
+    plain: Tensor,
+    everyone: bool,
+) -> tuple[Step, Tensor | int]:
+    """What the proposer suggests to active samples, Picard's step where ``plain``; and its price.
+
+    The others stay where they are; ``everyone`` says that there are none.
+    """
+    only_plain = isinstance(proposer, Picard)
+    x, extra = proposer.propose(s.x, s.r, active if only_plain else active & ~plain)
+    if not only_plain:
+        x = torch.where(plain[:, None, None], s.x + s.r, x)
+    if not everyone:
+        x = torch.where(active[:, None, None], x, s.x)
+    return (x, *equation.look(x)), extra
+
+
+def _plain_steps(equation: ResidualEquation, s: State) -> Step:
     """Picard steps of all samples, up to one that might have to be judged; that one is returned.
 
     A step that shrinks every residual as it should, and none to within tolerance, needs no verdict,
     and no length but the residual's: ‖x + r‖ ≤ ‖x‖ + ‖r‖ bounds those that tolerance and rounding
     go by. ``s`` is then where the last of them ended, its ``length`` and ``size`` such bounds.
-
-    Returns:
-        The iterate, f there, y − x − f(x), and the norm of that.
     """
     allowed = int((s.max_steps - s.num_steps).min())
     residuals, reaches = [s.residual], [s.reach]
