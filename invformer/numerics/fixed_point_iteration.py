@@ -221,9 +221,8 @@ def first_state(equation: ResidualEquation, max_steps: int | None, status: Tenso
     """Evaluate f at the start and settle what can be settled before the first step."""
     x, fx, r = equation.start, equation.value_at_start, equation.start_residual
     residual = equation.first_residual
-    starts_at_y = x is equation.y  # where the residual is −f
-    length = equation.size_of_y if starts_at_y else equation.size(x)
-    size = length + (residual if starts_at_y else equation.size(fx))
+    length = equation.size_of_y if equation.starts_at_y else equation.size(x)
+    size = length + (residual if equation.starts_at_y else equation.size(fx))
     s = State(
         row=torch.arange(len(x), device=x.device),
         x=x,

@@ -112,6 +112,11 @@ class ResidualEquation:
         """Whether the working residual is already the reported one."""
         return self.y.dtype == self.residual_dtype
 
+    @property
+    def starts_at_y(self) -> bool:
+        """Whether x₀ = y, so that the first residual is −f(x₀)."""
+        return self.start is self.y
+
     @cached_property
     def value_at_start(self) -> Tensor:
         """f(x₀)."""
@@ -120,7 +125,7 @@ class ResidualEquation:
     @cached_property
     def start_residual(self) -> Tensor:
         """y − x₀ − f(x₀)."""
-        if self.start is self.y:
+        if self.starts_at_y:
             return -self.value_at_start
         return self.y - self.start - self.value_at_start
 
@@ -306,7 +311,7 @@ class ResidualEquation:
         return replace(
             self,
             y=y,
-            start=y if self.start is self.y else self.start[rows],
+            start=y if self.starts_at_y else self.start[rows],
             f_start=None,
             measure_gap=lambda: self.measure_gap()[rows],
             gap=chosen(self.gap),
@@ -359,7 +364,7 @@ def residual_equation(
     evaluation_error: Tensor | float | None,
     output_error: Tensor | float | None,
     compact: bool,
-    evidence: bool = True,
+    evidence: bool,
 ) -> ResidualEquation:
     """Flatten the batch, find out what f can be evaluated in, and measure what that rounds.
 
@@ -450,6 +455,7 @@ def output_rounding(
         evaluation_error=None,
         output_error=None,
         compact=False,
+        evidence=True,
     ).with_gap()
     size = equation.size(equation.start) + equation.size(equation.value_at_start)
     return equation.allowed_output_error(size, equation.gap)

@@ -90,10 +90,7 @@ def open_run(
             f"{path} exists: choose another run.name, or run.resume=true to continue it"
         )
     refuse_other_configuration(path, config)
-    try:
-        lock_run(path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be locked ({error.strerror})") from error
+    lock_run(path)
     return RunDirectory(path, resumed=True)
 
 

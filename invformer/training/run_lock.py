@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
-from invformer.errors import CheckpointError
+from invformer.errors import CheckpointError, StorageError
 
 try:
     import fcntl
@@ -27,25 +27,36 @@ def lock_run(path: Path) -> None:
 
     Raises:
         CheckpointError: another process has it.
+        StorageError: the folder takes no file.
     """
     key = os.getpid(), path.resolve()
     if fcntl is None or key in _held:
         return
-    file = (path / LOCK).open("a+", encoding="utf-8")
+    try:
+        file = (path / LOCK).open("a+", encoding="utf-8")
+        if is_taken(file):
+            file.seek(0)
+            owner = file.read().strip() or "of unknown number"
+            file.close()
+            raise CheckpointError(
+                f"{path} is in use by another process ({owner}): "
+                "wait until it has ended, or choose another run.name"
+            )
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be locked ({error.strerror})") from error
+    _held[key] = file
+
+
+def is_taken(file: TextIO) -> bool:
+    """Lock a file for this process; whether another one has it."""
+    assert fcntl is not None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        raise CheckpointError(
-            f"{path} is in use by another process{f' ({owner})' if owner else ''}: "
-            "wait until it has ended, or choose another run.name"
-        ) from None
-    except OSError:
-        file.close()
-        return
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {os.uname().nodename}")
-    file.flush()
-    _held[key] = file
+        return True
+    except OSError:  # a file system without locks
+        return False
+    return False
