@@ -50,6 +50,16 @@ class ModelConfig(Section):
     d_ff: int | None = option(
         None, "hidden width of the feed-forward, channels; null is 4 d_model", within="[1, 1e6]"
     )
+    strictly_causal: bool = option(
+        False,
+        "tokens attend to those before them and not to themselves (contractive_bounded only)",
+    )
+    feed_forward_kernel: int = option(
+        1,
+        "tokens that a hidden unit sees, its own and those before; of contractive models only "
+        "the causal certificate allows more than 1",
+        within="[1, 1e3]",
+    )
     lipschitz_target: float = option(
         0.7,
         "c, the Lipschitz constant no residual branch of a contractive model exceeds",
@@ -105,6 +115,14 @@ class ModelConfig(Section):
             )
         if self.d_head is not None and self.name != "contractive_bounded":
             self.refuse("d_head", f"{self.name} has heads of d_model // num_heads channels")
+        if self.strictly_causal and self.name != "contractive_bounded":
+            self.refuse("strictly_causal", f"tokens of {self.name} have to see themselves")
+        if self.is_contractive and self.feed_forward_kernel > 1 and self.certificate != "causal":
+            self.refuse(
+                "feed_forward_kernel",
+                f"{self.feed_forward_kernel} tokens are more than a certificate of whole Lipschitz "
+                "constants allows: 1, or model.certificate=causal",
+            )
         if not self.is_contractive:
             if self.certificate is not None:
                 self.refuse(

@@ -13,6 +13,10 @@ from invformer.config import load_config, parse_or_exit
 from invformer.errors import ConfigurationError
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.convolutional_feed_forward import (
+    ContractiveConvolutionalFeedForward,
+    ConvolutionalFeedForward,
+)
 from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.schema import ModelConfig, TrainConfig
 
@@ -135,6 +139,44 @@ def test_the_deep_model_and_the_baselines_are_of_the_size_of_the_base() -> None:
         sizes[name] = sum(p.numel() for p in model.parameters())
     for size in sizes.values():
         assert abs(size / sizes["ablation"] - 1) < 0.03
+
+
+# --- what the past may do ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["table", "linear", "sinusoid"])
+def test_who_is_seen_reaches_the_layers(form: str) -> None:
+    past = ModelConfig(
+        name="contractive_bounded",
+        certificate="causal",
+        strictly_causal=True,
+        feed_forward_kernel=3,
+        d_model=12,
+        position_bias_form=form,
+    )
+    block = build_model(past, VOCAB, 8).stack.blocks[0]
+    attention, feed_forward = block.attention.branch, block.feed_forward.branch
+    assert attention.strictly_causal
+    assert isinstance(feed_forward, ContractiveConvolutionalFeedForward)
+    assert feed_forward.weights().kernel == 3
+    starts = [b.position.by_lag(8).detach() for b in (attention, plain_attention(form))]
+    # Beside each other the tokens before weigh what they weigh where a token sees itself too.
+    assert torch.allclose(starts[0].diff(dim=-1)[:, 1:], starts[1].diff(dim=-1)[:, 1:])
+    assert not torch.allclose(*starts)
+
+
+def plain_attention(form: str) -> BoundedAttention:
+    """The attention of a model whose tokens see themselves."""
+    config = ModelConfig(name="contractive_bounded", d_model=12, position_bias_form=form)
+    return build_model(config, VOCAB, 8).stack.blocks[0].attention.branch
+
+
+def test_the_baseline_can_have_the_same_kernel() -> None:
+    config = ModelConfig(
+        name="dot_product", certificate=None, feed_forward_kernel=3, d_model=12, num_layers=1
+    )
+    model = build_model(config, VOCAB, 8)
+    assert isinstance(model.stack.blocks[0].feed_forward.inner, ConvolutionalFeedForward)
 
 
 # --- how a model starts --------------------------------------------------------------------------

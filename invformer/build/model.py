@@ -1,5 +1,7 @@
 """From a model configuration to modules: one ``match`` per choice."""
 
+from typing import Any
+
 from invformer.nn.attention import (
     ContractiveL2Attention,
     DotProductAttention,
@@ -8,6 +10,10 @@ from invformer.nn.attention import (
 )
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.convolutional_feed_forward import (
+    ContractiveConvolutionalFeedForward,
+    ConvolutionalFeedForward,
+)
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import (
     CausalMask,
@@ -51,16 +57,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
         first = d_embedding + index * share
         channels = slice(first, first + share) if share else None
         attention = build_contractive_attention(config, seq_len, channels)
-        feed_forward = ContractiveFeedForward(
-            config.d_model,
-            config.feed_forward_width,
-            config.lipschitz_target,
-            config.activation,
-            "entry_max" if config.certificate == "kim_entry_max" else "spectral",
-            channels,
-            config.initial_sharpness,
-            config.initial_output,
-        )
+        feed_forward = build_contractive_feed_forward(config, channels)
         d_norm = config.d_model if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm))
     kind = "causal" if config.certificate == "causal" else "global"
@@ -77,7 +74,16 @@ def build_contractive_attention(
     if config.name == "contractive_bounded":
         certificate = "causal" if config.certificate == "causal" else "token_max"
         return BoundedAttention(
-            width, heads, config.head_width, position, target, channels, kernel, size, certificate
+            width,
+            heads,
+            config.head_width,
+            position,
+            target,
+            channels,
+            kernel,
+            size,
+            certificate,
+            config.strictly_causal,
         )
     match config.certificate:
         case "token_max" | "causal":
@@ -92,13 +98,34 @@ def build_contractive_attention(
             raise AssertionError("a contractive model has a certificate")
 
 
+def build_contractive_feed_forward(
+    config: ModelConfig, channels: slice | None
+) -> ContractiveFeedForward:
+    """The contractive feed-forward, of single tokens or of several."""
+    size = config.d_model, config.feed_forward_width, config.lipschitz_target
+    options: dict[str, Any] = {
+        "activation": config.activation,
+        "output_channels": channels,
+        "initial_sharpness": config.initial_sharpness,
+        "initial_output": config.initial_output,
+    }
+    if config.feed_forward_kernel > 1:
+        return ContractiveConvolutionalFeedForward(*size, config.feed_forward_kernel, **options)
+    norm = "entry_max" if config.certificate == "kim_entry_max" else "spectral"
+    return ContractiveFeedForward(*size, norm=norm, **options)
+
+
 def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
     """One block of a baseline."""
     position = build_position(config, seq_len)
     attention = L2Attention if config.name == "l2" else DotProductAttention
+    size = config.d_model, config.feed_forward_width
+    kernel = config.feed_forward_kernel
     return PreNormBlock(
         attention(config.d_model, config.num_heads, position, config.attention_kernel),
-        FeedForward(config.d_model, config.feed_forward_width, config.activation),
+        ConvolutionalFeedForward(*size, kernel, config.activation)
+        if kernel > 1
+        else FeedForward(*size, config.activation),
         config.d_model,
         config.dropout,
     )
@@ -108,10 +135,9 @@ def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
     """A causal mask, with a learned relative bias or without."""
     if not config.position_bias:
         return CausalMask(seq_len)
-    match config.position_bias_form:
-        case "table":
-            return RelativePositionBias(config.num_heads, seq_len)
-        case "linear":
-            return LinearPositionBias(config.num_heads, seq_len)
-        case "sinusoid":
-            return SinusoidalPositionBias(config.num_heads, seq_len)
+    form = {
+        "table": RelativePositionBias,
+        "linear": LinearPositionBias,
+        "sinusoid": SinusoidalPositionBias,
+    }[config.position_bias_form]
+    return form(config.num_heads, seq_len, sees_itself=not config.strictly_causal)

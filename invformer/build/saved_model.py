@@ -64,7 +64,11 @@ def refuse_other_size(checkpoint: Checkpoint, config: TrainConfig, vocab_size: i
     outside = (vocab_size + length) * embedded(model) + vocab_size * width
     least = outside + model.num_layers * 2 * width * hidden
     attended = max(width, model.num_heads * model.head_width)
-    block = 8 * width * attended + 4 * width * hidden + 64 * (attended + hidden)
+    block = (
+        8 * width * attended
+        + 4 * width * hidden * model.feed_forward_kernel
+        + 64 * (attended + hidden)
+    )
     most = 2 * outside + model.num_layers * (block + 4 * model.num_heads * length)
     if not 4 * least <= size <= 8 * most + MAX_HEADER:
         raise CheckpointError(

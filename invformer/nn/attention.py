@@ -39,8 +39,8 @@ PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
 
 
 class AttentionCache:
-    """What an attention keeps of the tokens it has seen: keys and values, or the one tensor L2
-    attention has for both.
+    """What a branch keeps of the tokens it has seen: keys and values of an attention, the one
+    tensor L2 attention has for both, or the tokens as they came.
 
     Args:
         capacity: most tokens.
@@ -52,8 +52,8 @@ class AttentionCache:
         self._kept: list[Tensor] = []
 
     def append(
-        self, *new: Float[Tensor, "*batch heads new d_head"]
-    ) -> list[Float[Tensor, "*batch heads tokens d_head"]]:
+        self, *new: Float[Tensor, "*batch new channels"]
+    ) -> list[Float[Tensor, "*batch tokens channels"]]:
         """Take in some tokens; everything of all tokens so far, as views."""
         if not self._kept:
             self._kept = [x.new_empty(*x.shape[:-2], self.capacity, x.shape[-1]) for x in new]
@@ -94,7 +94,7 @@ class DotProductAttention(nn.Module):
         y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return self.out(merge_heads(y))
 
-    def extend(
+    def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
@@ -135,7 +135,7 @@ class TiedL2Attention(LipschitzBranch):
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
 
-    def extend(
+    def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""

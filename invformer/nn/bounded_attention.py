@@ -22,8 +22,11 @@ from invformer.numerics.attention_kernel import Kernel, attend
 from invformer.numerics.bounds import bounded
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
+from invformer.numerics.token_shift import advance, delay
 
 BoundedCertificate = Literal["token_max", "causal"]
+# Of queries, keys and values: three times (*batch, H, N, d).
+Projections = tuple[Tensor, Tensor, Tensor]
 
 # How far into the ball the projections of unit-variance channels reach at first, and the size of
 # the logits there; both are learned per head.
@@ -54,6 +57,10 @@ class BoundedAttention(LipschitzBranch):
     token changes, it changes for all heads at once. Enough to invert a causal block; Lip(f) may
     exceed c. Both theorems are in ``numerics/bounds/bounded.py``.
 
+    Strictly causal, a token sees the tokens before it and a null token (k = v = 0) before the
+    first, but not itself: it enters its own row by its query alone, L_h = τ β_Q and n = 1 under
+    ``causal``, and sharp keys and values cost nothing there.
+
     Args:
         d_model: width D.
         num_heads: H.
@@ -64,6 +71,11 @@ class BoundedAttention(LipschitzBranch):
         kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
         initial_output: size of the output map's entries at initialisation.
         certificate: which of the two constants is held at c.
+        strictly_causal: whether tokens see only those before them. Lag 0 of ``position`` is then
+            the token before.
+
+    Raises:
+        ValueError: strictly causal, and the mask lets tokens see later ones.
     """
 
     def __init__(
@@ -77,12 +89,16 @@ class BoundedAttention(LipschitzBranch):
         kernel: Kernel = "auto",
         initial_output: float = INITIAL_OUTPUT,
         certificate: BoundedCertificate = "token_max",
+        strictly_causal: bool = False,
     ) -> None:
         super().__init__(lipschitz_target)
+        if strictly_causal and not position.is_causal:
+            raise ValueError("strictly causal attention needs a causal mask")
         self.position = position
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
         self.certificate: BoundedCertificate = certificate
+        self.strictly_causal = strictly_causal
         joined = certificate == "causal"
         shape = (3, 1, d_model, num_heads * d_head) if joined else (3, num_heads, d_model, d_head)
         self.w_qkv = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
@@ -96,8 +112,9 @@ class BoundedAttention(LipschitzBranch):
         return self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:
-        """Shape and certificate."""
-        return type(self), self.w_qkv.weight.shape, self.num_heads, self.certificate
+        """Shape, certificate and who is seen."""
+        shape = self.w_qkv.weight.shape
+        return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
     @staticmethod
     def forward_weights(branches: Sequence["BoundedAttention"]) -> list[BoundedWeights]:
@@ -106,7 +123,7 @@ class BoundedAttention(LipschitzBranch):
         num_heads, d_head = first.num_heads, first.w_g.weight.shape[0] // first.num_heads
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         temperature = torch.stack([b.log_temperature for b in branches]).exp()
-        gain = composed_gain(sharpness, temperature, first.certificate)
+        gain = composed_gain(sharpness, temperature, first.certificate, first.strictly_causal)
         scale = torch.stack([b.target_scale() for b in branches])[:, None]
         scale = (scale / gain).repeat_interleave(d_head, dim=-1)
         if first.certificate == "causal":
@@ -126,18 +143,20 @@ class BoundedAttention(LipschitzBranch):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, with the frozen or shared weights if there are any."""
         w_qkv, temperature, g = self._shared or self.weights()
-        q, k, v = (core.to_ball(z).u for z in project(x, w_qkv))
+        q, k, v = (core.to_ball(z).u for z in self.project(x, w_qkv))
         scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
         y = attend(q * scale, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ g.flatten(-3, -2)
 
-    def extend(
+    def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         w_qkv, temperature, g = self.weights()
-        q, k, v = (core.to_ball(z).u for z in project(x, w_qkv))
+        q, k, v = (core.to_ball(z).u for z in split(x @ side_by_side(w_qkv), self.num_heads))
         k, v = past.append(k, v)
+        if self.strictly_causal:
+            k, v = delay(k), delay(v)
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
         logits = (q * temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ g.flatten(-3, -2)
@@ -147,24 +166,56 @@ class BoundedAttention(LipschitzBranch):
     ) -> core.AttentionPoint:
         """Projections and attention weights at X, by plain operations."""
         bias = self.position(x.shape[-2]).to(x)
-        return core.attention_point(*project(x, weights.w_qkv), weights.temperature, bias)
+        return core.attention_point(*self.project(x, weights.w_qkv), weights.temperature, bias)
+
+    def project(
+        self, x: Float[Tensor, "*batch tokens width"], w_qkv: Float[Tensor, "3 heads width d_head"]
+    ) -> Projections:
+        """X W of every head: queries, and the keys and values that rows of the same index see."""
+        return self.seen(split(x @ side_by_side(w_qkv), self.num_heads))
+
+    def seen(self, parts: Projections) -> Projections:
+        """Projections as rows see them: strictly causal, keys and values come a token later."""
+        q, k, v = parts
+        return (q, delay(k), delay(v)) if self.strictly_causal else parts
+
+    def seen_adjoint(self, parts: Projections) -> Projections:
+        """The adjoint of :meth:`seen`."""
+        q, k, v = parts
+        return (q, advance(k), advance(v)) if self.strictly_causal else parts
+
+    def seen_alone(self, parts: Projections) -> Projections:
+        """What of its own projections a row sees, by position: its own adjoint."""
+        q, k, v = parts
+        return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
         weights = self.weights()
-        return bounded_attention_jacobian(x, weights, self.point(x, weights))
+        at = self.point(x, weights)
+        w_qkv, output = side_by_side(weights.w_qkv), weights.g.flatten(-3, -2)
+
+        def jvp(dx: Tensor) -> Tensor:
+            dz = self.seen(split(dx @ w_qkv, self.num_heads))
+            return merge_heads(core.attention_jvp(at, *dz)) @ output
+
+        def vjp(dy: Tensor) -> Tensor:
+            dz = core.attention_vjp(at, split_heads(dy @ output.mT, self.num_heads))
+            return merge(self.seen_adjoint(dz)) @ w_qkv.mT
+
+        return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
 
     def local_bound(
         self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
         weights = self.weights()
-        at = self.point(x, weights)
+        at, strictly = self.point(x, weights), self.strictly_causal
         match norm:
             case "token_max":
-                bound = bounded.token_max_local_bound(at, weights.w_qkv, weights.g)
+                bound = bounded.token_max_local_bound(at, weights.w_qkv, weights.g, strictly)
             case "frobenius":
-                bound = bounded.frobenius_local_bound(at, weights.w_qkv, weights.g, tight)
+                bound = bounded.frobenius_local_bound(at, weights.w_qkv, weights.g, strictly, tight)
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
         return bound.clamp(max=self.lipschitz_bound(norm))
@@ -174,7 +225,8 @@ class BoundedAttention(LipschitzBranch):
         target = self.correction.double() * self.lipschitz_target
         if self.certificate == "causal":
             constants = self.log_sharpness.detach().exp(), self.log_temperature.detach().exp()
-            needed, taken = (composed_gain(*constants, c) for c in ("token_max", "causal"))
+            needed = composed_gain(*constants, "token_max", self.strictly_causal)
+            taken = composed_gain(*constants, "causal", self.strictly_causal)
             target = target * (needed / taken).amax()
         match norm:
             case "token_max":
@@ -208,41 +260,43 @@ class BoundedAttention(LipschitzBranch):
         if not self.position.is_causal:
             raise ValueError("the causal certificate needs a causal mask")
         w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())
-        gain = own_token_gain(self.log_sharpness.exp(), self.log_temperature.exp())
-        return bounded.causal_bound(w_qkv, temperature, g, gain.tolist())
+        constants = self.log_sharpness.exp(), self.log_temperature.exp()
+        gain = own_token_gain(*constants, self.strictly_causal).tolist()
+        return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
 
 
 def composed_gain(
     sharpness: Float[Tensor, "*layers three heads"],
     temperature: Float[Tensor, "*layers heads"],
     certificate: BoundedCertificate,
+    strictly_causal: bool,
 ) -> Float[Tensor, "*layers heads"]:
     """n L_h for β and τ: what the output map of head h is divided by."""
     if certificate == "token_max":
         query, key, value = sharpness.unbind(-2)
         gain = torch.hypot(value, temperature * torch.maximum(query, key))
         return math.sqrt(gain.shape[-1]) * gain
-    gain = own_token_gain(sharpness, temperature)
-    shares = own_token_parts(sharpness, temperature) / gain.unsqueeze(-2)
+    gain = own_token_gain(sharpness, temperature, strictly_causal)
+    shares = own_token_parts(sharpness, temperature, strictly_causal) / gain.unsqueeze(-2)
     return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
 
 
-def own_token_gain(sharpness: Tensor, temperature: Tensor) -> Float[Tensor, "*layers heads"]:
-    """L_h = √(τ²β_Q² + τ²β_K²/4 + β_V²)."""
-    return torch.linalg.vector_norm(own_token_parts(sharpness, temperature), dim=-2)
+def own_token_gain(
+    sharpness: Tensor, temperature: Tensor, strictly_causal: bool
+) -> Float[Tensor, "*layers heads"]:
+    """L_h = √(τ²β_Q² + τ²β_K²/4 + β_V²), or τ β_Q where a token does not see itself."""
+    parts = own_token_parts(sharpness, temperature, strictly_causal)
+    return torch.linalg.vector_norm(parts, dim=-2)
 
 
-def own_token_parts(sharpness: Tensor, temperature: Tensor) -> Float[Tensor, "*layers three heads"]:
-    """τ β_Q, τ β_K/2 and β_V: what a token does to a head by its query, its key and its value."""
+def own_token_parts(
+    sharpness: Tensor, temperature: Tensor, strictly_causal: bool
+) -> Float[Tensor, "*layers parts heads"]:
+    """τ β_Q, τ β_K/2 and β_V: what a token does to its row by its query, its key and its value."""
     query, key, value = sharpness.unbind(-2)
+    if strictly_causal:
+        return (temperature * query).unsqueeze(-2)
     return torch.stack([temperature * query, temperature * key / 2, value], dim=-2)
-
-
-def project(
-    x: Float[Tensor, "*batch tokens width"], w_qkv: Float[Tensor, "three heads width d_head"]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """X W for queries, keys and values of every head: three times (*batch, H, N, d)."""
-    return split(x @ side_by_side(w_qkv), w_qkv.shape[-3])
 
 
 def side_by_side(w_qkv: Float[Tensor, "three heads width d_head"]) -> Tensor:
@@ -250,31 +304,12 @@ def side_by_side(w_qkv: Float[Tensor, "three heads width d_head"]) -> Tensor:
     return w_qkv.flatten(0, 1).transpose(0, 1).flatten(1)
 
 
-def split(
-    z: Float[Tensor, "*batch tokens channels"], num_heads: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def split(z: Float[Tensor, "*batch tokens channels"], num_heads: int) -> Projections:
     """(*batch, N, 3 H d) → three times (*batch, H, N, d)."""
     q, k, v = z.unflatten(-1, (3, num_heads, -1)).unbind(-3)
     return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
 
 
-def merge(parts: tuple[Tensor, Tensor, Tensor]) -> Float[Tensor, "*batch tokens channels"]:
+def merge(parts: Projections) -> Float[Tensor, "*batch tokens channels"]:
     """The inverse of :func:`split`, and its adjoint."""
     return torch.cat([merge_heads(part) for part in parts], dim=-1)
-
-
-def bounded_attention_jacobian(
-    x: Tensor, weights: BoundedWeights, at: core.AttentionPoint
-) -> LinearMap:
-    """The Jacobian of f(X)_i = Σ_h (P^h v^h)_i G_h at X, where ``at`` was taken."""
-    w_qkv, output = side_by_side(weights.w_qkv), weights.g.flatten(-3, -2)
-    num_heads = weights.g.shape[-3]
-
-    def jvp(dx: Tensor) -> Tensor:
-        return merge_heads(core.attention_jvp(at, *split(dx @ w_qkv, num_heads))) @ output
-
-    def vjp(dy: Tensor) -> Tensor:
-        dv = split_heads(dy @ output.mT, num_heads)
-        return merge(core.attention_vjp(at, dv)) @ w_qkv.mT
-
-    return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)

@@ -89,6 +89,10 @@ class LipschitzBranch(nn.Module):
         """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
         raise NotImplementedError
 
+    def causal_bound(self, dtype: torch.dtype | None = None) -> float:
+        """A proven upper bound on ‖∂f_i/∂x_i‖₂ for all i: what one token does to its own row."""
+        return self.lipschitz_bound("token_max", dtype)
+
 
 @contextmanager
 def frozen_weights(model: nn.Module) -> Iterator[None]:

@@ -35,6 +35,7 @@ from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranc
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
 from invformer.numerics.linear_map import LinearMap, linearise
+from invformer.numerics.token_shift import windows, windows_adjoint
 
 Branch = LipschitzBranch | PreNormBranch
 # A product with a Jacobian of the heads, at a point.
@@ -208,6 +209,7 @@ class BoundedAttentionPoints:
         self.names: list[str] = []
         self.points: list[bounded_core.AttentionPoint] = []
         self.weights: list[BoundedWeights] = []
+        self.branch: BoundedAttention | None = None
         self.shape = torch.Size()
 
     def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
@@ -215,6 +217,7 @@ class BoundedAttentionPoints:
         assert isinstance(branch, BoundedAttention)
         weights = branch.weights()
         at = branch.point(x, weights)
+        self.branch = branch
         self.names.append(name)
         self.points.append(at)
         self.weights.append(weights)
@@ -222,26 +225,30 @@ class BoundedAttentionPoints:
         return merge_heads(at.p @ at.v.u) @ weights.g.flatten(-3, -2)
 
     def groups(self) -> list[BranchGroup]:
-        """The Jacobians of all branches met: those of ``bounded_attention_jacobian``, batched."""
+        """The Jacobians of all branches met: those of their ``linearise``, batched."""
+        like = self.branch  # all are of one shape and see the same tokens
+        assert like is not None
         w_qkv = torch.stack([side_by_side(w.w_qkv) for w in self.weights])
         output = torch.stack([w.g.flatten(-3, -2) for w in self.weights])
         num_heads = self.weights[0].g.shape[0]
         at = bounded_core.stacked_points(self.points)
         shape = torch.Size((len(self.names), *self.shape))
 
-        def of_heads(jvp: HeadsMap, vjp: HeadsMap) -> LinearMap:
+        def of_heads(seen: HeadsMap, jvp: HeadsMap, vjp: HeadsMap, adjoint: HeadsMap) -> LinearMap:
             def push(dx: Tensor) -> Tensor:
-                dz = split(batched_matmul(dx, w_qkv), num_heads)
+                dz = seen(split(batched_matmul(dx, w_qkv), num_heads))
                 return batched_matmul(merge_heads(jvp(at, *dz)), output)
 
             def pull(dy: Tensor) -> Tensor:
                 dv = split_heads(batched_matmul(dy, output.mT), num_heads)
-                return batched_matmul(merge(vjp(at, dv)), w_qkv.mT)
+                return batched_matmul(merge(adjoint(vjp(at, dv))), w_qkv.mT)
 
             return LinearMap(push, pull, shape, output.dtype, output.device)
 
-        jacobian = of_heads(bounded_core.attention_jvp, bounded_core.attention_vjp)
-        own_token = of_heads(bounded_core.own_token_jvp, bounded_core.own_token_vjp)
+        core = bounded_core
+        jacobian = of_heads(like.seen, core.attention_jvp, core.attention_vjp, like.seen_adjoint)
+        alone = like.seen_alone
+        own_token = of_heads(alone, core.own_token_jvp, core.own_token_vjp, alone)
         return [BranchGroup(tuple(self.names), jacobian, False, own_token)]
 
 
@@ -261,25 +268,34 @@ class FeedForwardPoints:
     def visit(self, name: str, branch: LipschitzBranch, x: Tensor) -> Tensor:
         """f(x) of the next branch, whose Jacobian is wanted at x."""
         assert isinstance(branch, ContractiveFeedForward)
-        w_in, b_in, w_out, sharpness = (w[len(self.names)] for w in self.weights)
-        h = (x @ w_in + b_in) * sharpness
+        weights = FeedForwardWeights(*(w[len(self.names)] for w in self.weights))
+        h = (windows(x, weights.kernel) @ weights.joined() + weights.b_in) * weights.sharpness
         self.names.append(name)
         self.slopes.append(activation_slope(branch.activation, h))
         self.shape = x.shape
-        return (ACTIVATIONS[branch.activation](h) / sharpness) @ w_out
+        return (ACTIVATIONS[branch.activation](h) / weights.sharpness) @ weights.w_out
 
     def groups(self) -> list[BranchGroup]:
         """The Jacobians of all branches met: those of ``feed_forward_jacobian``, batched."""
-        slope = torch.stack(self.slopes)
-        w_in, _, w_out, _ = self.weights
-        jacobian = LinearMap(
-            jvp=lambda dx: batched_matmul(batched_matmul(dx, w_in) * slope, w_out),
-            vjp=lambda dy: batched_matmul(batched_matmul(dy, w_out.mT) * slope, w_in.mT),
-            shape=torch.Size((len(self.names), *self.shape)),
-            dtype=slope.dtype,
-            device=slope.device,
-        )
-        return [BranchGroup(tuple(self.names), jacobian, True, jacobian)]
+        kernel = self.weights.kernel
+        own_token = self.of_windows(self.weights.w_in, 1)
+        jacobian = own_token if kernel == 1 else self.of_windows(self.weights.joined(), kernel)
+        return [BranchGroup(tuple(self.names), jacobian, kernel == 1, own_token)]
+
+    def of_windows(self, w_in: Tensor, kernel: int) -> LinearMap:
+        """What a token and those before it, ``kernel`` in all, do to its row."""
+        slope, w_out = torch.stack(self.slopes), self.weights.w_out
+
+        def push(dx: Tensor) -> Tensor:
+            hidden = batched_matmul(windows(dx, kernel), w_in) * slope
+            return batched_matmul(hidden, w_out)
+
+        def pull(dy: Tensor) -> Tensor:
+            hidden = batched_matmul(dy, w_out.mT) * slope
+            return windows_adjoint(batched_matmul(hidden, w_in.mT), kernel)
+
+        shape = torch.Size((len(self.names), *self.shape))
+        return LinearMap(push, pull, shape, slope.dtype, slope.device)
 
 
 def stacked_attention_weights(branches: list) -> L2Weights:
@@ -299,12 +315,14 @@ def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:
         stacked = zip(*(b.weights() for b in branches), strict=True)
         return FeedForwardWeights(*(torch.stack(weights) for weights in stacked))
     scale = torch.stack([b.output_scale() / b.w_out.sigma() for b in branches])
+    sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
     return FeedForwardWeights(
         torch.stack([b.w_in.weight for b in branches])
         / torch.stack([b.w_in.sigma() for b in branches])[:, None, None],
         torch.stack([b.b_in for b in branches]),
         torch.stack([b.w_out.weight for b in branches]) * scale[:, None, None],
-        torch.stack([b.log_sharpness for b in branches]).exp(),
+        sharpness,
+        torch.stack([b.past_weight(s) for b, s in zip(branches, sharpness, strict=True)]),
     )
 
 
@@ -322,7 +340,8 @@ def by_autograd(
     name: str, branch: Branch, x: Float[Tensor, "sequences tokens width"], num_vectors: int
 ) -> BranchGroup:
     """One branch whose Jacobian nobody wrote down: a graph wide enough for all vectors at once."""
-    per_token = isinstance(branch, PreNormBranch) and isinstance(branch.inner, FeedForward)
+    inner = branch.inner if isinstance(branch, PreNormBranch) else None
+    per_token = isinstance(inner, FeedForward) and inner.kernel == 1
     count = 1 if per_token else num_vectors
     jacobian = linearise(branch, x.expand(count, *x.shape))
     shape = (count, *x.shape) if per_token else (count, 1, *x.shape)

@@ -181,7 +181,7 @@ def branch_bound(
                 f"{name}.{part}: dropout in training mode multiplies the constant by up to "
                 f"1/(1 − {module.p}); call eval() first"
             )
-    if kind == "causal" and isinstance(branch, TiedL2Attention | BoundedAttention):
+    if kind == "causal":
         return branch.causal_bound(dtype)
     return branch.lipschitz_bound(norm, dtype)
 

@@ -1,4 +1,4 @@
-"""Feed-forward branches: the ordinary one, and one that is a contraction by construction."""
+"""Feed-forward branches: the ordinary one, and those that contract by construction."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -20,6 +20,8 @@ from invformer.nn.spectral import (
 from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
+from invformer.numerics.rounding import sum_up
+from invformer.numerics.token_shift import windows, windows_adjoint
 
 Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
@@ -36,6 +38,9 @@ IN_PLACE = {
 
 class FeedForward(nn.Sequential):
     """x ↦ W₂ φ(W₁ x + b₁) + b₂ per token, unconstrained."""
+
+    # Tokens that a hidden unit sees: its own and those before.
+    kernel = 1
 
     def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
         super().__init__(nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model))
@@ -54,12 +59,30 @@ class Pointwise(nn.Module):
 
 
 class FeedForwardWeights(NamedTuple):
-    """The matrices a contractive feed-forward runs with, as (in, out), and its sharpness."""
+    """The matrices a contractive feed-forward runs with, as (in, out), and its sharpness.
+
+    ``w_past`` has a row for every channel of the tokens before, nearest first; here none.
+    """
 
     w_in: Tensor
     b_in: Tensor
     w_out: Tensor
     sharpness: Tensor
+    w_past: Tensor
+
+    def by_lag(self) -> list[Tensor]:
+        """W₁ and what the tokens before enter with, one (D, hidden) matrix per lag."""
+        width = self.w_in.shape[-2]
+        return [self.w_in] if self.kernel == 1 else [self.w_in, *self.w_past.split(width, dim=-2)]
+
+    def joined(self) -> Tensor:
+        """The same as one matrix, which windows of ``kernel`` tokens are multiplied by."""
+        return self.w_in if self.kernel == 1 else torch.cat([self.w_in, self.w_past], dim=-2)
+
+    @property
+    def kernel(self) -> int:
+        """Tokens that a hidden unit sees: its own and those before."""
+        return 1 + self.w_past.shape[-2] // self.w_in.shape[-2]
 
 
 # W₁ β, b β and W₂/β.
@@ -84,6 +107,8 @@ class ContractiveFeedForward(LipschitzBranch):
         initial_output: size of the output map's entries at initialisation.
     """
 
+    # Tokens that a hidden unit sees: its own and those before.
+    kernel = 1
     # The frozen weights last folded, and what came of it.
     _folded: tuple[FeedForwardWeights, FoldedWeights] | None = None
 
@@ -119,14 +144,19 @@ class ContractiveFeedForward(LipschitzBranch):
             w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT)
             w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT)
         w_out = self.output_scale() * w_out
-        return FeedForwardWeights(w_in, self.b_in, w_out, self.log_sharpness.exp())
+        sharpness = self.log_sharpness.exp()
+        return FeedForwardWeights(w_in, self.b_in, w_out, sharpness, self.past_weight(sharpness))
+
+    def past_weight(self, sharpness: Float[Tensor, "hidden"]) -> Float[Tensor, "past hidden"]:
+        """What the tokens before enter with: nothing."""
+        return self.b_in.new_zeros(0, len(sharpness))
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
         w_in, b_in, w_out = self.folded_weights()
-        hidden = torch.addmm(b_in, x.flatten(0, -2), w_in)
+        hidden = torch.addmm(b_in, windows(x, self.kernel).flatten(0, -2), w_in)
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
         return (activation(hidden) @ w_out).view(x.shape)
 
@@ -164,7 +194,9 @@ class ContractiveFeedForward(LipschitzBranch):
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X, token by token."""
-        return feed_forward_jacobian(x, *self.weights(), activation=self.activation)
+        weights = self.weights()
+        slope = slopes(x, weights, self.activation)
+        return feed_forward_jacobian(x, slope, weights)
 
     def local_bound(
         self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
@@ -172,10 +204,11 @@ class ContractiveFeedForward(LipschitzBranch):
         """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
         if norm == "entry_max":
             raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        w_in, b_in, w_out, sharpness = self.weights()
-        slope = activation_slope(self.activation, (x @ w_in + b_in) * sharpness)
+        weights = self.weights()
+        slope = slopes(x, weights, self.activation)
         bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
-        return bound(slope, w_in, w_out).clamp(max=self.lipschitz_bound(norm))
+        total = torch.stack([bound(slope, w, weights.w_out) for w in weights.by_lag()]).sum(0)
+        return total.clamp(max=self.lipschitz_bound(norm))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in the norms that the normalisation holds."""
@@ -185,35 +218,39 @@ class ContractiveFeedForward(LipschitzBranch):
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
         weights = self.weights()
-        return layers.feed_forward_bound(
-            cast(weights.w_in, dtype), cast(weights.w_out, dtype), self.activation, norm
+        w_out = cast(weights.w_out, dtype)
+        return sum_up(
+            *(
+                layers.feed_forward_bound(cast(w, dtype), w_out, self.activation, norm)
+                for w in weights.by_lag()
+            )
         )
 
 
 def fold(weights: FeedForwardWeights) -> FoldedWeights:
-    """W₁ β, b β and W₂/β."""
-    w_in, b_in, w_out, sharpness = weights
-    return w_in * sharpness, b_in * sharpness, w_out / sharpness[:, None]
+    """W β, b β and W₂/β, W over all lags."""
+    _, b_in, w_out, sharpness, _ = weights
+    return weights.joined() * sharpness, b_in * sharpness, w_out / sharpness[:, None]
+
+
+def slopes(
+    x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights, activation: Activation
+) -> Float[Tensor, "*batch tokens hidden"]:
+    """φ′ of every hidden unit at X."""
+    hidden = windows(x, weights.kernel) @ weights.joined() + weights.b_in
+    return activation_slope(activation, hidden * weights.sharpness)
 
 
 def feed_forward_jacobian(
-    x: Tensor,
-    w_in: Tensor,
-    b_in: Tensor,
-    w_out: Tensor,
-    sharpness: Tensor,
-    *,
-    activation: Activation,
+    x: Float[Tensor, "*batch tokens width"],
+    slope: Float[Tensor, "*batch tokens hidden"],
+    weights: FeedForwardWeights,
 ) -> LinearMap:
-    """J = W₁ diag(φ′(β(x W₁ + b))) W₂ in row convention, token by token.
-
-    Leading dimensions of the weights broadcast, as in ``attention_jacobian``; vectors then carry a
-    dimension of size one for the tokens.
-    """
-    slope = activation_slope(activation, (x @ w_in + b_in) * sharpness)
+    """J = W₁ diag(φ′) W₂ in row convention, with a further such term for every earlier token."""
+    w_in, w_out, kernel = weights.joined(), weights.w_out, weights.kernel
     return LinearMap(
-        jvp=lambda dx: ((dx @ w_in) * slope) @ w_out,
-        vjp=lambda dy: ((dy @ w_out.mT) * slope) @ w_in.mT,
+        jvp=lambda dx: ((windows(dx, kernel) @ w_in) * slope) @ w_out,
+        vjp=lambda dy: windows_adjoint(((dy @ w_out.mT) * slope) @ w_in.mT, kernel),
         shape=x.shape,
         dtype=x.dtype,
         device=x.device,

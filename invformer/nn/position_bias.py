@@ -129,12 +129,14 @@ class RelativePositionBias(CausalMask):
     Args:
         num_heads: H.
         seq_len: longest sequence N.
+        sees_itself: whether lag 0 is the token itself; where it is the one before, b_h starts as
+            −slope_h lag, without the step of 3.
     """
 
-    def __init__(self, num_heads: int, seq_len: int) -> None:
+    def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
         super().__init__(seq_len)
-        slopes = initial_slopes(num_heads)
-        self.table = nn.Parameter(NEAREST - slopes[:, None] * torch.arange(seq_len - 1))
+        slopes, lag = initial_slopes(num_heads)[:, None], torch.arange(seq_len - 1)
+        self.table = nn.Parameter(initial_offset(num_heads, sees_itself)[:, None] - slopes * lag)
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The table, after a zero."""
@@ -172,12 +174,13 @@ class LinearPositionBias(LowRankPositionBias):
     Args:
         num_heads: H.
         seq_len: longest sequence N.
+        sees_itself: as for :class:`RelativePositionBias`.
     """
 
-    def __init__(self, num_heads: int, seq_len: int) -> None:
+    def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
         super().__init__(seq_len)
         self.slope = nn.Parameter(initial_slopes(num_heads))
-        self.offset = nn.Parameter(torch.full((num_heads,), NEAREST))
+        self.offset = nn.Parameter(initial_offset(num_heads, sees_itself))
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The line, after a zero."""
@@ -209,12 +212,13 @@ class SinusoidalPositionBias(LowRankPositionBias):
     Args:
         num_heads: H.
         seq_len: longest sequence N.
+        sees_itself: whether lag 0 is the token itself; otherwise the cosines start from 0 there.
     """
 
-    def __init__(self, num_heads: int, seq_len: int) -> None:
+    def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
         super().__init__(seq_len)
         shape = (num_heads, len(PERIODS))
-        self.offset = nn.Parameter(torch.zeros(num_heads))
+        self.offset = nn.Parameter(torch.full((num_heads,), 0.0 if sees_itself else -NEAREST))
         self.cosine = nn.Parameter(torch.full(shape, NEAREST / len(PERIODS)))
         self.sine = nn.Parameter(torch.zeros(shape))
 
@@ -241,6 +245,11 @@ class SinusoidalPositionBias(LowRankPositionBias):
         left = [cos.expand(heads, -1, -1), sin.expand(heads, -1, -1), one]
         right = [a * cos - b * sin, a * sin + b * cos, self.offset[:, None, None] * one]
         return LowRank(torch.cat(left, -1), torch.cat(right, -1))
+
+
+def initial_offset(num_heads: int, sees_itself: bool) -> Float[Tensor, "heads"]:
+    """b_h(1) at first: well above b_h(0) = 0 of the token itself, or on a line through it."""
+    return torch.full((num_heads,), NEAREST) if sees_itself else -initial_slopes(num_heads)
 
 
 def initial_slopes(num_heads: int) -> Float[Tensor, "heads"]:

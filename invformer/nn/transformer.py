@@ -63,10 +63,10 @@ class CharEmbedding(nn.Module):
 
 
 @runtime_checkable
-class CachedAttention(Protocol):
-    """An attention that can take tokens one after the other."""
+class CachedBranch(Protocol):
+    """What sees earlier tokens and can take them one after the other."""
 
-    def extend(self, x: Tensor, past: AttentionCache) -> Tensor:
+    def next_outputs(self, x: Tensor, past: AttentionCache) -> Tensor:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         ...
 
@@ -203,7 +203,8 @@ class CharTransformer(nn.Module):
 
         Args:
             tokens: the new symbols; with those before at most ``seq_len``.
-            past: one cache per attention; an empty dict at the beginning of a text.
+            past: one cache per branch that sees earlier tokens; an empty dict at the beginning of
+                a text.
         """
         start = next(iter(past.values())).length if past else 0
         x = self.embedding(tokens, start)
@@ -216,20 +217,19 @@ class CharTransformer(nn.Module):
         else:
             for block in self.stack.blocks:
                 assert isinstance(block, PreNormBlock)
-                attention = block.attention
-                x = x + self._extend_branch(attention.inner, attention.norm(x), past)
-                x = x + block.feed_forward(x)
+                for branch in (block.attention, block.feed_forward):
+                    x = x + self._extend_branch(branch.inner, branch.norm(x), past)
         return self.predict(x)
 
     def _extend_branch(
         self, branch: nn.Module, x: Tensor, past: dict[nn.Module, AttentionCache]
     ) -> Tensor:
-        """f of the new tokens: per token, or with what an attention has kept of the others."""
-        if not isinstance(branch, CachedAttention):
+        """f of the new tokens: per token, or with what the branch has kept of the others."""
+        if not isinstance(branch, CachedBranch):
             return branch(x)
         if branch not in past:
             past[branch] = AttentionCache(self.seq_len)
-        return branch.extend(x, past[branch])
+        return branch.next_outputs(x, past[branch])
 
     @torch.no_grad()
     def generate(

@@ -1,9 +1,15 @@
 """Small models for tests."""
 
+from functools import partial
+
 import torch
 
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.convolutional_feed_forward import (
+    ContractiveConvolutionalFeedForward,
+    ConvolutionalFeedForward,
+)
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import RelativePositionBias
 from invformer.nn.residual import InvertibleBlock, InvertibleStack
@@ -17,6 +23,8 @@ def contractive_model(
     certificate: str = "token_max",
     norm: bool = True,
     bounded: bool = False,
+    strictly_causal: bool = False,
+    kernel: int = 1,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     d_embedding = WIDTH // 3
@@ -25,18 +33,30 @@ def contractive_model(
     for index in range(LAYERS):
         first = d_embedding + index * share
         channels = slice(first, first + share)
-        position = RelativePositionBias(HEADS, SEQ_LEN)
+        position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
         if bounded:
             attention = BoundedAttention(
-                WIDTH, HEADS, 2, position, target, channels, certificate=certificate
+                WIDTH,
+                HEADS,
+                2,
+                position,
+                target,
+                channels,
+                certificate=certificate,
+                strictly_causal=strictly_causal,
             )
         else:
             attention = ContractiveL2Attention(
                 WIDTH, HEADS, position, target, certificate, channels
             )
-        feed_forward = ContractiveFeedForward(
-            WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
-        )
+        if kernel > 1:
+            feed_forward = ContractiveConvolutionalFeedForward(
+                WIDTH, 2 * WIDTH, target, kernel, output_channels=channels
+            )
+        else:
+            feed_forward = ContractiveFeedForward(
+                WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
+            )
         blocks.append(InvertibleBlock(attention, feed_forward, WIDTH if norm else None))
     kind = "causal" if certificate == "causal" else "global"
     stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
@@ -45,12 +65,20 @@ def contractive_model(
     return model
 
 
-def baseline(attention: type = DotProductAttention, dropout: float = 0.0) -> CharTransformer:
+def model_of_the_past() -> CharTransformer:
+    """Strictly causal attention in the unit ball, hidden units that see three tokens."""
+    return contractive_model(0.7, "causal", bounded=True, strictly_causal=True, kernel=3)
+
+
+def baseline(
+    attention: type = DotProductAttention, dropout: float = 0.0, kernel: int = 1
+) -> CharTransformer:
     """A tiny pre-norm baseline."""
+    feed_forward = FeedForward if kernel == 1 else partial(ConvolutionalFeedForward, kernel=kernel)
     blocks = [
         PreNormBlock(
             attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN)),
-            FeedForward(WIDTH, 2 * WIDTH),
+            feed_forward(WIDTH, 2 * WIDTH),
             WIDTH,
             dropout,
         )
@@ -63,6 +91,11 @@ def baseline(attention: type = DotProductAttention, dropout: float = 0.0) -> Cha
 def l2_baseline() -> CharTransformer:
     """The baseline with tied L2 attention."""
     return baseline(L2Attention)
+
+
+def convolutional_baseline() -> CharTransformer:
+    """The baseline with hidden units that see three tokens."""
+    return baseline(kernel=3)
 
 
 def random_tokens(batch: int, seed: int = 0) -> torch.Tensor:

@@ -25,9 +25,16 @@ def layer(
         "bias": lambda: RelativePositionBias(HEADS, TOKENS),
         "causal": lambda: CausalMask(TOKENS),
         "full": lambda: VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool)),
+        "strict": lambda: RelativePositionBias(HEADS, TOKENS, sees_itself=False),
     }
     attention = BoundedAttention(
-        WIDTH, HEADS, D_HEAD, positions[kind](), target, certificate=certificate
+        WIDTH,
+        HEADS,
+        D_HEAD,
+        positions[kind](),
+        target,
+        certificate=certificate,
+        strictly_causal=kind == "strict",
     ).double()
     with torch.no_grad():
         for parameter in attention.parameters():
@@ -49,6 +56,8 @@ def plain(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
             z / torch.sqrt(1 + (z**2).sum(-1, keepdim=True))
             for z in (x @ w_qkv[part, head] for part in range(3))
         )
+        if attention.strictly_causal:
+            k, v = (torch.cat([torch.zeros(1, D_HEAD), z[:-1]]) for z in (k, v))
         bias = attention.position(x.shape[-2])
         logits = temperature[head] * q @ k.T + bias[min(head, bias.shape[0] - 1)]
         y = y + logits.softmax(-1) @ v @ g[head]
@@ -67,7 +76,7 @@ def token_max_norm(jacobian: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
-@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
 def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(
     kind: str, certificate: str
 ) -> None:
@@ -89,7 +98,7 @@ def test_the_map_into_the_ball_never_stretches() -> None:
         assert torch.linalg.matrix_norm(jacobian, 2) <= rho * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
 def test_analytic_products_are_those_of_the_dense_jacobian(kind: str) -> None:
     attention = layer(kind)
     x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
@@ -102,7 +111,7 @@ def test_analytic_products_are_those_of_the_dense_jacobian(kind: str) -> None:
     torch.testing.assert_close(jacobian.vjp(direction), pulled)
 
 
-@pytest.mark.parametrize("kind", ["bias", "causal", "full"])
+@pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("tight", [False, True])
 def test_true_constant_below_local_bound_below_certificate_below_target(
@@ -187,7 +196,7 @@ def test_what_the_construction_guarantees_is_not_below_the_certified_bound(
     assert attention.bound_by_construction("entry_max") is None
 
 
-@pytest.mark.parametrize("kind", ["bias", "causal"])
+@pytest.mark.parametrize("kind", ["bias", "causal", "strict"])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_under_the_causal_certificate_diagonal_blocks_stay_below_the_target(
     kind: str, scale: float
@@ -243,6 +252,36 @@ def own_token_ratio(
     return change.norm() / sizes.norm()
 
 
+def test_a_token_that_does_not_see_itself_reaches_its_row_by_its_query_alone() -> None:
+    attention = layer("strict", certificate="causal")
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    before = attention.causal_bound(), attention.lipschitz_bound("token_max")
+    assert not attention(x)[0].any()  # the null token's value
+    with torch.no_grad():
+        attention.log_sharpness[0] = -30.0  # no queries: rows know the past only
+        attention.log_sharpness[1:] += 1.0
+        dense = dense_jacobian(attention, x)
+        scaled = torch.stack([dense[i, :, i] for i in range(TOKENS)]).norm() / dense.norm()
+        assert scaled < 1e-10
+        assert attention.causal_bound() <= attention.lipschitz_target
+        assert attention.lipschitz_bound("token_max") > 1e6 * before[1]
+
+
+def test_the_bound_of_a_query_alone_is_attained() -> None:
+    # A row split evenly between two opposite unit vectors, keys and values alike, moves by τ dq.
+    tau, far = 3.0, 1e6
+    direction = torch.tensor([1.0, 0.0])
+    k = v = to_ball(far * torch.stack([direction, -direction])).u
+    gain = torch.func.jacrev(lambda q: (tau * to_ball(q).u @ k.T).softmax(-1) @ v)(torch.zeros(2))
+    assert 0.999 * tau <= torch.linalg.matrix_norm(gain, 2) <= tau
+
+
+def test_strictly_causal_attention_needs_a_causal_mask() -> None:
+    everything = VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool))
+    with pytest.raises(ValueError, match="strictly causal attention needs a causal mask"):
+        BoundedAttention(WIDTH, HEADS, D_HEAD, everything, 0.9, strictly_causal=True)
+
+
 def test_the_causal_certificate_is_refused_where_tokens_see_later_ones() -> None:
     assert layer("bias").causal_bound() <= 0.9
     with pytest.raises(ValueError, match="causal mask"):
@@ -258,8 +297,10 @@ def test_no_output_depends_on_a_later_token() -> None:
         torch.testing.assert_close(attention(changed)[:-1], attention(x)[:-1])
 
 
-def test_a_stack_of_it_is_certified_and_inverted_under_the_causal_certificate() -> None:
-    model = trained_a_little(contractive_model(bounded=True, certificate="causal")).double()
+@pytest.mark.parametrize("past", [{}, {"strictly_causal": True, "kernel": 2}])
+def test_a_stack_of_it_is_certified_and_inverted_under_the_causal_certificate(past: dict) -> None:
+    model = contractive_model(bounded=True, certificate="causal", **past)
+    model = trained_a_little(model).double()
     certificate = certify(model, dtype=torch.float64)
     assert certificate.holds
     assert certificate.kind == "causal"
@@ -282,9 +323,16 @@ def test_a_stack_of_it_is_certified_inverted_and_probed() -> None:
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
 
 
-@pytest.mark.parametrize("certificate", ["token_max", "causal"])
-def test_the_probe_sees_the_jacobians_that_the_branches_state(certificate: str) -> None:
-    model = trained_a_little(contractive_model(bounded=True, certificate=certificate)).double()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"certificate": "causal"},
+        {"certificate": "causal", "strictly_causal": True, "kernel": 3},
+    ],
+)
+def test_the_probe_sees_the_jacobians_that_the_branches_state(options: dict) -> None:
+    model = trained_a_little(contractive_model(bounded=True, **options)).double()
     tokens = random_tokens(2)
     branches = {
         name: (branch, x) for name, branch, x in residual_branches(model, model.embedding(tokens))

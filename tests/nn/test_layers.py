@@ -20,7 +20,9 @@ from tests.nn.builders import (
     WIDTH,
     baseline,
     contractive_model,
+    convolutional_baseline,
     l2_baseline,
+    model_of_the_past,
     random_tokens,
     trained_a_little,
 )
@@ -166,7 +168,16 @@ def test_blocks_first_write_to_their_own_channels() -> None:
     assert torch.equal(written, expected)
 
 
-@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+SEQUENTIAL = [
+    contractive_model,
+    model_of_the_past,
+    baseline,
+    convolutional_baseline,
+    l2_baseline,
+]
+
+
+@pytest.mark.parametrize("build", SEQUENTIAL)
 def test_logits_never_depend_on_later_characters(build) -> None:
     model = build().eval()
     tokens = random_tokens(1)
@@ -230,7 +241,7 @@ def test_greedy_generation_takes_the_likeliest_character() -> None:
     assert model.generate(prompt, 1, temperature=0)[-1] == model(prompt[None])[0, -1].argmax()
 
 
-@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+@pytest.mark.parametrize("build", SEQUENTIAL)
 def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
     model = trained_a_little(build())
     tokens = random_tokens(3)
@@ -241,7 +252,7 @@ def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("build", [contractive_model, baseline, l2_baseline])
+@pytest.mark.parametrize("build", SEQUENTIAL)
 def test_cached_generation_equals_encoding_everything_while_the_window_is_not_full(build) -> None:
     model = trained_a_little(build())
     plain = prompt = random_tokens(1)[0, :3]

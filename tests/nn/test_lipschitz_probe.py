@@ -105,9 +105,17 @@ def test_looking_leaves_model_and_random_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_under_a_causal_certificate_diagonal_blocks_are_followed(bounded: bool) -> None:
-    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+# Attention of either kind, and a model whose tokens see only the past of their own.
+CAUSAL = [
+    {},
+    {"bounded": True},
+    {"bounded": True, "strictly_causal": True, "kernel": 3},
+]
+
+
+@pytest.mark.parametrize("options", CAUSAL)
+def test_under_a_causal_certificate_diagonal_blocks_are_followed(options: dict) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", **options)).eval()
     tokens = random_tokens(1)
     probe = LipschitzProbe(model, tokens, num_steps=200)
     estimates = probe.estimate()["own_token"]
@@ -124,18 +132,18 @@ def test_under_a_causal_certificate_diagonal_blocks_are_followed(bounded: bool) 
         assert true <= bounds[name]
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_products_with_diagonal_blocks_are_adjoint_to_each_other(bounded: bool) -> None:
-    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+@pytest.mark.parametrize("options", CAUSAL)
+def test_products_with_diagonal_blocks_are_adjoint_to_each_other(options: dict) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", **options)).eval()
     for group in branch_jacobians(model, random_tokens(2)):
         right, left = torch.randn(2, *group.jacobian.shape, dtype=torch.float64)
         pushed, pulled = group.own_token.jvp(right), group.own_token.vjp(left)
         torch.testing.assert_close((left * pushed).sum(), (pulled * right).sum())
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_a_row_of_a_causal_run_holds_estimates_below_the_target(bounded: bool) -> None:
-    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded)).eval()
+@pytest.mark.parametrize("options", CAUSAL)
+def test_a_row_of_a_causal_run_holds_estimates_below_the_target(options: dict) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", **options)).eval()
     probe = LipschitzProbe(model, random_tokens(2), first_steps=SEQ_LEN)
     row = {}
     for keys, values in lipschitz_row(probe).items():

@@ -31,6 +31,9 @@ Cauchy–Schwarz on (√(1 − ‖q_i‖²), ‖q_i‖), the last two terms are 
 s τ √(‖dz_Q‖² + ‖dz_K‖²/4), z the projections. The first is at most p ρ(v_i)‖dz_V‖, and
 s² + p²ρ(v_i)² ≤ p‖v_i‖² + (1 − p) + p(1 − ‖v_i‖²) = 1: Cauchy–Schwarz again.  ∎
 
+Where a token does not see itself, only the query term is left: dY_i = τ Cov(v, k) dq_i, and
+‖dY_i‖ ≤ ‖dx_i T‖ with T = τ W_Q, whatever keys and values are: ‖Cov(v, k)‖₂ ≤ 1 in unit balls.
+
 Here heads share their input: ‖∂F_i/∂x_i‖₂ ≤ ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂ for any w, without √H.
 """
 
@@ -88,6 +91,7 @@ def causal_bound(
     temperature: Float[Tensor, "heads"],
     g: Float[Tensor, "heads d_head width_out"],
     weights: list[float],
+    strictly_causal: bool = False,
 ) -> float:
     """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, T_h = [τ W_Q, τ W_K/2, W_V]_h.
 
@@ -99,6 +103,7 @@ def causal_bound(
         temperature: τ per head.
         g: output maps G_h, every constant folded in.
         weights: w_h to try besides ‖T_h‖₂, such as what G_h was divided by.
+        strictly_causal: a token does not see itself, so that T_h = τ W_Q.
 
     Returns:
         The bound, for any causal mask, bias and number of tokens.
@@ -107,7 +112,7 @@ def causal_bound(
     """
     query, key, value = w_qkv.detach().double()
     tau = temperature.detach().double()[:, None, None]
-    own = torch.cat([tau * query, tau / 2 * key, value], dim=-1)
+    own = tau * query if strictly_causal else torch.cat([tau * query, tau / 2 * key, value], dim=-1)
     apart = one_input_for_all([1.0] * len(own), own, g, weights)
     # Products with τ round every entry by 2⁻⁵³ of itself.
     apart = product_up(apart, 1 + 2.0**-50 * own.shape[-2])
@@ -142,6 +147,7 @@ def token_max_local_bound(
     at: AttentionPoint,
     w_qkv: Float[Tensor, "3 heads width d_head"],
     g: Float[Tensor, "heads d_head width"],
+    strictly_causal: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """‖J‖ in token_max at a text: per token and head the three terms of the proof, then the heads.
 
@@ -152,13 +158,14 @@ def token_max_local_bound(
         at: projections and attention weights at the text.
         w_qkv: W_Q, W_K and W_V.
         g: output maps.
+        strictly_causal: keys and values in ``at`` are those of the token before, zero at first.
 
     Returns:
         One bound per sequence.
 
     Source: ours; the theorem above.
     """
-    gain, output = comparison(at, w_qkv).sum(-1), g.double()
+    gain, output = comparison(at, w_qkv, strictly_causal).sum(-1), g.double()
     worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
     apart = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
     rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
@@ -170,6 +177,7 @@ def frobenius_local_bound(
     at: AttentionPoint,
     w_qkv: Float[Tensor, "3 heads width d_head"],
     g: Float[Tensor, "heads d_head width"],
+    strictly_causal: bool = False,
     tight: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """‖J‖₂ at a text ≤ ‖B‖₂, B_ij = Σ_h ‖G_h‖₂ B_ij^h ≥ the norm of the Jacobian's block (i, j).
@@ -179,7 +187,7 @@ def frobenius_local_bound(
             The others as in :func:`token_max_local_bound`.
     """
     output = spectral_norm_bound(g.double())[:, None, None]
-    blocks = (comparison(at, w_qkv) * output).sum(-3)
+    blocks = (comparison(at, w_qkv, strictly_causal) * output).sum(-3)
     if tight:
         return outward(spectral_norm_bound(blocks), at.q.u)
     rows, columns = blocks.sum(-1).amax(-1), blocks.sum(-2).amax(-1)
@@ -187,7 +195,7 @@ def frobenius_local_bound(
 
 
 def comparison(
-    at: AttentionPoint, w_qkv: Float[Tensor, "3 heads width d_head"]
+    at: AttentionPoint, w_qkv: Float[Tensor, "3 heads width d_head"], strictly_causal: bool
 ) -> Float[Tensor, "*batch heads tokens tokens"]:
     """B_ij ≥ ‖∂Y_i/∂x_j‖₂ per head: P_ij (σ_V ρ(v_j) + τ σ_K ‖q_i‖ρ(k_j)‖v_j − Y_i‖), and on the
     diagonal also τ σ_Q ρ(q_i) √(E‖v − Y_i‖² E‖k − E k‖²). In float64.
@@ -204,7 +212,10 @@ def comparison(
     length = torch.linalg.vector_norm(u_q, dim=-1, keepdim=True)
     along_key = temperature * key * length * rho_k.mT * apart.sqrt()
     at_query = temperature * query * rho_q * (spread_v * spread_k).sqrt()
-    return p * (value * rho_v.mT + along_key) + torch.diag_embed(at_query.squeeze(-1))
+    of_others = p * (value * rho_v.mT + along_key)
+    if strictly_causal:  # column j is token j − 1; the first is no token's
+        of_others = torch.nn.functional.pad(of_others, (0, 1))[..., 1:]
+    return of_others + torch.diag_embed(at_query.squeeze(-1))
 
 
 def square_distances(a: Tensor, b: Tensor) -> Tensor:

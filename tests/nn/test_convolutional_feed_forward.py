@@ -1,0 +1,132 @@
+"""Hidden units that see earlier tokens: the formula, the Jacobian, what is proven of it."""
+
+import pytest
+import torch
+
+from invformer.nn.branch import exact_copy, frozen_weights, shared_weights
+from invformer.nn.convolutional_feed_forward import (
+    ContractiveConvolutionalFeedForward,
+    ConvolutionalFeedForward,
+)
+from invformer.nn.feed_forward import ACTIVATIONS
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.token_shift import advance, delay, windows, windows_adjoint
+from tests.nn.test_bounded_attention import token_max_norm
+
+TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
+NORMS = ("token_max", "frobenius", "entry_max")
+
+
+def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveConvolutionalFeedForward:
+    """A layer with nothing at its start value."""
+    torch.manual_seed(seed)
+    made = ContractiveConvolutionalFeedForward(WIDTH, HIDDEN, TARGET, kernel, activation=activation)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    return made.eval()
+
+
+def jacobian(branch: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """∂f/∂X as (N, D, N, D)."""
+    return dense_jacobian(branch, x).unflatten(0, (TOKENS, WIDTH)).unflatten(-1, (TOKENS, WIDTH))
+
+
+def test_shifts_and_windows_are_adjoint_to_their_adjoints() -> None:
+    x, y, z = (
+        torch.randn(2, TOKENS, WIDTH),
+        torch.randn(2, TOKENS, WIDTH),
+        torch.randn(2, TOKENS, 15),
+    )
+    for lag in (0, 1, 4, TOKENS + 2):
+        torch.testing.assert_close((delay(x, lag) * y).sum(), (x * advance(y, lag)).sum())
+    torch.testing.assert_close((windows(x, 3) * z).sum(), (x * windows_adjoint(z, 3)).sum())
+    assert torch.equal(delay(x)[:, 1:], x[:, :-1])
+    assert not delay(x)[:, 0].any()
+
+
+@pytest.mark.parametrize("kernel", [2, 4, TOKENS + 1])
+def test_its_outputs_are_those_of_a_loop_over_tokens_and_lags(kernel: int) -> None:
+    made = layer(kernel)
+    w_in, b_in, w_out, sharpness, w_past = made.weights()
+    x = torch.randn(TOKENS, WIDTH)
+    expected = []
+    for i in range(TOKENS):
+        hidden = x[i] @ w_in + b_in
+        for lag in range(1, min(kernel, i + 1)):
+            hidden = hidden + x[i - lag] @ w_past[(lag - 1) * WIDTH : lag * WIDTH]
+        expected.append(ACTIVATIONS["silu"](sharpness * hidden) / sharpness @ w_out)
+    torch.testing.assert_close(made(x), torch.stack(expected))
+    with frozen_weights(made):
+        torch.testing.assert_close(made(x), torch.stack(expected))
+        torch.testing.assert_close(exact_copy(made)(x), torch.stack(expected))
+    with shared_weights([made, layer(kernel, seed=1)]):
+        torch.testing.assert_close(made(x), torch.stack(expected))
+
+
+def test_the_free_layer_is_a_convolution_followed_by_a_matrix() -> None:
+    made = ConvolutionalFeedForward(WIDTH, HIDDEN, 3)
+    x = torch.randn(2, TOKENS, WIDTH)
+    kernel = made[0].weight.unflatten(1, (3, WIDTH)).flip(1).transpose(1, 2)
+    padded = torch.nn.functional.pad(x.mT, (2, 0))
+    hidden = torch.nn.functional.conv1d(padded, kernel, made[0].bias).mT
+    torch.testing.assert_close(made(x), made[2](torch.nn.functional.gelu(hidden)))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_true_constants_stay_below_local_bounds_below_certificates(
+    activation: str, scale: float
+) -> None:
+    for seed in range(3):
+        made = layer(seed=seed, activation=activation)
+        x = scale * torch.randn(TOKENS, WIDTH)
+        dense = jacobian(made, x)
+        true = {
+            "token_max": token_max_norm(dense),
+            "frobenius": torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2).item(),
+            "entry_max": dense.abs().sum((-2, -1)).amax().item(),
+        }
+        for norm, value in true.items():
+            assert value <= made.lipschitz_bound(norm) * (1 + 1e-12)
+        for norm in ("token_max", "frobenius"):
+            assert made.lipschitz_bound(norm) <= made.bound_by_construction(norm)
+            for tight in (False, True):
+                local = made.local_bound(x, norm, tight).item()
+                assert true[norm] <= local * (1 + 1e-12)
+                assert local <= made.lipschitz_bound(norm)
+        blocks = torch.stack([dense[i, :, i] for i in range(TOKENS)])
+        own = torch.linalg.matrix_norm(blocks, 2).max().item()
+        assert own <= made.causal_bound() <= made.own_token_by_construction() <= TARGET
+
+
+def test_what_earlier_tokens_enter_with_costs_the_own_token_nothing() -> None:
+    made = layer()
+    before, whole = made.causal_bound(), made.lipschitz_bound("token_max")
+    with torch.no_grad():
+        made.w_past.mul_(1e3)
+    assert made.causal_bound() == before
+    assert made.lipschitz_bound("token_max") > 100 * whole
+
+
+def test_products_are_those_of_the_dense_jacobian() -> None:
+    made, x, vector = layer(), torch.randn(TOKENS, WIDTH), torch.randn(TOKENS, WIDTH)
+    dense, products = dense_jacobian(made, x), made.linearise(x)
+    torch.testing.assert_close(products.jvp(vector).flatten(), dense @ vector.flatten())
+    torch.testing.assert_close(products.vjp(vector).flatten(), dense.T @ vector.flatten())
+
+
+def test_earlier_tokens_that_enter_with_nothing_leave_the_constant_of_single_tokens() -> None:
+    made = layer()
+    with torch.no_grad():
+        made.w_past.zero_()
+    assert made.lipschitz_bound("token_max") == made.causal_bound()
+
+
+def test_a_kernel_without_earlier_tokens_is_refused() -> None:
+    for build in (
+        lambda: ContractiveConvolutionalFeedForward(WIDTH, HIDDEN, TARGET, 1),
+        lambda: ConvolutionalFeedForward(WIDTH, HIDDEN, 1),
+    ):
+        with pytest.raises(ValueError, match="a kernel of 1 sees no earlier token"):
+            build()
