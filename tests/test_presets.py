@@ -133,7 +133,8 @@ def test_the_published_attention_is_what_its_model_preset_says() -> None:
 
 def test_the_deep_model_and_the_baselines_are_of_the_size_of_the_base() -> None:
     sizes = {}
-    for name in ("ablation", "ablation_deep", "ablation_dot_product"):
+    kernels = ("ablation_kernel", "ablation_dot_product_kernel")
+    for name in ("ablation", "ablation_deep", "ablation_dot_product", *kernels):
         config = experiment(name)
         model = build_model(config.model, VOCAB, config.data.seq_len)
         sizes[name] = sum(p.numel() for p in model.parameters())

@@ -1,6 +1,7 @@
 """ActivationNorm, feed-forward, residual layers, stacks and the language model."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -208,9 +209,11 @@ def test_frozen_weights_compute_the_same_function() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
-@pytest.mark.parametrize("bounded", [False, True])
-def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(bounded: bool) -> None:
-    model = contractive_model(bounded=bounded).train()
+@pytest.mark.parametrize(
+    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+)
+def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
+    model = build().train()
     set_manual_refresh(model)
     parameters = list(model.stack.parameters())
 
