@@ -144,6 +144,7 @@ def invert_split(
         dtype=DTYPES[measure.inversion_dtype],
         method=measure.inversion_method,
         atol=measure.atol,
+        time_bare=True,
     )
     return report
 

@@ -1,14 +1,17 @@
 """From the top of the stack back to the text."""
 
 import copy
+import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.residual import InvertibleStack
 from invformer.nn.transformer import CharTransformer
@@ -17,6 +20,7 @@ from invformer.numerics.norms import vector_norm
 from invformer.numerics.precision import unit_roundoff
 
 Method = Literal["picard", "anderson"]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,9 @@ class InversionReport:
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
-        seconds_forward: wall time of the forward pass.
+        seconds_forward: wall time of a forward pass of the stack, the median of three.
         seconds_inverse: wall time of the inversion.
+        seconds_inverse_bare: the same without its evidence; None if that was not asked for.
     """
 
     residual: float
@@ -60,6 +65,7 @@ class InversionReport:
     method: str
     seconds_forward: float
     seconds_inverse: float
+    seconds_inverse_bare: float | None
 
 
 @torch.no_grad()
@@ -72,6 +78,7 @@ def invert_text(
     method: Method = "anderson",
     atol: float | None = None,
     max_steps: int = 500,
+    time_bare: bool = False,
 ) -> tuple[Integer[Tensor, "sequences tokens"], InversionReport]:
     """Push a text up the stack, bring it back down, and compare.
 
@@ -83,6 +90,7 @@ def invert_text(
         method: fixed-point solver.
         atol: residual at which a layer's iteration stops; None is the precision's floor.
         max_steps: iterations allowed per layer.
+        time_bare: invert once more without evidence, for the same value, to see what that costs.
 
     Returns:
         The decoded tokens and the report. Nothing is raised for samples that did not converge: the
@@ -95,14 +103,16 @@ def invert_text(
     if certificate.dtype != str(dtype).removeprefix("torch."):
         certificate = certify(stack, dtype=dtype)  # for the weights as they are used here
     x = model.embedding(tokens)
-    start = time.perf_counter()
     z = stack(x)
-    middle = time.perf_counter()
     options: dict[str, Any] = {"method": method, "max_steps": max_steps, "throw": False}
     if atol is not None:
         options["atol"] = atol
-    solution = stack.inverse(z, certificate, **options)
-    end = time.perf_counter()
+    with frozen_weights(stack):
+        forward = statistics.median(timed(lambda: stack(x))[1] for _ in range(3))
+        solution, inverse = timed(lambda: stack.inverse(z, certificate, **options))
+        bare = None
+        if time_bare:
+            _, bare = timed(lambda: stack.inverse(z, certificate, evidence=False, **options))
     decoded = model.embedding.nearest_tokens(solution.value)
     margin = model.embedding.decoding_margin(stack.norm)
     again = model.embedding(decoded)
@@ -127,10 +137,21 @@ def invert_text(
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),
         method=method,
-        seconds_forward=middle - start,
-        seconds_inverse=end - middle,
+        seconds_forward=forward,
+        seconds_inverse=inverse,
+        seconds_inverse_bare=bare,
     )
     return decoded, report
+
+
+def timed(work: Callable[[], Result]) -> tuple[Result, float]:
+    """What came of it, and the seconds until the device was done with it."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = work()
+    wait()
+    return result, time.perf_counter() - start
 
 
 def of_single_tokens(

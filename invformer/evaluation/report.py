@@ -93,7 +93,17 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
             f"{2 * inversion['decoding_margin']:.2e} apart",
         ),
         ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
+        ("inverse costs", inversion_cost(inversion)),
     ]
+
+
+def inversion_cost(inversion: Mapping[str, Any]) -> str:
+    """Its time in forward passes of the stack, with and without what proves it."""
+    passes, bare = (
+        inversion[key] / inversion["seconds_forward"]
+        for key in ("seconds_inverse", "seconds_inverse_bare")
+    )
+    return f"{passes:.1f} forward passes in {inversion['dtype']}, {bare:.1f} without evidence"
 
 
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:

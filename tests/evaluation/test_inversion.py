@@ -1,11 +1,14 @@
 """A text goes up and comes back, and the report says how sure that is."""
 
 import math
+import re
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.report import inversion_cost
 from invformer.nn.certificate import certify
 from tests.nn.builders import (
     SEQ_LEN,
@@ -56,3 +59,16 @@ def test_diagonal_blocks_of_a_stack_held_in_token_max_have_a_certificate_too(bou
         assert bound <= whole.per_branch[name] * (1 + 1e-12)
     attention = [name for name in whole.per_branch if name.endswith("attention")]
     assert all(blocks.per_branch[name] < whole.per_branch[name] for name in attention)
+
+
+def test_what_the_evidence_costs_is_timed_where_it_is_asked_for() -> None:
+    model = trained_a_little(contractive_model()).eval()
+    certificate, tokens = certify(model), random_tokens(2)
+    decoded, report = invert_text(model, tokens, certificate, time_bare=True)
+    assert torch.equal(decoded, tokens)
+    assert min(report.seconds_forward, report.seconds_inverse, report.seconds_inverse_bare) > 0
+    assert re.fullmatch(
+        r"\d+\.\d forward passes in float32, \d+\.\d without evidence",
+        inversion_cost(asdict(report)),
+    )
+    assert invert_text(model, tokens, certificate)[1].seconds_inverse_bare is None
