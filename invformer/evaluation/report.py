@@ -98,12 +98,10 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def inversion_cost(inversion: Mapping[str, Any]) -> str:
-    """Its time in forward passes of the stack, with and without what proves it."""
-    passes, bare = (
-        inversion[key] / inversion["seconds_forward"]
-        for key in ("seconds_inverse", "seconds_inverse_bare")
-    )
-    return f"{passes:.1f} forward passes in {inversion['dtype']}, {bare:.1f} without evidence"
+    """Its time in forward passes of the stack, and without what proves it if that was timed."""
+    forward, bare = inversion["seconds_forward"], inversion["seconds_inverse_bare"]
+    cost = f"{inversion['seconds_inverse'] / forward:.1f} forward passes in {inversion['dtype']}"
+    return cost if bare is None else f"{cost}, {bare / forward:.1f} without evidence"
 
 
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:

@@ -71,4 +71,6 @@ def test_what_the_evidence_costs_is_timed_where_it_is_asked_for() -> None:
         r"\d+\.\d forward passes in float32, \d+\.\d without evidence",
         inversion_cost(asdict(report)),
     )
-    assert invert_text(model, tokens, certificate)[1].seconds_inverse_bare is None
+    _, report = invert_text(model, tokens, certificate, dtype=torch.float64)
+    assert report.seconds_inverse_bare is None
+    assert re.fullmatch(r"\d+\.\d forward passes in float64", inversion_cost(asdict(report)))
