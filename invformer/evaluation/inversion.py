@@ -3,9 +3,9 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Integer
@@ -20,7 +20,6 @@ from invformer.numerics.norms import vector_norm
 from invformer.numerics.precision import unit_roundoff
 
 Method = Literal["picard", "anderson"]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,10 @@ class InversionReport:
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
-        seconds_forward: wall time of a forward pass of the stack, the median of three.
-        seconds_inverse: wall time of the inversion.
-        seconds_inverse_bare: the same without its evidence; None if that was not asked for.
+        seconds_forward: wall time of a forward pass of the stack, the median of three in turns;
+            None if that was not asked for.
+        seconds_inverse: the same of the inversion.
+        seconds_inverse_bare: the same without its evidence; None in float64, where it is no less.
     """
 
     residual: float
@@ -63,8 +63,8 @@ class InversionReport:
     num_characters: int
     dtype: str
     method: str
-    seconds_forward: float
-    seconds_inverse: float
+    seconds_forward: float | None
+    seconds_inverse: float | None
     seconds_inverse_bare: float | None
 
 
@@ -78,7 +78,7 @@ def invert_text(
     method: Method = "anderson",
     atol: float | None = None,
     max_steps: int = 500,
-    time_bare: bool = False,
+    timed: bool = False,
 ) -> tuple[Integer[Tensor, "sequences tokens"], InversionReport]:
     """Push a text up the stack, bring it back down, and compare.
 
@@ -90,7 +90,7 @@ def invert_text(
         method: fixed-point solver.
         atol: residual at which a layer's iteration stops; None is the precision's floor.
         max_steps: iterations allowed per layer.
-        time_bare: invert once more without evidence, for the same value, to see what that costs.
+        timed: invert three times more to see what that costs, below float64 without evidence too.
 
     Returns:
         The decoded tokens and the report. Nothing is raised for samples that did not converge: the
@@ -108,11 +108,15 @@ def invert_text(
     if atol is not None:
         options["atol"] = atol
     with frozen_weights(stack):
-        forward = statistics.median(timed(lambda: stack(x))[1] for _ in range(3))
-        solution, inverse = timed(lambda: stack.inverse(z, certificate, **options))
-        bare = None
-        if time_bare:
-            _, bare = timed(lambda: stack.inverse(z, certificate, evidence=False, **options))
+        solution = stack.inverse(z, certificate, **options)
+        seconds: tuple[float | None, ...] = (None, None, None)
+        if timed:
+            work = [
+                lambda: stack(x),
+                lambda: stack.inverse(z, certificate, **options),
+                lambda: stack.inverse(z, certificate, evidence=False, **options),
+            ]
+            seconds = (*in_turns(work if dtype != torch.float64 else work[:2]), None)
     decoded = model.embedding.nearest_tokens(solution.value)
     margin = model.embedding.decoding_margin(stack.norm)
     again = model.embedding(decoded)
@@ -137,21 +141,27 @@ def invert_text(
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),
         method=method,
-        seconds_forward=forward,
-        seconds_inverse=inverse,
-        seconds_inverse_bare=bare,
+        seconds_forward=seconds[0],
+        seconds_inverse=seconds[1],
+        seconds_inverse_bare=seconds[2],
     )
     return decoded, report
 
 
-def timed(work: Callable[[], Result]) -> tuple[Result, float]:
-    """What came of it, and the seconds until the device was done with it."""
+def in_turns(work: Sequence[Callable[[], Any]], turns: int = 3) -> list[float]:
+    """Median seconds of each, one after the other so that a busy machine slows them alike."""
+    taken = [[seconds_of(each) for each in work] for _ in range(turns)]
+    return [statistics.median(times) for times in zip(*taken, strict=True)]
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """Until the device is done with it."""
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
     wait()
     start = time.perf_counter()
-    result = work()
+    work()
     wait()
-    return result, time.perf_counter() - start
+    return time.perf_counter() - start
 
 
 def of_single_tokens(
