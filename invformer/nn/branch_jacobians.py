@@ -29,6 +29,7 @@ from invformer.nn.feed_forward import (
     FeedForward,
     FeedForwardWeights,
     activation_slope,
+    sharpened,
 )
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
@@ -269,7 +270,7 @@ class FeedForwardPoints:
         """f(x) of the next branch, whose Jacobian is wanted at x."""
         assert isinstance(branch, ContractiveFeedForward)
         weights = FeedForwardWeights(*(w[len(self.names)] for w in self.weights))
-        h = (windows(x, weights.kernel) @ weights.joined() + weights.b_in) * weights.sharpness
+        h = sharpened(x, weights)
         self.names.append(name)
         self.slopes.append(activation_slope(branch.activation, h))
         self.shape = x.shape

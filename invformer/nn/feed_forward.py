@@ -237,8 +237,14 @@ def slopes(
     x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights, activation: Activation
 ) -> Float[Tensor, "*batch tokens hidden"]:
     """φ′ of every hidden unit at X."""
-    hidden = windows(x, weights.kernel) @ weights.joined() + weights.b_in
-    return activation_slope(activation, hidden * weights.sharpness)
+    return activation_slope(activation, sharpened(x, weights))
+
+
+def sharpened(
+    x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights
+) -> Float[Tensor, "*batch tokens hidden"]:
+    """β h of every hidden unit at X."""
+    return (windows(x, weights.kernel) @ weights.joined() + weights.b_in) * weights.sharpness
 
 
 def feed_forward_jacobian(
