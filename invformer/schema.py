@@ -411,7 +411,9 @@ class MeasureConfig(Section):
     inversion_sequences: int = option(
         16, "sequences that are inverted; 0 for none", within="[0, 1e6]"
     )
-    inversion_method: Literal["picard", "anderson"] = option("anderson", "fixed-point solver")
+    inversion_method: Literal["auto", "picard", "anderson"] = option(
+        "auto", "fixed-point solver; auto is picard, then anderson where that is slow"
+    )
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
     atol: float | None = option(
         None, "residual at which the inverse stops; null follows the dtype", within="(0, 1]"

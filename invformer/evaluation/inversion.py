@@ -19,7 +19,7 @@ from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.precision import unit_roundoff
 
-Method = Literal["picard", "anderson"]
+Method = Literal["auto", "picard", "anderson"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def invert_text(
     certificate: Certificate,
     *,
     dtype: torch.dtype = torch.float32,
-    method: Method = "anderson",
+    method: Method = "auto",
     atol: float | None = None,
     max_steps: int = 500,
     timed: bool = False,

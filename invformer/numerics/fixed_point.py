@@ -37,7 +37,10 @@ from invformer.numerics.residual_equation import (
     residual_equation,
 )
 
-Method = Literal["picard", "anderson", "newton_krylov", "sequential"]
+Method = Literal["picard", "anderson", "auto", "newton_krylov", "sequential"]
+# Picard steps that ``auto`` takes before it calls a sample slow. A step of Anderson's costs about
+# twice one of Picard's, so that it pays where the residual shrinks by less than a half each time.
+PICARD_STEPS = 40
 
 __all__ = [
     "FixedPointError",
@@ -97,6 +100,7 @@ def invert_residual(
             infinite and CONVERGED speaks of the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
         method: ``picard`` (one evaluation a step), ``anderson`` (the same, five steps remembered),
+            ``auto`` (Picard, then Anderson for samples that forty steps do not solve),
             ``newton_krylov`` (Jacobian products, few steps), ``sequential`` (token by token, for
             causal f; f must accept any prefix).
         contraction: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
@@ -195,11 +199,25 @@ class _Solver:
             case "anderson":
                 mixing = Anderson(token_wise=equation.contraction == "causal")
                 return iterate(equation, mixing, self.max_steps, status)
+            case "auto":
+                return self.solve_slow_ones_faster(equation, status)
             case "newton_krylov":
                 jacobian = self.linearise or (lambda x: linearise_by_autograd(equation.f, x))
                 return iterate(equation, NewtonKrylov(jacobian), self.max_steps, status)
             case "sequential":
                 return self.solve_in_time(equation, status)
+
+    def solve_slow_ones_faster(self, equation: ResidualEquation, status: Tensor) -> State:
+        """Picard while its steps are few, then Anderson from where the others stand."""
+        allowed = math.inf if self.max_steps is None else self.max_steps
+        before = iterate(equation, Picard(), int(min(PICARD_STEPS, allowed)), status)
+        slow = before.status == InversionStatus.MAX_STEPS
+        if allowed <= PICARD_STEPS or not bool(slow.any()):
+            return before
+        left = None if self.max_steps is None else self.max_steps - PICARD_STEPS
+        mixing = replace(self, method="anderson", max_steps=left)
+        status = before.status.masked_fill(slow, RUNNING)
+        return _joined(mixing.solve(equation.from_start(before.x), status), [before])
 
     def solve_and_polish(
         self, equation: ResidualEquation, atol: float, rtol: float | None

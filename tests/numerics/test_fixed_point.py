@@ -17,6 +17,7 @@ from invformer.numerics.error_bound import (
     stack_error_bound,
 )
 from invformer.numerics.fixed_point import (
+    PICARD_STEPS,
     FixedPointError,
     FixedPointSolution,
     InversionStatus,
@@ -36,7 +37,7 @@ from tests.numerics.contractions import (
     two_layers,
 )
 
-METHODS: tuple[Method, ...] = ("picard", "anderson", "newton_krylov", "sequential")
+METHODS: tuple[Method, ...] = ("picard", "anderson", "newton_krylov", "sequential", "auto")
 CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
 
 
@@ -678,6 +679,37 @@ def test_anderson_needs_at_most_half_of_picards_evaluations_on_a_slow_map() -> N
     assert evaluations["picard"] > 60
     assert evaluations["anderson"] <= evaluations["picard"] / 2
     assert evaluations["newton_krylov"] <= evaluations["picard"] / 2
+
+
+def test_auto_is_picard_where_that_is_quick_and_goes_on_with_anderson_where_it_is_slow() -> None:
+    share = torch.tensor([0.1, 0.5, 1.0])[:, None, None]
+    f = slow_map(3, 8, 16, 0.95)
+
+    def scaled(z: Tensor) -> Tensor:
+        return share * f(z)
+
+    x = torch.randn(3, 8, 16)
+    settings = {"lipschitz_bound": 0.95, "norm": "token_max"}
+    picard = invert_residual(scaled, x + scaled(x), method="picard", **settings)
+    auto = invert_residual(scaled, x + scaled(x), method="auto", **settings)
+    assert all_converged(auto)
+    assert (true_error(auto, x) <= auto.error_bound).all()
+    assert picard.num_steps[:2].amax() <= PICARD_STEPS < picard.num_steps[2]
+    torch.testing.assert_close(auto.value[:2], picard.value[:2], rtol=0, atol=0)
+    assert torch.equal(auto.num_steps[:2], picard.num_steps[:2])
+    assert PICARD_STEPS < auto.num_steps[2] < picard.num_steps[2]
+
+
+@pytest.mark.parametrize("max_steps", [PICARD_STEPS // 2, PICARD_STEPS, PICARD_STEPS + 3])
+def test_auto_takes_no_more_steps_than_are_allowed(max_steps: int) -> None:
+    f, x = slow_map(2, 8, 16, 0.99), torch.randn(2, 8, 16)
+    solution = invert_residual(
+        f, x + f(x), lipschitz_bound=0.99, norm="token_max", method="auto",
+        max_steps=max_steps, throw=False,
+    )  # fmt: skip
+    assert (solution.status == InversionStatus.MAX_STEPS).all()
+    assert (solution.num_steps == max_steps).all()
+    assert (true_error(solution, x) <= solution.error_bound).all()
 
 
 def test_picard_needs_at_most_the_predicted_steps_and_exactly_so_in_the_worst_direction() -> None:
