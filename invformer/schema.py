@@ -77,6 +77,12 @@ class ModelConfig(Section):
     activation_norm: bool = option(
         True, "invertible ActNorm after each residual branch (contractive models only)"
     )
+    input_radius: float | None = option(
+        None,
+        "radius of a ball that inputs of contractive branches are mapped into, in units of "
+        "sqrt(d_model): keeps deep stacks from multiplying activations; null leaves inputs alone",
+        within="[1e-3, 1e6]",
+    )
     d_embedding: int | None = option(
         None,
         "channels the embedding writes, the rest start at zero (contractive models only); "
@@ -123,6 +129,11 @@ class ModelConfig(Section):
                 f"{self.feed_forward_kernel} tokens are more than a certificate of whole Lipschitz "
                 "constants allows: 1, or model.certificate=causal",
             )
+        if self.input_radius is not None:
+            if not self.is_contractive:
+                self.refuse("input_radius", f"{self.name} normalises its inputs already")
+            if self.certificate == "kim_entry_max":
+                self.refuse("input_radius", "nothing is proven of it under kim_entry_max")
         if not self.is_contractive:
             if self.certificate is not None:
                 self.refuse(

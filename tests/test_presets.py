@@ -180,6 +180,14 @@ def test_the_baseline_can_have_the_same_kernel() -> None:
     assert isinstance(model.stack.blocks[0].feed_forward.inner, ConvolutionalFeedForward)
 
 
+@pytest.mark.parametrize("name", ["contractive_l2", "contractive_bounded"])
+def test_the_ball_that_inputs_are_mapped_into_grows_with_the_width(name: str) -> None:
+    block = build_model(
+        ModelConfig(name=name, d_model=16, input_radius=2.0), VOCAB, 8
+    ).stack.blocks[0]
+    assert block.attention.input_radius == block.feed_forward.input_radius == 8.0
+
+
 # --- how a model starts --------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """From a model configuration to modules: one ``match`` per choice."""
 
+import math
 from typing import Any
 
 from invformer.nn.attention import (
@@ -52,6 +53,9 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
     """Contractive blocks, each first writing to its own share of the padded channels."""
     assert config.certificate is not None
     share = (config.d_model - d_embedding) // config.num_layers
+    radius = config.input_radius
+    if radius is not None:  # ActNorm's channels have unit variance, tokens the length √D
+        radius *= math.sqrt(config.d_model)
     blocks = []
     for index in range(config.num_layers):
         first = d_embedding + index * share
@@ -59,7 +63,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = build_contractive_feed_forward(config, channels)
         d_norm = config.d_model if config.activation_norm else None
-        blocks.append(InvertibleBlock(attention, feed_forward, d_norm))
+        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius))
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
 

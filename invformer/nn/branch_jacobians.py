@@ -1,7 +1,7 @@
 """The Jacobians of a stack's residual branches at a text, those of one kind stacked."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +35,7 @@ from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
+from invformer.numerics.ball import BallPoint, to_ball
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
@@ -63,11 +64,11 @@ class BranchGroup:
 def residual_branches(
     model: CharTransformer, x: Float[Tensor, "*batch tokens width"]
 ) -> Iterator[tuple[str, Branch, Tensor]]:
-    """Every residual branch with its name and its input, for the stack's input x."""
+    """Every residual branch with its name and what it sees, for the stack's input x."""
     if isinstance(model.stack, InvertibleStack):
         for name, layer in model.stack.layers():
             if isinstance(layer, InvertibleResidual):
-                yield name, layer.branch, x
+                yield name, layer.branch, layer.seen(x)
             x = layer(x)
         return
     for index, block in enumerate(model.stack.blocks):
@@ -95,12 +96,33 @@ def branch_jacobians(
         kinds.setdefault(type(branch), []).append(branch)
     points = {kind: linearisation_points(branches) for kind, branches in kinds.items()}
     x = model.embedding(tokens)
+    entries: dict[str, BallPoint] = {}
     for name, layer in model.stack.layers():
         if isinstance(layer, InvertibleResidual):
-            x = x + points[type(layer.branch)].visit(name, layer.branch, x)
+            if layer.input_radius is not None:
+                entries[name] = to_ball(x / layer.input_radius)
+            x = x + points[type(layer.branch)].visit(name, layer.branch, layer.seen(x))
         else:
             x = layer(x)
-    return [group for each in points.values() for group in each.groups()]
+    return [behind_ball(group, entries) for each in points.values() for group in each.groups()]
+
+
+def behind_ball(group: BranchGroup, entries: Mapping[str, BallPoint]) -> BranchGroup:
+    """The Jacobians of f ∘ ψ_R from those of f, where there is a radius."""
+    if not entries:
+        return group
+    u, rho = zip(*(entries[name] for name in group.names), strict=True)
+    entry = BallPoint(torch.stack(u), torch.stack(rho))
+
+    def composed(jacobian: LinearMap) -> LinearMap:
+        return replace(
+            jacobian,
+            jvp=lambda dx: jacobian.jvp(entry.derivative(dx)),
+            vjp=lambda dy: entry.derivative(jacobian.vjp(dy)),
+        )
+
+    own_token = None if group.own_token is None else composed(group.own_token)
+    return replace(group, jacobian=composed(group.jacobian), own_token=own_token)
 
 
 class LinearisationPoints(Protocol):

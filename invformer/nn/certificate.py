@@ -183,7 +183,7 @@ def branch_bound(
             )
     if kind == "causal":
         return branch.causal_bound(dtype)
-    return branch.lipschitz_bound(norm, dtype)
+    return layer.lipschitz_bound(norm, dtype)
 
 
 def scale_bounds(layer: ActivationNorm) -> tuple[float, float]:
@@ -203,7 +203,12 @@ def certified_branches(
     model: nn.Module, norm: Norm, dtype: torch.dtype | None = None
 ) -> dict[str, float]:
     """Certified constants of every branch in ``norm``; empty without an invertible stack."""
-    with frozen_weights(model):
+    stack = getattr(model, "stack", model)
+    if not isinstance(stack, InvertibleStack):
+        return {}
+    with frozen_weights(stack):
         return {
-            name: branch.lipschitz_bound(norm, dtype) for name, branch in as_branches(model).items()
+            name: layer.lipschitz_bound(norm, dtype)
+            for name, layer in stack.layers()
+            if isinstance(layer, InvertibleResidual)
         }

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights, shared_weights
+from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import (
     ErrorStep,
     contraction_error_bound,
@@ -19,6 +20,7 @@ from invformer.numerics.error_bound import (
     stack_error_bound,
 )
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
+from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm, vector_norm
 from invformer.numerics.residual_equation import output_rounding
 
@@ -26,19 +28,50 @@ from invformer.numerics.residual_equation import output_rounding
 class InvertibleResidual(nn.Module):
     """y = x + f(x) with Lip(f) ≤ c < 1: a bijection (Behrmann et al. 2019, Theorem 1).
 
+    With a radius R the branch sees ψ_R(x) = x/√(1 + ‖x‖²/R²) of every token, and y = x + f(ψ_R(x)).
+    ψ_R is 1-Lipschitz, so every constant of f holds as it is, and what the branch adds is bounded:
+    activations can no longer multiply from block to block (docs/numerics.md).
+
     Args:
         branch: the contraction f.
+        input_radius: R > 0; None shows the branch x itself.
     """
 
-    def __init__(self, branch: LipschitzBranch) -> None:
+    def __init__(self, branch: LipschitzBranch, input_radius: float | None = None) -> None:
         super().__init__()
         self.branch = branch
+        self.input_radius = input_radius
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """x + f(x)."""
-        return x + self.branch(x)
+        """x + f(ψ_R(x))."""
+        return x + self.added(x)
+
+    def added(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """f(ψ_R(x)), what the layer adds."""
+        return self.branch(self.seen(x))
+
+    def seen(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """ψ_R(x), what the branch sees."""
+        return x if self.input_radius is None else into_ball(x, self.input_radius)
+
+    def exact(self) -> SequenceMap:
+        """f ∘ ψ_R in float64."""
+        branch = exact_copy(self.branch)
+        return lambda x: branch(self.seen(x))
+
+    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+        """A proven upper bound on Lip(f ∘ ψ_R) in ``norm``, for the weights as cast to ``dtype``.
+
+        Raises:
+            ValueError: there is a radius and ``norm`` is entry_max, in which ψ_R does expand.
+        """
+        if self.input_radius is not None and norm == "entry_max":
+            raise ValueError("no bound in entry_max is known with an input_radius")
+        return self.branch.lipschitz_bound(norm, dtype)
 
     def inverse(
         self, y: Float[Tensor, "*batch tokens width"], **options: Any
@@ -51,8 +84,8 @@ class InvertibleResidual(nn.Module):
                 unless they say otherwise.
         """
         options = {"compact": True, "evidence": True, **options}
-        exact = exact_copy(self.branch) if options["evidence"] else None
-        return invert_residual(self.branch, y, residual_map=exact, **options)
+        exact = self.exact() if options["evidence"] else None
+        return invert_residual(self.added, y, residual_map=exact, **options)
 
     def rounding(
         self,
@@ -61,7 +94,7 @@ class InvertibleResidual(nn.Module):
         norm: Norm,
     ) -> Float[Tensor, "samples"]:
         """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
-        return output_rounding(self.branch, x, y, exact_copy(self.branch), norm)
+        return output_rounding(self.added, x, y, self.exact(), norm)
 
 
 class InvertibleBlock(nn.Module):
@@ -71,15 +104,20 @@ class InvertibleBlock(nn.Module):
         attention: contractive attention branch.
         feed_forward: contractive feed-forward branch.
         d_model: width, for the two normalisations; None leaves them out.
+        input_radius: of both residual layers.
     """
 
     def __init__(
-        self, attention: LipschitzBranch, feed_forward: LipschitzBranch, d_model: int | None
+        self,
+        attention: LipschitzBranch,
+        feed_forward: LipschitzBranch,
+        d_model: int | None,
+        input_radius: float | None = None,
     ) -> None:
         super().__init__()
-        self.attention = InvertibleResidual(attention)
+        self.attention = InvertibleResidual(attention, input_radius)
         self.attention_norm = None if d_model is None else ActivationNorm(d_model)
-        self.feed_forward = InvertibleResidual(feed_forward)
+        self.feed_forward = InvertibleResidual(feed_forward, input_radius)
         self.feed_forward_norm = None if d_model is None else ActivationNorm(d_model)
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:

@@ -211,7 +211,7 @@ class CharTransformer(nn.Module):
         if isinstance(self.stack, InvertibleStack):
             for _, layer in self.stack.layers():
                 if isinstance(layer, InvertibleResidual):
-                    x = x + self._extend_branch(layer.branch, x, past)
+                    x = x + self._extend_branch(layer.branch, layer.seen(x), past)
                 else:
                     x = layer(x)
         else:

@@ -15,24 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.ball import BallPoint, to_ball
 from invformer.numerics.l2_attention import own_weight, softmax_jacobian
-
-
-class BallPoint(NamedTuple):
-    """u = ψ(z) and ρ = √(1 − ‖u‖²), kept apart because 1 − ‖u‖² cancels near the sphere."""
-
-    u: Float[Tensor, "*batch tokens d"]
-    rho: Float[Tensor, "*batch tokens 1"]
-
-    def derivative(self, dz: Tensor) -> Tensor:
-        """Dψ dz = ρ (dz − u (u·dz)); symmetric, so it is its own adjoint."""
-        return self.rho * (dz - self.u * (self.u * dz).sum(-1, keepdim=True))
-
-
-def to_ball(z: Float[Tensor, "*batch tokens d"]) -> BallPoint:
-    """ψ(z) = z/√(1 + ‖z‖²), with its ρ."""
-    rho = torch.rsqrt(1 + z.square().sum(-1, keepdim=True))
-    return BallPoint(z * rho, rho)
 
 
 class AttentionPoint(NamedTuple):

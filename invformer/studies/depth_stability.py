@@ -6,8 +6,9 @@ taken. A run has failed if it stopped at a non-finite loss or ended no better th
 of single characters. The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2
 train up to 18. Its learning rate and the place of its LayerNorm are not known to us, so dot product
 and L2 stand here in both orders: LN before each branch (``dot_product``, ``l2``) and after each sum
-(``…_post``), as in Vaswani et al. 2017. The causal variant of contractive L2 attention and
-attention in the unit ball are not the paper's. Windows of one text instead of sentences.
+(``…_post``), as in Vaswani et al. 2017. The causal variant of contractive L2 attention, attention
+in the unit ball and branches that see their inputs in a ball (``…_ball``, ``model.input_radius``)
+are not the paper's. Windows of one text instead of sentences.
 
 ``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
 takes one large GPU for days; resume it at will.
@@ -56,8 +57,12 @@ Kind = Literal[
     "contractive",
     "contractive_causal",
     "contractive_bounded",
+    "contractive_ball",
+    "contractive_bounded_ball",
 ]
 
+# Inputs of the branches of kinds in a ball, in units of √D.
+BALL = 2.0
 # The network of a kind and its certificate.
 NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
     "dot_product": ("dot_product", None),
@@ -66,7 +71,13 @@ NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
     "contractive_causal": ("contractive_l2", "causal"),
     "contractive_bounded": ("contractive_bounded", "token_max"),
 }
-OURS = ("contractive_causal", "contractive_bounded")  # kinds the paper does not have
+# Kinds the paper does not have.
+OURS = (
+    "contractive_causal",
+    "contractive_bounded",
+    "contractive_ball",
+    "contractive_bounded_ball",
+)
 
 # Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
 # verified; the text says only that dot product failed beyond 10 layers and that the best are close.
@@ -202,11 +213,12 @@ def measure(case: Case, device: torch.device) -> Result:
 
 def build_kind(case: Case, vocab_size: int) -> CharTransformer:
     """A fresh model of the kind, in float32."""
-    name, certificate = NETWORKS[case.kind.removesuffix("_post")]
+    name, certificate = NETWORKS[case.kind.removesuffix("_post").removesuffix("_ball")]
     config = ModelConfig(
         name=name, certificate=certificate, d_model=case.d_model,
         num_heads=case.num_heads, num_layers=case.num_layers, position_bias=case.position_bias,
         lipschitz_target=case.lipschitz_target,
+        input_radius=BALL if case.kind.endswith("_ball") else None,
     )  # fmt: skip
     model = build_model(config, vocab_size, case.seq_len)
     if case.kind.endswith("_post"):

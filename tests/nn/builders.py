@@ -25,6 +25,7 @@ def contractive_model(
     bounded: bool = False,
     strictly_causal: bool = False,
     kernel: int = 1,
+    input_radius: float | None = None,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     d_embedding = WIDTH // 3
@@ -57,7 +58,8 @@ def contractive_model(
             feed_forward = ContractiveFeedForward(
                 WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
             )
-        blocks.append(InvertibleBlock(attention, feed_forward, WIDTH if norm else None))
+        width = WIDTH if norm else None
+        blocks.append(InvertibleBlock(attention, feed_forward, width, input_radius))
     kind = "causal" if certificate == "causal" else "global"
     stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
     model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)

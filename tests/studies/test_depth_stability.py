@@ -10,7 +10,7 @@ import torch
 from invformer.config import load_config
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.residual import InvertibleBlock
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.studies import depth_stability
 from invformer.studies.depth_stability import (
     STUDY,
@@ -51,7 +51,7 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
 def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
     model = build_kind(tiny_case(kind, 3), 20)
     expected = {"d": DotProductAttention, "l": L2Attention, "c": ContractiveL2Attention}[kind[0]]
-    if kind == "contractive_bounded":
+    if kind.startswith("contractive_bounded"):
         expected = BoundedAttention
     found = [m for m in model.modules() if isinstance(m, expected)]
     assert len(found) == len(model.stack.blocks) == 3
@@ -59,6 +59,8 @@ def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
     assert (blocks == {PostNormBlock}) == kind.endswith("_post")
     assert (blocks == {InvertibleBlock}) == kind.startswith("contractive")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    radii = {m.input_radius for m in model.modules() if isinstance(m, InvertibleResidual)}
+    assert (None not in radii and bool(radii)) == kind.endswith("_ball")
     if expected is ContractiveL2Attention:
         causal = kind == "contractive_causal"
         assert {m.certificate for m in found} == {"causal" if causal else "token_max"}

@@ -1,0 +1,133 @@
+"""Branches that see their inputs in a ball: the same constants, and nothing that multiplies."""
+
+import pytest
+import torch
+
+from invformer.evaluation.lipschitz import measured_branches
+from invformer.nn.branch_jacobians import branch_jacobians
+from invformer.nn.certificate import NoCertificateError, certified_branches, certify
+from invformer.nn.residual import InvertibleResidual
+from invformer.numerics.linear_map import dense_jacobian, linearise
+from invformer.numerics.norms import vector_norm
+from tests.nn.builders import SEQ_LEN, contractive_model, random_tokens, trained_a_little
+
+# Small enough to bend: tokens of these models have a length of about √12.
+RADIUS = 2.0
+MODELS = [
+    {},
+    {"certificate": "causal"},
+    {"bounded": True},
+    {"bounded": True, "certificate": "causal", "strictly_causal": True, "kernel": 3},
+]
+
+
+def model_in_a_ball(**options):
+    return trained_a_little(contractive_model(input_radius=RADIUS, **options)).eval()
+
+
+def layers_and_inputs(model, tokens):
+    x = model.embedding(tokens).detach()
+    for name, layer in model.stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            yield name, layer, x
+        x = layer(x).detach()
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_no_jacobian_exceeds_the_bounds_of_the_branches(options: dict) -> None:
+    model, tokens = model_in_a_ball(**options), random_tokens(1)
+    bounds = {norm: certified_branches(model, norm) for norm in ("token_max", "frobenius")}
+    for name, layer, x in layers_and_inputs(model, tokens):
+        dense = dense_jacobian(layer.added, x[0])
+        assert torch.linalg.matrix_norm(dense, 2).item() <= bounds["frobenius"][name]
+        rows = dense.unflatten(0, (SEQ_LEN, -1))
+        # ‖X‖_F ≤ 1 holds every token at 1, so a token's rows gain no more than in token_max.
+        assert torch.linalg.matrix_norm(rows, 2).max().item() <= bounds["token_max"][name]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_what_a_branch_adds_stays_bounded_however_large_its_input(options: dict) -> None:
+    model = model_in_a_ball(**options)
+    for _, layer, x in layers_and_inputs(model, random_tokens(2)):
+        added = [layer.added(scale * x).norm(dim=-1).max().item() for scale in (1e3, 1e6)]
+        assert added[1] == pytest.approx(added[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_the_probe_sees_the_jacobians_behind_the_ball(options: dict) -> None:
+    model, tokens = model_in_a_ball(**options), random_tokens(2)
+    layers = {name: (layer, x) for name, layer, x in layers_and_inputs(model, tokens)}
+    for group in branch_jacobians(model, tokens):
+        direction = torch.randn(group.jacobian.shape)
+        pushed, pulled = group.jacobian.jvp(direction), group.jacobian.vjp(direction)
+        several = group.jacobian.jvp(torch.stack([direction, 2 * direction]))
+        torch.testing.assert_close(several[1], 2 * pushed)
+        for index, name in enumerate(group.names):
+            layer, x = layers[name]
+            alone = linearise(layer.added, x)
+            torch.testing.assert_close(pushed[index], alone.jvp(direction[index]))
+            torch.testing.assert_close(pulled[index], alone.vjp(direction[index]))
+
+
+@pytest.mark.parametrize("options", [MODELS[1], MODELS[3]])
+def test_diagonal_blocks_are_those_behind_the_ball(options: dict) -> None:
+    model, tokens = model_in_a_ball(**options), random_tokens(1)
+    bounds = certify(model, dtype=torch.float64).per_branch
+    layers = {name: (layer, x) for name, layer, x in layers_and_inputs(model, tokens)}
+    for group in branch_jacobians(model, tokens):
+        assert group.own_token is not None
+        direction = torch.randn(group.jacobian.shape)
+        pushed = group.own_token.jvp(direction)
+        for index, name in enumerate(group.names):
+            layer, x = layers[name]
+            dense = dense_jacobian(layer.added, x[0]).unflatten(0, (SEQ_LEN, -1))
+            blocks = dense.unflatten(-1, (SEQ_LEN, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+            expected = (blocks @ direction[index, 0].unsqueeze(-1)).squeeze(-1)
+            torch.testing.assert_close(pushed[index, 0], expected)
+            assert torch.linalg.matrix_norm(blocks, 2).max().item() <= bounds[name]
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_estimates_stay_below_local_bounds_and_those_below_bounds(options: dict) -> None:
+    report = measured_branches(model_in_a_ball(**options), random_tokens(2), 60)
+    for branches in report.values():  # a violation would have raised
+        assert all(0 < row["estimate"] <= row["bound"] for row in branches.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_stack_is_undone_within_its_bound(dtype: torch.dtype) -> None:
+    model, tokens = model_in_a_ball().to(dtype), random_tokens(3)
+    certificate = certify(model, dtype=dtype)
+    assert certificate.holds
+    with torch.no_grad():
+        x = model.embedding(tokens)
+        z = model.stack(x)
+        solution = model.stack.inverse(z, certificate)
+    error = vector_norm((solution.value - x).double(), "token_max")
+    assert (error <= solution.error_bound).all()
+    assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
+    assert (model.stack.preimage_bound(x, z, certificate) < 0.1).all()
+
+
+def test_nothing_is_claimed_in_entry_max() -> None:
+    model = model_in_a_ball()
+    with pytest.raises(ValueError, match="entry_max"):
+        certify(model, norm="entry_max")
+    with pytest.raises(ValueError, match="entry_max"):
+        certified_branches(model, "entry_max")
+
+
+def test_the_certificate_still_refuses_what_has_no_proof() -> None:
+    model = model_in_a_ball()
+    model.stack.blocks[0].attention.branch = torch.nn.Identity()
+    with pytest.raises(NoCertificateError, match="Identity"):
+        certify(model)
+
+
+@pytest.mark.parametrize("options", [MODELS[0], MODELS[3]])
+def test_generation_with_kept_tokens_sees_the_same_ball(options: dict) -> None:
+    model, tokens = model_in_a_ball(**options), random_tokens(2)
+    past: dict = {}
+    with torch.no_grad():
+        parts = [model.extend(part, past) for part in tokens.split([5, 1, SEQ_LEN - 6], dim=-1)]
+        torch.testing.assert_close(torch.cat(parts, dim=-2), model(tokens))

@@ -1,0 +1,58 @@
+"""The smooth map into a ball, its Jacobian, and the fast form that training uses."""
+
+import pytest
+import torch
+
+from invformer.numerics.ball import into_ball, to_ball
+
+SCALES = (1e-3, 1.0, 1e3)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_tokens_land_inside_the_ball_in_their_own_direction(scale: float) -> None:
+    x = scale * torch.randn(5, 7)
+    mapped = into_ball(x, 3.0)
+    length = mapped.norm(dim=-1)
+    assert (length < 3.0).all()
+    assert (length <= x.norm(dim=-1)).all()
+    torch.testing.assert_close(mapped / length[:, None], x / x.norm(dim=-1, keepdim=True))
+
+
+def test_short_tokens_hardly_change() -> None:
+    x = 1e-4 * torch.randn(5, 7)
+    torch.testing.assert_close(into_ball(x, 3.0), x, rtol=1e-8, atol=0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_its_jacobian_is_that_of_the_unit_ball_at_the_scaled_point(scale: float) -> None:
+    x, direction = scale * torch.randn(7), torch.randn(7)
+    dense = torch.func.jacrev(lambda z: into_ball(z, 3.0))(x)
+    point = to_ball(x / 3.0)
+    torch.testing.assert_close(point.derivative(direction), dense @ direction)
+    torch.testing.assert_close(dense, dense.T)
+    norm = torch.linalg.matrix_norm(dense, 2).item()
+    assert norm <= 1
+    assert norm == pytest.approx(point.rho.item())
+
+
+def test_no_two_points_move_apart() -> None:
+    x, y = 5 * torch.randn(1000, 4), 5 * torch.randn(1000, 4)
+    apart = (into_ball(x, 3.0) - into_ball(y, 3.0)).norm(dim=-1)
+    assert (apart <= (x - y).norm(dim=-1)).all()
+
+
+def test_gradients_of_both_orders_are_those_of_the_formula() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: into_ball(z, 2.0), x)
+    assert torch.autograd.gradgradcheck(lambda z: into_ball(z, 2.0), x)
+    weights = torch.randn(3, 4)
+    (fast,) = torch.autograd.grad((weights * into_ball(x, 2.0)).sum(), x)
+    (formula,) = torch.autograd.grad((weights * 2 * to_ball(x / 2).u).sum(), x)
+    torch.testing.assert_close(fast, formula)
+
+
+def test_without_gradients_the_same_numbers_come_out() -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    with torch.no_grad():
+        plain = into_ball(x, 2.0)
+    assert torch.equal(plain, into_ball(x, 2.0))
