@@ -246,6 +246,11 @@ class TrainerConfig(Section):
     val_every: int = option(500, "optimiser steps between validations", within=MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
     devices: int = option(1, "devices to train on", within="[1, 1e4]")
+    strategy: Literal["ddp", "fsdp"] = option(
+        "ddp",
+        "with several devices: ddp keeps everything on each, fsdp (FSDP2) shards gradients and "
+        "AdamW's memory",
+    )
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
     accumulate: int = option(1, "batches per optimiser step", within="[1, 1e6]")
@@ -374,11 +379,25 @@ class TrainConfig(Root):
             refuse(
                 "monitor.probe_length", f"{length} is more than data.seq_len={self.data.seq_len}"
             )
+        if self.trainer.strategy == "fsdp":
+            self.check_sharding()
         if self.warmup_steps > self.trainer.max_steps:
             refuse(
                 "optim.warmup_steps",
                 f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}",
             )
+
+    def check_sharding(self) -> None:
+        """What needs whole gradients, or one device, is not sharded."""
+        where = "trainer.strategy"
+        if self.trainer.devices == 1:
+            refuse(where, "fsdp shards over several devices: set trainer.devices=2 or more")
+        if self.optim.name == "muon":
+            refuse(where, "muon updates whole matrices: pick ddp, or optim=adamw")
+        if self.optim.ema_decay is not None:
+            refuse(where, "fsdp keeps no average of the weights: pick ddp, or optim.ema_decay=null")
+        if self.trainer.precision == "64-true":
+            refuse(where, "fsdp trains in 32-true or bf16-mixed: pick ddp, or one of those")
 
     @property
     def warmup_steps(self) -> int:

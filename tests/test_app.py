@@ -265,14 +265,30 @@ def test_an_interrupted_run_saves_its_state_and_says_which_signal(
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
     tmp_path: Path, text_file: Path
 ) -> None:
-    losses = []
-    for name, batch, devices in (("one", 8, 1), ("two", 4, 2)):
+    runs = {}
+    for name, batch, devices in (("one", 8, 1), ("ddp", 4, 2), ("fsdp", 4, 2)):
         arguments = options(
             tmp_path, text_file, f"run.name={name}", f"data.batch_size={batch}",
             f"trainer.devices={devices}", "trainer.accelerator=cpu",
+            f"trainer.strategy={'fsdp' if name == 'fsdp' else 'ddp'}", "monitor.every=1",
+            "monitor.num_sequences=1", "monitor.probe_length=8",
         )  # fmt: skip
         done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        rows = read_rows(tmp_path / "runs" / name / "metrics.jsonl")
-        losses.append([row["train/nats"] for row in rows] + [rows[-1]["val/bpc"]])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        runs[name] = read_rows(tmp_path / "runs" / name / "metrics.jsonl")
+    for key in ("train/nats", "optim/grad_norm", "val/bpc", "lipschitz/token_max/estimate_max"):
+        one, ddp, fsdp = ([row[key] for row in rows if key in row] for rows in runs.values())
+        assert one
+        assert ddp == pytest.approx(one, rel=1e-4)
+        assert fsdp == pytest.approx(one, rel=1e-4)
+    saved = [saved_tensors(tmp_path / "runs" / name) for name in runs]
+    for name, tensor in saved[0].items():
+        assert all(other[name].shape == tensor.shape for other in saved)
+    assert saved[0].keys() == saved[1].keys() == saved[2].keys()
+
+
+def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
+    """Weights and the optimiser's memory in the newest checkpoint; probes know no processes."""
+    files = sorted(newest(run).path.glob("*.safetensors"))
+    named = {f"{f.name}/{k}": v for f in files for k, v in safetensors.torch.load_file(f).items()}
+    return {name: tensor for name, tensor in named.items() if "cuda" not in name}

@@ -41,6 +41,7 @@ from invformer.training.resume import resume_point
 from invformer.training.run_directory import RunDirectory, open_run
 from invformer.training.run_log import JsonLinesSink, RunLog, Sink
 from invformer.training.saving import Checkpoints, RandomState
+from invformer.training.sharding import ShardedStrategy
 from invformer.training.wandb_sink import WandbSink
 
 START_SECONDS = 120.0  # in which a process loads what it needs
@@ -170,7 +171,10 @@ def build_strategy(config: TrainerConfig) -> Strategy | str:
     """
     if config.devices == 1:
         return "auto"
-    return DDPStrategy(timeout=timedelta(seconds=config.rank_timeout + START_SECONDS))
+    timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
+    if config.strategy == "fsdp":
+        return ShardedStrategy(config.devices, timeout)
+    return DDPStrategy(timeout=timeout)
 
 
 def is_first_process() -> bool:

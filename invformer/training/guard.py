@@ -1,6 +1,6 @@
 """Nothing that is not finite ever reaches a weight or the optimiser's memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,19 +41,26 @@ class UpdateGuard:
         self._loss: Tensor
         self._norms: Tensor
 
-    def inspect(self, step: int, loss: Tensor, gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
+    def inspect(
+        self,
+        step: int,
+        loss: Tensor,
+        gradients: Sequence[Tensor],
+        combine: Callable[[Tensor], Tensor] | None = None,
+    ) -> Float[Tensor, ""]:
         """Look at one update.
 
         Args:
             step: its optimiser step.
             loss: a scalar, the sum over the batches of the step.
             gradients: of all parameters.
+            combine: makes norms of whole gradients of those of parts, if these are parts.
 
         Returns:
             The Euclidean norm of all gradients together.
         """
         each = torch._foreach_norm(list(gradients))  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch.stack(each)
+        norms = torch.stack(each) if combine is None else combine(torch.stack(each))
         norm = torch.linalg.vector_norm(norms)
         bad = (~(norm + loss).isfinite()).to(norm)
         if self.lost is None:

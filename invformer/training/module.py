@@ -20,6 +20,14 @@ from invformer.numerics.host import has_answer_at_hand
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
 from invformer.training.run_log import RunLog
+from invformer.training.sharding import (
+    clip_parts,
+    gather,
+    is_sharded,
+    local_part,
+    norms_of_whole,
+    shard,
+)
 from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)
@@ -68,6 +76,16 @@ class CharLanguageModel(L.LightningModule):
         self._normalised: Any = None  # when the constants were last refreshed
         set_manual_refresh(model)
 
+    def configure_model(self) -> None:
+        """Take the model apart if the strategy asks for that."""
+        mesh = self.device_mesh
+        if mesh is not None and not is_sharded(self.model):
+            shard(self.model, mesh["data_parallel"])
+
+    def gather(self) -> None:
+        """Whole weights in their places, where a step or a checkpoint has taken them apart."""
+        gather(self.model)
+
     @property
     def step(self) -> int:
         """The optimiser step that metrics recorded now belong to, counted from zero."""
@@ -101,22 +119,27 @@ class CharLanguageModel(L.LightningModule):
             NonFiniteError: on the CPU, before the update; on a device it is skipped instead, and
                 :meth:`refuse_lost_update` raises later.
         """
+        sharded = is_sharded(self.model)
         with_gradient = [p for p in self.model.parameters() if p.grad is not None]
-        gradients = [p.grad for p in with_gradient if p.grad is not None]
+        gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
         loss = torch.stack(self._losses).sum()
-        norm = self.guard.inspect(self.trainer.global_step, loss, gradients)
+        combine = norms_of_whole if sharded else None
+        norm = self.guard.inspect(self.trainer.global_step, loss, gradients, combine)
         self._losses.clear()
         self.run_log.record(
             self.trainer.global_step,
             {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[-1]["lr"]},
         )
-        if has_answer_at_hand(norm):
+        if sharded or has_answer_at_hand(norm):  # in parts, no update is skipped on the device
             self.refuse_lost_update()
         else:
             assert self.guard.lost is not None
             optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
         limit = math.inf if self.grad_clip is None else self.grad_clip
-        torch.nn.utils.clip_grads_with_norm_(with_gradient, limit, norm, foreach=True)
+        if sharded:
+            clip_parts(gradients, limit, norm)
+        else:
+            torch.nn.utils.clip_grads_with_norm_(with_gradient, limit, norm, foreach=True)
 
     def refuse_lost_update(self) -> None:
         """Whether all updates so far were finite; waits for the device.
@@ -140,6 +163,7 @@ class CharLanguageModel(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them; record what that costs."""
         super().optimizer_step(*args, **kwargs)
+        self.gather()
         if self.average is not None:
             self.average.update(self.trainer.global_step)
         if not self.is_normalised:
@@ -159,6 +183,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
+        self.gather()
         refresh_normalisers(self.model)
         if self.average is not None:
             self.average.follow()
@@ -180,6 +205,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_train_end(self) -> None:
         """The average is what came of it."""
+        self.gather()
         if self.average is not None:
             self.average.swap()
             refresh_normalisers(self.model)

@@ -59,6 +59,9 @@ class Checkpoints(L.Callback):
     ) -> None:
         """Save the state at an interruption, from which the same command continues."""
         interrupted = isinstance(exception, Interrupted)
+        if interrupted and self.started:
+            assert isinstance(pl_module, CharLanguageModel)
+            pl_module.gather()
         finite = all(p.isfinite().all() for p in pl_module.parameters())
         if interrupted and self.started and finite:
             self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})

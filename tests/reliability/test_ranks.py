@@ -122,20 +122,23 @@ def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, mess
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(root: Path) -> None:
-    whole, parts = (
-        options(root, name, "trainer.devices=2", model=DROPOUT) for name in ("two", "two-parts")
-    )
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(
+    root: Path, strategy: str
+) -> None:
+    names = strategy, f"{strategy}-parts"
+    several = "trainer.devices=2", f"trainer.strategy={strategy}"
+    whole, parts = (options(root, name, *several, model=DROPOUT) for name in names)
     finish("not", *whole)
     process = start("tests.reliability.broken_train", "slowly", *parts)
-    while not (root / "two-parts" / "metrics.jsonl").exists() and process.poll() is None:
+    while not (root / names[1] / "metrics.jsonl").exists() and process.poll() is None:
         time.sleep(0.02)
     process.terminate()
     _, stderr = process.communicate(timeout=800)
     assert process.returncode == 143, stderr
     assert stderr.count("\n") == 1
     finish("not", *parts)
-    assert difference(root / "two", root / "two-parts") is None
+    assert difference(root / names[0], root / names[1]) is None
 
 
 def finish(*arguments: str) -> None:

@@ -1,0 +1,142 @@
+"""Fully sharded data parallelism (FSDP2): gradients and the optimiser's memory in parts.
+
+Every process updates its part of every weight and remembers what AdamW remembers of it. Between two
+steps the weights are whole everywhere: the constants that normalise them are functions of whole
+matrices, and so is whatever looks at the model (monitor, certificate, inversion). Checkpoints hold
+whole tensors under the names and numbers that one process gives them, so that a run may go on with
+another number of processes, and evaluation never knows.
+"""
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Replace the model's parameters by this process's parts of them."""
+    # What comes out of a linear layer is a view of its product; nobody writes into logits.
+    warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether :func:`shard` was applied."""
+    return isinstance(model, FSDPModule)
+
+
+def gather(model: nn.Module) -> None:
+    """Put whole weights in their places, until the next backward pass; all processes take part."""
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
+def whole(value: Any) -> Any:
+    """A tensor in parts as a whole one, anything else as it is; all processes take part."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def norms_of_whole(norms: Tensor) -> Tensor:
+    """Euclidean norms of tensors from those of their parts; all processes take part."""
+    squares = norms.double().square()
+    dist.all_reduce(squares)
+    return squares.sqrt().to(norms)
+
+
+def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """What ``clip_grads_with_norm_`` does, for parts of gradients, in place."""
+    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
+    if math.isfinite(limit):
+        torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class ShardedStrategy(ModelParallelStrategy):
+    """Lightning's strategy for FSDP2, with checkpoints of whole tensors through the run's own IO.
+
+    The module shards its model in ``configure_model`` and has a method ``gather``.
+
+    Args:
+        num_processes: one per device.
+        timeout: for whatever the processes do together.
+    """
+
+    def __init__(self, num_processes: int, timeout: timedelta) -> None:
+        super().__init__(
+            data_parallel_size=num_processes,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=False,
+            timeout=timeout,
+        )
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Lightning hands over what a checkpoint holds of the optimiser."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights and buffers, in every process."""
+        module: Any = self.lightning_module
+        state = {name: whole(value) for name, value in module.state_dict().items()}
+        module.gather()  # reading the state has taken them apart
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Every process takes its parts."""
+        assert self.lightning_module is not None
+        present = self.lightning_module.state_dict()
+        weights = {
+            name: part_like(value, present[name]) if name in present else value
+            for name, value in checkpoint["state_dict"].items()
+        }
+        self.lightning_module.load_state_dict(weights, strict=strict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Its state as one process would have it."""
+        state: dict[str, Any] = Strategy.optimizer_state(self, optimizer)
+        memory = {
+            number: {key: whole(value) for key, value in of_parameter.items()}
+            for number, of_parameter in state["state"].items()
+        }
+        return {**state, "state": memory}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Every process takes its parts of what one process would have."""
+        states: list[dict[str, Any]] = checkpoint["optimizer_states"]
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            memory = {
+                number: {
+                    key: part_like(value, parameters[number]) for key, value in of_parameter.items()
+                }
+                for number, of_parameter in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": memory})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Through the run's own IO, in every process."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+
+def part_like(value: Any, parameter: Tensor) -> Any:
+    """This process's part of a tensor that is taken apart like the parameter; else the value."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != parameter.shape:  # a count of steps, or damage that others look for
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value, mesh, placements, src_data_rank=None)  # all have read the whole
