@@ -354,7 +354,7 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
         failed = [(d, r.unigram_nats) for d, r in points if r.failed]
         ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
     unigram = rows[0][1].unigram_nats
-    ours.axhline(unigram, color="0.5", linestyle=":", label="single characters' frequencies")
+    ours.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
     for index, (kind, nats) in enumerate(PAPER_NATS.items()):
         paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **style_of(kind, index))
     text, steps = rows[0][0].corpus, rows[0][0].num_steps
@@ -362,13 +362,13 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     paper.set(ylabel="test nats per character", title="Kim et al. 2021: Penn Treebank (recalled)")
     for axes in (ours, paper):
         axes.set(xlabel="blocks")
-        axes.legend(fontsize="small")
+        axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure
 
 
 def style_of(kind: str, index: int) -> dict[str, Any]:
-    """Marker and line of a kind: dashed with LayerNorm after the sum."""
-    line = "--" if kind.endswith("_post") else "-"
+    """Marker and line of a kind: dashed with LayerNorm after the sum, dotted in a ball."""
+    line = "--" if kind.endswith("_post") else ":" if kind.endswith("_ball") else "-"
     marker = "^" if kind.startswith("contractive") else "s" if kind.startswith("l2") else "o"
     return {"color": str(0.1 * index), "linestyle": line, "marker": marker, "fillstyle": "none"}
 
