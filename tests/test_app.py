@@ -215,9 +215,7 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     ("arguments", "code", "message"),
     [
         (["train.py", "model.d_modl=3"], 2, "did you mean 'model.d_model'"),
-        (["train.py", "data=text_file", "data.path=missing.txt"], 3, "missing.txt"),
         (["evaluate.py", "checkpoint=missing"], 4, "does not exist"),
-        (["evaluate.py", "checkpoint=http://x/y.ckpt"], 4, "only local checkpoints"),
     ],
 )
 def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(

@@ -120,7 +120,7 @@ def test_the_interval_of_a_noisy_power_covers_it() -> None:
 
 
 def test_the_attack_gives_a_square_root_to_dot_products_and_nothing_to_distances() -> None:
-    options = Options(model="two_cluster", attack_sizes=[7, 27, 77])
+    options = Options(model="two_cluster", attack_sizes=[7, 15, 31])
     chosen = [case for case in cases(options) if case.alone]
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert {case.radius for case in chosen} == {100.0}
