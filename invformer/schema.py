@@ -68,7 +68,7 @@ class ModelConfig(Section):
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
     position_bias_form: Literal["table", "linear", "sinusoid"] = option(
         "table",
-        "of the bias over lags: free, or of low rank, which long sequences train faster with",
+        "of the bias over lags: free, or of low rank, with which thousands of tokens train faster",
     )
     attention_kernel: Literal["auto", "math", "blocked", "sdpa", "flex"] = option(
         "auto", "what attention runs on; all but math need memory linear in seq_len"

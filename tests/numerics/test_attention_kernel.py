@@ -13,7 +13,7 @@ from invformer.nn.position_bias import (
     SinusoidalPositionBias,
     VisibilityMask,
 )
-from invformer.numerics.attention_kernel import attend, attend_l2, only
+from invformer.numerics.attention_kernel import attend, attend_l2, choose, only
 from invformer.numerics.blocked_attention import blocked_attention, sum_by_lag, toeplitz
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.linear_map import linearise
@@ -262,6 +262,24 @@ def test_an_impossible_choice_says_why_and_what_to_choose(
     q = torch.randn(1, 2, 5, 4, requires_grad=True)
     with pytest.raises(ValueError, match=reason):
         attend_l2(q, where.logit_bias(5), kernel)
+
+
+@pytest.mark.parametrize(
+    ("bias", "l2", "tokens", "kernel"),
+    [
+        ("table", True, 20, "math"), ("table", True, 40, "blocked"),
+        ("table", True, 4096, "blocked"),
+        ("none", False, 64, "sdpa"), ("none", True, 64, "blocked"), ("none", True, 1024, "sdpa"),
+        ("linear", True, 1024, "blocked"), ("linear", False, 1024, "blocked"),
+        ("linear", True, 2048, "sdpa"), ("sinusoid", False, 2048, "sdpa"),
+    ],
+)  # fmt: skip
+def test_auto_is_the_kernel_that_was_measured_fastest(
+    bias: str, l2: bool, tokens: int, kernel: str
+) -> None:
+    where = position(bias, 1, tokens, torch.float32)
+    q = torch.randn(1, 1, tokens, 4, dtype=torch.float32)
+    assert choose("auto", q, where.logit_bias(tokens), l2) == kernel
 
 
 def test_a_mask_that_is_not_causal_runs_on_the_plain_form_only() -> None:
