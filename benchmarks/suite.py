@@ -29,19 +29,19 @@ def sized(device: str, seq_len: int, d_model: int = WIDTH, num_layers: int = LAY
 
 
 def suite(name: str, device: str) -> Suite:
-    """``quick`` (about a minute), ``default`` (twenty minutes on two cores) or ``full``."""
+    """``quick`` (about a minute), ``default`` (half an hour on two cores) or ``full``."""
     if name == "quick":
         return Suite((Case(32, 32, 2, 2, 4),), seconds=0.5)
     lengths = [64, 256, 1024, 4096]
     widths = [(256, 4), (384, 6)]
     depths = [2, 8]
-    seconds = 8.0
+    seconds = 25.0
     if name == "full":
         lengths, widths = (
             [64, 128, 256, 512, 1024, 2048, 4096, 8192],
             [*widths, (768, 4), (1024, 4)],
         )
-        seconds = 30.0
+        seconds = 60.0
     cases = [sized(device, seq_len) for seq_len in lengths]
     cases += [sized(device, 256, num_layers=depth) for depth in depths]
     cases += [sized(device, 256, width, depth) for width, depth in widths]
