@@ -3,8 +3,7 @@
 Every process updates its part of every weight and remembers what AdamW remembers of it. Between two
 steps the weights are whole everywhere: the constants that normalise them are functions of whole
 matrices, and so is whatever looks at the model (monitor, certificate, inversion). Checkpoints hold
-whole tensors under the names and numbers that one process gives them, so that a run may go on with
-another number of processes, and evaluation never knows.
+whole tensors under the names and numbers that one process gives them.
 """
 
 import math
