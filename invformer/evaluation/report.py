@@ -98,10 +98,14 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def inversion_cost(inversion: Mapping[str, Any]) -> str:
-    """Its time in forward passes of the stack, and without what proves it if that was timed."""
-    forward, bare = inversion["seconds_forward"], inversion["seconds_inverse_bare"]
+    """Its time in forward passes of the stack, and what else was timed: without evidence, coarse."""
+    forward = inversion["seconds_forward"]
     cost = f"{inversion['seconds_inverse'] / forward:.1f} forward passes in {inversion['dtype']}"
-    return cost if bare is None else f"{cost}, {bare / forward:.1f} without evidence"
+    for key, what in (("bare", "without evidence"), ("coarse", "to float32's accuracy")):
+        seconds = inversion[f"seconds_inverse_{key}"]
+        if seconds is not None:
+            cost += f", {seconds / forward:.1f} {what}"
+    return cost
 
 
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:

@@ -259,9 +259,7 @@ class ResidualEquation:
     def with_tolerance(self, atol: float, rtol: float | None) -> "ResidualEquation":
         """The same equation, another tolerance; rtol None is one that can be met comfortably."""
         if rtol is None:
-            # Every step rounds anew and J carries that on: √(1 + c² + c⁴ + …) times one step's.
-            c = self.lipschitz_bound or 0.0
-            rtol = max(LEAST_DEFAULT_RTOL, HEADROOM * self.smallest_rtol() / math.sqrt(1 - c * c))
+            rtol = comfortable_rtol(self.smallest_rtol(), self.lipschitz_bound or 0.0)
         return replace(self, atol=atol, rtol=rtol)
 
     # --- what is known ----------------------------------------------------------------------
@@ -347,6 +345,17 @@ class ResidualEquation:
             rtol=0.0,
             compact=False,
         )
+
+
+def comfortable_rtol(smallest: float, c: float) -> float:
+    """A relative error that can be met with room to spare where ``smallest`` can just be met."""
+    # Every step rounds anew and J carries that on: √(1 + c² + c⁴ + …) times one step's.
+    return max(LEAST_DEFAULT_RTOL, HEADROOM * smallest / math.sqrt(1 - c * c))
+
+
+def rtol_of_single_precision(c: float) -> float:
+    """The relative error that float32 is asked for by default, if c < 1 is proven."""
+    return comfortable_rtol(RESIDUAL_FLOOR[torch.float32] / (1 - c), c)
 
 
 def residual_equation(
