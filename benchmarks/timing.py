@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 WARM_UP = 1
-# A turn lasts at least this long, in seconds: shorter work is repeated within it, as a training loop
-# repeats its step, with its own weights and memory at hand and not those of the neighbour.
+# A turn lasts at least this long, in seconds: shorter work is repeated within it, as a training
+# loop repeats its step, with its own weights and memory at hand and not those of the neighbour.
 SHORTEST_TURN = 1.0
 
 

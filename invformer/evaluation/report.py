@@ -98,7 +98,7 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
 
 
 def inversion_cost(inversion: Mapping[str, Any]) -> str:
-    """Its time in forward passes of the stack, and what else was timed: without evidence, coarse."""
+    """Its time in forward passes of the stack, and without evidence or coarse if that was timed."""
     forward = inversion["seconds_forward"]
     cost = f"{inversion['seconds_inverse'] / forward:.1f} forward passes in {inversion['dtype']}"
     for key, what in (("bare", "without evidence"), ("coarse", "to float32's accuracy")):

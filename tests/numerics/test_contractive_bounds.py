@@ -53,13 +53,13 @@ def check_anchored(problem: AttentionProblem) -> None:
 
 
 @given(attention_problems)
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None, derandomize=True)
 def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> None:
     check_tied(problem)
 
 
 @given(attention_problems)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 def test_no_dense_jacobian_of_anchored_attention_exceeds_its_certificate(
     problem: AttentionProblem,
 ) -> None:

@@ -300,7 +300,7 @@ def test_a_missing_run_is_refused(tmp_path: Path) -> None:
 def test_a_second_start_measures_nothing_and_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*TINY, "layer_sizes=[5]", f"out={tmp_path}"]
+    words = [*TINY, "layer_sizes=[5]", f"out={tmp_path}", "wandb=false"]
     assert main(STUDY, words) == 0
     said = capsys.readouterr().out
     assert "0 violations" in said

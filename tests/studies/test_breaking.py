@@ -59,6 +59,6 @@ def test_a_variant_that_stays_bounded_is_not_called_reproduced() -> None:
 def test_the_default_study_runs_and_reproduces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(STUDY, [f"out={tmp_path}"]) == 0
+    assert main(STUDY, [f"out={tmp_path}", "wandb=false"]) == 0
     assert "verdict: reproduced" in capsys.readouterr().out
     assert (tmp_path / "breaking.png").stat().st_size > 10_000

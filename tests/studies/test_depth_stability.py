@@ -157,6 +157,7 @@ def test_a_text_shorter_than_the_context_is_one_line_and_exit_code_3(
 def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
     argv = [
         f"out={tmp_path}",
+        "wandb=false",
         "num_steps=3",
         "depths=[1, 2]",
         "kinds=[dot_product, l2_post]",

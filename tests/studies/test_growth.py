@@ -208,6 +208,7 @@ def test_the_study_runs_from_start_to_figure(tmp_path: Path, text_file: str) -> 
     options = Options(
         out=str(tmp_path / "out"), text=text_file, sizes=[4, 8, 12], num_sequences=2, layers=[0],
         mask="causal", scales=[0.1, 100.0], scale_tokens=8, attack_sizes=[], num_threads=1,
+        wandb=False,
     )  # fmt: skip
     summary = run(STUDY, options)
     assert len(summary.table) == 3

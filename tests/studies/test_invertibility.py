@@ -101,7 +101,7 @@ def test_cases_hold_every_map_size_range_and_c() -> None:
 
 def test_trained_weights_are_inverted_like_random_ones(tmp_path: Path) -> None:
     words = ["tokens=[8]", "widths=[8]", "num_heads=2", "batch_size=2", "num_steps=30"]
-    assert main(STUDY, [f"out={tmp_path}", "train_steps=5", *words]) == 0
+    assert main(STUDY, [f"out={tmp_path}", "wandb=false", "train_steps=5", *words]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     trained = [line for line in result["table"] if line["weights"] == "trained"]
     assert {line["map"] for line in trained} == {"dot_product", "l2"}

@@ -94,7 +94,7 @@ def test_a_finite_jump_gains_more_than_either() -> None:
 
 
 def test_the_study_runs_from_start_to_figure(tmp_path: Path) -> None:
-    options = Options(out=str(tmp_path), num_measures=9, grid=17, num_threads=1)
+    options = Options(out=str(tmp_path), num_measures=9, grid=17, num_threads=1, wandb=False)
     summary = run(STUDY, options)
     assert summary.outcome == "reproduced", summary.verdict
     assert (tmp_path / "mass_splitting.png").stat().st_size > 10_000

@@ -76,6 +76,7 @@ def test_the_study_runs_from_start_to_figure_and_reproduces_the_paper(tmp_path: 
     options = Options(
         out=str(tmp_path), radii=[2.0, 4.0, 6.0], num_measures=6, bound_radii=[1.0],
         scales=[1.0, 1e4], num_tokens=6, lengths=[2, 5], num_threads=1,
+        wandb=False,
     )  # fmt: skip
     summary = run(STUDY, options)
     assert summary.outcome == "reproduced", summary.verdict

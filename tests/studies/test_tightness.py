@@ -173,7 +173,13 @@ def test_a_shape_that_is_none_is_refused(shape: str) -> None:
 
 
 def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
-    words = ["sizes=[10, 20]", "frobenius_sizes=[5]", "shapes=[2x1]", "shape_tokens=6"]
+    words = [
+        "sizes=[10, 20]",
+        "frobenius_sizes=[5]",
+        "shapes=[2x1]",
+        "shape_tokens=6",
+        "wandb=false",
+    ]
     assert main(STUDY, [f"out={tmp_path}", "num_starts=4", "num_steps=50", *words]) == 0
     assert (tmp_path / "tightness.png").stat().st_size > 10_000
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 2 + 1 + 3
