@@ -3,7 +3,7 @@
 import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,16 +116,18 @@ def invert_text(
         solution = stack.inverse(z, certificate, **options)
         seconds: dict[str, float] = {}
         if timed:
-            other: dict[str, Any] = {"evidence": False}
+            variant: dict[str, Any] = {"evidence": False}
+            name = "bare"
             if dtype == torch.float64:
-                other = {"rtol": rtol_of_single_precision(certificate.bound_max)}
-            names = "forward", "inverse", "coarse" if dtype == torch.float64 else "bare"
-            work = [
-                lambda: stack(x),
-                lambda: stack.inverse(z, certificate, **options),
-                lambda: stack.inverse(z, certificate, **options, **other),
-            ]
-            seconds = dict(zip(names, in_turns(work), strict=True))
+                variant = {"rtol": rtol_of_single_precision(certificate.bound_max)}
+                name = "coarse"
+            seconds = in_turns(
+                {
+                    "forward": lambda: stack(x),
+                    "inverse": lambda: stack.inverse(z, certificate, **options),
+                    name: lambda: stack.inverse(z, certificate, **options, **variant),
+                }
+            )
     decoded = model.embedding.nearest_tokens(solution.value)
     margin = model.embedding.decoding_margin(stack.norm)
     again = model.embedding(decoded)
@@ -158,10 +160,10 @@ def invert_text(
     return decoded, report
 
 
-def in_turns(work: Sequence[Callable[[], Any]], turns: int = 3) -> list[float]:
+def in_turns(work: Mapping[str, Callable[[], Any]], turns: int = 3) -> dict[str, float]:
     """Median seconds of each, one after the other so that a busy machine slows them alike."""
-    taken = [[seconds_of(each) for each in work] for _ in range(turns)]
-    return [statistics.median(times) for times in zip(*taken, strict=True)]
+    taken = [{name: seconds_of(each) for name, each in work.items()} for _ in range(turns)]
+    return {name: statistics.median(times[name] for times in taken) for name in work}
 
 
 def seconds_of(work: Callable[[], Any]) -> float:

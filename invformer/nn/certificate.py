@@ -207,8 +207,4 @@ def certified_branches(
     if not isinstance(stack, InvertibleStack):
         return {}
     with frozen_weights(stack):
-        return {
-            name: layer.lipschitz_bound(norm, dtype)
-            for name, layer in stack.layers()
-            if isinstance(layer, InvertibleResidual)
-        }
+        return {name: layer.lipschitz_bound(norm, dtype) for name, layer in stack.residual_layers()}

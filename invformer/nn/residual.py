@@ -205,11 +205,16 @@ class InvertibleStack(nn.Module):
             for name, layer in block.layers():
                 yield f"block_{index:02d}/{name}", layer
 
-    def branches(self) -> Iterator[tuple[str, LipschitzBranch]]:
-        """Every residual branch by its full name, in the order they act."""
+    def residual_layers(self) -> Iterator[tuple[str, InvertibleResidual]]:
+        """Every residual layer by its full name, in the order they act."""
         for name, layer in self.layers():
             if isinstance(layer, InvertibleResidual):
-                yield name, layer.branch
+                yield name, layer
+
+    def branches(self) -> Iterator[tuple[str, LipschitzBranch]]:
+        """Every residual branch by its full name, in the order they act."""
+        for name, layer in self.residual_layers():
+            yield name, layer.branch
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]

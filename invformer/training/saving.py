@@ -58,12 +58,11 @@ class Checkpoints(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Save the state at an interruption, from which the same command continues."""
-        interrupted = isinstance(exception, Interrupted)
-        if interrupted and self.started:
-            assert isinstance(pl_module, CharLanguageModel)
-            pl_module.gather()
-        finite = all(p.isfinite().all() for p in pl_module.parameters())
-        if interrupted and self.started and finite:
+        if not (isinstance(exception, Interrupted) and self.started):
+            return
+        assert isinstance(pl_module, CharLanguageModel)
+        pl_module.gather()
+        if all(p.isfinite().all() for p in pl_module.parameters()):
             self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})
 
     def save(self, trainer: L.Trainer, name: str, kept: set[str | None]) -> None:

@@ -6,7 +6,6 @@ matrices, and so is whatever looks at the model (monitor, certificate, inversion
 whole tensors under the names and numbers that one process gives them.
 """
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -60,8 +59,7 @@ def norms_of_whole(norms: Tensor) -> Tensor:
 def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
     """What ``clip_grads_with_norm_`` does, for parts of gradients, in place."""
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
-    if math.isfinite(limit):
-        torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
+    torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ShardedStrategy(ModelParallelStrategy):
