@@ -49,6 +49,8 @@ class AttentionCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
+        # What is subtracted from every key, where keys are kept relative to the first.
+        self.origin: Tensor | None = None
         self._kept: list[Tensor] = []
 
     def append(
@@ -131,7 +133,7 @@ class TiedL2Attention(LipschitzBranch):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally, with the frozen or shared weights if there are any."""
         weights = self._shared or self.weights()
-        q = project(x, weights.w_q)
+        q = split_heads(x @ self.joined(weights), len(weights.w_q))
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
 
@@ -140,10 +142,18 @@ class TiedL2Attention(LipschitzBranch):
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         weights = self.weights()
-        (q,) = past.append(project(x, weights.w_q))
-        bias = self.position.last_rows(x.shape[-2], q.shape[-2])
-        y = core.l2_attention_rows(x.shape[-2], q, bias)
+        q = split_heads(x @ self.joined(weights), len(weights.w_q))
+        if past.origin is None:
+            past.origin = q[..., :1, :]
+        q = q - past.origin
+        (keys,) = past.append(core.with_lengths(q))
+        bias = self.position.last_rows(q.shape[-2], keys.shape[-2])
+        y = core.l2_attention_rows(q, keys, bias) + past.origin
         return merge_heads(y) @ weights.g.flatten(-3, -2)
+
+    def joined(self, weights: L2Weights) -> Float[Tensor, "width heads_d_head"]:
+        """[W^Q_1, …, W^Q_H] as one matrix."""
+        return self.derived(weights, lambda held: side_by_side(held.w_q))
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
@@ -418,12 +428,17 @@ def merge_heads(y: Tensor) -> Tensor:
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
-    return split_heads(x @ w.transpose(-3, -2).flatten(-2), w.shape[-3])
+    return split_heads(x @ side_by_side(w), w.shape[-3])
 
 
 def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
-    return merge_heads(q) @ w.transpose(-3, -2).flatten(-2).mT
+    return merge_heads(q) @ side_by_side(w).mT
+
+
+def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+    """[W_1, …, W_H] as one (D, H d) matrix."""
+    return w.transpose(-3, -2).flatten(-2)
 
 
 def paper_output_map(w_q: Tensor, w_v: Tensor, w_o: Tensor) -> Float[Tensor, "heads d_head width"]:

@@ -19,6 +19,7 @@ from invformer.nn.spectral import (
 )
 from invformer.numerics import bounded_attention as core
 from invformer.numerics.attention_kernel import Kernel, attend
+from invformer.numerics.ball import into_ball
 from invformer.numerics.bounds import bounded
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
@@ -142,8 +143,9 @@ class BoundedAttention(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, with the frozen or shared weights if there are any."""
-        w_qkv, temperature, g = self._shared or self.weights()
-        q, k, v = (core.to_ball(z).u for z in self.project(x, w_qkv))
+        weights: BoundedWeights = self._shared or self.weights()
+        _, temperature, g = weights
+        q, k, v = self.seen(self.in_ball(x, weights))
         scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
         y = attend(q * scale, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ g.flatten(-3, -2)
@@ -152,8 +154,9 @@ class BoundedAttention(LipschitzBranch):
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
-        w_qkv, temperature, g = self.weights()
-        q, k, v = (core.to_ball(z).u for z in split(x @ side_by_side(w_qkv), self.num_heads))
+        weights: BoundedWeights = self.weights()
+        _, temperature, g = weights
+        q, k, v = self.in_ball(x, weights)
         k, v = past.append(k, v)
         if self.strictly_causal:
             k, v = delay(k), delay(v)
@@ -173,6 +176,14 @@ class BoundedAttention(LipschitzBranch):
     ) -> Projections:
         """X W of every head: queries, and the keys and values that rows of the same index see."""
         return self.seen(split(x @ side_by_side(w_qkv), self.num_heads))
+
+    def in_ball(
+        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
+    ) -> Projections:
+        """ψ(X W) of every head, each token's own."""
+        joined = self.derived(weights, lambda held: side_by_side(held.w_qkv))
+        z = (x @ joined).unflatten(-1, (3 * self.num_heads, -1))
+        return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
     def seen(self, parts: Projections) -> Projections:
         """Projections as rows see them: strictly causal, keys and values come a token later."""

@@ -2,9 +2,9 @@
 
 import copy
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,9 @@ from invformer.numerics.norms import Norm
 
 # Constants normalised in the forward precision stay below their target after float64 certification.
 ROUNDING_MARGIN = 1 - 2e-5
+
+Weights = TypeVar("Weights")
+Derived = TypeVar("Derived")
 
 
 class LipschitzBranch(nn.Module):
@@ -27,6 +30,8 @@ class LipschitzBranch(nn.Module):
     correction: Tensor
     _frozen: Any = None
     _shared: Any = None
+    # Frozen weights, and what was last made of them.
+    _derived: tuple[Any, Any] | None = None
 
     def __init__(self, lipschitz_target: float = math.inf) -> None:
         super().__init__()
@@ -50,6 +55,15 @@ class LipschitzBranch(nn.Module):
     def weights(self) -> Any:
         """The frozen weights inside :func:`frozen_weights`, the present ones otherwise."""
         return self._frozen if self._frozen is not None else self.effective_weights()
+
+    def derived(self, weights: Weights, make: Callable[[Weights], Derived]) -> Derived:
+        """``make(weights)``, once for frozen weights: a branch has one such thing to make."""
+        if weights is not self._frozen:
+            return make(weights)
+        if self._derived is None or self._derived[0] is not weights:
+            self._derived = weights, make(weights)
+        made: Derived = self._derived[1]
+        return made
 
     def kind(self) -> Hashable:
         """Branches that agree in this can share :meth:`forward_weights`; None: each on its own."""
@@ -109,7 +123,7 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for branch in branches:
-            branch._frozen = None
+            branch._frozen = branch._derived = None
 
 
 @contextmanager

@@ -109,8 +109,6 @@ class ContractiveFeedForward(LipschitzBranch):
 
     # Tokens that a hidden unit sees: its own and those before.
     kernel = 1
-    # The frozen weights last folded, and what came of it.
-    _folded: tuple[FeedForwardWeights, FoldedWeights] | None = None
 
     def __init__(
         self,
@@ -166,9 +164,7 @@ class ContractiveFeedForward(LipschitzBranch):
         Certificates need the matrices apart from β (:meth:`effective_weights`).
         """
         if self.is_frozen:
-            if self._folded is None or self._folded[0] is not self._frozen:
-                self._folded = (self._frozen, fold(self._frozen))
-            return self._folded[1]
+            return self.derived(self._frozen, fold)
         return self._shared or self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:

@@ -1,7 +1,6 @@
 """The character-level language model: embedding, a stack of blocks, a free head."""
 
 import math
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Integer
@@ -60,15 +59,6 @@ class CharEmbedding(nn.Module):
         if norm == "entry_max":
             return margin / math.sqrt(self.token.embedding_dim)
         return margin
-
-
-@runtime_checkable
-class CachedBranch(Protocol):
-    """What sees earlier tokens and can take them one after the other."""
-
-    def next_outputs(self, x: Tensor, past: AttentionCache) -> Tensor:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
-        ...
 
 
 class PreNormBranch(nn.Module):
@@ -225,11 +215,13 @@ class CharTransformer(nn.Module):
         self, branch: nn.Module, x: Tensor, past: dict[nn.Module, AttentionCache]
     ) -> Tensor:
         """f of the new tokens: per token, or with what the branch has kept of the others."""
-        if not isinstance(branch, CachedBranch):
+        next_outputs = getattr(branch, "next_outputs", None)
+        if next_outputs is None:
             return branch(x)
         if branch not in past:
             past[branch] = AttentionCache(self.seq_len)
-        return branch.next_outputs(x, past[branch])
+        outputs: Tensor = next_outputs(x, past[branch])
+        return outputs
 
     @torch.no_grad()
     def generate(

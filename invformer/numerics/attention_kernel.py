@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from invformer.numerics.blocked_attention import blocked_attention
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.l2_attention import l2_attention
+from invformer.numerics.precision import without_autocast
 
 Kernel = Literal["auto", "math", "blocked", "sdpa", "flex"]
 
@@ -91,7 +92,7 @@ def attend(
     if kernel == "sdpa" and bias.is_zero:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if kernel == "flex":
             return _flex(q, k, v, None, bias).view(shape)
         q, k, v = _batched(q), _batched(k), _batched(v)
@@ -117,7 +118,7 @@ def attend_l2(
     if kernel == "math":
         return l2_attention(q, bias.dense())
     shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         if kernel == "blocked":
             q = _batched(q)
             return _blocked(q, q, q, bias, l2=True).view(shape).to(dtype)

@@ -25,6 +25,8 @@ def toeplitz(
     by_lag: Float[Tensor, "heads tokens"], rows: int
 ) -> Float[Tensor, "heads rows tokens"]:
     """The last ``rows`` rows of the matrix b(i − j), −∞ above the diagonal."""
+    if rows == 1:
+        return by_lag.flip(-1).unsqueeze(-2)
     reversed_lags = F.pad(by_lag.flip(-1), (0, rows - 1), value=-math.inf)
     # Contiguous: flip would keep the order of the strides, which is that of the transpose.
     return reversed_lags.unfold(-1, by_lag.shape[-1], 1).contiguous().flip(-2)

@@ -16,6 +16,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from invformer.numerics.precision import without_autocast
+
 
 def attention_weights(
     q: Float[Tensor, "*batch heads tokens d_head"],
@@ -33,22 +35,33 @@ def attention_weights(
     Returns:
         The attention weights; each row sums to one.
     """
-    return _row_weights(q.shape[-2], q, bias)
+    with without_autocast(q.device):
+        k = _shifted(q.to(torch.promote_types(q.dtype, torch.float32)))
+        return _row_weights(k, with_lengths(k), bias)
+
+
+def with_lengths(
+    k: Float[Tensor, "*batch tokens d_head"],
+) -> Float[Tensor, "*batch tokens d_head_and_one"]:
+    """[k_j, −‖k_j‖²/√d], in float32 at least: what queries are multiplied by for their logits.
+
+    The length as one more channel is cheaper than another pass over N² logits.
+    """
+    with without_autocast(k.device):
+        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        lengths = torch.linalg.vecdot(k, k).unsqueeze(-1) / -math.sqrt(k.shape[-1])
+        return torch.cat([k, lengths], -1)
 
 
 def _row_weights(
-    num_rows: int,
-    q: Float[Tensor, "*batch heads tokens d_head"],
+    queries: Float[Tensor, "*batch heads rows d_head"],
+    keys: Float[Tensor, "*batch heads tokens d_head_and_one"],
     bias: Float[Tensor, "#heads rows tokens"] | None,
 ) -> Float[Tensor, "*batch heads rows tokens"]:
-    """The last rows of P."""
-    with torch.autocast(q.device.type, enabled=False):
-        k = _shifted(q.to(torch.promote_types(q.dtype, torch.float32)))
-        scale = 1 / math.sqrt(q.shape[-1])
-        lengths = -scale * k.square().sum(-1, keepdim=True)
-        queries = k[..., k.shape[-2] - num_rows :, :]
-        # ‖q_j‖² enters as one more channel: cheaper than another pass over N² logits.
-        logits = F.pad(2 * scale * queries, (0, 1), value=1.0) @ torch.cat([k, lengths], -1).mT
+    """Rows of P, from queries and from keys with their lengths, relative to one origin."""
+    with without_autocast(queries.device):
+        scale = 2 / math.sqrt(queries.shape[-1])
+        logits = F.pad(scale * queries.to(keys.dtype), (0, 1), value=1.0) @ keys.mT
         return (logits if bias is None else logits + bias).softmax(-1)
 
 
@@ -70,22 +83,22 @@ def l2_attention(
 
 
 def l2_attention_rows(
-    num_rows: int,
-    q: Float[Tensor, "*batch heads tokens d_head"],
+    queries: Float[Tensor, "*batch heads rows d_head"],
+    keys: Float[Tensor, "*batch heads tokens d_head_and_one"],
     bias: Float[Tensor, "#heads rows tokens"],
 ) -> Float[Tensor, "*batch heads rows d_head"]:
-    """The last rows of Y = P q, for tokens that come after others whose q are kept.
+    """Some rows of Y = P k, for tokens that come after others whose k are kept.
 
     Args:
-        num_rows: how many.
-        q: queries of all tokens, which are also the keys and the values.
-        bias: those rows of the logits' bias.
+        queries: their k, which are also the last keys.
+        keys: those of all tokens, as :func:`with_lengths` gives them.
+        bias: their rows of the logits' bias.
 
     Returns:
-        The outputs of the last tokens.
+        Their outputs, relative to the same origin as queries and keys.
     """
-    p = _row_weights(num_rows, q, bias)
-    return (p @ q.to(p.dtype)).to(q.dtype)
+    p = _row_weights(queries, keys, bias)
+    return (p @ keys[..., :-1]).to(queries.dtype)
 
 
 def l2_attention_jvp(

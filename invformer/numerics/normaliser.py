@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.host import has_answer_at_hand
+from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
@@ -86,7 +87,7 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
     margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
     tall = [tall_side(w.to(_product_dtype(w))) for w in weights]
     tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
-    with torch.autocast(weights[0].device.type, enabled=False):
+    with without_autocast(weights[0].device):
         tall, grams, log_scale = _grams_of_trace_one(tall)
         by_trial = (
             has_answer_at_hand(grams)

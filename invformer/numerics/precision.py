@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -14,6 +14,16 @@ RESIDUAL_FLOOR = {
     torch.float16: 3e-3,
     torch.bfloat16: 2e-2,
 }
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Operations in the formats of their arguments, also under autocast; nothing where it is off.
+
+    Entering ``torch.autocast`` costs as much as several operations on a token.
+    """
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

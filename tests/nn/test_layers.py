@@ -208,6 +208,25 @@ def test_frozen_weights_compute_the_same_function() -> None:
     assert all(branch._frozen is None for _, branch in model.stack.branches())
 
 
+@pytest.mark.parametrize(
+    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+)
+def test_what_is_made_of_frozen_weights_is_made_once_and_forgotten_with_them(build) -> None:
+    model = trained_a_little(build()).eval()
+    tokens = random_tokens(2)
+    with torch.no_grad(), frozen_weights(model):
+        first = model(tokens)
+        made = [branch._derived for _, branch in model.stack.branches()]
+        assert torch.equal(model(tokens), first)
+        assert [branch._derived for _, branch in model.stack.branches()] == made
+        assert None not in made
+    assert all(branch._derived is None for _, branch in model.stack.branches())
+    for parameter in model.parameters():
+        parameter.data *= 1.1
+    with torch.no_grad(), frozen_weights(model):
+        assert not torch.equal(model(tokens), first)
+
+
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
     "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]

@@ -175,10 +175,11 @@ def test_the_mass_of_every_bias_is_the_sum_over_its_visible_lags(bias: str) -> N
     torch.testing.assert_close(where.log_mass_per_row()[:, -1], where.log_mass().double())
 
 
-def test_toeplitz_rows_and_sums_along_diagonals_are_adjoint() -> None:
-    by_lag, t = torch.randn(2, 9, requires_grad=True), torch.randn(2, 4, 9)
-    rows = toeplitz(by_lag, 4)
-    lag = torch.arange(5, 9)[:, None] - torch.arange(9)
+@pytest.mark.parametrize("num_rows", [1, 4, 9])
+def test_toeplitz_rows_and_sums_along_diagonals_are_adjoint(num_rows: int) -> None:
+    by_lag, t = torch.randn(2, 9, requires_grad=True), torch.randn(2, num_rows, 9)
+    rows = toeplitz(by_lag, num_rows)
+    lag = torch.arange(9 - num_rows, 9)[:, None] - torch.arange(9)
     expected = by_lag[:, lag.clamp(min=0)].masked_fill(lag < 0, -math.inf)
     assert torch.equal(rows, expected)
     (pulled,) = torch.autograd.grad(rows, by_lag, t)
