@@ -14,7 +14,7 @@ baselines and certified alike. The paper: Kim et al. 2021, whose contractive mod
 at equal depth.
 
 ``scale=paper``: the sizes of nanoGPT's CPU recipe on Tiny Shakespeare; five c, three depths, both
-optimisers, two learning rates and three seeds make 792 trainings. Resume it at will; the same
+optimisers, two learning rates and three seeds make 1152 trainings. Resume it at will; the same
 command with ``num_seeds=1`` trains and draws a third of it.
 """
 
@@ -90,6 +90,9 @@ class Options(StudyOptions):
     certificates: list[CertificateName] = option(
         ["token_max", "causal"], "of the contractive models; kim_* are for tied L2 attention only"
     )
+    strictly_causal: list[bool] = option(
+        [False, True], "whether tokens of contractive_bounded see only those before them"
+    )
     lipschitz_targets: list[float] = option(
         [0.5, 0.7, 0.97], "c of the contractive models", within="(0, 1)"
     )
@@ -132,6 +135,7 @@ class Case:
 
     model: Attention
     certificate: CertificateName | None
+    strictly_causal: bool
     lipschitz_target: float | None
     optimiser: Optimiser
     num_layers: int
@@ -225,12 +229,13 @@ def cases(options: Options) -> list[Case]:
             )
     grid = itertools.product(
         range(options.seed, options.seed + options.num_seeds), options.depths, options.models,
-        options.certificates, options.lipschitz_targets, options.optimisers, options.lr,
-        options.muon_lr,
+        options.certificates, options.strictly_causal, options.lipschitz_targets,
+        options.optimisers, options.lr, options.muon_lr,
     )  # fmt: skip
     found = [
         Case(
             model=model, certificate=certificate_of(model, certificate),
+            strictly_causal=strictly and model == "contractive_bounded",
             lipschitz_target=target if is_contractive(model) else None, optimiser=optimiser,
             num_layers=depth, seed=seed, lr=lr, muon_lr=muon_lr if optimiser == "muon" else None,
             weight_decay=options.weight_decay, d_model=options.d_model,
@@ -240,7 +245,7 @@ def cases(options: Options) -> list[Case]:
             path=data.path, max_characters=data.max_characters, val_fraction=data.val_fraction,
             test_fraction=data.test_fraction, sha256=text.sha256,
         )
-        for seed, depth, model, certificate, target, optimiser, lr, muon_lr in grid
+        for seed, depth, model, certificate, strictly, target, optimiser, lr, muon_lr in grid
     ]  # fmt: skip
     return list(dict.fromkeys(found))
 
@@ -298,8 +303,8 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.T
     text = read_text(*text_of(case))
     torch.manual_seed(case.seed)
     config = ModelConfig(
-        name=case.model, certificate=case.certificate, d_model=case.d_model,
-        num_heads=case.num_heads, num_layers=case.num_layers,
+        name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
+        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     )  # fmt: skip
     model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
@@ -395,8 +400,9 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Model and certificate."""
-        return f"{self.case.model} {self.case.certificate or ''}".strip()
+        """Model and certificate, and whether tokens see only those before them."""
+        strictly = "strictly" if self.case.strictly_causal else None
+        return " ".join(filter(None, (self.case.model, self.case.certificate, strictly)))
 
     def __str__(self) -> str:
         c, depth = self.case.lipschitz_target, self.case.num_layers
@@ -464,6 +470,7 @@ def table_line(point: Point, free: Point | None) -> dict[str, Any]:
     return {
         "model": case.model,
         "certificate": case.certificate,
+        "strictly causal": case.strictly_causal if case.model == "contractive_bounded" else None,
         "c": case.lipschitz_target,
         "optimiser": case.optimiser,
         "layers": case.num_layers,

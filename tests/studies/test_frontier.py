@@ -56,7 +56,7 @@ def grid(*words: str) -> list[Case]:
 
 
 def only(*words: str) -> Case:
-    (case,) = grid("certificates=[token_max]", *words)
+    (case,) = grid("certificates=[token_max]", "strictly_causal=[false]", *words)
     return case
 
 
@@ -70,13 +70,25 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     trainings = {model: 0 for model in get_args(Attention)}
     for case in found:
         trainings[case.model] += 1
-    # Once with AdamW and with either rate of Muon; times c; times certificate.
+    # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not.
     assert trainings == {
-        "dot_product": 3, "l2": 3, "contractive_l2": 18, "contractive_bounded": 12
+        "dot_product": 3, "l2": 3, "contractive_l2": 18, "contractive_bounded": 24
     }  # fmt: skip
+    assert {c.model for c in found if c.strictly_causal} == {"contractive_bounded"}
     bounded = {c.certificate for c in found if c.model == "contractive_bounded"}
     assert bounded == {"token_max", "causal"}
     assert {(c.certificate, c.lipschitz_target) for c in found if c.model == "l2"} == {(None, None)}
+
+
+def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
+    words = "models=[contractive_bounded]", "certificates=[causal]"
+    strictly, plain = grid(*words)[::-1]
+    assert strictly == replace(plain, strictly_causal=True)
+    for case in (strictly, plain):
+        attention = train(case, CPU)[0].stack.blocks[0].attention.branch
+        assert attention.strictly_causal == case.strictly_causal
+    labels = [point.label for point in points_of([(plain, CERTIFIED), (strictly, CERTIFIED)])]
+    assert labels == ["contractive_bounded causal", "contractive_bounded causal strictly"]
 
 
 def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
@@ -253,7 +265,8 @@ def test_a_lost_training_is_resumed_as_the_row_it_is(
 def test_a_small_study_runs_from_start_to_figure_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]"]
+    argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]",
+            "strictly_causal=[false]"]  # fmt: skip
     assert main(STUDY, argv) == 0
     measured = []
     inner = STUDY.measure
