@@ -47,7 +47,7 @@ from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
-from invformer.studies.attention_distribution import train, validation_windows
+from invformer.studies.regularised_training import train, validation_windows
 from invformer.studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
 from invformer.studies.text import TextConfig, read_text
 

@@ -22,27 +22,29 @@ from invformer.studies.attention_distribution import (
     SCALES,
     STUDY,
     Case,
-    Layer,
     Options,
     Result,
     at_equal_loss,
-    attention_inputs,
     build,
     cases,
-    compare,
     constant_of,
-    dot_product_terms,
     draw,
     equal_loss,
-    heads_of,
-    l2_jasmin_bound,
     measure,
     penalty_of,
     random_tokens,
-    sensitivity,
     summarise,
     tightness_by_group,
 )
+from invformer.studies.layer_bounds import (
+    Layer,
+    compare,
+    dot_product_terms,
+    heads_of,
+    l2_jasmin_bound,
+    sensitivity,
+)
+from invformer.studies.regularised_training import attention_inputs
 from invformer.studies.study import main
 from tests.saved_runs import save_run
 

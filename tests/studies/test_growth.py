@@ -14,8 +14,9 @@ from invformer.nn.attention import DotProductAttention
 from invformer.nn.position_bias import CausalMask
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.schema import TrainConfig
-from invformer.studies import growth
-from invformer.studies.growth import STUDY, Attention, Case, Options, cases, fit, measure
+from invformer.studies import growth, measured_layers
+from invformer.studies.growth import STUDY, Attention, Case, Options, cases, measure
+from invformer.studies.power_law import fit
 from invformer.studies.study import main, run
 from tests.saved_runs import save_run
 
@@ -26,7 +27,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> None:
-    for cache in (growth.source, growth.network, growth.attacked):
+    for cache in (measured_layers.source, measured_layers.network, growth.attacked):
         cache.cache_clear()
 
 
@@ -51,13 +52,13 @@ def test_the_constant_of_a_layer_is_a_dense_singular_value(
 ) -> None:
     case = on_text(attention, text_file, causal=causal, scale=2.0, num_tokens=4)
     found = measure(case, CPU)
-    network = growth.source("small", "", attention, text_file, 0)
+    network = measured_layers.source("small", "", attention, text_file, 0)
     layer = network.layer(growth.sequences(network.tokens, 4, 2, 0), 1)
     visible = torch.ones(4, 4, dtype=torch.bool)
     bias = torch.zeros(1, 4, 4).masked_fill(~(visible.tril() if causal else visible), -math.inf)
 
     def naive(x: torch.Tensor) -> torch.Tensor:
-        if isinstance(layer.weights, growth.DotProduct):
+        if isinstance(layer.weights, measured_layers.DotProduct):
             return naive_dot_product(x, layer.weights, bias)
         return naive_l2(x, layer.weights, bias)
 
@@ -69,7 +70,7 @@ def test_the_constant_of_a_layer_is_a_dense_singular_value(
 
 
 def naive_dot_product(
-    x: torch.Tensor, weights: growth.DotProduct, bias: torch.Tensor
+    x: torch.Tensor, weights: measured_layers.DotProduct, bias: torch.Tensor
 ) -> torch.Tensor:
     heads = []
     for w_q, w_k, w_v in zip(*weights[:3], strict=True):
@@ -79,7 +80,7 @@ def naive_dot_product(
     return torch.cat(heads, -1) @ weights.w_o
 
 
-def naive_l2(x: torch.Tensor, weights: growth.TiedL2, bias: torch.Tensor) -> torch.Tensor:
+def naive_l2(x: torch.Tensor, weights: measured_layers.TiedL2, bias: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(x)
     for w_q, g in zip(weights.w_q, weights.g, strict=True):
         q = x @ w_q
@@ -90,9 +91,9 @@ def naive_l2(x: torch.Tensor, weights: growth.TiedL2, bias: torch.Tensor) -> tor
 
 def test_our_layer_is_measured_as_it_computes() -> None:
     attention = DotProductAttention(8, 2, CausalMask(5))
-    weights = growth.own_weights(attention)
+    weights = measured_layers.own_weights(attention)
     x = torch.randn(3, 5, 8)
-    function = growth.dot_product_map(weights, growth.causal_bias(5))
+    function = growth.dot_product_map(weights, measured_layers.causal_bias(5))
     torch.testing.assert_close(function(x), attention(x))
 
 
@@ -190,10 +191,10 @@ def test_without_transformers_one_line_says_what_runs(
 @pytest.mark.skipif(NO_TRANSFORMERS, reason="needs transformers")
 @pytest.mark.parametrize("name", ["small_gpt2", "small_bert"])
 def test_a_layer_of_transformers_is_measured_as_it_computes(name: str) -> None:
-    model, shape = growth.network(name, "", 0)
+    model, shape = measured_layers.network(name, "", 0)
     model.float()
     tokens = torch.randint(0, 100, (2, 7))
-    layer = growth.hub_layer(model, shape, tokens, 1)
+    layer = measured_layers.hub_layer(model, shape, tokens, 1)
     inner = model.h[1].attn if name == "small_gpt2" else model.encoder.layer[1].attention.self
     attend = growth.dot_product_map(layer.weights, layer.bias)
     if name == "small_bert":

@@ -13,7 +13,7 @@ from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.studies import robustness
-from invformer.studies.attention_distribution import train, validation_windows
+from invformer.studies.regularised_training import train, validation_windows
 from invformer.studies.robustness import (
     NORMS,
     NOTHING,

@@ -1,0 +1,61 @@
+"""A power law C n^α through measured points, with a bootstrap interval for its exponent."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+DTYPE = torch.float64
+NUM_RESAMPLES = 1000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Fit:
+    """C nᵅ through a curve, with an interval for α."""
+
+    coefficient: float
+    exponent: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.coefficient:.3g} n^{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        )  # fmt: skip
+
+
+def fit(points: Sequence[tuple[int, Sequence[float]]], seed: int = 0) -> Fit | None:
+    """log L = log C + α log n by least squares; the interval resamples lengths and sequences.
+
+    Args:
+        points: n and the constants of its sequences, of which the k-th belong together.
+        seed: of the bootstrap.
+
+    Returns:
+        The fit with a 95 % percentile interval, or None for less than three lengths.
+    """
+    if len(points) < 3:
+        return None
+    n = torch.tensor([float(n) for n, _ in points], dtype=DTYPE).log()
+    values = torch.tensor([list(v) for _, v in points], dtype=DTYPE).log()
+    generator = torch.Generator().manual_seed(seed)
+    slopes = []
+    for _ in range(NUM_RESAMPLES):
+        lengths = torch.randint(len(n), (len(n),), generator=generator)
+        chosen = torch.randint(values.shape[1], (values.shape[1],), generator=generator)
+        if len(set(lengths.tolist())) > 1:
+            slopes.append(line(n[lengths], values[lengths][:, chosen].mean(1))[1])
+    tail = (1 - CONFIDENCE) / 2
+    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(n.new_tensor([tail, 1 - tail])).tolist()
+    intercept, exponent = line(n, values.mean(1))
+    return Fit(math.exp(intercept), exponent, low, high)
+
+
+def line(x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line."""
+    centred = x - x.mean()
+    slope = (centred @ y / centred.square().sum()).item()
+    return y.mean().item() - slope * x.mean().item(), slope
