@@ -33,6 +33,10 @@ from invformer.numerics.bounds import contractive, kim, local
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
+from invformer.numerics.precision import without_autocast
+
+# A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
+LEAST_SIGMA = 1e-18
 
 AttentionCertificate = Literal["token_max", "causal"]
 PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
@@ -200,7 +204,11 @@ class TiedL2Attention(LipschitzBranch):
             raise ValueError("the causal certificate needs a causal mask")
         w_q, g = (cast(w, dtype) for w in self.weights())
         log_mass = self.position.log_mass_per_row().to(w_q.device)
-        return contractive.causal_bound(w_q, g, log_mass.amax(-1))
+        mass = log_mass.amax(-1)
+        # A Lipschitz constant bounds the diagonal blocks too.
+        return min(
+            contractive.causal_bound(w_q, g, mass), contractive.token_max_bound(w_q, g, mass)
+        )
 
 
 class L2Attention(TiedL2Attention):
@@ -277,8 +285,8 @@ class ContractiveL2Attention(TiedL2Attention):
         return self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:
-        """Shape and certificate."""
-        return type(self), self.w_q.weight.shape, self.certificate
+        """Shape, certificate and what kind of mask or bias there is."""
+        return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
 
     @staticmethod
     def forward_weights(branches: Sequence["ContractiveL2Attention"]) -> list[L2Weights]:
@@ -287,7 +295,8 @@ class ContractiveL2Attention(TiedL2Attention):
         log_mass = torch.stack([b.position.log_mass() for b in branches])
         gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)
-        per_head = scale[:, None] / (gain * sigmas([b.w_q for b in branches]))
+        sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)
+        per_head = scale[:, None] / (gain * sigma)
         g = scaled_weights(
             [b.w_g for b in branches], per_head.repeat_interleave(d_head, dim=-1)[..., None]
         )
@@ -359,7 +368,8 @@ class PaperContractiveL2Attention(TiedL2Attention):
         """W^Q, and G_h = c W^Q_hᵀ W^V_h W^O_h / (√d Lip(F))."""
         w_q, w_v = self.w_q.weight, self.w_v.weight
         w_o = self.w_o.weight.unflatten(0, (w_q.shape[0], w_q.shape[2]))
-        scale = self.target_scale() / self.published_bound()
+        bound = self.published_bound()
+        scale = self.target_scale() / bound.clamp_min(torch.finfo(bound.dtype).tiny)
         return L2Weights(w_q, paper_output_map(w_q, w_v, w_o) * scale)
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
@@ -442,5 +452,9 @@ def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
 
 
 def paper_output_map(w_q: Tensor, w_v: Tensor, w_o: Tensor) -> Float[Tensor, "heads d_head width"]:
-    """G_h = W^Q_hᵀ W^V_h W^O_h / √d: the value path of the paper with its factor A_h."""
-    return w_q.mT @ w_v @ w_o / math.sqrt(w_q.shape[-1])
+    """G_h = W^Q_hᵀ W^V_h W^O_h / √d: the value path of the paper with its factor A_h.
+
+    In the precision of the weights, also under autocast: it is G_h that certificates cast.
+    """
+    with without_autocast(w_q.device):
+        return w_q.mT @ w_v @ w_o / math.sqrt(w_q.shape[-1])

@@ -253,7 +253,7 @@ class BoundedAttention(LipschitzBranch):
 
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())
+        w_qkv, temperature, g = as_used(self.weights(), dtype)
         match norm:
             case "token_max":
                 return bounded.token_max_bound(w_qkv, temperature, g)
@@ -270,10 +270,21 @@ class BoundedAttention(LipschitzBranch):
         """
         if not self.position.is_causal:
             raise ValueError("the causal certificate needs a causal mask")
-        w_qkv, temperature, g = (cast(w, dtype) for w in self.weights())
+        w_qkv, temperature, g = as_used(self.weights(), dtype)
         constants = self.log_sharpness.exp(), self.log_temperature.exp()
         gain = own_token_gain(*constants, self.strictly_causal).tolist()
         return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
+
+
+def as_used(weights: BoundedWeights, dtype: torch.dtype | None) -> BoundedWeights:
+    """What a forward pass in ``dtype`` multiplies by; τ as the larger of its two roundings.
+
+    Kernels divide logits by √d, so that q is multiplied by τ√d, rounded; single rows by τ.
+    """
+    w_qkv, temperature, g = (cast(w, dtype) for w in weights)
+    root = math.sqrt(w_qkv.shape[-1])
+    in_kernels = cast(weights.temperature * root, dtype).double() * ((1 + 2.0**-50) / root)
+    return BoundedWeights(w_qkv, torch.maximum(temperature.double(), in_kernels), g)
 
 
 def composed_gain(

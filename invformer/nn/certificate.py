@@ -90,10 +90,16 @@ def certify(
         The certificate. A bound above the target is reported, not hidden: see :func:`enforce`.
 
     Raises:
-        NoCertificateError: the stack contains something without a proof.
+        NoCertificateError: the stack contains something without a proof, or diagonal blocks are to
+            be bounded in another norm than token_max.
     """
     stack = invertible_stack(model)
     norm, kind = norm or stack.norm, kind or stack.kind
+    if kind == "causal" and norm != "token_max":
+        raise NoCertificateError(
+            f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
+            "certify them in token_max"
+        )
     per_branch: dict[str, float] = {}
     scales: dict[str, float] = {}
     inverse_scales: dict[str, float] = {}
@@ -132,6 +138,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
         NoCertificateError: the stack contains something without a proof.
     """
     stack = invertible_stack(model)
+    require_finite(stack)
     certificate = certify(stack, dtype=dtype)
     for attempt in range(5):
         if certificate.holds:
@@ -146,6 +153,17 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
                 branch.correction.mul_(branch.lipschitz_target / bound * (1 - room))
         certificate = certify(stack, dtype=dtype)
     return certificate
+
+
+def require_finite(stack: InvertibleStack) -> None:
+    """Look at every parameter, also at those that no constant depends on.
+
+    Raises:
+        NonFiniteError: one of them is NaN or infinite; the message names its layer.
+    """
+    for name, layer in stack.layers():
+        if not all(parameter.isfinite().all() for parameter in layer.parameters()):
+            raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
 
 
 def invertible_stack(model: nn.Module) -> InvertibleStack:

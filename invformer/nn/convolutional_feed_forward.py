@@ -9,15 +9,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache
-from invformer.nn.branch import cast
 from invformer.nn.feed_forward import (
+    UNFOLDING,
     Activation,
     ContractiveFeedForward,
     FeedForward,
     FoldedWeights,
+    as_used,
 )
 from invformer.numerics.bounds import layers
 from invformer.numerics.norms import Norm
+from invformer.numerics.rounding import product_up
 from invformer.numerics.token_shift import windows
 
 # Pre-activations of earlier tokens' unit-variance channels, at first.
@@ -83,7 +85,7 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
         options: those of :class:`ContractiveFeedForward`, held in ``spectral``.
 
     Raises:
-        ValueError: the kernel has no earlier token.
+        ValueError: the kernel has no earlier token, or another norm is asked for.
 
     Source: ours, docs/numerics.md §16.
     """
@@ -92,6 +94,8 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
         self, d_model: int, d_ff: int, lipschitz_target: float, kernel: int, **options: Any
     ) -> None:
         super().__init__(d_model, d_ff, lipschitz_target, **options)
+        if self.norm != "spectral":
+            raise ValueError(f"a kernel over tokens is held in spectral norms, not in {self.norm}")
         self.kernel = at_least_two(kernel)
         past = (kernel - 1) * d_model
         self.w_past = nn.Parameter(INITIAL_PAST / math.sqrt(past) * torch.randn(past, d_ff))
@@ -134,10 +138,9 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
 
     def causal_bound(self, dtype: torch.dtype | None = None) -> float:
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
-        weights = self.weights()
-        return layers.feed_forward_bound(
-            cast(weights.w_in, dtype), cast(weights.w_out, dtype), self.activation, "token_max"
-        )
+        weights = as_used(self.weights(), dtype)
+        bound = layers.feed_forward_bound(weights.w_in, weights.w_out, self.activation, "token_max")
+        return product_up(bound, UNFOLDING)
 
 
 def next_outputs(

@@ -20,12 +20,14 @@ from invformer.nn.spectral import (
 from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
-from invformer.numerics.rounding import sum_up
+from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.token_shift import windows, windows_adjoint
 
 Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
 INITIAL_SHARPNESS = 8.0
+# Taking β out of folded matrices rounds every entry by 2⁻⁵³ of itself: ‖·‖₂ by √rank times that.
+UNFOLDING = 1 + 2.0**-40
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 # The same, written over their argument: without gradients, new memory costs more than the function.
 IN_PLACE = {
@@ -139,8 +141,9 @@ class ContractiveFeedForward(LipschitzBranch):
         if self.norm == "spectral":
             w_in, w_out = self.w_in(), self.w_out()
         else:
-            w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT)
-            w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT)
+            tiny = torch.finfo(self.w_in.weight.dtype).tiny
+            w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT).clamp_min(tiny)
+            w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT).clamp_min(tiny)
         w_out = self.output_scale() * w_out
         sharpness = self.log_sharpness.exp()
         return FeedForwardWeights(w_in, self.b_in, w_out, sharpness, self.past_weight(sharpness))
@@ -213,20 +216,36 @@ class ContractiveFeedForward(LipschitzBranch):
 
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
-        weights = self.weights()
-        w_out = cast(weights.w_out, dtype)
-        return sum_up(
-            *(
-                layers.feed_forward_bound(cast(w, dtype), w_out, self.activation, norm)
-                for w in weights.by_lag()
-            )
+        weights = as_used(self.weights(), dtype)
+        bounds = (
+            layers.feed_forward_bound(w, weights.w_out, self.activation, norm)
+            for w in weights.by_lag()
         )
+        return product_up(sum_up(*bounds), UNFOLDING)
 
 
 def fold(weights: FeedForwardWeights) -> FoldedWeights:
     """W β, b β and W₂/β, W over all lags."""
     _, b_in, w_out, sharpness, _ = weights
     return weights.joined() * sharpness, b_in * sharpness, w_out / sharpness[:, None]
+
+
+def as_used(weights: FeedForwardWeights, dtype: torch.dtype | None) -> FeedForwardWeights:
+    """What a forward pass in ``dtype`` multiplies by: folded, cast, and β taken out in float64.
+
+    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (β V), so that β only has to be the same twice.
+    """
+    w_in, b_in, w_out = (cast(w, dtype).double() for w in fold(weights))
+    sharpness = weights.sharpness.detach().double()
+    width = weights.w_in.shape[-2]
+    by_lag = w_in / sharpness
+    return FeedForwardWeights(
+        w_in=by_lag[:width],
+        b_in=b_in / sharpness,
+        w_out=w_out * sharpness[:, None],
+        sharpness=sharpness,
+        w_past=by_lag[width:],
+    )
 
 
 def slopes(

@@ -93,8 +93,18 @@ class CausalMask(VisibilityMask):
         return True
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
-        """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0."""
+        """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0.
+
+        Raises:
+            ValueError: that is more than ``seq_len``, beyond which no constant has been proven.
+        """
+        self.require(num_tokens)
         return self.origin.expand(1, num_tokens)
+
+    def require(self, num_tokens: int) -> None:
+        """Raise ValueError for sequences longer than ``seq_len``."""
+        if num_tokens > self.seq_len:
+            raise ValueError(f"{num_tokens} tokens are more than the seq_len of {self.seq_len}")
 
     def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
         """The additive bias b_h(i − j), −∞ above the diagonal, for sequences of ``num_tokens``."""
@@ -140,6 +150,7 @@ class RelativePositionBias(CausalMask):
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The table, after a zero."""
+        self.require(num_tokens)
         return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
@@ -184,6 +195,7 @@ class LinearPositionBias(LowRankPositionBias):
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The line, after a zero."""
+        self.require(num_tokens)
         lag = torch.arange(num_tokens - 1, device=self.slope.device)
         return nn.functional.pad(self.offset[:, None] - self.slope[:, None] * lag, (1, 0))
 
@@ -229,6 +241,7 @@ class SinusoidalPositionBias(LowRankPositionBias):
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The sum, after a zero."""
+        self.require(num_tokens)
         angle = self.angles(num_tokens)[1:]
         cos, sin = angle.cos().to(self.cosine), angle.sin().to(self.cosine)
         # Sums, not matrix products: autocast would run those in half precision.

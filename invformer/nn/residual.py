@@ -168,6 +168,16 @@ class StackBounds(Protocol):
     """What inversion needs of a certificate."""
 
     @property
+    def norm(self) -> Norm:
+        """The norm in which the bounds are stated."""
+        ...
+
+    @property
+    def kind(self) -> Literal["global", "causal"]:
+        """Lipschitz constants, or diagonal blocks."""
+        ...
+
+    @property
     def per_branch(self) -> dict[str, float]:
         """Proven bound of every residual branch."""
         ...
@@ -255,8 +265,14 @@ class InvertibleStack(nn.Module):
                 for about a quarter less work below float64, and nothing is proven of it.
 
         Raises:
-            ValueError: ``polish`` is asked for; a float64 value cannot enter the next layer.
+            ValueError: ``polish`` is asked for, and a float64 value cannot enter the next layer; or
+                the certificate is of another kind or norm than this stack's targets.
         """
+        if (certificate.kind, certificate.norm) != (self.kind, self.norm):
+            raise ValueError(
+                f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
+                f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
+            )
         if options.get("polish"):
             raise ValueError(
                 "a stack is not polished layer by layer: invert a float64 copy instead"
@@ -304,7 +320,12 @@ class InvertibleStack(nn.Module):
 
         Returns:
             One bound per sample, in the stack's norm, by the rounding model.
+
+        Raises:
+            ValueError: the certificate is stated in another norm.
         """
+        if certificate.norm != self.norm:
+            raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
         difference = z.double() - self(x).double()
         outward = 1 + difference[0].numel() * 2.0**-52
         top = ErrorStep(1.0, vector_norm(difference, self.norm) * outward)

@@ -42,9 +42,16 @@ class CharEmbedding(nn.Module):
     def nearest_tokens(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Integer[Tensor, "*batch tokens"]:
-        """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""
-        at_token = x[..., : self.token.embedding_dim] - self.position[: x.shape[-2]].to(x)
-        table = self.token.weight.to(x)
+        """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range.
+
+        In float64 and relative to the centre of all embeddings: otherwise distances of symbols that
+        are near one another, and far from zero, cancel.
+        """
+        table = self.token.weight.double()
+        centre = table.mean(0)
+        table = table - centre
+        at_token = x[..., : self.token.embedding_dim].double() - centre
+        at_token = at_token - self.position[: x.shape[-2]].double()
         # ‖a − e‖² without ‖a‖², which is the same for every symbol e.
         return (table.square().sum(-1) - 2 * at_token @ table.mT).argmin(-1)
 

@@ -20,11 +20,13 @@ def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: flo
 
     Args:
         residual: ‖y − x̂ − f(x̂)‖ plus rounding, in the norm c is stated in.
-        lipschitz_bound: c in [0, 1).
+        lipschitz_bound: c ≥ 0.
 
     Returns:
-        The bound, float64, shaped like the residual.
+        The bound, float64, shaped like the residual; inf unless c < 1.
     """
+    if not lipschitz_bound < 1:  # nor where it is NaN
+        return torch.full_like(residual, math.inf, dtype=torch.float64)
     outward = 1 + 4 * torch.finfo(torch.float64).eps
     return residual.double() / (1 - lipschitz_bound) * outward
 
@@ -46,16 +48,18 @@ def causal_error_bound(
 
     Args:
         token_residual: ‖y_i − x̂_i − f_i(x̂)‖ plus rounding, in the norm of one token.
-        lipschitz_bound: c in [0, 1), constant of x_i ↦ f_i(x_{<i}, x_i) for every fixed past.
+        lipschitz_bound: c ≥ 0, constant of x_i ↦ f_i(x_{<i}, x_i) for every fixed past.
         off_diagonal_bound: L, constant of x_{<i} ↦ f_i from max_{j<i} ‖x_j‖ to the norm of one
             token, for every i; or L_ij, constant of x_j ↦ f_i with everything else fixed.
 
     Returns:
-        One bound per token. Cost O(N) for a number, O(N²) for a matrix.
+        One bound per token, inf unless c < 1. Cost O(N) for a number, O(N²) for a matrix.
 
     Source: ours, docs/numerics.md.
     """
     residual = token_residual.double()
+    if not lipschitz_bound < 1:
+        return torch.full_like(residual, math.inf)
     outward = (1 + 8 * torch.finfo(torch.float64).eps) / (1 - lipschitz_bound)
     errors: list[Tensor] = []
     largest = torch.zeros_like(residual[..., 0])
@@ -83,7 +87,12 @@ class ErrorStep(NamedTuple):
 
 
 def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
-    """Inverting y = x + f(x): the inverse is 1/(1 − c)-Lipschitz, and was found up to its bound."""
+    """Inverting y = x + f(x): the inverse is 1/(1 − c)-Lipschitz, and was found up to its bound.
+
+    Unless c < 1 there need not be an inverse, and no error is bounded.
+    """
+    if not lipschitz_bound < 1:
+        return ErrorStep(math.inf, math.inf)
     return ErrorStep((1 + 2.0**-50) / (1 - lipschitz_bound), error_bound)
 
 
@@ -129,7 +138,9 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
     """
     error = torch.zeros((), dtype=torch.float64)
     for amplification, added in steps:
-        error = amplification * error + torch.as_tensor(added, dtype=torch.float64)
+        # Nothing is proven below a layer that amplifies without bound, not even of no error.
+        carried = amplification * error if amplification < math.inf else math.inf
+        error = carried + torch.as_tensor(added, dtype=torch.float64)
     return error * (1 + 2.0**-50 * max(len(steps), 1))
 
 

@@ -166,25 +166,28 @@ def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
 def _wolkowicz_styan(m: Tensor) -> Tensor:
     """λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F², size r.
 
-    Never above ‖M‖_F, and equal to λ₁ if the other eigenvalues are equal (Wolkowicz & Styan 1980).
+    Hardly above ‖M‖_F, and equal to λ₁ if the other eigenvalues are equal (Wolkowicz & Styan 1980),
+    but for what rounding may have cancelled: in a cluster all of the difference can be lost.
     """
     size = m.shape[-1]
     mean = m.diagonal(dim1=-2, dim2=-1).sum(-1) / size
-    variance = (m.square().sum(-1).sum(-1) - size * mean.square()).clamp(min=0)
+    squares = m.square().sum(-1).sum(-1)
+    lost = 8 * torch.finfo(m.dtype).eps * squares if size > 1 else 0
+    variance = (squares - size * mean.square()).clamp(min=0) + lost
     return mean + ((size - 1) / size * variance).sqrt()
 
 
 def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
 
-    A factorisation in working precision goes through for b down to λ₁ less some roundings, which
-    :data:`NORMALISER_MARGIN` covers as it covers those of G.
+    A factorisation in working precision of size r goes through for b down to λ₁ less some r
+    roundings, seen up to 2 r ε: b is lifted by as much.
     """
     theta, vector, residual = _lanczos(g)
     lift = (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT)
     bound = theta * (1 + lift)
     failed = torch.stack([_factorisation(b, one) for b, one in zip(bound, g, strict=True)]) != 0
-    log_bound = bound.log()
+    log_bound = (bound * (1 + 2 * g.shape[-1] * torch.finfo(g.dtype).eps)).log()
     if bool(failed.any()):
         log_bound[failed], vector[failed] = _gram_iteration(g[failed], num_steps)
     return log_bound, vector

@@ -1,6 +1,7 @@
 """Every attention kernel against naive loops and against each other, derivatives included."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -184,6 +185,15 @@ def test_toeplitz_rows_and_sums_along_diagonals_are_adjoint(num_rows: int) -> No
     assert torch.equal(rows, expected)
     (pulled,) = torch.autograd.grad(rows, by_lag, t)
     torch.testing.assert_close(sum_by_lag(t), pulled)
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_sequences_longer_than_the_certified_length_are_refused(bias) -> None:
+    where = bias(2, 8)
+    for ask in (where, where.logit_bias, partial(where.last_rows, 1)):
+        ask(8)
+        with pytest.raises(ValueError, match="9 tokens are more than the seq_len of 8"):
+            ask(9)
 
 
 def test_nothing_of_the_size_of_seq_len_squared_is_held() -> None:

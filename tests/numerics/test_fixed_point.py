@@ -12,6 +12,7 @@ from invformer.numerics.acceleration import gmres
 from invformer.numerics.error_bound import (
     ErrorStep,
     causal_error_bound,
+    contraction_error_bound,
     residual_step,
     scale_step,
     stack_error_bound,
@@ -755,6 +756,15 @@ def test_the_stack_bound_is_the_recursion_written_out() -> None:
     assert (bound >= by_hand).all()
     torch.testing.assert_close(bound, by_hand, rtol=1e-5, atol=0)
     assert stack_error_bound([]) == 0
+
+
+@pytest.mark.parametrize("constant", [1.0, 1.5, math.inf, math.nan])
+def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(constant: float) -> None:
+    for residual in (torch.zeros(3), torch.ones(3)):
+        assert (contraction_error_bound(residual, constant) == math.inf).all()
+        assert (causal_error_bound(residual, constant, 0.0) == math.inf).all()
+        steps = [residual_step(residual, constant), residual_step(torch.zeros(3), 0.5)]
+        assert (stack_error_bound(steps) == math.inf).all()
 
 
 # --- gradients ----------------------------------------------------------------------------------

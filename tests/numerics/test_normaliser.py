@@ -141,3 +141,30 @@ def test_weights_that_were_lost_give_no_number(size: int, value: float) -> None:
     weight = torch.randn(size, size)
     weight[3, 4] = value
     assert not gram_normaliser(weight)[0].isfinite()
+
+
+@pytest.mark.parametrize(("size", "gap"), [(64, 2e-5), (200, 2e-5), (255, 2e-5)])
+def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int, gap: float) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        left, right = (torch.linalg.qr(torch.randn(size, size)).Q for _ in range(2))
+        values = torch.ones(size)
+        values[0] += gap
+        weight = ((left * values) @ right.mT).float()
+        bound, *_ = gram_normaliser(weight)
+        assert bound >= torch.linalg.svdvals(weight.double())[0]
+
+
+def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bound() -> None:
+    size = 512
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for seed, gap in ((0, 7e-5), (3, 5.6e-5), (5, 6e-5)):
+        torch.manual_seed(seed)
+        basis = torch.randn(size, size)
+        basis[:, 0] -= start * (start @ basis[:, 0]) / start.square().sum()
+        basis = torch.linalg.qr(basis).Q
+        values = torch.ones(size)
+        values[0] += gap
+        weight = ((basis * values) @ basis.mT).float()
+        bound, *_ = gram_normaliser(weight)
+        assert bound >= torch.linalg.svdvals(weight.double())[0]

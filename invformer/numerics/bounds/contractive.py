@@ -245,9 +245,16 @@ def one_input_for_all(
 ) -> float:
     """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for any B_h with ‖B_h‖₂ ≤ a_h.
 
-    ``known`` are weights s_h to try besides a_h‖W_h‖₂ and the like.
+    ``known`` are weights s_h to try besides a_h‖W_h‖₂ and the like. Heads with W_h = 0 are left
+    out, whatever their G_h.
     """
-    before = [a * q for a, q in zip(gains, spectral_norm_bound(w).tolist(), strict=True)]
+    sizes = spectral_norm_bound(w).tolist()
+    heard = [h for h, size in enumerate(sizes) if size != 0]
+    if len(heard) < len(sizes):
+        known = None if known is None else [known[h] for h in heard]
+        gains, w, g = [gains[h] for h in heard], w[heard], g[heard]
+        return one_input_for_all(gains, w, g, known) if heard else 0.0
+    before = [a * q for a, q in zip(gains, sizes, strict=True)]
     heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
     by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]
     bounds = []
@@ -271,6 +278,10 @@ def _scaled_norm(scales: list[float], blocks: Tensor, stack: int) -> float:
 
 
 def _usable(weights: list[float]) -> list[float]:
-    """Positive and finite: within 1e8 of the largest finite one. Any such weights are valid."""
+    """Positive and finite: within 1e250 of the largest finite one. Any such weights are valid.
+
+    A head whose input map is zero or nearly so has an output map that was divided by it: weights of
+    such heads are far below the others, and have to stay there.
+    """
     largest = max((w for w in weights if 0 < w < math.inf), default=1.0)
-    return [min(max(w, 1e-8 * largest), 1e8 * largest) for w in weights]
+    return [min(max(w, 1e-250 * largest), 1e250 * largest) for w in weights]

@@ -1,0 +1,208 @@
+"""Certificates of weights that nobody trains, and of the matrices low precision really uses."""
+
+import math
+
+import pytest
+import torch
+
+from invformer.errors import NonFiniteError
+from invformer.evaluation.inversion import invert_text
+from invformer.nn import (
+    BoundedAttention,
+    CausalMask,
+    ContractiveFeedForward,
+    ContractiveL2Attention,
+    InvertibleBlock,
+    InvertibleStack,
+    NoCertificateError,
+    PaperContractiveL2Attention,
+    RelativePositionBias,
+    certify,
+    enforce,
+)
+from invformer.nn.convolutional_feed_forward import ContractiveConvolutionalFeedForward
+from invformer.nn.transformer import CharEmbedding, CharTransformer
+from invformer.numerics.bounds.layers import ACTIVATION_SLOPE
+from tests.nn.builders import contractive_model, random_tokens, trained_a_little
+
+WIDTH, TOKENS, SYMBOLS, TARGET = 16, 16, 60, 0.9
+
+
+def stack_of(
+    attention: torch.nn.Module, feed_forward: torch.nn.Module, **options
+) -> InvertibleStack:
+    block = InvertibleBlock(attention, feed_forward, None)
+    return InvertibleStack([block], TOKENS, **options).eval().requires_grad_(False)
+
+
+def language_model(stack: InvertibleStack) -> CharTransformer:
+    embedding = CharEmbedding(SYMBOLS, TOKENS, WIDTH, WIDTH)
+    return CharTransformer(embedding, stack, SYMBOLS, WIDTH).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9, 1e-12, 1e-30, 0.0])
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+def test_a_head_with_hardly_any_queries_costs_the_certificate_nothing(
+    certificate: str, size: float
+) -> None:
+    attention = ContractiveL2Attention(WIDTH, 4, CausalMask(TOKENS), TARGET, certificate)
+    attention.w_q.weight.data[0] *= size
+    feed_forward = ContractiveFeedForward(WIDTH, WIDTH, TARGET)
+    stack = stack_of(
+        attention, feed_forward, kind="global" if certificate == "token_max" else "causal"
+    )
+    assert attention.causal_bound() <= TARGET
+    assert attention.lipschitz_bound("frobenius") <= attention.bound_by_construction("frobenius")
+    assert enforce(stack).holds
+    assert attention.correction == 1
+
+
+def test_heads_of_very_unequal_sharpness_stay_below_the_causal_target() -> None:
+    attention = BoundedAttention(
+        WIDTH, 4, 4, CausalMask(TOKENS), TARGET, certificate="causal"
+    ).eval()
+    attention.log_sharpness.data[:, 0] = -40.0
+    attention.log_sharpness.data[:, 1] = 30.0
+    assert attention.causal_bound() <= TARGET
+
+
+def test_no_character_is_certified_by_bounds_that_prove_nothing() -> None:
+    attention = ContractiveL2Attention(WIDTH, 4, RelativePositionBias(4, TOKENS), TARGET)
+    attention.w_q.weight.data[0] = 0
+    feed_forward = ContractiveFeedForward(WIDTH, WIDTH, TARGET, "relu")
+    feed_forward.w_in.weight.data = torch.eye(WIDTH)
+    feed_forward.w_out.weight.data = -torch.eye(WIDTH)
+    feed_forward.b_in.data.fill_(10.0)
+    model = language_model(stack_of(attention, feed_forward))
+    tokens = torch.randint(SYMBOLS, (8, TOKENS))
+    decoded, report = invert_text(model, tokens, enforce(model), method="picard", max_steps=3)
+    assert not torch.equal(decoded, tokens)
+    assert report.preimage_bound > 0
+    assert report.characters_certified <= report.characters_recovered
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("offset", [0.0, 30.0, 300.0])
+def test_symbols_far_from_zero_and_near_each_other_decode_to_themselves(
+    offset: float, spread: float
+) -> None:
+    attention = ContractiveL2Attention(WIDTH, 2, CausalMask(TOKENS), 0.3)
+    model = language_model(stack_of(attention, ContractiveFeedForward(WIDTH, WIDTH, 0.3)))
+    model.embedding.token.weight.data = offset + spread * torch.randn(SYMBOLS, WIDTH)
+    tokens = torch.randint(SYMBOLS, (4, TOKENS))
+    for dtype in (torch.float32, torch.float64):
+        decoded = model.to(dtype).embedding.nearest_tokens(model.embedding(tokens))
+        assert torch.equal(decoded, tokens)
+
+
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+@pytest.mark.parametrize("sharpness", [7.3, 8.0, 10.9])
+def test_feed_forwards_in_bfloat16_are_certified_as_they_multiply(
+    sharpness: float, activation: str, kernel: int
+) -> None:
+    options = {"activation": activation, "initial_sharpness": sharpness}
+    if kernel == 1:
+        branch = ContractiveFeedForward(WIDTH, 64, TARGET, **options)
+    else:
+        branch = ContractiveConvolutionalFeedForward(WIDTH, 64, TARGET, kernel, **options)
+    branch.float()
+    branch.w_in.weight.data = torch.full((WIDTH, 64), 1.3)
+    branch.w_out.weight.data = torch.full((64, WIDTH), 0.7)
+    branch.eval().requires_grad_(False)
+    attention = BoundedAttention(WIDTH, 2, 4, CausalMask(TOKENS), TARGET, certificate="causal")
+    stack = stack_of(attention.float(), branch, kind="causal")
+    certificate = enforce(stack, dtype=torch.bfloat16)
+    w_in, _, w_out = (w.bfloat16().double() for w in branch.folded_weights())
+    # All hidden units are alike: where one has its largest slope, every one has.
+    product = torch.linalg.matrix_norm(w_in[:WIDTH] @ w_out, 2).item()
+    largest = product * ACTIVATION_SLOPE[activation] * (1 - 1e-5)
+    assert largest <= certificate.per_branch["block_00/feed_forward"] <= TARGET
+
+
+def test_the_papers_output_map_does_not_feel_autocast() -> None:
+    attention = PaperContractiveL2Attention(8, 1, CausalMask(TOKENS), TARGET).float().eval()
+    plain = attention.effective_weights().g
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention.effective_weights().g, plain)
+
+
+@pytest.mark.parametrize("d_head", [2, 3, 5, 7])
+def test_the_temperature_that_kernels_use_in_bfloat16_is_certified(d_head: int) -> None:
+    for seed in range(20):
+        torch.manual_seed(seed)
+        attention = BoundedAttention(
+            8, 1, d_head, CausalMask(TOKENS), TARGET, certificate="causal", strictly_causal=True
+        )
+        attention = attention.float().eval().requires_grad_(False)
+        attention.log_temperature.data = torch.randn(1)
+        attention.w_qkv.refresh()
+        weights = attention.weights()
+        root = math.sqrt(d_head)
+        used = (weights.temperature * root).bfloat16().double() / root
+        w_q, g = weights.w_qkv[0, 0].bfloat16().double(), weights.g[0].bfloat16().double()
+        at_least = used * torch.linalg.matrix_norm(w_q, 2) * torch.linalg.matrix_norm(g, 2)
+        assert attention.causal_bound(torch.bfloat16) >= at_least * (1 - 1e-12)
+
+
+def test_diagonal_blocks_are_certified_in_token_max_only() -> None:
+    model = contractive_model()
+    for norm in ("frobenius", "entry_max"):
+        with pytest.raises(NoCertificateError, match=rf"not in {norm}: certify them in token_max"):
+            certify(model, norm=norm, kind="causal")
+
+
+def test_certificates_of_another_kind_or_norm_do_not_bound_errors() -> None:
+    model = trained_a_little(contractive_model())
+    x = model.embedding(random_tokens(1))
+    z = model.stack(x)
+    for wrong in (certify(model, kind="causal"), certify(model, norm="frobenius")):
+        with pytest.raises(ValueError, match="the certificate is"):
+            model.stack.inverse(z, wrong)
+    with pytest.raises(ValueError, match="bounds in frobenius, but lengths in token_max"):
+        model.stack.preimage_bound(x, z, certify(model, norm="frobenius"))
+
+
+@pytest.mark.parametrize("part", ["feed_forward.branch.b_in", "feed_forward_norm.shift"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_parameters_without_a_constant_have_to_be_finite_too(part: str, value: float) -> None:
+    model = contractive_model()
+    model.stack.blocks[1].get_parameter(part).data[0] = value
+    with pytest.raises(NonFiniteError, match=r"block_01/feed_forward(_norm)?: its weights are not"):
+        enforce(model)
+
+
+@pytest.mark.parametrize("log_sharpness", [900.0, -900.0])
+def test_sharpness_out_of_range_is_no_certificate(log_sharpness: float) -> None:
+    model = contractive_model()
+    model.stack.blocks[0].feed_forward.branch.log_sharpness.data[0] = log_sharpness
+    with pytest.raises(NonFiniteError, match="block_00/feed_forward"):
+        enforce(model)
+
+
+def test_kernels_over_tokens_are_not_held_in_entry_max() -> None:
+    with pytest.raises(ValueError, match="held in spectral norms, not in entry_max"):
+        ContractiveConvolutionalFeedForward(8, 8, TARGET, 3, norm="entry_max")
+
+
+def test_layers_with_different_masks_run_side_by_side() -> None:
+    blocks = [
+        InvertibleBlock(
+            ContractiveL2Attention(WIDTH, 2, position, TARGET),
+            ContractiveFeedForward(WIDTH, WIDTH, TARGET),
+            None,
+        )
+        for position in (CausalMask(TOKENS), RelativePositionBias(2, TOKENS))
+    ]
+    x = torch.randn(2, TOKENS, WIDTH)
+    stack = InvertibleStack(blocks, TOKENS).eval()
+    assert stack(x).allclose(blocks[1](blocks[0](x)))
+
+
+@pytest.mark.parametrize("certificate", ["kim_entry_max", "kim_frobenius"])
+def test_a_layer_of_zeros_adds_nothing_and_is_proven_to(certificate: str) -> None:
+    attention = PaperContractiveL2Attention(8, 2, CausalMask(TOKENS), TARGET, certificate).eval()
+    attention.w_o.weight.data.zero_()
+    attention.w_o.refresh()
+    assert (attention(torch.randn(2, TOKENS, 8)) == 0).all()
+    assert attention.lipschitz_bound(certificate.removeprefix("kim_")) <= TARGET
