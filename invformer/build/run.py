@@ -24,12 +24,14 @@ from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError
 from invformer.nn.probe_budget import MOST_SEQUENCES
+from invformer.nn.transformer import CharTransformer
 from invformer.ranks import DIRECTORY, tell
 from invformer.schema import DataConfig, TrainConfig, TrainerConfig
 from invformer.training.callbacks import (
     CertificateKeeper,
     Flush,
     InversionMonitor,
+    LastValidation,
     StepProgress,
 )
 from invformer.training.checkpoint_io import DirectoryCheckpointIO
@@ -92,6 +94,7 @@ def build_run(config: TrainConfig) -> Run:
     if trainer_config.num_threads is not None:
         torch.set_num_threads(trainer_config.num_threads)
     refuse_missing_devices(trainer_config)
+    refuse_missing_kernel(config)
     data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
     directory = open_directory(config)
     metadata = build_metadata(config, data)
@@ -101,15 +104,9 @@ def build_run(config: TrainConfig) -> Run:
         metadata["wandb_run_id"] = run_id
     run_log = build_run_log(directory, wandb, resume) if is_first_process() else RunLog([])
     L.seed_everything(config.run.seed, verbose=False)
-    model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    model.initialise(data.first_batch(trainer_config.devices * trainer_config.accumulate)[0])
-    model.stack.checkpoint_activations = trainer_config.checkpoint_activations
-    if trainer_config.compile:
-        for block in model.stack.blocks:
-            block.compile()
     optim = config.optim
     module = CharLanguageModel(
-        model,
+        starting_model(config, data),
         lambda m: build_optimizer(
             m, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
             betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
@@ -124,8 +121,7 @@ def build_run(config: TrainConfig) -> Run:
     )  # fmt: skip
     trainer = L.Trainer(
         max_steps=trainer_config.max_steps,
-        val_check_interval=min(trainer_config.val_every, trainer_config.max_steps)
-        * trainer_config.accumulate,
+        val_check_interval=trainer_config.val_every * trainer_config.accumulate,
         check_val_every_n_epoch=None,
         accelerator=trainer_config.accelerator,
         devices=trainer_config.devices,
@@ -148,6 +144,24 @@ def build_run(config: TrainConfig) -> Run:
     return Run(config, directory, module, data, trainer, wandb, resume)
 
 
+def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer:
+    """The model that training begins with, in the precision that its weights are kept in.
+
+    Lightning's plugin converts it only after a checkpoint was restored, which would round the
+    checkpoint's weights to single precision first.
+    """
+    trainer = config.trainer
+    model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
+    model.initialise(data.first_batch(trainer.devices * trainer.accumulate)[0])
+    model.stack.checkpoint_activations = trainer.checkpoint_activations
+    if trainer.precision == "64-true":
+        model.double()
+    if trainer.compile:
+        for block in model.stack.blocks:
+            block.compile()
+    return model
+
+
 def refuse_missing_devices(config: TrainerConfig) -> None:
     """Whether this machine has what the run shall train on.
 
@@ -161,6 +175,25 @@ def refuse_missing_devices(config: TrainerConfig) -> None:
             f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
             f"for, {present[config.accelerator]} are here; try trainer.accelerator=cpu"
         )
+
+
+def refuse_missing_kernel(config: TrainConfig) -> None:
+    """Whether the chosen attention can be trained where the run shall be.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    on_cpu = config.trainer.accelerator == "cpu" or (
+        config.trainer.accelerator == "auto"
+        and not (torch.cuda.device_count() or torch.backends.mps.is_available())
+    )
+    kernel = config.model.attention_kernel
+    if kernel == "flex" and on_cpu:
+        raise ConfigurationError(
+            "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
+        )
+    if kernel == "sdpa" and not on_cpu:
+        raise ConfigurationError("model.attention_kernel: sdpa is for the CPU; pick auto")
 
 
 def build_strategy(config: TrainerConfig) -> Strategy | str:
@@ -187,7 +220,7 @@ def open_directory(config: TrainConfig) -> RunDirectory:
     if not is_first_process():
         return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
     directory = open_run(
-        Path(config.run.root),
+        Path(os.path.expanduser(config.run.root)),
         config.run.name,
         f"{config.model.name}-{config.data.name}",
         to_dict(config),
@@ -219,7 +252,7 @@ def build_callbacks(
                 probe, run_log, norms=tuple(monitor.norms),
                 budget=monitor.budget, every=monitor.every,
                 sequences=monitor.num_sequences, length=monitor.probe_length,
-                local_every=min(config.trainer.val_every, config.trainer.max_steps),
+                local_every=config.trainer.val_every,
                 num_steps=monitor.num_steps, seed=config.run.seed,
             )
         )  # fmt: skip
@@ -237,7 +270,7 @@ def build_callbacks(
     callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
     if config.trainer.progress:
         callbacks.append(StepProgress(run_log))
-    callbacks.append(Interruption())
+    callbacks += [LastValidation(), Interruption()]
     return callbacks
 
 

@@ -213,6 +213,21 @@ class InversionMonitor(L.Callback):
         )
 
 
+class LastValidation(L.Callback):
+    """Validates, and so saves, after the last step, wherever that is between two validations."""
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Ask for the end, before which Lightning validates; at its own limit it does not."""
+        trainer.should_stop = trainer.should_stop or is_last_step(trainer)
+
+
 class StepProgress(TQDMProgressBar):
     """A progress bar over optimiser steps, with bits per character and the time that is left.
 
@@ -244,6 +259,11 @@ class StepProgress(TQDMProgressBar):
 def is_step_boundary(trainer: L.Trainer) -> bool:
     """Whether the batch that just ended also ended an optimiser step."""
     return not trainer.fit_loop._should_accumulate()
+
+
+def is_last_step(trainer: L.Trainer) -> bool:
+    """Whether all optimiser steps of the run are done."""
+    return trainer.global_step >= trainer.max_steps
 
 
 def refuse_lost_update(pl_module: L.LightningModule) -> None:

@@ -16,10 +16,11 @@ from invformer.ranks import tell
 class Interruption(L.Callback):
     """Turns SIGINT and SIGTERM into an exception at the next safe place.
 
-    Between two batches every step is whole: weights, optimiser, schedule, random generators and
-    metrics belong together. A signal is therefore only noted when it arrives (once: later ones
-    change nothing, so that what saves the state is not disturbed), and acted upon before the next
-    batch. Several processes agree on that batch.
+    Between two optimiser steps everything is whole: weights, optimiser, schedule, random generators
+    and metrics belong together. A signal is therefore only noted when it arrives (once: later ones
+    change nothing, so that what saves the state is not disturbed), and acted upon before the first
+    batch of the next step, or the next batch of a validation. Several processes agree on that
+    batch.
 
     A validation that was stopped halfway is done again, from its beginning, when the run continues:
     before the first batch, as if nothing had happened. This callback stands after all others, since
@@ -50,8 +51,11 @@ class Interruption(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A safe place."""
-        self._stop_here(trainer)
+        """A safe place, unless batches of the same step have drawn random numbers already."""
+        if batch_idx % trainer.accumulate_grad_batches:
+            tell(beat=True)
+        else:
+            self._stop_here(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Until all of it is done, it has to be done."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
 from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
-from invformer.training.callbacks import is_step_boundary
+from invformer.training.callbacks import is_last_step, is_step_boundary
 from invformer.training.module import CharLanguageModel
 from invformer.training.run_log import RunLog
 
@@ -40,7 +40,7 @@ class LipschitzMonitor(L.Callback):
         sequences: sequences to measure at.
         length: characters of each sequence to measure at.
         local_every: optimiser steps between local bounds: the steps that validation follows, since
-            a local bound waits for the device.
+            a local bound waits for the device. The last step of a run is one of them.
         num_steps: power iteration steps per estimate.
         seed: of the start vectors.
     """
@@ -116,7 +116,7 @@ class LipschitzMonitor(L.Callback):
         self._steps += 1
         step = trainer.global_step - 1
         self.keep_budget(trainer, pl_module)
-        precedes_validation = (step + 1) % self.local_every == 0
+        precedes_validation = (step + 1) % self.local_every == 0 or is_last_step(trainer)
         if step % self.choice.every and not precedes_validation:
             return
         began = self.ledger.clock.mark()

@@ -19,7 +19,10 @@ MAY_CHANGE = (
     "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
     "trainer.sample_length",
 )  # fmt: skip
-PARTIAL_CONFIG = "config.json.partial"
+CONFIG = "config.json"
+PARTIAL_CONFIG = f"{CONFIG}.partial"
+CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
+BEFORE_TRAINING = {PARTIAL_CONFIG, LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb"}
 MUST_STAY = ("run.seed",)
 
 
@@ -38,12 +41,12 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         """The resolved configuration as YAML."""
-        return self.path / "config.yaml"
+        return self.path / CONFIG_YAML
 
     @property
     def metrics(self) -> Path:
         """One JSON object per line, one line per optimiser step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def certificate(self) -> Path:
@@ -78,11 +81,12 @@ def open_run(
         if name is None:
             return RunDirectory(fresh_folder(root, default_name, config), resumed=False)
         path = root / name
-        if not path.exists() or was_never_begun(path):
+        if not path.exists() or has_nothing_to_lose(path):
             path.mkdir(exist_ok=True)
             lock_run(path)
-            write_config(path, config)
-            return RunDirectory(path, resumed=False)
+            if has_nothing_to_lose(path):  # still, now that nobody else is at it
+                write_config(path, config)
+                return RunDirectory(path, resumed=False)
     except OSError as error:
         raise StorageError(f"{root}: cannot create a run folder ({error.strerror})") from error
     if not resume:
@@ -94,9 +98,20 @@ def open_run(
     return RunDirectory(path, resumed=True)
 
 
-def was_never_begun(path: Path) -> bool:
-    """Whether a folder is what a process leaves that was killed while it made it."""
-    return path.is_dir() and {file.name for file in path.iterdir()} <= {PARTIAL_CONFIG, LOCK}
+def has_nothing_to_lose(path: Path) -> bool:
+    """Whether a folder is what a process leaves that ended while it made it, or before it trained.
+
+    That is: no checkpoint, no metrics, and nothing that a run does not make before its first step.
+    """
+    names = {file.name for file in path.iterdir()} if path.is_dir() else {""}
+    if names <= {PARTIAL_CONFIG, LOCK}:
+        return True
+    if not names <= BEFORE_TRAINING or saved_configuration(path) is None:
+        return False
+    run = RunDirectory(path, resumed=True)
+    return not any(run.checkpoints.glob("*")) and not (
+        run.metrics.exists() and run.metrics.stat().st_size
+    )
 
 
 def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
@@ -119,7 +134,7 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Keep the configuration for the comparison that a continuation needs."""
     partial = path / PARTIAL_CONFIG
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path / "config.json")
+    os.replace(partial, path / CONFIG)
 
 
 def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
@@ -128,11 +143,8 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
     Raises:
         CheckpointError: naming every key that differs, or what is missing.
     """
-    try:
-        before = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        before = None
-    if not isinstance(before, dict) or "model" not in before:
+    before = saved_configuration(path)
+    if before is None:
         raise CheckpointError(
             f"{path} exists but holds no run that can be continued: choose another run.name"
         )
@@ -141,6 +153,15 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
             f"{path} was started with another configuration ({'; '.join(differing)}): "
             "choose another run.name, or repeat the old values to continue it"
         )
+
+
+def saved_configuration(path: Path) -> dict[str, Any] | None:
+    """The configuration a run was started with; None if the folder is not that of a run."""
+    try:
+        saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) and "model" in saved else None
 
 
 def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -1,11 +1,14 @@
 """A run continues from its own newest whole checkpoint on its own text, or says why not."""
 
 import logging
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 
@@ -22,9 +25,12 @@ from invformer.checkpoint.content import (
 )
 from invformer.checkpoint.tensors import specs_of
 from invformer.config import load_config
+from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import CheckpointError, DataError, InvformerError
+from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
 from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.report import print_table
 from invformer.schema import EvaluateConfig, TrainConfig
 from invformer.training.fit import fit
 from invformer.training.run_log import read_rows
@@ -53,8 +59,23 @@ def options(folder: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def train(folder: Path, *more: str, until: int | None = None) -> Path:
+class StopAt(L.Callback):
+    """Sends the process a signal as a batch ends."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder: Path, *more: str, until: int | None = None, stop_at: int | None = None) -> Path:
     run = build_run(load_config(options(folder, *more), TrainConfig, ROOT))
+    if stop_at is not None:
+        run.trainer.callbacks.insert(0, StopAt(stop_at))  # type: ignore[attr-defined]
     if until is not None:
         run.trainer.fit_loop.epoch_loop.max_steps = until
     fit(run)
@@ -105,8 +126,8 @@ def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: (checkpoint.path / name).read_bytes() for name in names}
 
 
-def losses(folder: Path) -> list[str]:
-    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
+def losses(folder: Path, name: str = "a") -> list[str]:
+    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
     return [row["train/nats"].hex() for row in rows]
 
 
@@ -142,6 +163,88 @@ def test_averaged_weights_resume_at_the_same_bits_and_those_that_learn_are_not_t
     assert once is not None
     assert contents(once) == contents(newest(tmp_path))
     assert losses(tmp_path) == losses(whole)
+
+
+def test_a_run_in_double_precision_resumes_at_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    double = ("trainer.precision=64-true", "optim.ema_decay=0.9")
+    train(tmp_path, *double, "run.name=once")
+    train(tmp_path, *double, until=4)
+    train(tmp_path, *double)
+    assert_same(tmp_path)
+
+
+DROPOUT = ("model=dot_product", "model.dropout=0.2", "model.d_model=12", "model.num_heads=2",
+           "model.num_layers=1")  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [("model.head_dropout=0.2",), DROPOUT])
+def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
+    tmp_path: Path, model: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = (*model, "trainer.accumulate=3", "monitor.enabled=false")
+    train(tmp_path, *more, "run.name=once")
+    with pytest.raises(Interrupted):
+        train(tmp_path, *more, stop_at=9)  # after the first batch of the fourth step
+    assert newest(tmp_path).step == 4
+    train(tmp_path, *more)
+    assert_same(tmp_path, STATE)  # where Lightning counts validations since the run was resumed
+
+
+def assert_same(folder: Path, *ignored: str) -> None:
+    """Whether the run that was stopped ended as the one that was trained at once."""
+    once, _ = newest_checkpoint(folder / "runs" / "once" / "checkpoints")
+    assert once is not None
+    one, other = contents(newest(folder)), contents(once)
+    assert [name for name in one if one[name] != other[name] and name not in ignored] == []
+    assert losses(folder) == losses(folder, "once")
+
+
+@pytest.mark.parametrize("more", [(), ("trainer.accumulate=3", "optim.ema_decay=0.9")])
+def test_a_run_ends_with_a_validation_and_a_checkpoint_wherever_its_last_step_is(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = (*more, "trainer.val_every=4")
+    train(tmp_path, *more, "run.name=once")
+    train(tmp_path, *more, until=4)
+    train(tmp_path, *more)
+    assert validated(tmp_path) == [3, 5]
+    assert newest(tmp_path).step == 6
+    assert newest(tmp_path).metadata["certificate"]["norm"] == "token_max"
+    assert_same(tmp_path)
+    rows = (tmp_path / "runs" / "a" / "metrics.jsonl").read_bytes()
+    left = newest(tmp_path).path
+    train(tmp_path, *more)
+    assert newest(tmp_path).path == left
+    assert (tmp_path / "runs" / "a" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
+    assert validated(tmp_path) == [2]
+    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
+    assert validated(tmp_path) == [2, 4, 6]
+
+
+def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "trainer.val_every=4", "run.name=once")
+    with pytest.raises(Interrupted):
+        train(tmp_path, "trainer.val_every=4", stop_at=5)
+    assert newest(tmp_path).step == 6
+    train(tmp_path, "trainer.val_every=4")
+    assert validated(tmp_path) == [3, 5]
+    assert_same(tmp_path, STATE)
+
+
+def validated(folder: Path) -> list[int]:
+    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
+    return [row["step"] for row in rows if "val/bpc" in row]
 
 
 def test_a_checkpoint_without_the_weights_that_learn_does_not_continue_an_average(
@@ -306,6 +409,21 @@ def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> 
         evaluate(folder)
 
 
+def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
+        evaluate(folder, "data.name=python_docs")
+
+
+def test_the_unknown_characters_of_a_prompt_are_counted_in_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluate(folder, "generate.prompt=7 times Ω is λ", "generate.length=1")
+    assert [r.getMessage() for r in caplog.records] == [
+        "generate.prompt: 2 of 14 characters are not in the vocabulary and count as the unknown "
+        "symbol"
+    ]
+
+
 def other_characters(metadata: dict) -> str:
     """As many characters, one of them another."""
     return metadata["vocabulary"]["characters"][:-1] + "~"
@@ -316,6 +434,35 @@ def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
     other.write_text("κείμενο " * 200)
     with pytest.raises(CheckpointError, match="most characters of text_file"):
         evaluate(folder, "data.name=text_file", f"data.path={other}")
+
+
+def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "other.txt"
+    other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
+    elsewhere = "data.name=text_file", f"data.path={other}"
+    learnt = load_corpus("text_file", folder / "text.txt")
+    expected = five_gram(learnt.train, load_corpus("text_file", other).val)
+    assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
+    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).val
+    assert learnt.val.startswith(short)
+    report = evaluate(folder, "data.max_characters=1000")
+    assert report["num_characters"] == len(short)
+    assert report["ngram"]["nats"] == five_gram(learnt.train, short)
+    report = evaluate(folder, "data.split=train")
+    assert report["ngram"] is None
+    print_table(report)
+    assert "-gram" not in capsys.readouterr().out
+    (folder / "text.txt").write_text("another text by now")
+    assert evaluate(folder, *elsewhere)["ngram"] is None
+
+
+def five_gram(train: str, text: str) -> float:
+    """Nats per character of a text to a 5-gram that has read another one."""
+    vocabulary = Vocabulary.from_text(train)
+    learnt, scored = vocabulary.encode(train), vocabulary.encode(text)
+    return witten_bell_nats(learnt, scored, 5, vocab_size=vocabulary.size)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true"])
