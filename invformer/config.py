@@ -30,6 +30,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from invformer.errors import ConfigurationError
 from invformer.schema import TrainConfig
 from invformer.section import (
+    EMPTY,
     NULL_WORDS,
     Root,
     default_of,
@@ -293,6 +294,8 @@ def _assign(tree: DictConfig, setting: Setting, schema: type[Root]) -> None:
         if inside:
             refuse(where, f"is a section: set one of its fields, such as {inside[0]}=VALUE")
         refuse_unknown(setting.key, [*schema.groups, *kinds], setting.source)
+    if setting.value == "" and required_part(kind) is str and not setting.source:
+        refuse(where, EMPTY)  # in a file, a field with nothing after its name is null
     value = _read(setting.value, kind, where)
     try:
         OmegaConf.update(tree, setting.key, value)

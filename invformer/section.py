@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NoReturn, TypeVar, get_args, get_orig
 from invformer.errors import ConfigurationError
 
 NULL_WORDS = ("", "~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
+EMPTY = "is empty; give at least one character"
 
 AnySection = TypeVar("AnySection", bound="Section")
 
@@ -121,6 +122,8 @@ class Section:
         if not matches(value, kind):
             self.refuse(f.name, f"{shown(value)} is not {describe(kind)}")
         for item in value if isinstance(value, list) else [value]:
+            if item == "":
+                self.refuse(f.name, EMPTY)
             if isinstance(item, str) and not is_plain_text(item):
                 self.refuse(f.name, f"{shown(item)} cannot be used as text")
             within = f.metadata.get("within")

@@ -118,6 +118,26 @@ def test_the_words_for_nothing_mean_null(word: str) -> None:
     assert train(f"optim.grad_clip={word}").optim.grad_clip is None
 
 
+@pytest.mark.parametrize(
+    ("word", "schema"),
+    [
+        ("generate.prompt=", EvaluateConfig),
+        ("data.path=", EvaluateConfig),
+        ("data.path=", TrainConfig),
+        ("run.root=", TrainConfig),
+    ],
+)
+def test_an_empty_text_is_a_mistake_and_not_null(word: str, schema: type[Root]) -> None:
+    words = [*EVALUATE, word] if schema is EvaluateConfig else [word]
+    key = word.partition("=")[0]
+    assert refusal(*words, schema=schema) == f"{key}: is empty; give at least one character"
+
+
+def test_a_field_left_blank_in_a_file_is_null(tmp_path: Path) -> None:
+    root = write_experiment(tmp_path, "data:\n  path:\n")
+    assert load_config(["experiment=mine"], TrainConfig, root).data.path is None
+
+
 def test_the_name_none_of_a_choice_is_not_null() -> None:
     assert train("logger=none").logger.name == "none"
 
@@ -391,7 +411,7 @@ def test_python_is_held_to_the_same_rules_as_a_command_line() -> None:
         (TrainConfig, {"model": {}}, "model: {} is not a ModelConfig"),
         (RunConfig, {"root": "${oc.env:HOME}"}, "run.root: .* cannot be used as text"),
         (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: .* cannot be used as text"),
-        (RunConfig, {"name": ""}, "run.name: '' cannot be used as text"),
+        (RunConfig, {"name": ""}, "run.name: is empty; give at least one"),
     ]
     for schema, arguments, says in wrong:
         with pytest.raises(ConfigurationError, match=says):

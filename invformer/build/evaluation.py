@@ -1,5 +1,6 @@
 """From a checkpoint to an evaluation report."""
 
+import logging
 import math
 import time
 from dataclasses import asdict, replace
@@ -16,6 +17,7 @@ from invformer.build.saved_model import (
     refuse_other_vocabulary,
     trained_configuration,
 )
+from invformer.checkpoint.content import Checkpoint
 from invformer.data.corpora import Corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
@@ -28,11 +30,19 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
-from invformer.schema import EvaluateConfig, MeasureConfig, TrainConfig
+from invformer.schema import (
+    DataConfig,
+    EvaluateConfig,
+    EvaluateDataConfig,
+    MeasureConfig,
+    TrainConfig,
+)
 
 NGRAM_ORDER = 5
 # Characters generated to time it.
 MOST_GENERATED = 256
+log = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
@@ -47,7 +57,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     device = pick_device(config.evaluate.device, "evaluate.device")
     model = load_model(checkpoint, trained, vocabulary).to(device)
-    data = replace(trained.data, **{k: v for k, v in asdict(config.data).items() if v is not None})
+    data = evaluated_data(trained.data, config.data)
     corpus = read_corpus(data)
     text = corpus.split(data.split)
     refuse_other_vocabulary(checkpoint, vocabulary, corpus, text)
@@ -66,8 +76,10 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         model, EvaluationWindows(tokens, seq_len, stride, measure.batch_size), device
     )
     certificate = certify_model(model, trained)
+    # On the text it has learnt by heart an n-gram is no comparison.
+    learnt = None if data.split == "train" else training_text(checkpoint, trained.data, corpus)
     report: dict[str, Any] = {
-        "checkpoint": str(checkpoint.path),
+        "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
         "step": checkpoint.step,
         "command": checkpoint.metadata.get("command"),
         "commit": checkpoint.metadata.get("commit"),
@@ -88,7 +100,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
             "same_as_training": corpus.sha256 == checkpoint.metadata["data_sha256"],
             "unknown_rate": vocabulary.unknown_rate(text),
         },
-        "ngram": ngram_baseline(vocabulary, corpus, tokens),
+        "ngram": None if learnt is None else ngram_baseline(vocabulary, learnt, tokens),
         "certificate": None if certificate is None else certificate.to_dict(),
         "local_lipschitz": {},
         "inversion": None,
@@ -107,9 +119,29 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     return report, checkpoint.directory
 
 
-def ngram_baseline(vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor) -> dict[str, float]:
-    """What an interpolated Witten–Bell n-gram of the same training split scores, for comparison."""
-    train = vocabulary.encode(corpus.train)
+def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:
+    """What training read, with what is asked for in its place; another corpus has another path."""
+    given = {name: value for name, value in asdict(asked).items() if value is not None}
+    if given.get("name", trained.name) != trained.name:
+        given.setdefault("path", None)
+    return replace(trained, **given)
+
+
+def training_text(checkpoint: Checkpoint, trained: DataConfig, corpus: Corpus) -> str | None:
+    """What the model learnt from, in whatever corpus it is evaluated; None where it is gone."""
+    wanted = checkpoint.metadata["data_sha256"]
+    if corpus.sha256 == wanted:
+        return corpus.train
+    try:
+        learnt = read_corpus(trained)
+    except DataError:
+        return None
+    return learnt.train if learnt.sha256 == wanted else None
+
+
+def ngram_baseline(vocabulary: Vocabulary, text: str, tokens: Tensor) -> dict[str, float]:
+    """What an interpolated Witten–Bell n-gram of the model's training text scores on a split."""
+    train = vocabulary.encode(text)
     nats = witten_bell_nats(train, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
     return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
 
@@ -175,8 +207,12 @@ def continue_text(
 ) -> str:
     """The prompt and what the model adds to it."""
     generate = config.generate
-    if not generate.prompt:
-        raise ConfigurationError("generate.prompt: is empty; give at least one character")
+    assert generate.prompt
+    if unknown := vocabulary.unknown_count(generate.prompt):
+        log.warning(
+            "generate.prompt: %d of %d characters are not in the vocabulary and count as the "
+            "unknown symbol", unknown, len(generate.prompt),
+        )  # fmt: skip
     prompt = vocabulary.encode(generate.prompt).long().to(device)
     generator = torch.Generator(device=device).manual_seed(generate.seed)
     with frozen_weights(model):

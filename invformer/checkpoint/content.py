@@ -87,8 +87,14 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """The run's folder, where results belong."""
+        """The run's folder, where results belong.
+
+        The names that were typed say where that is, even if the folder of checkpoints is a link to
+        another disk. Names such as ``.`` or a link to one checkpoint do not say it.
+        """
         folder = self.path.parent
+        if folder.name != CHECKPOINTS or self.path.is_symlink():
+            folder = self.path.resolve().parent
         return folder.parent if folder.name == CHECKPOINTS else folder
 
     @property

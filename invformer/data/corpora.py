@@ -127,12 +127,15 @@ def load_corpus(
     if name in ("python_docs", "python_stdlib"):
         if path is not None:
             raise DataError(
-                f"{name} comes with Python and takes no data.path; use data=text_file for {path}"
+                f"{name} comes with Python and takes no data.path; use data.name=text_file for "
+                f"{path}"
             )
         read = read_python_docs if name == "python_docs" else read_python_stdlib
         texts, source = read(val_fraction, test_fraction)
     elif path is not None:
-        texts, source = read_local(name, Path(path).expanduser(), val_fraction, test_fraction)
+        texts, source = read_local(
+            name, Path(os.path.expanduser(path)), val_fraction, test_fraction
+        )
     elif name == "text_file":
         raise DataError("text_file needs data.path=FILE or data.path=FOLDER")
     else:
@@ -184,7 +187,8 @@ def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, 
         from pydoc_data.topics import topics  # 700 kB that nobody else needs
     except ImportError as error:
         raise DataError(
-            f"this Python has no pydoc_data.topics ({error}): use data=python_stdlib or text_file"
+            f"this Python has no pydoc_data.topics ({error}): use data.name=python_stdlib or "
+            "data.name=text_file"
         ) from None
     kept: dict[str, str] = {}
     seen: set[str] = set()
@@ -440,8 +444,8 @@ def read_hub(name: str) -> tuple[Texts, str]:
     except Exception as error:  # which ones differs between releases of datasets
         raise DataError(
             f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "
-            "data=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and delete "
-            "what was downloaded if it is damaged)"
+            "data.name=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and "
+            "delete what was downloaded if it is damaged)"
         ) from None
     refuse_changed_cache(source, tables, texts.values())
     length = sum(map(len, texts.values()))
@@ -456,10 +460,10 @@ def read_hub(name: str) -> tuple[Texts, str]:
 
 def reach_hub(repository: str) -> None:
     """Fail at once where ``datasets`` would retry for half a minute; offline by choice is fine."""
-    import huggingface_hub
+    from huggingface_hub import HfApi, constants  # by name: an attribute of the package is lazy
 
-    if not huggingface_hub.constants.HF_HUB_OFFLINE:
-        huggingface_hub.HfApi().dataset_info(repository, timeout=HUB_TIMEOUT)
+    if not constants.HF_HUB_OFFLINE:
+        HfApi().dataset_info(repository, timeout=HUB_TIMEOUT)
 
 
 def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:

@@ -21,6 +21,12 @@ from invformer.data.windows import (
 )
 from invformer.errors import DataError
 
+# What makes one split longer.
+LONGER: dict[Split, str] = {
+    "train": "smaller data.val_fraction and data.test_fraction",
+    "val": "a larger data.val_fraction",
+    "test": "a larger data.test_fraction",
+}
 MAPPED_BYTES = 64 << 20  # larger splits live in a memory-mapped file instead of memory
 
 log = logging.getLogger(__name__)
@@ -87,8 +93,8 @@ class TextDataModule(L.LightningDataModule):
                 raise DataError(
                     f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(text)} "
                     f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
-                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len or larger "
-                    "fractions"
+                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len or "
+                    f"{LONGER[split]}"
                 )
             self._tokens[split] = encode(self.vocabulary, text)
             self._report_unknown(split)

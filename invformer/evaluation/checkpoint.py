@@ -1,6 +1,7 @@
 """Which checkpoint a path means, and opening it without executing anything in it."""
 
 import logging
+import os
 from pathlib import Path
 
 from invformer.checkpoint.content import Checkpoint, newest_checkpoint, open_checkpoint
@@ -48,6 +49,6 @@ def read_checkpoint(path: str) -> Checkpoint:
     if "://" in path:
         raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
     try:
-        return find_checkpoint(Path(path))
+        return find_checkpoint(Path(os.path.expanduser(path)))
     except OSError as error:  # a name too long, a folder that may not be entered
         raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None

@@ -236,3 +236,40 @@ def test_links_and_foreign_names_are_no_checkpoints(folder: Path, tmp_path: Path
     assert newest(folder).step == 1
     keep_only(folder, set())
     assert {path.name for path in folder.iterdir()} == {"step-00000009", "step-9", "notes.txt"}
+
+
+# --- which folder the results go to --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stand", "name"),
+    [
+        (".", "run/checkpoints/step-00000004"),
+        ("run", "checkpoints/step-00000004"),
+        ("run/checkpoints", "step-00000004"),
+        ("run/checkpoints/step-00000004", "."),
+        ("run/checkpoints", "../checkpoints/./step-00000004"),
+        (".", "link"),
+        ("elsewhere/checkpoints", "link"),
+    ],
+)
+def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand: str, name: str
+) -> None:
+    (tmp_path / "run").mkdir()
+    saved = tmp_path / "run" / "checkpoints" / save(tmp_path / "run" / "checkpoints", 4)
+    (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "elsewhere" / "checkpoints"):
+        (folder / "link").symlink_to(saved)
+    monkeypatch.chdir(tmp_path / stand)
+    assert open_checkpoint(Path(name)).directory.samefile(tmp_path / "run")
+
+
+def test_results_go_to_the_runs_folder_if_its_checkpoints_lie_on_another_disk(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    save(tmp_path / "run" / "checkpoints", 4)
+    assert newest(tmp_path / "run" / "checkpoints").directory == tmp_path / "run"

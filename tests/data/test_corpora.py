@@ -1,7 +1,10 @@
 """Every source gives exactly its text, in splits that share nothing; bad input gives one line."""
 
 import hashlib
+import os
 import platform
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any, get_args
@@ -222,7 +225,7 @@ def test_a_corpus_shortened_to_nothing_is_refused(tmp_path: Path) -> None:
         ("text_file", "two.zip", "2 files in the archive instead of one"),
         ("text_file", "folder.txt", "cannot be read"),
         ("text_file", None, "needs data.path=FILE"),
-        ("python_docs", "a.txt", "takes no data.path; use data=text_file"),
+        ("python_docs", "a.txt", "takes no data.path; use data.name=text_file"),
         ("shakespear", None, "no corpus 'shakespear': pick one of python_docs"),
     ],
 )
@@ -302,10 +305,10 @@ def test_a_copy_on_the_hub_that_is_not_the_benchmark_is_refused(
 def test_an_unreachable_hub_is_one_line_that_says_how_to_do_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import huggingface_hub
+    from huggingface_hub import constants
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(DataError, match=r"text8: cannot be loaded .*set data\.path") as caught:
         load_corpus("text8")
     assert "\n" not in str(caught.value)
@@ -314,17 +317,38 @@ def test_an_unreachable_hub_is_one_line_that_says_how_to_do_without(
 def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import huggingface_hub
+    from huggingface_hub import constants
 
     server = FakeServer("hangs")
     monkeypatch.setattr(corpora, "HUB_TIMEOUT", 0.2)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
     try:
         with pytest.raises(DataError, match=r"text8: cannot be loaded .*set data\.path"):
             load_corpus("text8")
     finally:
         server.close()
+
+
+@pytest.mark.parametrize(
+    ("offline", "error"), [("0", "Connect"), ("1", "NoneType")], ids=["online", "offline"]
+)
+def test_the_hub_is_asked_in_a_process_that_has_not_loaded_datasets(
+    offline: str, error: str
+) -> None:
+    # What datasets loads hides which modules of huggingface_hub are loaded only when named.
+    program = (
+        "import sys; from invformer.data import corpora; error = None\n"
+        "try: corpora.reach_hub('karpathy/tiny_shakespeare')\n"
+        "except Exception as caught: error = caught\n"
+        "assert 'datasets' not in sys.modules; print(type(error).__name__)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:1"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(error), done.stdout
 
 
 @pytest.fixture
