@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
+from invformer.console import outlive_console
 from invformer.exit import guarded, stop_on_signals
 from invformer.schema import EvaluateConfig
 
 
 def main() -> None:
     """Parse, load, evaluate, report."""
+    outlive_console()
     stop_on_signals()
     config = parse_or_exit(sys.argv[1:], EvaluateConfig, Path(__file__).parent)
 
@@ -22,8 +24,8 @@ def main() -> None:
         from invformer.evaluation.report import print_table, write_json
 
         report, directory = evaluate_checkpoint(config)
-        print_table(report)
         write_json(report, directory / "evaluation.json")
+        print_table(report)
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
+from invformer.console import outlive_console
 from invformer.exit import guarded, stop_on_signals
 from invformer.ranks import Supervisor, end_with_supervisor, is_rank
 from invformer.schema import TrainConfig
@@ -14,6 +15,7 @@ from invformer.schema import TrainConfig
 
 def main() -> None:
     """Parse, then fit, in this process or in several."""
+    outlive_console()
     stop_on_signals()
     config = parse_or_exit(sys.argv[1:], TrainConfig, Path(__file__).parent)
 

@@ -2,8 +2,11 @@
 
 import argparse
 import json
+import math
 import re
+import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -11,22 +14,59 @@ from benchmarks.plots import plot_growth
 from benchmarks.run import environment, load, measure_case
 from benchmarks.suite import suite
 from benchmarks.table import table
+from invformer.console import outlive_console
 
 RESULTS = Path(__file__).parent / "results"
+MOST_THREADS = 1024
+
+
+class Parser(argparse.ArgumentParser):
+    """Answers a mistake in one line, as every other program here does."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong and end with code 2."""
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def regex(word: str) -> re.Pattern[str]:
+    """The value of ``--only``."""
+    try:
+        return re.compile(word)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{word!r} is no regular expression: {error}") from None
+
+
+def seconds(word: str) -> float:
+    """The value of ``--seconds``."""
+    value = float(word)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{word} is not above 0 and finite")
+    return value
+
+
+def threads(word: str) -> int:
+    """The value of ``--threads``."""
+    value = int(word)
+    if not 1 <= value <= MOST_THREADS:
+        raise argparse.ArgumentTypeError(f"{word} is not in [1, {MOST_THREADS}]")
+    return value
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    """The command line, refused before anything is timed if nothing can be."""
+    parser = Parser(prog="python -m benchmarks", description=__doc__)
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_const", const="quick", dest="suite",
                       help="one tiny case: does everything run?")  # fmt: skip
     size.add_argument("--full", action="store_const", const="full", dest="suite",
                       help="every size, for hours")  # fmt: skip
-    parser.add_argument("--only", default="", metavar="REGEX",
+    parser.add_argument("--only", type=regex, default="", metavar="REGEX",
                         help="cases whose name matches, such as n256-d128")  # fmt: skip
-    parser.add_argument("--seconds", type=float, help="per case and task; the suite has a default")
-    parser.add_argument("--threads", type=int, help="CPU threads; default is PyTorch's choice")
+    parser.add_argument(
+        "--seconds", type=seconds, help="per case and task; the suite has a default"
+    )
+    parser.add_argument("--threads", type=threads, help="CPU threads; default is PyTorch's choice")
     parser.add_argument("--precision", choices=["float32", "bf16"], default="float32",
                         help="of the forward pass on CUDA; a CPU uses float32")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"],
@@ -34,11 +74,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--out", type=Path, help="JSON to write; plots go beside it")
     parser.set_defaults(suite="default")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("argument --device: PyTorch finds no CUDA device here")
+    suites = [suite(args.suite, device.type) for device in devices(args.device)]
+    names = [case.name for measured in suites for case in measured.cases]
+    if not any(args.only.search(name) for name in names):
+        known = ", ".join(dict.fromkeys(names))
+        parser.error(f"argument --only: {args.only.pattern!r} matches no case of: {known}")
+    return args
 
 
 def main() -> None:
     """Measure what was asked for; rows are on disk as soon as they exist."""
+    outlive_console()
     args = parse()
     torch.set_flush_denormal(True)  # as train.py does
     if args.threads is not None:
@@ -50,11 +99,11 @@ def main() -> None:
         measured = suite(args.suite, device.type)
         precision = args.precision if device.type == "cuda" else "float32"
         for case in measured.cases:
-            if not re.search(args.only, case.name):
+            if not args.only.search(case.name):
                 continue
             print(f"{device.type} {case.name}", flush=True)
-            seconds = args.seconds or measured.seconds
-            for row in measure_case(case, device, precision, seconds, not args.no_memory):
+            duration = args.seconds or measured.seconds
+            for row in measure_case(case, device, precision, duration, not args.no_memory):
                 report["rows"].append(row)
                 report["environment"]["load_average_after"] = load()
                 out.write_text(json.dumps(report, indent=1) + "\n")

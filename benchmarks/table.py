@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from invformer.console import outlive_console
+
 RESULTS = Path(__file__).parent / "results" / "default.json"
 HEAD = (
     "| row | characters/s | × dot_product | × plain | peak memory | that is |",
@@ -45,6 +47,7 @@ def ratio(spread: list[float] | None) -> str:
 
 def main() -> None:
     """Print it."""
+    outlive_console()
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
     print(table(json.loads(path.read_text())))
 

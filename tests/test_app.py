@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from invformer.checkpoint.content import Checkpoint, newest_checkpoint
 from invformer.config import load_config
 from invformer.data.corpora import load_corpus
 from invformer.errors import CheckpointError, DataError
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.schema import EvaluateConfig, TrainConfig
 from invformer.training.fit import fit
 from invformer.training.run_log import read_rows
@@ -192,6 +195,22 @@ def test_a_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
         train(options(tmp_path, short))
 
 
+def test_a_tilde_is_the_home_folder(
+    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    arguments = options(tmp_path, text_file, f"data.path=~/{text_file.name}", "run.root=~/runs")
+    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    assert run.directory.path == tmp_path / "runs" / "a"
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'missing'} does not exist"):
+        read_checkpoint("~/missing")
+
+
+def test_the_home_of_a_user_who_does_not_exist_is_a_missing_file() -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        load_corpus("text_file", "~nobody_of_this_name/text", val_fraction=0.1, test_fraction=0)
+
+
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -200,12 +219,14 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> None:
-    arguments = [a for a in options(tmp_path, text_file) if a != "logger.name=none"]
+    root = f"run.root={tmp_path / 'my runs'}"
+    arguments = [a for a in options(tmp_path, text_file, root) if a != "logger.name=none"]
     done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wandb sync" in done.stdout
-    run = tmp_path / "runs" / "a"
-    done = command(str(ROOT / "evaluate.py"), f"checkpoint={run}", cwd=tmp_path)
+    run = tmp_path / "my runs" / "a"
+    (said,) = re.findall("evaluate with: python evaluate.py (.*)", done.stdout)
+    done = command(str(ROOT / "evaluate.py"), *shlex.split(said), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "evaluation.json").read_text())
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()

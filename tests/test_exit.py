@@ -2,9 +2,12 @@
 
 import errno
 import os
+import pty
+import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +15,15 @@ import torch
 import evaluate
 import train
 from invformer import errors
-from invformer.build.run import refuse_missing_devices
+from invformer.build import evaluation
+from invformer.build.run import build_run, refuse_missing_devices, refuse_missing_kernel
 from invformer.config import load_config
+from invformer.console import Console, lasting
+from invformer.evaluation import report
 from invformer.exit import guarded
+from invformer.training import fit
+
+ROOT = Path(__file__).parent.parent
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -123,3 +132,117 @@ def test_devices_that_are_not_there_are_a_configuration_error(
     with pytest.raises(errors.ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
         refuse_missing_devices(config.trainer)
     refuse_missing_devices(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]).trainer)
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "invformer.studies"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_console_that_nobody_reads_costs_a_program_nothing(
+    program: list[str], unbuffered: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, text=True,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def a_pipe() -> tuple[int, int]:
+    """Reading end and writing end."""
+    return os.pipe()
+
+
+@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[int, int]]) -> None:
+    reader, writer = open_pair()
+    console = Console(writer)
+    assert console.write(b"read") == 4
+    assert os.read(reader, 4) == b"read"
+    os.close(reader)
+    assert console.write(b"lost") == 4
+    assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev
+    os.close(writer)
+
+
+def test_a_disk_that_takes_no_more_of_the_output_is_still_an_error() -> None:
+    with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left"):
+        Console(full.fileno()).write(b"x")
+
+
+@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_a_lasting_stream_is_what_the_stream_was(
+    open_pair: Callable[[], tuple[int, int]],
+) -> None:
+    reader, writer = open_pair()
+    with open(writer, "w", encoding="latin-1", errors="backslashreplace") as stream:
+        same = lasting(stream)
+        for name in ("encoding", "errors", "line_buffering", "write_through"):
+            assert getattr(same, name) == getattr(stream, name)
+        assert same.isatty() == stream.isatty()
+        assert same.fileno() == stream.fileno()
+        same.close()
+    os.close(reader)
+
+
+def test_the_report_is_on_disk_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, tmp_path))
+    monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=x"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert (tmp_path / "evaluation.json").exists()
+
+
+COLOURED = "\x1b[31mred\x07 \x9b2J\r\x7f\tπ\n"
+SHOWN = r"\x1b[31mred\x07 \x9b2J\x0d\x7f" + "\tπ\n"
+
+
+def test_the_sample_of_a_run_sends_a_terminal_no_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(fit, "generate_sample", lambda _: COLOURED)
+    monkeypatch.setattr(fit, "plot_run", lambda *_: [])
+    monkeypatch.setattr(fit, "checkpoints_of", lambda _: SimpleNamespace(best=1.0))
+    fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
+    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
+    assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED
+
+
+def test_the_sample_of_an_evaluation_sends_a_terminal_no_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.print_table(
+        {
+            "checkpoint": "a", "step": 1, "bpc": 1.0, "nats": 1.0, "num_characters": 1,
+            "data": {"name": "text_file", "split": "val", "unknown_rate": 0.0},
+            "ngram": {"order": 5, "bpc": 1.0}, "context": {"seq_len": 8, "stride": 4},
+            "certificate": None, "inversion": None, "perf": {}, "local_lipschitz": {},
+            "sample": COLOURED,
+        }
+    )  # fmt: skip
+    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "accelerator", "gpus"),
+    [("flex", "cpu", 1), ("flex", "auto", 0), ("sdpa", "auto", 1)],
+)
+def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
+    kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
+    model = ["model.position_bias_form=linear"] if kernel == "sdpa" else []
+    config = load_config([*words, *model, f"model.attention_kernel={kernel}"])
+    with pytest.raises(errors.ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
+        build_run(config)
+    assert not (tmp_path / "runs").exists()
+    for fine in ("auto", "blocked", "math", "flex" if gpus and accelerator == "auto" else "auto"):
+        refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from invformer.console import printable
 from invformer.errors import StorageError
 
 
@@ -42,7 +43,7 @@ def print_table(report: Mapping[str, Any]) -> None:
     lines = [
         (f"{report['data']['split']} bpc", f"{report['bpc']:.4f}"),
         ("nats per character", f"{report['nats']:.4f}"),
-        (f"{report['ngram']['order']}-gram bpc, for comparison", f"{report['ngram']['bpc']:.4f}"),
+        *ngram_lines(report["ngram"]),
         ("characters scored", f"{report['num_characters']:,}"),
         ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
         ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),
@@ -58,7 +59,14 @@ def print_table(report: Mapping[str, Any]) -> None:
         print(f"  {name:<{width}}  {value}")
     print_branches(report["local_lipschitz"])
     if report.get("sample"):
-        print(f"--- sample ---\n{report['sample']}\n---")
+        print(f"--- sample ---\n{printable(report['sample'])}\n---")
+
+
+def ngram_lines(ngram: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+    """The n-gram's part of the table."""
+    if ngram is None:
+        return []
+    return [(f"{ngram['order']}-gram bpc, for comparison", f"{ngram['bpc']:.4f}")]
 
 
 def certificate_lines(certificate: Mapping[str, Any] | None) -> list[tuple[str, str]]:

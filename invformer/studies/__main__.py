@@ -5,9 +5,12 @@ import difflib
 import sys
 from pathlib import Path
 
+from invformer.console import outlive_console
+
 
 def main(argv: list[str]) -> int:
     """Print one line per study; anything else on the command line is a mistake."""
+    outlive_console()
     studies = find_studies(Path(__file__).parent)
     words = [word for word in argv if word not in ("-h", "--help")]
     if words:

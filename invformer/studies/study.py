@@ -56,6 +56,7 @@ from tqdm import tqdm
 
 from invformer.build.machine import commit, hardware, pick_device
 from invformer.config import load_config, parse_or_exit
+from invformer.console import outlive_console
 from invformer.errors import ConfigurationError, StorageError
 from invformer.evaluation.report import write_json
 from invformer.exit import guarded
@@ -111,7 +112,7 @@ class StudyOptions(Root):
     @property
     def folder(self) -> Path:
         """Where the results go."""
-        return Path(self.out) if self.out else Path("checkpoints", "studies", self.name)
+        return Path(os.path.expanduser(self.out or f"checkpoints/studies/{self.name}"))
 
     def command(self) -> str:
         """The shortest command line that means these options."""
@@ -185,6 +186,7 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``, 2 after one line about a bad argument.
     """
+    outlive_console()
     chosen = parse_or_exit([*scale_words(study.options, argv), *argv], study.options)
     return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
 
@@ -298,7 +300,7 @@ def report(
     row = markdown_row(chosen.name, summary, provenance)
     write_text(chosen.folder / "row.md", row + "\n")
     if chosen.record:
-        record_row(Path(chosen.results), chosen.name, row)
+        record_row(Path(os.path.expanduser(chosen.results)), chosen.name, row)
     if mirror is not None:
         columns = list(summary.table[0])
         lines = [[line[column] for column in columns] for line in summary.table]

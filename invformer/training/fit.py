@@ -1,12 +1,14 @@
 """Run the training loop, then show what came of it."""
 
 import json
+import shlex
 from typing import Protocol
 
 import lightning as L
 import torch
 
 from invformer.checkpoint.content import Checkpoint
+from invformer.console import printable
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
 from invformer.nn.branch import frozen_weights
@@ -117,11 +119,11 @@ def conclude(run: TrainingRun) -> None:
     """Write a sample and the plots, and hand both to W&B."""
     sample = generate_sample(run)
     if sample:
-        print(f"--- sample ---\n{sample}\n---")
         (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
+        print(f"--- sample ---\n{printable(sample)}\n---")
     pictures = plot_run(run.directory.metrics, run.directory.path)
     print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
-    print(f"evaluate with: python evaluate.py checkpoint={run.directory.path}")
+    print(f"evaluate with: {evaluation_command(run.directory)}")
     if run.wandb is None:
         return
     run.wandb.table("sample", ["text"], [[sample]])
@@ -130,6 +132,11 @@ def conclude(run: TrainingRun) -> None:
     if run.directory.certificate.exists():
         rows = certificate_rows(run)
         run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
+
+
+def evaluation_command(directory: RunDirectory) -> str:
+    """What a shell takes to evaluate a run, whatever characters its folder's name has."""
+    return shlex.join(["python", "evaluate.py", f"checkpoint={directory.path}"])
 
 
 def certificate_rows(run: TrainingRun) -> list[list]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import __main__ as program
 from benchmarks import peak_memory, run, tasks, timing
 from benchmarks.models import MODELS, Case, build, windows
 from benchmarks.plots import growth, plot_growth
@@ -157,3 +158,36 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
     shown = [text for text in block.splitlines() if text.startswith(("| cpu/", "| cuda/"))]
     assert shown
     assert [text for text in shown if text not in committed] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--only", "("], "argument --only: '(' is no regular expression: "),
+        (["--quick", "--only", "zzz"], "argument --only: 'zzz' matches no case of: n32-d32-l2"),
+        (["--device", "cuda"], "argument --device: PyTorch finds no CUDA device here"),
+        (["--seconds", "-1"], "argument --seconds: -1 is not above 0"),
+        (["--seconds", "0"], "argument --seconds: 0 is not above 0"),
+        (["--seconds", "nan"], "argument --seconds: nan is not above 0"),
+        (["--threads", "0"], "argument --threads: 0 is not in [1, 1024]"),
+        (["--threads", "many"], "argument --threads: invalid threads value: 'many'"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line_before_anything_is(
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(sys, "argv", ["benchmarks", f"--out={tmp_path / 'a' / 'b.json'}", *words])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {message}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert not (tmp_path / "a").exists()

@@ -1,5 +1,6 @@
 """SIGINT and SIGTERM, wherever they arrive: saved, said, and continued to the same bits."""
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from invformer.checkpoint.content import newest_checkpoint
 from tests.reliability.conftest import FAST
-from tests.runs import difference, options
+from tests.runs import difference, options, without_plots
 from tests.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
@@ -76,3 +77,21 @@ def test_a_run_stopped_after_its_training_has_nothing_to_lose(
     assert zygote.run(arguments, signals=[(place, 1, TERM)], before=FAST).code == 143
     assert zygote.run(arguments, before=FAST).code == 0
     assert difference(uninterrupted["contractive"], root / "conclusion") is None
+
+
+def without_console() -> None:
+    """Called in a run before it starts: nobody reads what it prints, on either stream."""
+    without_plots()
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    os.dup2(writing, 2)
+
+
+def test_a_run_whose_console_is_lost_goes_on_to_the_same_bits(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+) -> None:
+    arguments = options(root, "unread", "trainer.progress=true", "trainer.sample_length=5")
+    assert zygote.run(arguments, before=f"{__name__}:without_console").code == 0
+    assert difference(uninterrupted["contractive"], root / "unread") is None
+    assert (root / "unread" / "sample.txt").exists()

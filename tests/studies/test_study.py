@@ -116,6 +116,13 @@ def test_a_study_leaves_its_rows_a_figure_a_verdict_and_a_markdown_row(tmp_path:
     assert row.count("\n") == 1
 
 
+def test_results_may_go_below_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert options_in(Path("~/results")).folder == tmp_path / "results"
+
+
 def test_a_second_start_measures_nothing_again(tmp_path: Path) -> None:
     first, second = Squares(), Squares()
     before = run(first.study(), options_in(tmp_path))

@@ -1,0 +1,73 @@
+"""What a program shows: it may lose its reader, and it sends a terminal text, never commands."""
+
+import errno
+import io
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+# The reader of a pipe is gone; the terminal is.
+LOST = (errno.EPIPE, errno.EIO)
+CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Console(io.FileIO):
+    """A descriptor that nobody has to read: when it is lost, it becomes the null device.
+
+    Args:
+        descriptor: where to write; it stays open when this object is closed.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, data: "ReadableBuffer", /) -> int | None:
+        """Write, here or, from the first loss on, nowhere."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in LOST:
+                raise
+        # The descriptor itself changes, for whatever else writes to it: C libraries, children.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.fileno())
+        os.close(nowhere)
+        return super().write(data)
+
+
+def outlive_console() -> None:
+    """Let the program go on, and end as it would have, when nobody reads its output any more.
+
+    Streams that somebody has put in the place of the process's own stay as they are.
+    """
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = lasting(sys.stdout)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = lasting(sys.stderr)
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """The same stream on a :class:`Console`."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream  # None: the program was started with this one closed
+    stream.flush()
+    console = Console(stream.fileno())
+    return io.TextIOWrapper(
+        console if stream.write_through else io.BufferedWriter(console),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def printable(text: str) -> str:
+    r"""The text with control characters, other than newline and tab, as ``\x1b``.
+
+    What a model learnt from a log with colours in it must not reach the terminal as commands.
+    """
+    return CONTROL_CHARACTER.sub(lambda match: rf"\x{ord(match[0]):02x}", text)
