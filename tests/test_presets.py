@@ -215,3 +215,16 @@ def test_the_scales_of_the_start_reach_the_weights_and_nothing_else(name: str) -
             assert torch.allclose(10 * weight, scaled[key])
         else:
             assert torch.equal(weight, scaled[key]), key
+
+
+@pytest.mark.parametrize("experiment_name", ["nanogpt_cpu_causal", "nanogpt_gpu"])
+@pytest.mark.parametrize(
+    "model", sorted(path.stem for path in (ROOT / "configs/model").glob("*.yaml"))
+)
+def test_every_model_takes_the_place_of_an_experiments_own(
+    model: str, experiment_name: str
+) -> None:
+    words = [f"experiment={experiment_name}", f"model={model}"]
+    own = load_config([f"model={model}"], TrainConfig, ROOT).model
+    taken = load_config(words, TrainConfig, ROOT).model
+    assert (taken.name, taken.certificate) == (own.name, own.certificate)
