@@ -11,10 +11,11 @@ from typing import NoReturn
 import torch
 
 from benchmarks.plots import plot_growth
-from benchmarks.run import environment, load, measure_case
+from benchmarks.run import Setting, environment, load, measure_case, measure_compiled
 from benchmarks.suite import suite
 from benchmarks.table import table
 from invformer.console import outlive_console
+from invformer.numerics.host import compiler_complaint
 
 RESULTS = Path(__file__).parent / "results"
 MOST_THREADS = 1024
@@ -71,12 +72,18 @@ def parse() -> argparse.Namespace:
                         help="of the forward pass on CUDA; a CPU uses float32")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="default: the CPU, then a GPU if there is one")  # fmt: skip
+    parser.add_argument("--compile", action="store_true",
+                        help="training steps with compiled blocks, and nothing else")  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
     parser.add_argument("--out", type=Path, help="JSON to write; plots go beside it")
     parser.set_defaults(suite="default")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: PyTorch finds no CUDA device here")
+    if args.compile:
+        for device in devices(args.device):
+            if complaint := compiler_complaint(device):
+                parser.error(f"argument --compile: torch.compile does not work here: {complaint}")
     suites = [suite(args.suite, device.type) for device in devices(args.device)]
     names = [case.name for measured in suites for case in measured.cases]
     if not any(args.only.search(name) for name in names):
@@ -92,8 +99,14 @@ def main() -> None:
     torch.set_flush_denormal(True)  # as train.py does
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    out = args.out or RESULTS / f"{args.suite}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    name = f"{args.suite}-compiled" if args.compile else args.suite
+    out = args.out or RESULTS / f"{name}.json"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        print(f"error: argument --out: {error.filename}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(7) from None
     report = {"environment": environment(torch.get_num_threads()), "rows": []}
     for device in devices(args.device):
         measured = suite(args.suite, device.type)
@@ -102,8 +115,12 @@ def main() -> None:
             if not args.only.search(case.name):
                 continue
             print(f"{device.type} {case.name}", flush=True)
-            duration = args.seconds or measured.seconds
-            for row in measure_case(case, device, precision, duration, not args.no_memory):
+            setting = Setting(case, device, precision, args.seconds or measured.seconds)
+            if args.compile:
+                rows = measure_compiled(setting)
+            else:
+                rows = measure_case(setting, memory=not args.no_memory)
+            for row in rows:
                 report["rows"].append(row)
                 report["environment"]["load_average_after"] = load()
                 out.write_text(json.dumps(report, indent=1) + "\n")

@@ -87,6 +87,14 @@ def build(name: str, case: Case, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
+def compile_blocks(model: nn.Module) -> nn.Module:
+    """The same model, each block compiled by itself, as ``trainer.compile=true`` does."""
+    blocks = model.blocks if isinstance(model, PlainTransformer) else model.stack.blocks
+    for block in blocks:
+        block.compile()
+    return model
+
+
 def contractive_stack(name: str, case: Case) -> InvertibleStack:
     """The invertible stack with the defaults of ``model=contractive_l2`` or ``…_bounded``."""
     width, heads = case.d_model, case.num_heads

@@ -5,12 +5,14 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from benchmarks.models import MODELS, Case, build
+from benchmarks.models import MODELS, Case, build, compile_blocks
 from benchmarks.peak_memory import measure_in_child
 from benchmarks.tasks import (
     GENERATED,
@@ -31,26 +33,49 @@ PROBE_LENGTHS = (16, 32)
 LONGEST_SEQUENTIAL = 1024
 
 
-def measure_case(
-    case: Case, device: torch.device, precision: str, seconds: float, memory: bool
-) -> Iterator[Row]:
+@dataclass(frozen=True)
+class Setting:
+    """What all rows of one case share.
+
+    Attributes:
+        case: sizes.
+        device: where.
+        precision: float32, or bf16 under autocast.
+        seconds: per task.
+    """
+
+    case: Case
+    device: torch.device
+    precision: str
+    seconds: float
+
+    def rows(self, task: str, work: dict[str, Work], characters: int) -> Iterator[Row]:
+        """One row per piece of work, all in turns."""
+        common = {"device": self.device.type, "precision": self.precision, "task": task}
+        for row in compare(work, characters, self.seconds, self.device):
+            name = f"{self.device.type}/{task}/{row['variant']}/{self.case.name}"
+            yield {"id": name, **self.case.to_dict(), "case": self.case.name, **common, **row}
+
+    def build(self, name: str) -> nn.Module:
+        """One model."""
+        return build(name, self.case, self.device)
+
+    def training(self, model: nn.Module, probe_length: int | None = None) -> Training:
+        """Its training step."""
+        return Training(model, self.case, self.precision, probe_length)
+
+
+def measure_case(setting: Setting, memory: bool) -> Iterator[Row]:
     """All rows of one case: each task, with all models that can do it in turns."""
-    common = {**case.to_dict(), "case": case.name, "device": device.type, "precision": precision}
-
-    def rows(task: str, work: dict[str, Work], characters: int) -> Iterator[Row]:
-        for row in compare(work, characters, seconds, device):
-            yield {"id": f"{device.type}/{task}/{row['variant']}/{case.name}", **common,
-                   "task": task, **row}  # fmt: skip
-
-    models = {name: build(name, case, device) for name in MODELS}
+    case, device, precision = setting.case, setting.device, setting.precision
+    models = {name: setting.build(name) for name in MODELS}
     contractive = models["contractive_l2"]
-    training: dict[str, Work] = {n: Training(m, case, precision) for n, m in models.items()}
+    training: dict[str, Work] = {n: setting.training(m) for n, m in models.items()}
     for length in PROBE_LENGTHS:
         if length <= case.seq_len:
-            watched = build("contractive_l2", case, device)
-            name = f"contractive_l2+monitor{length}"
-            training[name] = Training(watched, case, precision, probe_length=length)
-    for row in rows("train", training, case.characters):
+            watched = setting.build("contractive_l2")
+            training[f"contractive_l2+monitor{length}"] = setting.training(watched, length)
+    for row in setting.rows("train", training, case.characters):
         if memory and row["variant"] in models:
             threads = torch.get_num_threads()
             row["peak_bytes"] = measure_in_child(
@@ -58,9 +83,9 @@ def measure_case(
             )
         yield row
     share = {"step": training["contractive_l2"], "normalisation": Normalisation(contractive)}
-    yield from rows("normalisation", share, case.characters)
+    yield from setting.rows("normalisation", share, case.characters)
     evaluation: dict[str, Work] = {n: Evaluation(m, case, precision) for n, m in models.items()}
-    yield from rows("evaluate", evaluation, case.characters)
+    yield from setting.rows("evaluate", evaluation, case.characters)
     if case.seq_len > LONGEST_SEQUENTIAL:
         return
     inversion: dict[str, Work] = {
@@ -69,11 +94,21 @@ def measure_case(
         "anderson": Inversion(contractive, case, "anderson"),
         "picard-without-evidence": Inversion(contractive, case, "picard", evidence=False),
     }
-    yield from rows("invert", inversion, case.characters)
+    yield from setting.rows("invert", inversion, case.characters)
     generation: dict[str, Work] = {
         name: Generation(model, case) for name, model in models.items() if name != "plain"
     }
-    yield from rows("generate", generation, GENERATED)
+    yield from setting.rows("generate", generation, GENERATED)
+
+
+def measure_compiled(setting: Setting) -> Iterator[Row]:
+    """Training steps with compiled blocks, in turns with two models that are not compiled."""
+    work: dict[str, Work] = {
+        name: setting.training(compile_blocks(setting.build(name))) for name in MODELS
+    }
+    for name in ("dot_product", "contractive_l2"):
+        work[f"{name}-eager"] = setting.training(setting.build(name))
+    yield from setting.rows("train-compiled", work, setting.case.characters)
 
 
 def compare(

@@ -3,6 +3,7 @@
 import errno
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,18 +17,20 @@ import evaluate
 import train
 from invformer import errors
 from invformer.build import evaluation
-from invformer.build.run import build_run, refuse_missing_devices, refuse_missing_kernel
+from invformer.build.machine import refuse_missing_devices, refuse_missing_kernel
+from invformer.build.run import build_run
 from invformer.config import load_config
 from invformer.console import Console, lasting
 from invformer.evaluation import report
 from invformer.exit import guarded
+from invformer.numerics.host import compiler_complaint
 from invformer.training import fit
 
 ROOT = Path(__file__).parent.parent
 
 
-def raising(error: BaseException) -> Callable[[], None]:
-    def work() -> None:
+def raising(error: BaseException) -> Callable[..., None]:
+    def work(*_: object) -> None:
         raise error
 
     return work
@@ -246,3 +249,20 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     assert not (tmp_path / "runs").exists()
     for fine in ("auto", "blocked", "math", "flex" if gpus and accelerator == "auto" else "auto"):
         refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+
+
+def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
+    monkeypatch.setattr(torch, "compile", lambda f: raising(RuntimeError(message)))
+    words = ["trainer.accelerator=cpu", f"run.root={tmp_path / 'runs'}", "trainer.compile=true"]
+    with pytest.raises(errors.ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
+        build_run(load_config(words))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
+    assert compiler_complaint(torch.device("cpu")) is None

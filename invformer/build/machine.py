@@ -1,4 +1,4 @@
-"""What a program runs on and from: device, hardware, commit."""
+"""What a program runs on and from: device, hardware, commit; and what it cannot do there."""
 
 import platform
 import re
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from invformer.errors import ConfigurationError
+from invformer.numerics.host import compiler_complaint
+from invformer.schema import TrainConfig, TrainerConfig
 
 
 def pick_device(name: str, key: str) -> torch.device:
@@ -28,6 +30,71 @@ def pick_device(name: str, key: str) -> torch.device:
     except (RuntimeError, AssertionError):
         raise ConfigurationError(f"{key}: {name} is not available here") from None
     return device
+
+
+def refuse_missing_hardware(config: TrainConfig) -> None:
+    """Whether this machine can train as asked.
+
+    Raises:
+        ConfigurationError: it has too few such devices, the attention kernel cannot be trained on
+            them, or nothing can be compiled for them.
+    """
+    refuse_missing_devices(config.trainer)
+    refuse_missing_kernel(config)
+    refuse_missing_compiler(config.trainer)
+
+
+def refuse_missing_devices(config: TrainerConfig) -> None:
+    """Whether this machine has what the run shall train on.
+
+    Raises:
+        ConfigurationError: it has not, or fewer.
+    """
+    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
+    present = {"cuda": cuda, "mps": mps, "gpu": cuda or mps, "auto": cuda or mps or config.devices}
+    if config.devices > present.get(config.accelerator, config.devices):
+        raise ConfigurationError(
+            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
+            f"for, {present[config.accelerator]} are here; try trainer.accelerator=cpu"
+        )
+
+
+def refuse_missing_kernel(config: TrainConfig) -> None:
+    """Whether the chosen attention can be trained where the run shall be.
+
+    Raises:
+        ConfigurationError: it cannot.
+    """
+    on_cpu = training_device(config.trainer).type == "cpu"
+    kernel = config.model.attention_kernel
+    if kernel == "flex" and on_cpu:
+        raise ConfigurationError(
+            "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
+        )
+    if kernel == "sdpa" and not on_cpu:
+        raise ConfigurationError("model.attention_kernel: sdpa is for the CPU; pick auto")
+
+
+def refuse_missing_compiler(config: TrainerConfig) -> None:
+    """Whether torch.compile works, where it is asked for.
+
+    Raises:
+        ConfigurationError: it does not.
+    """
+    complaint = compiler_complaint(training_device(config)) if config.compile else None
+    if complaint is not None:
+        raise ConfigurationError(
+            f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "
+            "it misses, or leave trainer.compile out"
+        )
+
+
+def training_device(config: TrainerConfig) -> torch.device:
+    """The kind of device a run is on."""
+    best = "cuda" if torch.cuda.device_count() else "mps"
+    if best == "mps" and not torch.backends.mps.is_available():
+        best = "cpu"
+    return torch.device({"auto": best, "gpu": best}.get(config.accelerator, config.accelerator))
 
 
 def hardware(device: torch.device) -> str:

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.build.machine import commit
+from invformer.build.machine import commit, refuse_missing_hardware
 from invformer.build.model import build_model
 from invformer.checkpoint.content import Checkpoint
 from invformer.checkpoint.directory import sweep
@@ -22,7 +22,6 @@ from invformer.config import command_line, to_dict, to_yaml
 from invformer.data.corpora import Corpus, load_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError
 from invformer.nn.probe_budget import MOST_SEQUENCES
 from invformer.nn.transformer import CharTransformer
 from invformer.ranks import DIRECTORY, tell
@@ -93,8 +92,7 @@ def build_run(config: TrainConfig) -> Run:
     trainer_config = config.trainer
     if trainer_config.num_threads is not None:
         torch.set_num_threads(trainer_config.num_threads)
-    refuse_missing_devices(trainer_config)
-    refuse_missing_kernel(config)
+    refuse_missing_hardware(config)
     data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
     directory = open_directory(config)
     metadata = build_metadata(config, data)
@@ -160,40 +158,6 @@ def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer
         for block in model.stack.blocks:
             block.compile()
     return model
-
-
-def refuse_missing_devices(config: TrainerConfig) -> None:
-    """Whether this machine has what the run shall train on.
-
-    Raises:
-        ConfigurationError: it has not, or fewer.
-    """
-    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
-    present = {"cuda": cuda, "mps": mps, "gpu": cuda or mps, "auto": cuda or mps or config.devices}
-    if config.devices > present.get(config.accelerator, config.devices):
-        raise ConfigurationError(
-            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
-            f"for, {present[config.accelerator]} are here; try trainer.accelerator=cpu"
-        )
-
-
-def refuse_missing_kernel(config: TrainConfig) -> None:
-    """Whether the chosen attention can be trained where the run shall be.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    on_cpu = config.trainer.accelerator == "cpu" or (
-        config.trainer.accelerator == "auto"
-        and not (torch.cuda.device_count() or torch.backends.mps.is_available())
-    )
-    kernel = config.model.attention_kernel
-    if kernel == "flex" and on_cpu:
-        raise ConfigurationError(
-            "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
-        )
-    if kernel == "sdpa" and not on_cpu:
-        raise ConfigurationError("model.attention_kernel: sdpa is for the CPU; pick auto")
 
 
 def build_strategy(config: TrainerConfig) -> Strategy | str:

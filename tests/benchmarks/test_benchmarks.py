@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import __main__ as program
 from benchmarks import peak_memory, run, tasks, timing
@@ -32,7 +33,7 @@ def rows() -> list[dict]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "SHORTEST_TURN", 0)
         patch.setattr(tasks, "GENERATED", 4)
-        return list(run.measure_case(TINY, CPU, "float32", seconds=0, memory=False))
+        return list(run.measure_case(run.Setting(TINY, CPU, "float32", seconds=0), memory=False))
 
 
 def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
@@ -48,6 +49,18 @@ def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
     } <= found
     assert len({row["id"] for row in rows}) == len(rows)
     assert json.loads(json.dumps(rows)) == rows
+
+
+def test_compiled_steps_have_rows_of_every_model_beside_two_that_are_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda block: compiled.append(block))
+    rows = list(run.measure_compiled(run.Setting(TINY, CPU, "float32", seconds=0)))
+    eager = {"dot_product-eager", "contractive_l2-eager"}
+    assert {row["variant"] for row in rows} == {*MODELS, *eager}
+    assert {row["task"] for row in rows} == {"train-compiled"}
+    assert len(compiled) == len(MODELS) * TINY.num_layers
 
 
 def test_rates_and_ratios_are_of_the_same_turns(rows: list[dict]) -> None:
@@ -171,6 +184,7 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
         (["--seconds", "nan"], "argument --seconds: nan is not above 0"),
         (["--threads", "0"], "argument --threads: 0 is not in [1, 1024]"),
         (["--threads", "many"], "argument --threads: invalid threads value: 'many'"),
+        (["--compile"], "argument --compile: torch.compile does not work here: no compiler"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line_before_anything_is(
@@ -182,6 +196,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line_before_anything_is(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(program, "compiler_complaint", lambda _: "no compiler")
     monkeypatch.setattr(sys, "argv", ["benchmarks", f"--out={tmp_path / 'a' / 'b.json'}", *words])
     with pytest.raises(SystemExit) as end:
         program.main()
@@ -191,3 +206,16 @@ def test_what_cannot_be_measured_is_refused_in_one_line_before_anything_is(
     assert captured.err.count("\n") == 1
     assert captured.out == ""
     assert not (tmp_path / "a").exists()
+
+
+def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path, tmp_path / "file" / "results.json"):
+        monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick", f"--out={out}"])
+        with pytest.raises(SystemExit) as end:
+            program.main()
+        assert end.value.code == 7
+        assert capsys.readouterr().err.startswith("error: argument --out: ")
