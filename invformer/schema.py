@@ -62,7 +62,8 @@ class ModelConfig(Section):
     )
     lipschitz_target: float = option(
         0.7,
-        "c, the Lipschitz constant no residual branch of a contractive model exceeds",
+        "c, at which the certificate holds every residual branch: its Lipschitz constant or, under "
+        "causal, the diagonal blocks of its Jacobian",
         within="(0, 1)",
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
@@ -214,7 +215,9 @@ class OptimConfig(Section):
     lr: float = option(8e-3, "peak learning rate of AdamW", within="(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", within="(0, 10]")
     betas: list[float] = option([0.9, 0.99], "AdamW's two decay rates", within="[0, 1)")
-    weight_decay: float = option(0.0, "decoupled weight decay", within="[0, 100]")
+    weight_decay: float = option(
+        0.0, "decoupled weight decay of the matrices in the stack", within="[0, 100]"
+    )
     warmup_steps: int | None = option(
         None,
         "linear warm-up, optimiser steps; null is min(100, max_steps // 10 + 1)",
@@ -285,7 +288,7 @@ class LoggerConfig(Section):
     )
     entity: str | None = option(None, "W&B user or team; null is your default")
     tags: list[str] = option([], "W&B tags, 1 to 64 characters each")
-    group: str | None = option(None, "W&B group; an experiment file puts its own name here")
+    group: str | None = option(None, "W&B group; an experiment file names its family here")
 
     def check(self) -> None:
         """What W&B itself would refuse, but only after the run has started."""
@@ -446,7 +449,9 @@ class MeasureConfig(Section):
     )
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
     atol: float | None = option(
-        None, "residual at which the inverse stops; null follows the dtype", within="(0, 1]"
+        None,
+        "error allowed per layer, on top of the relative one that dtype and bound leave",
+        within="(0, 1]",
     )
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:INDEX")
 

@@ -548,7 +548,7 @@ def test_help_shows_every_preset_and_every_field_with_default_and_meaning() -> N
         for key, f in options(schema):
             assert f"\n  {key}=" in text
             assert f.metadata["help"] in text
-    assert "model.lipschitz_target=0.7\n      number in (0, 1): c, the Lipschitz" in help_text()
+    assert "model.lipschitz_target=0.7\n      number in (0, 1): c, at which the" in help_text()
 
 
 def test_every_field_says_what_it_means_and_every_number_has_an_interval() -> None:

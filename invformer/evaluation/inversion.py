@@ -92,7 +92,8 @@ def invert_text(
         certificate: proven constants of that stack; the error bounds rest on them.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
-        atol: residual at which a layer's iteration stops; None is the precision's floor.
+        atol: error allowed per layer, on top of the relative one that follows dtype and constant;
+            None allows none.
         max_steps: iterations allowed per layer.
         timed: invert three times more to see what that costs; below float64 without evidence too,
             in float64 to the accuracy of float32 too.

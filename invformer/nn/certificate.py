@@ -76,8 +76,8 @@ def certify(
 ) -> Certificate:
     """Prove a bound for every branch of a model's invertible stack, on the weights as cast.
 
-    All arithmetic is in float64 and rounded outward; spectral norms by Gram iteration with its
-    rounding term (Delattre et al. 2023, arXiv 2305.16173).
+    All arithmetic is in float64 and rounded outward; spectral norms are those of
+    :func:`.spectral_norm.spectral_norm_bound`.
 
     Args:
         model: an InvertibleStack, or a module whose ``stack`` is one.

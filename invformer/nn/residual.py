@@ -262,7 +262,7 @@ class InvertibleStack(nn.Module):
             z: the output of the stack.
             certificate: proven bounds of this stack.
             options: passed to every layer's inverse. With ``evidence=False`` the same value comes
-                for about a quarter less work below float64, and nothing is proven of it.
+                for a quarter to a third less work below float64, and nothing is proven of it.
 
         Raises:
             ValueError: ``polish`` is asked for, and a float64 value cannot enter the next layer; or

@@ -40,7 +40,7 @@ class Branch:
 
     @property
     def bound(self) -> str:
-        """Key of the proven bound in the same norm."""
+        """Key of what the normalisation gives in the same norm."""
         return f"lipschitz/{self.norm}/{self.block}/{self.kind}/bound"
 
 
