@@ -128,10 +128,6 @@ class TiedL2Attention(LipschitzBranch):
     position: VisibilityMask
     kernel: Kernel = "auto"
 
-    def effective_weights(self) -> L2Weights:
-        """The plain matrices of the present function, constants folded in."""
-        raise NotImplementedError
-
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
@@ -279,10 +275,6 @@ class ContractiveL2Attention(TiedL2Attention):
         self.w_q = SpectralNormalised(w_q)
         w_g = initial_output * torch.randn(d_model, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
-
-    def effective_weights(self) -> L2Weights:
-        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h)."""
-        return self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:
         """Shape, certificate and what kind of mask or bias there is."""

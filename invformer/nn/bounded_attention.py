@@ -108,10 +108,6 @@ class BoundedAttention(LipschitzBranch):
         self.log_sharpness = nn.Parameter(torch.full((3, num_heads), math.log(INITIAL_SHARPNESS)))
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
-    def effective_weights(self) -> BoundedWeights:
-        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h."""
-        return self.forward_weights([self])[0]
-
     def kind(self) -> Hashable:
         """Shape, certificate and who is seen."""
         shape = self.w_qkv.weight.shape

@@ -45,7 +45,7 @@ class LipschitzBranch(nn.Module):
 
     def effective_weights(self) -> Any:
         """The plain matrices of the present function, constants folded in."""
-        raise NotImplementedError
+        return self.forward_weights([self])[0]
 
     @property
     def is_frozen(self) -> bool:

@@ -9,8 +9,6 @@ from jaxtyping import Float, Integer
 from torch import Tensor
 
 from invformer.nn.attention import (
-    ContractiveL2Attention,
-    L2Weights,
     TiedL2Attention,
     merge_heads,
     split_heads,
@@ -183,7 +181,7 @@ class AttentionPoints:
     """
 
     def __init__(self, branches: list) -> None:
-        self.w_q, self.g = stacked_attention_weights(branches)
+        self.w_q, self.g = stacked_weights(branches)
         self.query = self.w_q.transpose(-3, -2).flatten(-2)
         self.output = self.g.flatten(-3, -2)
         self.names: list[str] = []
@@ -283,7 +281,7 @@ class FeedForwardPoints:
     """
 
     def __init__(self, branches: list) -> None:
-        self.weights = stacked_feed_forward_weights(branches)
+        self.weights = stacked_weights(branches)
         self.names: list[str] = []
         self.slopes: list[Tensor] = []
         self.shape = torch.Size()
@@ -296,13 +294,13 @@ class FeedForwardPoints:
         self.names.append(name)
         self.slopes.append(activation_slope(branch.activation, h))
         self.shape = x.shape
-        return (ACTIVATIONS[branch.activation](h) / weights.sharpness) @ weights.w_out
+        return ACTIVATIONS[branch.activation](h) @ weights.w_out
 
     def groups(self) -> list[BranchGroup]:
         """The Jacobians of all branches met: those of ``feed_forward_jacobian``, batched."""
-        kernel = self.weights.kernel
-        own_token = self.of_windows(self.weights.w_in, 1)
-        jacobian = own_token if kernel == 1 else self.of_windows(self.weights.joined(), kernel)
+        w_in, kernel = self.weights.w_in, self.weights.kernel
+        own_token = self.of_windows(w_in[..., : self.shape[-1], :], 1)
+        jacobian = own_token if kernel == 1 else self.of_windows(w_in, kernel)
         return [BranchGroup(tuple(self.names), jacobian, kernel == 1, own_token)]
 
     def of_windows(self, w_in: Tensor, kernel: int) -> LinearMap:
@@ -321,32 +319,12 @@ class FeedForwardPoints:
         return LinearMap(push, pull, shape, slope.dtype, slope.device)
 
 
-def stacked_attention_weights(branches: list) -> L2Weights:
-    """The effective weights of several branches in one go, where it is known how."""
-    first = branches[0]
-    if isinstance(first, ContractiveL2Attention) and not first.is_frozen:
-        weights = first.forward_weights(branches)
-    else:
-        weights = [b.weights() for b in branches]
-    return L2Weights(*(torch.stack(stacked) for stacked in zip(*weights, strict=True)))
-
-
-def stacked_feed_forward_weights(branches: list) -> FeedForwardWeights:
-    """The effective weights of several branches in one go, where it is known how."""
-    first = branches[0]
-    if first.norm != "spectral" or first.is_frozen:
-        stacked = zip(*(b.weights() for b in branches), strict=True)
-        return FeedForwardWeights(*(torch.stack(weights) for weights in stacked))
-    scale = torch.stack([b.output_scale() / b.w_out.sigma() for b in branches])
-    sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
-    return FeedForwardWeights(
-        torch.stack([b.w_in.weight for b in branches])
-        / torch.stack([b.w_in.sigma() for b in branches])[:, None, None],
-        torch.stack([b.b_in for b in branches]),
-        torch.stack([b.w_out.weight for b in branches]) * scale[:, None, None],
-        sharpness,
-        torch.stack([b.past_weight(s) for b, s in zip(branches, sharpness, strict=True)]),
-    )
+def stacked_weights(branches: list) -> Any:
+    """The weights of several branches, in one go where it is known how."""
+    (kind, *others), first = {b.kind() for b in branches}, branches[0]
+    together = not others and kind is not None and not first.is_frozen
+    weights = first.forward_weights(branches) if together else [b.weights() for b in branches]
+    return type(weights[0])(*(torch.stack(stacked) for stacked in zip(*weights, strict=True)))
 
 
 def batched_matmul(

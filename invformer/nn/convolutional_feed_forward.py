@@ -10,16 +10,14 @@ from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache
 from invformer.nn.feed_forward import (
-    UNFOLDING,
     Activation,
     ContractiveFeedForward,
     FeedForward,
-    FoldedWeights,
-    as_used,
+    FeedForwardWeights,
+    without_sharpness,
 )
 from invformer.numerics.bounds import layers
 from invformer.numerics.norms import Norm
-from invformer.numerics.rounding import product_up
 from invformer.numerics.token_shift import windows
 
 # Pre-activations of earlier tokens' unit-variance channels, at first.
@@ -100,21 +98,17 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
         past = (kernel - 1) * d_model
         self.w_past = nn.Parameter(INITIAL_PAST / math.sqrt(past) * torch.randn(past, d_ff))
 
-    def past_weight(self, sharpness: Float[Tensor, "hidden"]) -> Float[Tensor, "past hidden"]:
-        """[V_1; …; V_{k−1}]/β."""
-        return self.w_past / sharpness
-
     def kind(self) -> Hashable:
         """Shape, activation, norm and kernel."""
         return super().kind(), self.kernel
 
     @staticmethod
-    def forward_weights(branches: Sequence[Any]) -> list[FoldedWeights]:
-        """The folded weights of every branch."""
-        folded = ContractiveFeedForward.forward_weights(branches)
+    def forward_weights(branches: Sequence[Any]) -> list[FeedForwardWeights]:
+        """[Ŵ₁β; V_1; …; V_{k−1}] and the rest as without a past, of every branch."""
+        own = ContractiveFeedForward.forward_weights(branches)
         return [
-            (torch.cat([w_in, b.w_past]), b_in, w_out)
-            for b, (w_in, b_in, w_out) in zip(branches, folded, strict=True)
+            w._replace(w_in=torch.cat([w.w_in, b.w_past]))
+            for b, w in zip(branches, own, strict=True)
         ]
 
     def next_outputs(
@@ -128,7 +122,7 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
         own = super().bound_by_construction(norm)
         if own is None:
             return None
-        past = self.past_weight(self.log_sharpness.exp()).detach().double()
+        past = (self.w_past / self.log_sharpness.exp()).detach().double()
         sizes = past.unflatten(0, (self.kernel - 1, -1)).flatten(1).norm(dim=-1)
         return own * (1 + sizes.sum())
 
@@ -138,9 +132,8 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
 
     def causal_bound(self, dtype: torch.dtype | None = None) -> float:
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
-        weights = as_used(self.weights(), dtype)
-        bound = layers.feed_forward_bound(weights.w_in, weights.w_out, self.activation, "token_max")
-        return product_up(bound, UNFOLDING)
+        (own, *_), w_out = without_sharpness(self.weights(), dtype)
+        return layers.feed_forward_bound(own, w_out, self.activation, "token_max")
 
 
 def next_outputs(

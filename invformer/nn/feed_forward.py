@@ -20,7 +20,7 @@ from invformer.nn.spectral import (
 from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
-from invformer.numerics.rounding import product_up, sum_up
+from invformer.numerics.rounding import sum_up
 from invformer.numerics.token_shift import windows, windows_adjoint
 
 Activation = Literal["silu", "gelu", "relu", "tanh"]
@@ -61,34 +61,22 @@ class Pointwise(nn.Module):
 
 
 class FeedForwardWeights(NamedTuple):
-    """The matrices a contractive feed-forward runs with, as (in, out), and its sharpness.
+    """What a contractive feed-forward multiplies by, as (in, out): f(x) = φ(x W + b) V.
 
-    ``w_past`` has a row for every channel of the tokens before, nearest first; here none.
+    The sharpness β is in all three: W = Ŵ₁β, b = b₁β, V = c Ŵ₂/(lip(φ) β). So it takes no pass over
+    tokens, and what is certified is what is multiplied, in any precision. ``w_in`` has D rows for
+    each of ``kernel`` tokens: the own one first, then those before, nearest first.
     """
 
     w_in: Tensor
     b_in: Tensor
     w_out: Tensor
     sharpness: Tensor
-    w_past: Tensor
-
-    def by_lag(self) -> list[Tensor]:
-        """W₁ and what the tokens before enter with, one (D, hidden) matrix per lag."""
-        width = self.w_in.shape[-2]
-        return [self.w_in] if self.kernel == 1 else [self.w_in, *self.w_past.split(width, dim=-2)]
-
-    def joined(self) -> Tensor:
-        """The same as one matrix, which windows of ``kernel`` tokens are multiplied by."""
-        return self.w_in if self.kernel == 1 else torch.cat([self.w_in, self.w_past], dim=-2)
 
     @property
     def kernel(self) -> int:
         """Tokens that a hidden unit sees: its own and those before."""
-        return 1 + self.w_past.shape[-2] // self.w_in.shape[-2]
-
-
-# W₁ β, b β and W₂/β.
-FoldedWeights = tuple[Tensor, Tensor, Tensor]
+        return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
 class ContractiveFeedForward(LipschitzBranch):
@@ -136,60 +124,32 @@ class ContractiveFeedForward(LipschitzBranch):
         """c/lip(φ), what Ŵ₂ is multiplied by."""
         return self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
 
-    def effective_weights(self) -> FeedForwardWeights:
-        """Ŵ₁, b, c Ŵ₂/lip(φ) and β."""
-        if self.norm == "spectral":
-            w_in, w_out = self.w_in(), self.w_out()
-        else:
-            tiny = torch.finfo(self.w_in.weight.dtype).tiny
-            w_in = self.w_in.weight / max_row_sum(self.w_in.weight.mT).clamp_min(tiny)
-            w_out = self.w_out.weight / max_row_sum(self.w_out.weight.mT).clamp_min(tiny)
-        w_out = self.output_scale() * w_out
-        sharpness = self.log_sharpness.exp()
-        return FeedForwardWeights(w_in, self.b_in, w_out, sharpness, self.past_weight(sharpness))
-
-    def past_weight(self, sharpness: Float[Tensor, "hidden"]) -> Float[Tensor, "past hidden"]:
-        """What the tokens before enter with: nothing."""
-        return self.b_in.new_zeros(0, len(sharpness))
-
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
-        w_in, b_in, w_out = self.folded_weights()
+        w_in, b_in, w_out, _ = self._shared or self.weights()
         hidden = torch.addmm(b_in, windows(x, self.kernel).flatten(0, -2), w_in)
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
         return (activation(hidden) @ w_out).view(x.shape)
-
-    def folded_weights(self) -> FoldedWeights:
-        """Ŵ₁ β, b β and c Ŵ₂/(lip(φ) β): f(x) = φ(x W + b) V without passes over tokens for β.
-
-        Certificates need the matrices apart from β (:meth:`effective_weights`).
-        """
-        if self.is_frozen:
-            return self.derived(self._frozen, fold)
-        return self._shared or self.forward_weights([self])[0]
 
     def kind(self) -> Hashable:
         """Shape, activation and norm."""
         return type(self), self.w_in.weight.shape, self.activation, self.norm
 
     @staticmethod
-    def forward_weights(branches: Sequence["ContractiveFeedForward"]) -> list[FoldedWeights]:
-        """The folded weights of every branch."""
-        first = branches[0]
-        if first.norm == "entry_max":
-            return [fold(b.effective_weights()) for b in branches]
+    def forward_weights(branches: Sequence["ContractiveFeedForward"]) -> list[FeedForwardWeights]:
+        """Ŵ₁β, b₁β, c Ŵ₂/(lip(φ) β) and β of every branch."""
+        scaled = scaled_weights if branches[0].norm == "spectral" else scaled_by_row_sums
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         scale = torch.stack([b.output_scale() for b in branches])[:, None] / sharpness
-        return list(
-            zip(
-                scaled_weights([b.w_in for b in branches], sharpness[:, None, :]),
-                torch.stack([b.b_in for b in branches]) * sharpness,
-                scaled_weights([b.w_out for b in branches], scale[:, :, None]),
-                strict=True,
-            )
-        )
+        w_in = scaled([b.w_in for b in branches], sharpness[:, None, :])
+        b_in = torch.stack([b.b_in for b in branches]) * sharpness
+        w_out = scaled([b.w_out for b in branches], scale[:, :, None])
+        return [
+            FeedForwardWeights(*weights)
+            for weights in zip(w_in, b_in, w_out, sharpness, strict=True)
+        ]
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian at X, token by token."""
@@ -205,8 +165,9 @@ class ContractiveFeedForward(LipschitzBranch):
             raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
         weights = self.weights()
         slope = slopes(x, weights, self.activation)
+        by_lag, w_out = without_sharpness(weights)
         bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
-        total = torch.stack([bound(slope, w, weights.w_out) for w in weights.by_lag()]).sum(0)
+        total = torch.stack([bound(slope, w_in, w_out) for w_in in by_lag]).sum(0)
         return total.clamp(max=self.lipschitz_bound(norm))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
@@ -216,36 +177,33 @@ class ContractiveFeedForward(LipschitzBranch):
 
     def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
-        weights = as_used(self.weights(), dtype)
-        bounds = (
-            layers.feed_forward_bound(w, weights.w_out, self.activation, norm)
-            for w in weights.by_lag()
+        by_lag, w_out = without_sharpness(self.weights(), dtype)
+        return sum_up(
+            *(layers.feed_forward_bound(w_in, w_out, self.activation, norm) for w_in in by_lag)
         )
-        return product_up(sum_up(*bounds), UNFOLDING)
 
 
-def fold(weights: FeedForwardWeights) -> FoldedWeights:
-    """W β, b β and W₂/β, W over all lags."""
-    _, b_in, w_out, sharpness, _ = weights
-    return weights.joined() * sharpness, b_in * sharpness, w_out / sharpness[:, None]
+def scaled_by_row_sums(
+    weights: Sequence[SpectralNormalised], factors: Float[Tensor, "weights #rows #columns"]
+) -> list[Float[Tensor, "rows columns"]]:
+    """W · factor/‖Wᵀ‖_∞ of several weights: what holds a constant in entry_max."""
+    tiny = torch.finfo(weights[0].weight.dtype).tiny
+    sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
+    return [w.weight * (f / s) for w, f, s in zip(weights, factors, sums, strict=True)]
 
 
-def as_used(weights: FeedForwardWeights, dtype: torch.dtype | None) -> FeedForwardWeights:
-    """What a forward pass in ``dtype`` multiplies by: folded, cast, and β taken out in float64.
+def without_sharpness(
+    weights: FeedForwardWeights, dtype: torch.dtype | None = None
+) -> tuple[list[Float[Tensor, "width hidden"]], Float[Tensor, "hidden width"]]:
+    """W₁ of every lag and W₂ of what runs in ``dtype``: cast first, then β taken out in float64.
 
-    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (β V), so that β only has to be the same twice.
+    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (βV), so that β only has to be the same twice. W₂
+    is lifted by what division and product round: norms of these bound those in real numbers.
     """
-    w_in, b_in, w_out = (cast(w, dtype).double() for w in fold(weights))
+    w_in, w_out = (cast(w, dtype).double() for w in (weights.w_in, weights.w_out))
     sharpness = weights.sharpness.detach().double()
-    width = weights.w_in.shape[-2]
-    by_lag = w_in / sharpness
-    return FeedForwardWeights(
-        w_in=by_lag[:width],
-        b_in=b_in / sharpness,
-        w_out=w_out * sharpness[:, None],
-        sharpness=sharpness,
-        w_past=by_lag[width:],
-    )
+    by_lag = (w_in / sharpness).split(w_out.shape[-1], dim=-2)
+    return list(by_lag), w_out * (UNFOLDING * sharpness)[:, None]
 
 
 def slopes(
@@ -259,7 +217,7 @@ def sharpened(
     x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights
 ) -> Float[Tensor, "*batch tokens hidden"]:
     """β h of every hidden unit at X."""
-    return (windows(x, weights.kernel) @ weights.joined() + weights.b_in) * weights.sharpness
+    return windows(x, weights.kernel) @ weights.w_in + weights.b_in
 
 
 def feed_forward_jacobian(
@@ -268,7 +226,7 @@ def feed_forward_jacobian(
     weights: FeedForwardWeights,
 ) -> LinearMap:
     """J = W₁ diag(φ′) W₂ in row convention, with a further such term for every earlier token."""
-    w_in, w_out, kernel = weights.joined(), weights.w_out, weights.kernel
+    w_in, w_out, kernel = weights.w_in, weights.w_out, weights.kernel
     return LinearMap(
         jvp=lambda dx: ((windows(dx, kernel) @ w_in) * slope) @ w_out,
         vjp=lambda dy: windows_adjoint(((dy @ w_out.mT) * slope) @ w_in.mT, kernel),

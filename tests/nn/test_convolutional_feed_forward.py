@@ -48,7 +48,9 @@ def test_shifts_and_windows_are_adjoint_to_their_adjoints() -> None:
 @pytest.mark.parametrize("kernel", [2, 4, TOKENS + 1])
 def test_its_outputs_are_those_of_a_loop_over_tokens_and_lags(kernel: int) -> None:
     made = layer(kernel)
-    w_in, b_in, w_out, sharpness, w_past = made.weights()
+    w_in, w_out = made.w_in(), made.output_scale() * made.w_out()
+    b_in, sharpness = made.b_in, made.log_sharpness.exp()
+    w_past = made.w_past / sharpness
     x = torch.randn(TOKENS, WIDTH)
     expected = []
     for i in range(TOKENS):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from invformer.errors import NonFiniteError
 from invformer.evaluation.inversion import invert_text
@@ -26,6 +27,19 @@ from invformer.numerics.bounds.layers import ACTIVATION_SLOPE
 from tests.nn.builders import contractive_model, random_tokens, trained_a_little
 
 WIDTH, TOKENS, SYMBOLS, TARGET = 16, 16, 60, 0.9
+
+
+class Factors(TorchFunctionMode):
+    """Collects what inputs are multiplied by from the right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func.__name__ in ("addmm", "matmul", "__matmul__"):
+            self.found.append(args[-1])
+        return func(*args, **(kwargs or {}))
 
 
 def stack_of(
@@ -113,11 +127,28 @@ def test_feed_forwards_in_bfloat16_are_certified_as_they_multiply(
     attention = BoundedAttention(WIDTH, 2, 4, CausalMask(TOKENS), TARGET, certificate="causal")
     stack = stack_of(attention.float(), branch, kind="causal")
     certificate = enforce(stack, dtype=torch.bfloat16)
-    w_in, _, w_out = (w.bfloat16().double() for w in branch.folded_weights())
+    w_in, _, w_out, _ = (w.bfloat16().double() for w in branch.weights())
     # All hidden units are alike: where one has its largest slope, every one has.
     product = torch.linalg.matrix_norm(w_in[:WIDTH] @ w_out, 2).item()
     largest = product * ACTIVATION_SLOPE[activation] * (1 - 1e-5)
     assert largest <= certificate.per_branch["block_00/feed_forward"] <= TARGET
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_feed_forward_outside_frozen_weights_multiplies_by_what_is_certified(
+    dtype: torch.dtype,
+) -> None:
+    # One unit, always at its largest slope: the Jacobian is the product of the two matrices.
+    for seed in range(20):
+        torch.manual_seed(seed)
+        branch = ContractiveFeedForward(6, 1, TARGET, "relu", initial_sharpness=7.3).to(dtype)
+        branch.b_in.data.fill_(100)
+        branch.eval()
+        with Factors() as factors, torch.no_grad():
+            branch(torch.zeros(1, 6, dtype=dtype))
+        w_in, w_out = (w.double() for w in factors.found)
+        constant = torch.linalg.matrix_norm(w_in @ w_out, 2).item()
+        assert constant <= branch.lipschitz_bound("token_max", dtype)
 
 
 def test_the_papers_output_map_does_not_feel_autocast() -> None:

@@ -10,8 +10,7 @@ from invformer.nn.branch import frozen_weights
 from invformer.nn.branch_jacobians import (
     branch_jacobians,
     residual_branches,
-    stacked_attention_weights,
-    stacked_feed_forward_weights,
+    stacked_weights,
 )
 from invformer.nn.certificate import certify
 from invformer.nn.lipschitz_probe import LipschitzProbe
@@ -30,13 +29,12 @@ from tests.nn.builders import (
 def test_stacked_weights_are_the_effective_weights(certificate: str) -> None:
     model = trained_a_little(contractive_model(certificate=certificate))
     branches = [branch for _, branch in model.stack.branches()]
-    for stack, members in (
-        (stacked_attention_weights, branches[0::2]),
-        (stacked_feed_forward_weights, branches[1::2]),
-    ):
+    for members in (branches[0::2], branches[1::2]):
         with torch.no_grad():
             for stacked, weights in zip(
-                stack(members), zip(*(b.weights() for b in members), strict=True), strict=True
+                stacked_weights(members),
+                zip(*(b.weights() for b in members), strict=True),
+                strict=True,
             ):
                 torch.testing.assert_close(stacked, torch.stack(weights), rtol=1e-12, atol=0)
 
@@ -47,8 +45,8 @@ def test_weights_that_are_held_are_used_as_they_are() -> None:
     with frozen_weights(model), torch.no_grad():
         for branch in branches:
             branch._frozen = type(branch._frozen)(*(2 * w for w in branch._frozen))
-        assert torch.equal(stacked_attention_weights(branches[0::2]).g[1], branches[2].weights().g)
-        w_out = stacked_feed_forward_weights(branches[1::2]).w_out
+        assert torch.equal(stacked_weights(branches[0::2]).g[1], branches[2].weights().g)
+        w_out = stacked_weights(branches[1::2]).w_out
         assert torch.equal(w_out[1], branches[3].weights().w_out)
 
 
