@@ -39,6 +39,11 @@ class LipschitzBranch(nn.Module):
         # Below one only if certification found the branch above its target (low precision).
         self.register_buffer("correction", torch.ones(()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy computes its weights itself: nobody would release those that are held here."""
+        held = ("_frozen", "_shared", "_derived")
+        return {key: value for key, value in self.__dict__.items() if key not in held}
+
     def target_scale(self) -> Tensor:
         """c, less the margin for rounding and any correction: what normalised weights multiply."""
         return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)

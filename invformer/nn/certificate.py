@@ -14,6 +14,7 @@ from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
 from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
+from invformer.nn.spectral import SpectralNormalised
 from invformer.numerics.norms import Norm
 from invformer.numerics.rounding import product_up, sum_up
 
@@ -139,6 +140,9 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
     """
     stack = invertible_stack(model)
     require_finite(stack)
+    for module in stack.modules():  # a correction is kept: it must not make up for old constants
+        if isinstance(module, SpectralNormalised):
+            module.refresh()
     certificate = certify(stack, dtype=dtype)
     for attempt in range(5):
         if certificate.holds:

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.numerics.normaliser import gram_normaliser, gram_normalisers
+from invformer.numerics.normaliser import Normalisation, gram_normaliser, gram_normalisers
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
@@ -26,8 +26,13 @@ class SpectralNormalised(nn.Module):
 
     By default every forward pass in training mode refreshes σ̄. A training loop that knows when the
     weights change sets ``manual_refresh`` and calls :func:`refresh_normalisers` once per step.
-    Leaving training mode refreshes too, so an evaluated model never carries a stale constant.
+    Out of training mode σ̄ is refreshed when the weight was replaced or changed in place since it
+    was computed, as PyTorch counts changes: those through ``.data`` it does not see, and
+    :meth:`refresh`, ``train`` and ``eval`` are for them.
     """
+
+    # The weight that σ̄ was computed from, and PyTorch's count of its changes then.
+    _normalised: tuple[Tensor, int]
 
     def __init__(self, weight: Float[Tensor, "*batch rows columns"]) -> None:
         super().__init__()
@@ -38,12 +43,27 @@ class SpectralNormalised(nn.Module):
         self.register_buffer("u", weight.new_zeros(*batch, rows), persistent=False)
         self.register_buffer("v", weight.new_zeros(*batch, columns), persistent=False)
         self.refresh()
-        self.register_load_state_dict_post_hook(lambda module, _: module.refresh())
+        self.register_load_state_dict_post_hook(refresh_after_loading)
 
-    @torch.no_grad()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy's constants are those of its own weight."""
+        super().__setstate__(state)
+        self._normalised = self.weight, changes(self.weight)
+
     def refresh(self) -> None:
         """Recompute σ̄, u and v from the present weight (new tensors: old graphs stay valid)."""
-        self.sigma_bound, self.u, self.v = gram_normaliser(self.weight.detach(), NUM_STEPS)
+        self.hold(self.computed())
+
+    @torch.no_grad()
+    def computed(self) -> Normalisation:
+        """σ̄, u and v of the present weight."""
+        with torch.inference_mode(False):  # whose tensors no later gradient could pass through
+            return gram_normaliser(self.weight.detach(), NUM_STEPS)
+
+    def hold(self, constants: Normalisation) -> None:
+        """Keep σ̄, u and v of the present weight."""
+        self.sigma_bound, self.u, self.v = constants
+        self._normalised = self.weight, changes(self.weight)
 
     def train(self, mode: bool = True) -> "SpectralNormalised":
         """Switch mode; leaving training mode refreshes the constant."""
@@ -62,11 +82,36 @@ class SpectralNormalised(nn.Module):
         factor = torch.as_tensor(factor).to(self.weight)
         return scaled_weights([self], factor[(None,) * max(1, 3 - factor.ndim)])[0]
 
-    def fresh(self) -> "SpectralNormalised":
-        """Itself, refreshed if nobody else sees to that."""
-        if self.training and not self.manual_refresh:
-            self.refresh()
-        return self
+    def constants(self) -> Normalisation:
+        """σ̄, u and v, refreshed if nobody else sees to that."""
+        if not self.is_stale():
+            return self.sigma_bound, self.u, self.v
+        constants = self.computed()
+        # What stands for a tensor inside a transform of torch.func must not outlive it.
+        if not torch._C._are_functorch_transforms_active():
+            self.hold(constants)
+        return constants
+
+    def is_stale(self) -> bool:
+        """Whether σ̄ may be that of another weight, unless a training loop takes care of it."""
+        if self.training:
+            return not self.manual_refresh
+        if (
+            torch.compiler.is_compiling()
+        ):  # which cannot trace a normaliser that looks at its result
+            return False
+        weight, count = self._normalised
+        return weight is not self.weight or count != changes(weight)
+
+
+def changes(weight: Tensor) -> int:
+    """How often a tensor was changed in place, where PyTorch counts that."""
+    return 0 if weight.is_inference() else weight._version
+
+
+def refresh_after_loading(module: SpectralNormalised, incompatible_keys: object) -> None:
+    """What ``load_state_dict`` calls at its end."""
+    module.refresh()
 
 
 def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
@@ -92,12 +137,13 @@ def scaled_weights(
     return list(ScaledWeights.apply(factors, bound, u, v, *(w.weight for w in weights)))
 
 
-def _stacked(weights: Sequence[SpectralNormalised]) -> tuple[Tensor, Tensor, Tensor]:
+def _stacked(weights: Sequence[SpectralNormalised]) -> Normalisation:
     """σ̄, u and v of all."""
-    fresh = [w.fresh() for w in weights]
-    if len(fresh) == 1:
-        return fresh[0].sigma_bound[None], fresh[0].u[None], fresh[0].v[None]
-    bounds, us, vs = ([getattr(w, name) for w in fresh] for name in ("sigma_bound", "u", "v"))
+    constants = [w.constants() for w in weights]
+    if len(constants) == 1:
+        bound, u, v = constants[0]
+        return bound[None], u[None], v[None]
+    bounds, us, vs = zip(*constants, strict=True)
     return torch.stack(bounds), torch.stack(us), torch.stack(vs)
 
 
@@ -195,9 +241,10 @@ def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
 def refresh_normalisers(model: nn.Module) -> None:
     """Recompute every σ̄ of a model, all weights with Gram matrices of one size at once."""
     modules = [m for m in model.modules() if isinstance(m, SpectralNormalised)]
-    found = gram_normalisers([m.weight.detach() for m in modules], NUM_STEPS)
+    with torch.inference_mode(False):
+        found = gram_normalisers([m.weight.detach() for m in modules], NUM_STEPS)
     for module, constants in zip(modules, found, strict=True):
-        module.sigma_bound, module.u, module.v = constants
+        module.hold(constants)
 
 
 def write_to(weight: Tensor, channels: slice | None) -> Tensor:

@@ -104,4 +104,5 @@ def train(
         if schedule is not None:
             schedule.step()
         refresh_normalisers(model)
+    set_manual_refresh(model, False)
     return Training(losses, largest)

@@ -134,6 +134,16 @@ def test_feed_forwards_in_bfloat16_are_certified_as_they_multiply(
     assert largest <= certificate.per_branch["block_00/feed_forward"] <= TARGET
 
 
+def test_enforcing_does_not_make_up_for_constants_of_other_weights() -> None:
+    stack = contractive_model().stack.eval()
+    for branch in (branch for _, branch in stack.branches()):
+        for name, parameter in branch.named_parameters():
+            if name.endswith(".weight"):
+                parameter.data.mul_(3)  # which PyTorch does not count as a change
+    assert enforce(stack).holds
+    assert all(branch.correction == 1 for _, branch in stack.branches())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_feed_forward_outside_frozen_weights_multiplies_by_what_is_certified(
     dtype: torch.dtype,

@@ -1,6 +1,8 @@
 """ActivationNorm, feed-forward, residual layers, stacks and the language model."""
 
+import copy
 import math
+import pickle
 from functools import partial
 
 import pytest
@@ -226,6 +228,21 @@ def test_what_is_made_of_frozen_weights_is_made_once_and_forgotten_with_them(bui
         parameter.data *= 1.1
     with torch.no_grad(), frozen_weights(model):
         assert not torch.equal(model(tokens), first)
+
+
+def test_a_copy_made_while_weights_are_held_computes_its_own() -> None:
+    model = trained_a_little(contractive_model()).eval()
+    tokens = random_tokens(2)
+    with frozen_weights(model):
+        copied = copy.deepcopy(model)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), copied(tokens))
+    with torch.no_grad():
+        for parameter in copied.stack.parameters():
+            parameter.mul_(1.1)
+    changed = copied(tokens)
+    assert not torch.allclose(changed, model(tokens))
+    changed.sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.parameters())
 
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of

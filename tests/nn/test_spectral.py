@@ -1,9 +1,11 @@
 """The differentiable normaliser: an upper bound, stateless, fresh when it matters."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+from torch.func import functional_call, grad
 
 from invformer.nn.spectral import (
     SpectralNormalised,
@@ -67,6 +69,61 @@ def test_leaving_training_mode_refreshes_a_stale_constant() -> None:
     with torch.no_grad():
         weight.weight.mul_(7)
     assert torch.linalg.matrix_norm(weight.eval()(), 2).item() <= 1
+
+
+def scaled(weight: SpectralNormalised) -> None:
+    with torch.no_grad():
+        weight.weight.mul_(3)
+
+
+def replaced(weight: SpectralNormalised) -> None:
+    weight.weight = torch.nn.Parameter(3 * weight.weight.detach())
+
+
+@pytest.mark.parametrize("change", [scaled, replaced])
+def test_a_weight_changed_out_of_training_mode_has_the_constant_of_what_it_became(change) -> None:
+    weight = SpectralNormalised(torch.randn(4, 4)).eval()
+    expected = weight().clone()
+    change(weight)
+    torch.testing.assert_close(weight(), expected)
+    other = copy.deepcopy(weight)
+    change(other)
+    torch.testing.assert_close(other(), expected)
+    torch.testing.assert_close(weight(), expected)
+
+
+def test_a_weight_that_did_not_change_is_normalised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = SpectralNormalised(torch.randn(4, 4)).eval()
+    copied = copy.deepcopy(weight).double()
+    monkeypatch.setattr(SpectralNormalised, "computed", lambda _: pytest.fail("again"))
+    for same in (weight, copied, pickle.loads(pickle.dumps(weight))):
+        assert torch.equal(same(), weight())
+
+
+def test_a_weight_put_in_for_one_call_is_normalised_for_that_call() -> None:
+    weight = SpectralNormalised(torch.randn(4, 4)).eval()
+    expected = weight().detach()
+    for factor in (2, 5):
+        given = {"weight": factor * weight.weight.detach()}
+        torch.testing.assert_close(functional_call(weight, given, ()), expected)
+    torch.testing.assert_close(weight(), expected)
+
+    def total(given: torch.Tensor) -> torch.Tensor:
+        return functional_call(weight, {"weight": given}, ()).sum()
+
+    gradient = grad(total)(3 * weight.weight.detach())
+    assert (gradient * weight.weight).sum().abs() < 1e-3  # its size is divided away
+    torch.testing.assert_close(weight(), expected)
+
+
+@pytest.mark.parametrize("refresh", [lambda w: w.eval(), refresh_normalisers])
+def test_constants_computed_in_inference_mode_let_gradients_through(refresh) -> None:
+    weight = SpectralNormalised(torch.randn(4, 4))
+    set_manual_refresh(weight)
+    with torch.inference_mode():
+        refresh(weight)
+    weight().sum().backward()
+    assert weight.weight.grad is not None
 
 
 def test_batched_refresh_gives_what_each_weight_computes_alone() -> None:
