@@ -182,6 +182,11 @@ class StackBounds(Protocol):
         """Proven bound of every residual branch."""
         ...
 
+    @property
+    def seq_len(self) -> int:
+        """Longest sequence for which the bounds hold."""
+        ...
+
 
 class InvertibleStack(nn.Module):
     """A chain of invertible blocks; block l's layers are named ``block_0l/attention`` and so on.
@@ -260,19 +265,23 @@ class InvertibleStack(nn.Module):
 
         Args:
             z: the output of the stack.
-            certificate: proven bounds of this stack.
+            certificate: proven bounds of this stack, for the weights as cast to the format it runs
+                in. Under autocast z does not tell which that is, so the caller sees to it: float32
+                and float64 bounds differ by about 1e-7 of their size, half precision's by 1e-3.
             options: passed to every layer's inverse. With ``evidence=False`` the same value comes
                 for a quarter to a third less work below float64, and nothing is proven of it.
 
         Raises:
             ValueError: ``polish`` is asked for, and a float64 value cannot enter the next layer; or
-                the certificate is of another kind or norm than this stack's targets.
+                the certificate is of another kind or norm than this stack's targets, of another
+                stack or of shorter sequences.
         """
         if (certificate.kind, certificate.norm) != (self.kind, self.norm):
             raise ValueError(
                 f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
                 f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
             )
+        self._require_own(certificate, z.shape[-2])
         if options.get("polish"):
             raise ValueError(
                 "a stack is not polished layer by layer: invert a float64 copy instead"
@@ -322,10 +331,12 @@ class InvertibleStack(nn.Module):
             One bound per sample, in the stack's norm, by the rounding model.
 
         Raises:
-            ValueError: the certificate is stated in another norm.
+            ValueError: the certificate is stated in another norm, or it is of another stack or of
+                shorter sequences.
         """
         if certificate.norm != self.norm:
             raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
+        self._require_own(certificate, z.shape[-2])
         difference = z.double() - self(x).double()
         outward = 1 + difference[0].numel() * 2.0**-52
         top = ErrorStep(1.0, vector_norm(difference, self.norm) * outward)
@@ -341,3 +352,15 @@ class InvertibleStack(nn.Module):
                     upwards.append(residual_step(contraction_error_bound(both, bound), bound))
                 x = y
         return stack_error_bound([top, *reversed(upwards)])
+
+    def _require_own(self, certificate: StackBounds, num_tokens: int) -> None:
+        """Refuse bounds that can be seen to be of another stack, or of shorter sequences."""
+        names = {name for name, _ in self.residual_layers()}
+        if differing := sorted(certificate.per_branch.keys() ^ names):
+            raise ValueError(
+                f"the certificate is of another stack: {differing[0]} is in one and not the other"
+            )
+        if num_tokens > certificate.seq_len:
+            raise ValueError(
+                f"the certificate holds up to {certificate.seq_len} tokens, not for {num_tokens}"
+            )

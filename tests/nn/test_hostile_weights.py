@@ -1,6 +1,7 @@
 """Certificates of weights that nobody trains, and of the matrices low precision really uses."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -202,6 +203,39 @@ def test_certificates_of_another_kind_or_norm_do_not_bound_errors() -> None:
             model.stack.inverse(z, wrong)
     with pytest.raises(ValueError, match="bounds in frobenius, but lengths in token_max"):
         model.stack.preimage_bound(x, z, certify(model, norm="frobenius"))
+
+
+@pytest.mark.parametrize("wrong", ["more blocks", "fewer blocks", "shorter sequences"])
+def test_certificates_of_another_stack_or_of_shorter_sequences_do_not_bound_errors(
+    wrong: str,
+) -> None:
+    model = contractive_model().requires_grad_(False)
+    x = model.embedding(random_tokens(1))
+    z, certificate = model.stack(x), certify(model, dtype=torch.float64)
+    bounds = certificate.per_branch
+    if wrong == "more blocks":
+        message = "of another stack: block_02/attention is in one and not the other"
+        certificate = replace(certificate, per_branch={**bounds, "block_02/attention": 0.5})
+    elif wrong == "fewer blocks":
+        message = "of another stack: block_01/attention is in one and not the other"
+        first = {name: bound for name, bound in bounds.items() if name.startswith("block_00")}
+        certificate = replace(certificate, per_branch=first)
+    else:
+        message = "the certificate holds up to 11 tokens, not for 12"
+        certificate = replace(certificate, seq_len=11)
+    with pytest.raises(ValueError, match=message):
+        model.stack.inverse(z, certificate)
+    with pytest.raises(ValueError, match=message):
+        model.stack.preimage_bound(x, z, certificate)
+
+
+def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() -> None:
+    model = trained_a_little(contractive_model()).float()
+    certificate = certify(model)
+    model = model.double().requires_grad_(False)
+    x = model.embedding(random_tokens(2))
+    solution = model.stack.inverse(model.stack(x), certificate)
+    assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
 
 
 @pytest.mark.parametrize("part", ["feed_forward.branch.b_in", "feed_forward_norm.shift"])
