@@ -1,6 +1,8 @@
 """The character-level language model: embedding, a stack of blocks, a free head."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Float, Integer
@@ -137,6 +139,18 @@ class PreNormStack(nn.Module):
         return apply_blocks(self.blocks, x, self.checkpoint_activations)
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, and then every module in the mode it was in."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class CharTransformer(nn.Module):
     """tokens → embedding → stack → LayerNorm → dropout → logits.
 
@@ -244,7 +258,8 @@ class CharTransformer(nn.Module):
         Attentions keep what they need of earlier symbols, so that a new one costs the work of one.
         Positions are absolute: once ``seq_len`` symbols are in view, the oldest are let go and the
         last ``keep`` are encoded anew. A small ``keep`` does that seldom, but leaves less to look
-        back on; ``keep = seq_len`` encodes a full window for every symbol.
+        back on; ``keep = seq_len`` encodes a full window for every symbol. Nothing is dropped out,
+        also in training mode, which is as it was afterwards.
 
         Args:
             prompt: at least one symbol; of a longer one the last ``seq_len`` are seen.
@@ -252,13 +267,17 @@ class CharTransformer(nn.Module):
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
             keep: symbols kept in view when it is full, 1 … ``seq_len``; None is half of it.
+
+        Raises:
+            ValueError: the prompt is empty, or one of the numbers is out of its range.
         """
         keep = max(1, self.seq_len // 2) if keep is None else keep
+        self._require_possible(prompt, length, temperature, keep)
         tokens = torch.cat([prompt, prompt.new_empty(length)])
         past: dict[nn.Module, AttentionCache] = {}
         new = prompt[-self.seq_len :]
         in_view = 0
-        with frozen_weights(self):
+        with evaluating(self), frozen_weights(self):
             for end in range(len(prompt), len(tokens)):
                 logits = self.extend(new[None], past)[0, -1]
                 in_view += len(new)
@@ -273,3 +292,14 @@ class CharTransformer(nn.Module):
                     past, in_view = {}, 0
                     new = tokens[end + 1 - keep : end + 1]
         return tokens
+
+    def _require_possible(self, prompt: Tensor, length: int, temperature: float, keep: int) -> None:
+        """Refuse what :meth:`generate` cannot do."""
+        if not len(prompt):
+            raise ValueError("the prompt is empty: it needs at least one symbol")
+        if length < 0:
+            raise ValueError(f"length must not be negative, got {length}")
+        if not temperature >= 0:  # nor NaN
+            raise ValueError(f"temperature must not be negative, got {temperature}")
+        if not 1 <= keep <= self.seq_len:
+            raise ValueError(f"keep must be from 1 to the seq_len of {self.seq_len}, got {keep}")

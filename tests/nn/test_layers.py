@@ -319,6 +319,37 @@ def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
     assert encoded == (fresh + again + again + again)[: 2 * SEQ_LEN]
 
 
+def test_generation_drops_nothing_out_and_leaves_every_mode_as_it_was() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    expected = model.generate(prompt, 20, temperature=0)
+    model.dropout.p = 0.9
+    model.train().norm.eval()
+    before = [module.training for module in model.modules()]
+    assert torch.equal(model.generate(prompt, 20, temperature=0), expected)
+    with pytest.raises(IndexError):  # the modes come back after an error too
+        model.generate(torch.full((3,), VOCAB), 20)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": torch.empty(0, dtype=torch.long)}, "the prompt is empty"),
+        ({"length": -1}, "length must not be negative, got -1"),
+        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ({"temperature": math.nan}, "temperature must not be negative, got nan"),
+        ({"keep": 0}, "keep must be from 1 to the seq_len of 12, got 0"),
+        ({"keep": -2}, "keep must be from 1 to the seq_len of 12, got -2"),
+        ({"keep": SEQ_LEN + 1}, "keep must be from 1 to the seq_len of 12, got 13"),
+    ],
+)
+def test_impossible_generation_is_refused_in_one_line(change: dict, message: str) -> None:
+    arguments = {"prompt": torch.zeros(3, dtype=torch.long), "length": 20, **change}
+    with pytest.raises(ValueError, match=message):
+        contractive_model().generate(**arguments)
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 def test_weights_shared_by_a_forward_pass_are_those_each_branch_computes(bounded: bool) -> None:
     model = contractive_model(bounded=bounded).train()
