@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from invformer.nn.branch import LipschitzBranch, frozen_weights
 from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.nn.residual import InvertibleResidual, InvertibleStack
 from invformer.nn.spectral import SpectralNormalised
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
 
 Kind = Literal["global", "causal"]
@@ -93,9 +93,13 @@ def certify(
     Raises:
         NoCertificateError: the stack contains something without a proof, or diagonal blocks are to
             be bounded in another norm than token_max.
+        ValueError: there is no such norm or kind.
     """
     stack = invertible_stack(model)
     norm, kind = norm or stack.norm, kind or stack.kind
+    for name, value, choices in (("norm", norm, NORMS), ("kind", kind, get_args(Kind))):
+        if value not in choices:
+            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
     if kind == "causal" and norm != "token_max":
         raise NoCertificateError(
             f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "

@@ -49,6 +49,18 @@ def test_a_causal_certificate_claims_no_constant_for_the_stack() -> None:
     assert certificate.holds
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": "l2"}, "unknown norm 'l2': choose one of token_max, frobenius, entry_max"),
+        ({"kind": "local"}, "unknown kind 'local': choose one of global, causal"),
+    ],
+)
+def test_norms_and_kinds_that_do_not_exist_are_refused_by_name(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        certify(contractive_model(), **change)
+
+
 def test_layer_norm_in_the_stack_is_refused() -> None:
     with pytest.raises(NoCertificateError, match="LayerNorm"):
         certify(baseline())
