@@ -19,9 +19,10 @@ RESIDUAL_FLOOR = {
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operations in the formats of their arguments, also under autocast; nothing where it is off.
 
-    Entering ``torch.autocast`` costs as much as several operations on a token.
+    Entering ``torch.autocast`` costs as much as several operations on a token. The meta device,
+    where shapes are all there is, knows none.
     """
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
 

@@ -264,6 +264,20 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -
         assert found.allclose(expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+)
+def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
+    with torch.device("meta"):
+        model = build()
+        logits = model(torch.zeros(2, SEQ_LEN, dtype=torch.long))
+    logits.sum().backward()
+    assert logits.shape == (2, SEQ_LEN, VOCAB)
+    for parameter, real in zip(model.parameters(), build().parameters(), strict=True):
+        assert parameter.is_meta
+        assert parameter.shape == real.shape
+
+
 def test_generation_extends_the_prompt_and_repeats_with_the_same_seed() -> None:
     model = trained_a_little(contractive_model())
     prompt = random_tokens(1)[0, :3]
