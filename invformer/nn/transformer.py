@@ -37,8 +37,15 @@ class CharEmbedding(nn.Module):
     def forward(
         self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0
     ) -> Float[Tensor, "*batch tokens width"]:
-        """The input of the stack, for symbols from position ``start`` on."""
-        x = self.token(tokens) + self.position[start : start + tokens.shape[-1]]
+        """The input of the stack, for symbols from position ``start`` on.
+
+        Raises:
+            ValueError: there are none, or they reach beyond ``seq_len``.
+        """
+        end, seq_len = start + tokens.shape[-1], self.position.shape[0]
+        if not 1 <= end <= seq_len:
+            raise ValueError(f"a sequence has 1 to {seq_len} tokens (the seq_len), got {end}")
+        x = self.token(tokens) + self.position[start:end]
         return nn.functional.pad(x, (0, self.padding))
 
     def nearest_tokens(

@@ -161,6 +161,19 @@ def test_embedding_leaves_the_padded_channels_silent() -> None:
     assert (model.embedding(random_tokens(2))[..., WIDTH // 3 :] == 0).all()
 
 
+@pytest.mark.parametrize("build", [contractive_model, baseline])
+def test_texts_without_symbols_or_beyond_seq_len_are_refused_in_one_line(build) -> None:
+    model, tokens = build(), random_tokens(2)
+    for wrong, length in ((tokens[:, :0], 0), (torch.cat([tokens, tokens[:, :1]], 1), 13)):
+        message = rf"a sequence has 1 to 12 tokens \(the seq_len\), got {length}"
+        with pytest.raises(ValueError, match=message):
+            model(wrong)
+    past: dict = {}
+    model.extend(tokens, past)
+    with pytest.raises(ValueError, match="got 13"):
+        model.extend(tokens[:, :1], past)
+
+
 def test_blocks_first_write_to_their_own_channels() -> None:
     model = contractive_model(norm=False)
     block = model.stack.blocks[0]
