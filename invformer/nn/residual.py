@@ -338,7 +338,7 @@ class InvertibleStack(nn.Module):
             raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
         self._require_own(certificate, z.shape[-2])
         difference = z.double() - self(x).double()
-        outward = 1 + difference[0].numel() * 2.0**-52
+        outward = 1 + difference.shape[1:].numel() * 2.0**-52
         top = ErrorStep(1.0, vector_norm(difference, self.norm) * outward)
         upwards: list[ErrorStep] = []
         with frozen_weights(self):

@@ -227,7 +227,7 @@ def blocked_attention_backward(
 
 def _one_room(q: Tensor, sizes: list[int]) -> list[Tensor]:
     """Space for the logits of one block after the other, the same for all."""
-    room = q.new_empty(max(sizes))
+    room = q.new_empty(max(sizes, default=0))  # an empty batch has no blocks
     return [room[:size] for size in sizes]
 
 

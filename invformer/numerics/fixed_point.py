@@ -317,8 +317,10 @@ def _check_arguments(
     rtol: float | None,
     max_steps: int | None,
 ) -> None:
-    if y.ndim < 2 or y.numel() == 0 or y.dtype not in RESIDUAL_FLOOR:
+    if y.ndim < 2 or y.dtype not in RESIDUAL_FLOOR:
         raise ValueError(f"y must be floating point (*batch, N, D), got {y.dtype} {tuple(y.shape)}")
+    if y.numel() == 0:
+        raise ValueError(f"there is nothing to invert: y is empty, of shape {tuple(y.shape)}")
     if lipschitz_bound is not None and not 0 <= lipschitz_bound < 1:
         raise ValueError(
             f"lipschitz_bound must be in [0, 1), got {lipschitz_bound}: scale f down, or pass None "

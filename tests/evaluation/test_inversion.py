@@ -79,3 +79,9 @@ def test_what_an_inversion_and_its_evidence_cost_is_timed_where_it_is_asked_for(
     )
     _, report = invert_text(model, tokens, certificate)
     assert report.seconds_forward is report.seconds_inverse is None
+
+
+def test_no_text_is_nothing_to_invert() -> None:
+    model = contractive_model().eval()
+    with pytest.raises(ValueError, match="there is nothing to invert"):
+        invert_text(model, random_tokens(2)[:0], certify(model), dtype=torch.float64)

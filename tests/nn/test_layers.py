@@ -423,6 +423,13 @@ def test_a_text_with_another_output_is_not_mistaken_for_the_right_one(
     assert (bound >= 2 * model.embedding.decoding_margin()).all()
 
 
+def test_an_empty_batch_of_texts_has_no_preimages_to_bound() -> None:
+    model = contractive_model()
+    x = model.embedding(random_tokens(4)[:0])
+    bound = model.stack.preimage_bound(x, model.stack(x), certify(model, dtype=torch.float64))
+    assert bound.shape == (0,)
+
+
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(

@@ -116,6 +116,24 @@ def test_fused_kernels_have_the_values_and_gradients_of_the_plain_form(
             torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("tokens", [32, 33, 300])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_an_empty_batch_has_empty_outputs_and_no_gradients_to_add(
+    kernel: str, bias: str, tokens: int
+) -> None:
+    where = position(bias, 3, tokens, torch.float64)
+    q, k, v = (torch.empty(0, 3, tokens, 8, requires_grad=True) for _ in range(3))
+    for output, used in (
+        (lambda: attend_l2(q, where.logit_bias(tokens), kernel), [q]),
+        (lambda: attend(q, k, v, where.logit_bias(tokens), kernel), [q, k, v]),
+    ):
+        y = output()
+        gradients = torch.autograd.grad(y.sum(), [*used, *where.parameters()])
+        assert y.shape == q.shape
+        assert [g.shape for g in gradients[: len(used)]] == [q.shape] * len(used)
+        assert all((g == 0).all() for g in gradients)
+
+
 @pytest.mark.parametrize(("kernel", "bias"), FUSED)
 def test_gradients_match_finite_differences(kernel: str, bias: str) -> None:
     where = position(bias, 2, 6, torch.float64)

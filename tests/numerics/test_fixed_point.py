@@ -862,6 +862,7 @@ def test_it_runs_in_inference_mode() -> None:
         ({"max_steps": 0}, "max_steps must be at least 1"),
         ({"y": torch.zeros(3)}, "must be floating point"),
         ({"y": torch.zeros(2, 3, dtype=torch.int64)}, "must be floating point"),
+        ({"y": torch.zeros(0, 2, 3)}, r"nothing to invert: y is empty, of shape \(0, 2, 3\)"),
         ({"f": lambda z: z.float()}, "f maps torch.float64"),
         ({"f": lambda z: z[..., :1]}, "must keep dtype and shape"),
         ({"off_diagonal_bound": 1.0}, "belongs to contraction='causal'"),
