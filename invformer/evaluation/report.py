@@ -88,12 +88,12 @@ def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]
     """The inversion's part of the table."""
     if inversion is None:
         return []
-    steps = inversion["num_steps"].values()
+    steps, error = inversion["num_steps"].values(), inversion["error_bound"]
     return [
         ("characters recovered", f"{inversion['characters_recovered']:.2%}"),
         ("… and certified", f"{inversion['characters_certified']:.2%}"),
         ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
-        ("proven error bound", f"{inversion['error_bound']:.2e}"),
+        ("proven error bound", f"{error:.2e}" if math.isfinite(error) else "none"),
         ("decoding margin", f"{inversion['decoding_margin']:.2e}"),
         (
             "another text with this output",
