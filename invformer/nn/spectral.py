@@ -96,9 +96,7 @@ class SpectralNormalised(nn.Module):
         """Whether σ̄ may be that of another weight, unless a training loop takes care of it."""
         if self.training:
             return not self.manual_refresh
-        if (
-            torch.compiler.is_compiling()
-        ):  # which cannot trace a normaliser that looks at its result
+        if torch.compiler.is_compiling():  # no graph holds a normaliser that looks at its results
             return False
         weight, count = self._normalised
         return weight is not self.weight or count != changes(weight)
