@@ -61,6 +61,11 @@ class Flush(L.Callback):
                 self.keep_evidence(step, row)
                 raise CertificateViolation(f"{violation} (evidence in {self.evidence})") from None
 
+    def flush_all(self, pl_module: L.LightningModule) -> None:
+        """Send everything, so that nothing unchecked is ever saved as a checkpoint."""
+        refuse_lost_update(pl_module)
+        self.flush()
+
     def keep_evidence(self, step: int, row: Row) -> None:
         """Write down what disproved a bound: the step's metrics and the text they belong to."""
         tokens = None if self.probe is None else self.probe.tolist()
@@ -104,19 +109,20 @@ class Flush(L.Callback):
         self.record_throughput(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Send everything, so that nothing unchecked is ever saved as a checkpoint."""
-        refuse_lost_update(pl_module)
-        self.flush()
+        """Send everything: a checkpoint follows."""
+        self.flush_all(pl_module)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Send the rest."""
-        refuse_lost_update(pl_module)
-        self.flush()
+        self.flush_all(pl_module)
 
     def on_exception(
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
-        """Send what there is; a second failure must not hide the first."""
+        """Send what there is, unchecked: a second failure must not hide the first.
+
+        After an interruption, which saves, there is nothing left (``training.interruption``).
+        """
         self.run_log.flush()
 
 

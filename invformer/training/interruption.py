@@ -8,9 +8,10 @@ from typing import Any
 import lightning as L
 import torch
 
-from invformer.errors import Interrupted
+from invformer.errors import Interrupted, InvformerError, RankLost
 from invformer.exit import STOP_SIGNALS
 from invformer.ranks import tell
+from invformer.training.callbacks import Flush
 
 
 class Interruption(L.Callback):
@@ -20,7 +21,8 @@ class Interruption(L.Callback):
     and metrics belong together. A signal is therefore only noted when it arrives (once: later ones
     change nothing, so that what saves the state is not disturbed), and acted upon before the first
     batch of the next step, or the next batch of a validation. Several processes agree on that
-    batch.
+    batch. What was measured and not looked at yet is checked first: the run that continues from
+    here would never see it again.
 
     A validation that was stopped halfway is done again, from its beginning, when the run continues:
     before the first batch, as if nothing had happened. This callback stands after all others, since
@@ -55,7 +57,7 @@ class Interruption(L.Callback):
         if batch_idx % trainer.accumulate_grad_batches:
             tell(beat=True)
         else:
-            self._stop_here(trainer)
+            self._stop_here(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Until all of it is done, it has to be done."""
@@ -70,7 +72,7 @@ class Interruption(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """A safe place."""
-        self._stop_here(trainer)
+        self._stop_here(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The checkpoint that follows is of a whole validation."""
@@ -78,7 +80,7 @@ class Interruption(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The last safe place; from here on nobody waits for anybody."""
-        self._stop_here(trainer)
+        self._stop_here(trainer, pl_module)
         tell(beat=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,16 +94,43 @@ class Interruption(L.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
 
-    def _stop_here(self, trainer: L.Trainer) -> None:
+    def _stop_here(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Give a sign of life, and stop if any process was told to.
 
         Raises:
             Interrupted: naming the signal.
+            InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
         tell(beat=True)
-        number = self.signal
-        if trainer.world_size > 1:
-            told = torch.tensor(number, device=trainer.strategy.root_device)
-            number = int(trainer.strategy.reduce(told, reduce_op="max"))
+        number = largest(trainer, self.signal)
         if number:
+            refuse_pending(trainer, pl_module)
             raise Interrupted(number)
+
+
+def refuse_pending(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    """Check the rows that wait for their flush; all processes agree on what comes of it.
+
+    If only one of them refused, the others would save a state, or wait for it while saving.
+
+    Raises:
+        InvformerError: whatever is wrong with them.
+        RankLost: they are in order here, but not in another process, which says what is wrong.
+    """
+    refusal: InvformerError | None = None
+    try:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, Flush):
+                callback.flush_all(pl_module)
+    except InvformerError as error:
+        refusal = error
+    if largest(trainer, int(refusal is not None)):
+        raise refusal or RankLost("another process refused what it had measured")
+
+
+def largest(trainer: L.Trainer, number: int) -> int:
+    """The largest number that any process holds."""
+    if trainer.world_size == 1:
+        return number
+    held = torch.tensor(number, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(held, reduce_op="max"))
