@@ -12,6 +12,7 @@ from invformer.console import printable
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
 from invformer.nn.branch import frozen_weights
+from invformer.nn.spectral import set_manual_refresh
 from invformer.schema import TrainConfig
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
@@ -84,8 +85,13 @@ def fit(run: TrainingRun) -> None:
 
 
 def train(run: TrainingRun) -> None:
-    """The training loop, with Lightning's ways of ending early turned into errors that say so."""
+    """The training loop, with Lightning's ways of ending early turned into errors that say so.
+
+    While it runs, and no longer, the module refreshes the normalisers once per step: were that left
+    on, a loop of somebody else's afterwards would train a model without constraints.
+    """
     checkpoint = None if run.resume is None else run.resume.path.absolute()
+    set_manual_refresh(run.module.model)
     try:
         run.trainer.fit(run.module, run.data, ckpt_path=checkpoint)
     except REFUSALS as error:  # while a state is restored they mean that it is none of this run
@@ -94,6 +100,8 @@ def train(run: TrainingRun) -> None:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
+    finally:
+        set_manual_refresh(run.module.model, manual=False)
 
 
 def checkpoints_of(run: TrainingRun) -> Checkpoints:

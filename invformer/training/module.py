@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.probe_budget import Clock, Ledger
-from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
+from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.host import has_answer_at_hand
 from invformer.training.guard import UpdateGuard
@@ -37,7 +37,8 @@ class CharLanguageModel(L.LightningModule):
     """Minimises nats per character.
 
     Constraints are refreshed once per optimiser step, right after it: whatever looks at the model
-    between two steps sees weights that are normalised as of now.
+    between two steps sees weights that are normalised as of now. That forward passes need not do it
+    as well is for the caller to say, see :func:`invformer.training.fit.train`.
 
     Args:
         model: the language model.
@@ -74,7 +75,6 @@ class CharLanguageModel(L.LightningModule):
         self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
         self.ledger: Ledger | None = None
         self._normalised: Any = None  # when the constants were last refreshed
-        set_manual_refresh(model)
 
     def configure_model(self) -> None:
         """Take the model apart if the strategy asks for that."""

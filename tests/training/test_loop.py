@@ -1,13 +1,18 @@
 """The training loop: what must not change the losses, and what must not wait for the device."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from invformer.build.run import build_run
 from invformer.config import load_config
+from invformer.nn.spectral import SpectralNormalised
 from invformer.numerics import normaliser
 from invformer.schema import TrainConfig
 from invformer.training.fit import fit
@@ -74,6 +79,47 @@ def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:
             run.module.model(torch.zeros(8, 16, dtype=torch.long)).sum()
         kept[recompute] = sum(sizes)
     assert kept[True] < kept[False] / 3
+
+
+class Failing(L.Callback):
+    """Notes who refreshes normalisers while a run trains, and ends it with an error if asked to."""
+
+    def __init__(self, fail: bool) -> None:
+        self.fail = fail
+        self.manual: set[bool] = set()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *rest: object) -> None:
+        self.manual |= {w.manual_refresh for w in normalised(pl_module.model)}
+        if self.fail and trainer.global_step == 3:
+            raise ArithmeticError("broken on purpose")
+
+
+def normalised(model: nn.Module) -> list[SpectralNormalised]:
+    return [m for m in model.modules() if isinstance(m, SpectralNormalised)]
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_a_loop_of_ones_own_after_a_run_trains_a_model_that_is_still_constrained(
+    tmp_path: Path, fail: bool
+) -> None:
+    run = build_run(load_config(arguments(tmp_path, "own"), TrainConfig, ROOT))
+    watch = Failing(fail)
+    run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError) if fail else nullcontext():
+        fit(run)
+    assert watch.manual == {True}
+    model = run.module.model.train()
+    inputs, targets = run.data.first_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(5):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    weights = normalised(model)
+    assert weights
+    model(inputs)
+    for weight in weights:
+        assert torch.linalg.matrix_norm(weight(), 2).max() <= 1 + 1e-9
 
 
 class BetweenFlushes(L.Callback):
