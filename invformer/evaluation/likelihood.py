@@ -42,8 +42,14 @@ def window_nats(
     scored: Bool[Tensor, "batch tokens"],
 ) -> Float[Tensor, ""]:
     """Σ −ln p of the characters of a window batch that are scored there, in float64."""
-    nats = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+    logits = at_least_single(logits).flatten(0, 1)
+    nats = F.cross_entropy(logits, targets.flatten(), reduction="none")
     return (nats.double() * scored.flatten()).sum()
+
+
+def at_least_single(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Logits as likelihoods are computed from them: half precision is widened, double is kept."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def first_character_nats(vocab_size: int) -> float:

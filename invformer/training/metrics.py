@@ -37,7 +37,8 @@ class BitsPerChar(Metric):
 
     def compute(self) -> Tensor:
         """Bits per character of everything seen."""
-        return self.nats / (self.characters * math.log(2))
+        # A count times a number would be of the default type, hence rounded to single precision.
+        return self.nats / self.characters / math.log(2)
 
     def nats_per_character(self) -> Tensor:
         """Nats per character of everything seen by this process."""

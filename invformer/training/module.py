@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
-from invformer.evaluation.likelihood import first_character_nats, window_nats
+from invformer.evaluation.likelihood import at_least_single, first_character_nats, window_nats
 from invformer.nn.probe_budget import Clock, Ledger
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.transformer import CharTransformer
@@ -98,8 +98,8 @@ class CharLanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
         inputs, targets = batch
-        logits = self(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        logits = at_least_single(self(inputs))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         nats = loss.detach()
         if self.trainer.world_size > 1:
             nats = self.trainer.strategy.reduce(nats.clone(), reduce_op="mean")
@@ -215,7 +215,8 @@ class CharLanguageModel(L.LightningModule):
         self.bits_per_char.reset()
         if self.trainer.is_global_zero:
             first = first_character_nats(self.model.head.out_features)
-            self.bits_per_char.update(torch.tensor(first, device=self.device), 1)
+            nats = torch.tensor(first, dtype=torch.float64, device=self.device)
+            self.bits_per_char.update(nats, 1)
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
         """Add the code length of one batch of windows."""

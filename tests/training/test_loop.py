@@ -1,5 +1,6 @@
 """The training loop: what must not change the losses, and what must not wait for the device."""
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,25 @@ def test_checkpointed_and_accumulated_runs_end_where_the_plain_run_does(
         assert validation_bits(tmp_path, name, f"model={model}", *more) == pytest.approx(
             plain, rel=1e-9
         )
+
+
+def test_a_run_in_double_precision_has_losses_and_a_validation_in_double_precision(
+    tmp_path: Path,
+) -> None:
+    """Recomputed from the weights it starts with, which a learning rate of nothing leaves alone."""
+    given = arguments(tmp_path, "double", "trainer.max_steps=1", "optim.lr=1e-300")
+    run = build_run(load_config(given, TrainConfig, ROOT))
+    fit(run)
+    (row,) = read_rows(run.directory.metrics)
+    model = run.module.model.eval()
+    inputs, targets = run.data.first_batch()
+    expected = -model(inputs).log_softmax(-1).gather(-1, targets[..., None]).mean()
+    assert row["train/nats"] == pytest.approx(expected.item(), rel=1e-12)
+    total, count = math.log(model.head.out_features), 1
+    for inputs, targets, scored in run.data.val_dataloader():
+        nats = -model(inputs).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        total, count = total + nats[scored].sum().item(), count + int(scored.sum())
+    assert row["val/nats"] == pytest.approx(total / count, rel=1e-12)
 
 
 def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:

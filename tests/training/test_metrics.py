@@ -14,6 +14,13 @@ def test_a_uniform_model_costs_log2_of_the_alphabet() -> None:
     assert metric.compute().item() == pytest.approx(3, rel=1e-15)
 
 
+def test_the_mean_is_not_rounded_to_the_default_type() -> None:
+    torch.set_default_dtype(torch.float32)
+    metric = BitsPerChar()
+    metric.update(torch.tensor(1234.5, dtype=torch.float64), 701)
+    assert metric.compute().item() == pytest.approx(1234.5 / 701 / math.log(2), rel=1e-15)
+
+
 def test_batches_of_different_sizes_weigh_by_their_characters() -> None:
     metric = BitsPerChar()
     metric.update(torch.tensor(10.0), 10)
