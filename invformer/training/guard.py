@@ -52,7 +52,7 @@ class UpdateGuard:
 
         Args:
             step: its optimiser step.
-            loss: a scalar, the sum over the batches of the step.
+            loss: a scalar, the mean over the batches of the step.
             gradients: of all parameters.
             combine: makes norms of whole gradients of those of parts, if these are parts.
 

@@ -100,11 +100,7 @@ class CharLanguageModel(L.LightningModule):
         inputs, targets = batch
         logits = at_least_single(self(inputs))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        nats = loss.detach()
-        if self.trainer.world_size > 1:
-            nats = self.trainer.strategy.reduce(nats.clone(), reduce_op="mean")
-        self.run_log.record(self.trainer.global_step, {"train/nats": nats, "train/bpc": nats / LN2})
-        self._losses.append(nats)
+        self._losses.append(loss.detach())
         return loss
 
     def configure_gradient_clipping(
@@ -113,7 +109,7 @@ class CharLanguageModel(L.LightningModule):
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Let only what is finite through, record the gradient's norm, clip it.
+        """Let only what is finite through, record the loss and the gradient's norm, clip it.
 
         Raises:
             NonFiniteError: on the CPU, before the update; on a device it is skipped instead, and
@@ -122,13 +118,17 @@ class CharLanguageModel(L.LightningModule):
         sharded = is_sharded(self.model)
         with_gradient = [p for p in self.model.parameters() if p.grad is not None]
         gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
-        loss = torch.stack(self._losses).sum()
+        nats = self.step_nats()
         combine = norms_of_whole if sharded else None
-        norm = self.guard.inspect(self.trainer.global_step, loss, gradients, combine)
-        self._losses.clear()
+        norm = self.guard.inspect(self.trainer.global_step, nats, gradients, combine)
         self.run_log.record(
             self.trainer.global_step,
-            {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[-1]["lr"]},
+            {
+                "train/nats": nats,
+                "train/bpc": nats / LN2,
+                "optim/grad_norm": norm,
+                "optim/lr": optimizer.param_groups[-1]["lr"],
+            },
         )
         if sharded or has_answer_at_hand(norm):  # in parts, no update is skipped on the device
             self.refuse_lost_update()
@@ -140,6 +140,18 @@ class CharLanguageModel(L.LightningModule):
             clip_parts(gradients, limit, norm)
         else:
             torch.nn.utils.clip_grads_with_norm_(with_gradient, limit, norm, foreach=True)
+
+    def step_nats(self) -> Tensor:
+        """Mean nats per character of the whole step, whose batches all have as many; forgets them.
+
+        Over all batches of ``trainer.accumulate`` and all processes: what the update descends.
+        """
+        nats = torch.stack(self._losses).mean()
+        self._losses.clear()
+        if self.trainer.world_size > 1:
+            nats = self.trainer.strategy.reduce(nats, reduce_op="mean")
+            assert isinstance(nats, Tensor)
+        return nats
 
     def refuse_lost_update(self) -> None:
         """Whether all updates so far were finite; waits for the device.
@@ -183,6 +195,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
+        self._losses.clear()  # of a step that an earlier run of this module did not end
         self.gather()
         refresh_normalisers(self.model)
         if self.average is not None:

@@ -63,6 +63,22 @@ def test_checkpointed_and_accumulated_runs_end_where_the_plain_run_does(
         )
 
 
+def test_the_training_loss_of_accumulated_batches_is_that_of_one_batch_of_all_of_them(
+    tmp_path: Path,
+) -> None:
+    rows = []
+    for name, more in (
+        ("one", ("data.batch_size=8",)),
+        ("four", ("data.batch_size=2", "trainer.accumulate=4")),
+    ):
+        run = build_run(load_config(arguments(tmp_path, name, *more), TrainConfig, ROOT))
+        fit(run)
+        rows.append(read_rows(run.directory.metrics))
+    for one, four in zip(*rows, strict=True):
+        assert one["train/nats"] == pytest.approx(four["train/nats"], rel=1e-9)
+        assert four["train/bpc"] == pytest.approx(four["train/nats"] / math.log(2), rel=1e-15)
+
+
 def test_a_run_in_double_precision_has_losses_and_a_validation_in_double_precision(
     tmp_path: Path,
 ) -> None:
@@ -157,20 +173,23 @@ class BetweenFlushes(L.Callback):
         self.per_step.append(self.syncs.found)
 
 
-@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
+@pytest.mark.parametrize(
+    ("model", "accumulate"), [("contractive_l2", 1), ("dot_product", 1), ("contractive_l2", 2)]
+)
 def test_no_step_waits_for_the_device_between_flushes(
-    tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On the CPU, where there is nothing to wait for, every update is looked at before it is made,
     # and the normaliser looks at its Gram matrices.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
     monkeypatch.setattr(normaliser, "has_answer_at_hand", lambda number: False)
-    given = arguments(tmp_path, "syncs", f"model={model}", "monitor.flush_every=100")
+    more = (f"model={model}", f"trainer.accumulate={accumulate}", "monitor.flush_every=100")
+    given = arguments(tmp_path, "syncs", *more)
     run = build_run(load_config(given, TrainConfig, ROOT))
     watch = BetweenFlushes()
     run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
     fit(run)
-    assert watch.per_step[:-1] == [[]] * 5  # the last step ends in a validation
+    assert watch.per_step[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation
 
 
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
