@@ -12,6 +12,8 @@ import torch
 # Shorter probes save nothing: what is left is the cost of starting operations.
 SHORTEST = 16
 MOST_SEQUENCES = 4
+# A share between these multiples of the budget is as good as the budget.
+TOLERATED = (1 / 3, 1.2)
 # Steps and looks that a median is taken of.
 RECENT = 50
 
@@ -92,6 +94,29 @@ def choose(
         return Choice(fitting[-1], every or 1)
     smallest = next(iter(seconds))
     return Choice(smallest, every or math.ceil(seconds[smallest] / max(allowed, 1e-9)))
+
+
+def could_be_better(
+    choice: Choice, share: float, budget: float, sizes: list[Size], every: int | None = None
+) -> bool:
+    """Whether a choice takes clearly more or less than the budget, and another one would not.
+
+    There is nothing smaller than the smallest probe at given steps, and nothing larger than the
+    largest one at every step.
+
+    Args:
+        choice: what is measured.
+        share: what that takes of the rest of a step.
+        budget: largest share that it may take.
+        sizes: to choose from, smallest first.
+        every: steps between two looks, if that is given.
+    """
+    least, most = TOLERATED
+    if share > most * budget:
+        return choice.size != sizes[0] or every is None
+    if share < least * budget:
+        return choice.size != sizes[-1] or (every is None and choice.every > 1)
+    return False
 
 
 class Clock:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
 from invformer.nn.lipschitz_probe import LipschitzProbe
-from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
+from invformer.nn.probe_budget import (
+    Choice,
+    Clock,
+    Ledger,
+    Size,
+    choose,
+    could_be_better,
+    probe_sizes,
+)
 from invformer.training.callbacks import is_last_step, is_step_boundary
 from invformer.training.module import CharLanguageModel
 from invformer.training.run_log import RunLog
@@ -148,12 +156,14 @@ class LipschitzMonitor(L.Callback):
         elif self._steps % RECHECK_EVERY == 0:
             self.ledger.settle()
             share = trainer.strategy.broadcast(self.ledger.share(self.choice.every))
-            if share is not None and not self.budget / 3 <= share <= 1.2 * self.budget:
+            if share is not None and could_be_better(
+                self.choice, share, self.budget, self.sizes, self.every
+            ):
                 self.calibrate(trainer, module)
             self.ledger.forget()
 
     def calibrate(self, trainer: L.Trainer, module: CharLanguageModel) -> None:
-        """Time one size after the other, choose, and say so.
+        """Time one size after the other, choose, and say so if that is news.
 
         The device is waited for here and nowhere else: once a run, unless a choice proves wrong.
         """
@@ -171,14 +181,15 @@ class LipschitzMonitor(L.Callback):
         choice = trainer.strategy.broadcast(choice)
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice.size, first_steps=choice.size.length)
+        if choice != self.choice or not self.is_settled:
+            module.print(
+                f"monitor: {choice.describe()}, "
+                f"{seconds[choice.size] / (choice.every * rest):.1%} of a step "
+                f"(monitor.budget={self.budget})"
+            )
         self.choice = choice
         self.is_settled = True
         self.ledger.forget()
-        module.print(
-            f"monitor: {choice.describe()}, "
-            f"{seconds[choice.size] / (choice.every * rest):.1%} of a step "
-            f"(monitor.budget={self.budget})"
-        )
 
     def time_look(self, probe: LipschitzProbe) -> float:
         """Seconds that a look takes, once it runs."""

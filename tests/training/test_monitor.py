@@ -2,24 +2,37 @@
 
 import copy
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 import invformer.training.fit as fit_module
+import invformer.training.monitor as monitor_module
 from invformer.build.run import Run, build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import lipschitz_row
+from invformer.nn import probe_budget
 from invformer.nn.lipschitz_probe import LipschitzProbe
-from invformer.nn.probe_budget import Choice, Clock, Ledger, Size, choose, probe_sizes
+from invformer.nn.probe_budget import (
+    Choice,
+    Clock,
+    Ledger,
+    Size,
+    choose,
+    could_be_better,
+    probe_sizes,
+)
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics import normaliser
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.local_lipschitz import power_iteration_estimate
 from invformer.numerics.tracking import Tracker
 from invformer.schema import TrainConfig
+from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.run_log import RunLog, read_rows
 from tests.host_syncs import HostSyncs
@@ -45,6 +58,21 @@ def test_the_probe_is_shortened_before_steps_are_left_out() -> None:
     assert choose(seconds, rest=10, budget=0.05) == Choice(Size(1, 16), 2)
     assert choose(seconds, rest=10, budget=0.05, every=4) == Choice(Size(1, 32), 4)
     assert choose(seconds, rest=1, budget=0.05, every=4) == Choice(Size(1, 16), 4)
+
+
+def test_a_choice_that_is_the_least_or_the_most_there_is_cannot_be_better() -> None:
+    sizes = [Size(1, 16), Size(1, 32)]
+    least, most, budget = Choice(sizes[0], 3), Choice(sizes[1], 1), 0.06
+    for choice in (least, most):
+        for share in (0.021, 0.06, 0.071):
+            assert not could_be_better(choice, share, budget, sizes)
+        assert could_be_better(choice, 0.073, budget, sizes)  # it can always be measured less often
+    assert not could_be_better(least, 0.073, budget, sizes, every=3)
+    assert could_be_better(Choice(sizes[1], 3), 0.073, budget, sizes, every=3)
+    assert not could_be_better(most, 0.019, budget, sizes)
+    assert could_be_better(Choice(sizes[1], 2), 0.019, budget, sizes)
+    assert not could_be_better(Choice(sizes[1], 2), 0.019, budget, sizes, every=2)
+    assert could_be_better(least, 0.019, budget, sizes)
 
 
 def test_a_choice_survives_a_checkpoint_and_reads_as_a_sentence() -> None:
@@ -205,6 +233,99 @@ def test_a_small_budget_leaves_out_steps_and_the_choice_is_printed_recorded_and_
     resumed.load_state_dict(monitor_of(run).state_dict())
     assert resumed.choice == choice
     assert resumed.is_settled
+
+
+class VirtualTime:
+    """A clock that a step moves by a second, a look at the probe by what is said here."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: float) -> None:
+        self.now = 0.0
+        self.look = look
+        monkeypatch.setattr(probe_budget.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(monitor_module, "lipschitz_row", self.slowed(lipschitz_row, "look"))
+        step = CharLanguageModel.optimizer_step
+        monkeypatch.setattr(CharLanguageModel, "optimizer_step", self.slowed(step, None))
+
+    def slowed(self, work: Callable, kind: str | None) -> Callable:
+        def work_and_wait(*args: object, **kwargs: object) -> object:
+            self.now += 1.0 if kind is None else getattr(self, kind)
+            return work(*args, **kwargs)
+
+        return work_and_wait
+
+
+@pytest.fixture
+def calibrations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps after which probe sizes were timed."""
+    steps = []
+    calibrate = LipschitzMonitor.calibrate
+
+    def noted(monitor: LipschitzMonitor, trainer: L.Trainer, module: CharLanguageModel) -> None:
+        steps.append(trainer.global_step)
+        calibrate(monitor, trainer, module)
+
+    monkeypatch.setattr(LipschitzMonitor, "calibrate", noted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("look", "every", "choice"),
+    [
+        pytest.param(1e-3, None, Choice(Size(4, 32), 1), id="cheap"),
+        pytest.param(1e-3, 2, Choice(Size(4, 32), 2), id="cheap at every second step"),
+        pytest.param(0.5, 2, Choice(Size(1, 16), 2), id="dear at every second step"),
+    ],
+)
+def test_sizes_are_timed_and_a_choice_is_printed_once_where_there_is_no_other(
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    calibrations: list[int],
+    look: float,
+    every: int | None,
+    choice: Choice,
+) -> None:
+    VirtualTime(monkeypatch, look)
+    monkeypatch.setattr(monitor_module, "RECHECK_EVERY", 5)
+    given = "null" if every is None else every
+    more = (f"monitor.every={given}", "trainer.max_steps=30", "trainer.val_every=15")
+    run = run_with(text_file, *more)
+    fit_module.fit(run)
+    assert calibrations == [6]
+    assert capsys.readouterr().out.count("monitor: ") == 1
+    assert monitor_of(run).choice == choice
+
+
+class ChangingLooks(L.Callback):
+    """Lets looks take another time from some steps on."""
+
+    def __init__(self, clock: VirtualTime, seconds: dict[int, float]) -> None:
+        self.clock = clock
+        self.seconds = seconds
+
+    def on_train_batch_start(self, trainer: L.Trainer, *rest: object) -> None:
+        self.clock.look = self.seconds.get(trainer.global_step, self.clock.look)
+
+
+def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    calibrations: list[int],
+) -> None:
+    monkeypatch.setattr(monitor_module, "RECHECK_EVERY", 10)
+    clock = VirtualTime(monkeypatch, look=0.5)
+    run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
+    # One look that is slow by chance; later all of them are fast.
+    changing = ChangingLooks(clock, {10: 2.0, 11: 0.5, 21: 1e-3})
+    run.trainer.callbacks.insert(0, changing)  # type: ignore[attr-defined]
+    fit_module.fit(run)
+    assert calibrations == [6, 20, 40]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
+    assert [line.split(",")[0] for line in printed] == [
+        f"monitor: {choice.describe()}"
+        for choice in (Choice(Size(1, 16), 10), Choice(Size(4, 32), 1))
+    ]
 
 
 def test_a_large_budget_takes_several_windows(text_file: Path) -> None:
