@@ -77,43 +77,93 @@ def probe_sizes(
     return [Size(1, each) for each in lengths] + [Size(count, longest) for count in several]
 
 
+def is_due(step: int, every: int, local_every: int) -> bool:
+    """Whether is looked after an optimiser step, counted from zero.
+
+    Always after the step that a validation follows, and every few steps; once these are as rare as
+    validations, the former are enough.
+    """
+    precedes_validation = (step + 1) % local_every == 0
+    return precedes_validation or (every < local_every and step % every == 0)
+
+
+def looks_per_step(every: int, local_every: int) -> float:
+    """How often :func:`is_due` says yes, on average."""
+    if every >= local_every:
+        return 1 / local_every
+    # A step is V − 1 modulo V and 0 modulo E at once only if V and E have no common divisor.
+    coincide = 1 / (every * local_every) if math.gcd(every, local_every) == 1 else 0.0
+    return 1 / every + 1 / local_every - coincide
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds of one look, and of the local bounds that come with it before a validation."""
+
+    look: float
+    local: float = 0.0
+
+    def per_step(self, every: int, local_every: int) -> float:
+        """Seconds of all that is measured, per optimiser step.
+
+        Args:
+            every: steps between two looks.
+            local_every: steps between two validations.
+        """
+        return self.look * looks_per_step(every, local_every) + self.local / local_every
+
+
 def choose(
-    seconds: dict[Size, float], rest: float, budget: float, every: int | None = None
+    prices: dict[Size, Price],
+    rest: float,
+    budget: float,
+    local_every: int,
+    every: int | None = None,
 ) -> Choice:
     """The largest probe that can be measured at every step, or else the smallest, more rarely.
 
+    What is measured before validations counts, but is never left out.
+
     Args:
-        seconds: what one look costs at each size, smallest first.
+        prices: what is measured costs at each size, smallest first.
         rest: seconds of a step without it.
-        budget: largest share of ``rest`` that estimates may take.
+        budget: largest share of ``rest`` that all of it may take.
+        local_every: steps between two validations.
         every: steps between two looks, if that is given: larger probes fit then.
     """
-    allowed = budget * rest * (1 if every is None else every)
-    fitting = [size for size, cost in seconds.items() if cost <= allowed]
+    allowed = budget * rest
+    fitting = [s for s, p in prices.items() if p.per_step(every or 1, local_every) <= allowed]
     if fitting:
         return Choice(fitting[-1], every or 1)
-    smallest = next(iter(seconds))
-    return Choice(smallest, every or math.ceil(seconds[smallest] / max(allowed, 1e-9)))
+    smallest, price = next(iter(prices.items()))
+    left = max(1e-9, allowed - (price.look + price.local) / local_every)
+    return Choice(smallest, every or min(local_every, math.ceil(price.look / left)))
 
 
 def could_be_better(
-    choice: Choice, share: float, budget: float, sizes: list[Size], every: int | None = None
+    choice: Choice,
+    share: float,
+    budget: float,
+    sizes: list[Size],
+    local_every: int,
+    every: int | None = None,
 ) -> bool:
     """Whether a choice takes clearly more or less than the budget, and another one would not.
 
-    There is nothing smaller than the smallest probe at given steps, and nothing larger than the
-    largest one at every step.
+    There is nothing smaller than the smallest probe at given steps or before validations only, and
+    nothing larger than the largest one at every step.
 
     Args:
         choice: what is measured.
         share: what that takes of the rest of a step.
         budget: largest share that it may take.
         sizes: to choose from, smallest first.
+        local_every: steps between two validations.
         every: steps between two looks, if that is given.
     """
     least, most = TOLERATED
     if share > most * budget:
-        return choice.size != sizes[0] or every is None
+        return choice.size != sizes[0] or (every is None and choice.every < local_every)
     if share < least * budget:
         return choice.size != sizes[-1] or (every is None and choice.every > 1)
     return False
@@ -149,17 +199,19 @@ class Clock:
 
 @dataclass
 class Ledger:
-    """Seconds of steps and of looks, the latest ones that are known.
+    """Seconds of steps, of looks and of local bounds, the latest ones that are known.
 
     Attributes:
         clock: what took the marks.
-        rest: seconds of steps, the looks left out.
+        rest: seconds of steps, all that is measured left out.
         looks: seconds of looks.
+        local: seconds of local bounds.
     """
 
     clock: Clock
     rest: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     looks: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    local: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     _open: deque[tuple[deque[float], Any, Any]] = field(default_factory=deque)
 
     def add_step(self, start: Any, end: Any) -> None:
@@ -169,6 +221,10 @@ class Ledger:
     def add_look(self, start: Any, end: Any) -> None:
         """A look took from ``start`` to ``end``."""
         self._open.append((self.looks, start, end))
+
+    def add_local(self, start: Any, end: Any) -> None:
+        """Local bounds took from ``start`` to ``end``."""
+        self._open.append((self.local, start, end))
 
     def settle(self) -> None:
         """Enter what has become known."""
@@ -180,13 +236,25 @@ class Ledger:
             account.append(seconds)
             self._open.popleft()
 
-    def share(self, every: int) -> float | None:
-        """Median look over ``every`` median steps; None while nothing is known."""
-        if not self.looks or not self.rest:
+    def price(self) -> Price | None:
+        """Medians of looks and of local bounds, if there were any; None while no look is known."""
+        if not self.looks:
             return None
-        return statistics.median(self.looks) / (every * max(1e-9, statistics.median(self.rest)))
+        return Price(statistics.median(self.looks), statistics.median(self.local or [0.0]))
+
+    def share(self, every: int = 1, local_every: int = 1) -> float | None:
+        """What is measured per step, of a median step; None while nothing is known.
+
+        Args:
+            every: steps between two looks.
+            local_every: steps between two validations.
+        """
+        price = self.price()
+        if price is None or not self.rest:
+            return None
+        return price.per_step(every, local_every) / max(1e-9, statistics.median(self.rest))
 
     def forget(self) -> None:
-        """Start new accounts."""
+        """Start new accounts, except of local bounds: they are too rare to wait for new ones."""
         for account in (self.rest, self.looks, self._open):
             account.clear()

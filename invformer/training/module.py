@@ -189,7 +189,7 @@ class CharLanguageModel(L.LightningModule):
             ledger.add_step(self._normalised, began)
         self._normalised = ended
         ledger.settle()
-        share = ledger.share(every=1)
+        share = ledger.share()
         if share is not None:  # of the rest of a step
             self.run_log.record(self.trainer.global_step, {"perf/normalisation_share": share})
 

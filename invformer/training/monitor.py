@@ -14,9 +14,11 @@ from invformer.nn.probe_budget import (
     Choice,
     Clock,
     Ledger,
+    Price,
     Size,
     choose,
     could_be_better,
+    is_due,
     probe_sizes,
 )
 from invformer.training.callbacks import is_last_step, is_step_boundary
@@ -37,14 +39,16 @@ class LipschitzMonitor(L.Callback):
     so that estimates take no more than ``budget`` of a step: at every step if that is possible, at
     as many characters as possible; otherwise at the shortest probe, less often. The choice is
     printed, recorded and kept in checkpoints; with all three given nothing is timed to decide, and
-    the estimates repeat bit for bit.
+    the estimates repeat bit for bit. What is measured before validations counts, but is never left
+    out.
 
     Args:
         tokens: the probe text, (sequences, N), of which a part may be used; fixed for the run.
         run_log: where estimates go.
         norms: in which norms.
-        budget: largest share of the rest of a step.
-        every: optimiser steps between estimates.
+        budget: largest share of the rest of a step that estimates and local bounds may take.
+        every: optimiser steps between estimates; from ``local_every`` on, those before validations
+            are all there are.
         sequences: sequences to measure at.
         length: characters of each sequence to measure at.
         local_every: optimiser steps between local bounds: the steps that validation follows, since
@@ -125,20 +129,25 @@ class LipschitzMonitor(L.Callback):
         step = trainer.global_step - 1
         self.keep_budget(trainer, pl_module)
         precedes_validation = (step + 1) % self.local_every == 0 or is_last_step(trainer)
-        if step % self.choice.every and not precedes_validation:
+        if not (precedes_validation or is_due(step, self.choice.every, self.local_every)):
             return
         began = self.ledger.clock.mark()
         row = lipschitz_row(self.probe)
-        self.ledger.add_look(began, self.ledger.clock.mark())
+        ended = self.ledger.clock.mark()
+        self.ledger.add_look(began, ended)
         if precedes_validation:
             row |= local_bound_row(self.probe.model, self.probe.tokens)
+            self.ledger.add_local(ended, self.ledger.clock.mark())
         self.run_log.record(step, row | self.performance())
 
     def performance(self) -> Row:
-        """What is measured how often, and which share of the rest of a step that takes."""
+        """What is measured how often, and which share of the rest of a step all of it takes.
+
+        On average between validations: their looks and local bounds count, timing sizes does not.
+        """
         assert self.ledger is not None
         self.ledger.settle()
-        share = self.ledger.share(self.choice.every)
+        share = self.ledger.share(self.choice.every, self.local_every)
         row: Row = {
             "perf/monitor_probe_tokens": self.choice.size.tokens,
             "perf/monitor_every": self.choice.every,
@@ -155,9 +164,10 @@ class LipschitzMonitor(L.Callback):
                 self.calibrate(trainer, module)
         elif self._steps % RECHECK_EVERY == 0:
             self.ledger.settle()
-            share = trainer.strategy.broadcast(self.ledger.share(self.choice.every))
+            share = self.ledger.share(self.choice.every, self.local_every)
+            share = trainer.strategy.broadcast(share)
             if share is not None and could_be_better(
-                self.choice, share, self.budget, self.sizes, self.every
+                self.choice, share, self.budget, self.sizes, self.local_every, self.every
             ):
                 self.calibrate(trainer, module)
             self.ledger.forget()
@@ -172,38 +182,46 @@ class LipschitzMonitor(L.Callback):
             torch.cuda.synchronize()
         self.ledger.settle()
         rest = statistics.median(self.ledger.rest)
-        seconds: dict[Size, float] = {}
+        prices: dict[Size, Price] = {}
         for size in self.sizes:
-            seconds[size] = self.time_look(self.new_probe(module, size, first_steps=1))
-            if seconds[size] > self.budget * rest * (self.every or 1):
+            prices[size] = self.time_look(self.new_probe(module, size, first_steps=1))
+            if prices[size].per_step(self.every or 1, self.local_every) > self.budget * rest:
                 break
-        choice = choose(seconds, rest, self.budget, self.every)
-        choice = trainer.strategy.broadcast(choice)
+        prices, rest = trainer.strategy.broadcast((prices, rest))
+        choice = choose(prices, rest, self.budget, self.local_every, self.every)
+        price = prices[choice.size]
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice.size, first_steps=choice.size.length)
         if choice != self.choice or not self.is_settled:
             module.print(
                 f"monitor: {choice.describe()}, "
-                f"{seconds[choice.size] / (choice.every * rest):.1%} of a step "
+                f"{price.per_step(choice.every, self.local_every) / rest:.1%} of a step "
                 f"(monitor.budget={self.budget})"
             )
         self.choice = choice
         self.is_settled = True
         self.ledger.forget()
+        self.ledger.local.clear()  # of another probe
+        self.ledger.local.append(price.local)
 
-    def time_look(self, probe: LipschitzProbe) -> float:
-        """Seconds that a look takes, once it runs."""
+    def time_look(self, probe: LipschitzProbe) -> Price:
+        """Seconds that a look and local bounds take, once they run."""
         assert self.ledger is not None
         ledger = Ledger(self.ledger.clock)
-        lipschitz_row(probe)
-        for _ in range(3):
+        for repetition in range(4):
             began = ledger.clock.mark()
             lipschitz_row(probe)
-            ledger.add_look(began, ledger.clock.mark())
+            looked = ledger.clock.mark()
+            local_bound_row(probe.model, probe.tokens)
+            if repetition:  # the first one allocates and compiles
+                ledger.add_look(began, looked)
+                ledger.add_local(looked, ledger.clock.mark())
         if probe.tokens.is_cuda:
             torch.cuda.synchronize()
         ledger.settle()
-        return statistics.median(ledger.looks)
+        price = ledger.price()
+        assert price is not None
+        return price
 
     def state_dict(self) -> dict[str, Any]:
         """The choice and the warm-started vectors: a resumed run continues its estimates."""

@@ -8,6 +8,8 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import invformer.training.fit as fit_module
 import invformer.training.monitor as monitor_module
@@ -21,9 +23,12 @@ from invformer.nn.probe_budget import (
     Choice,
     Clock,
     Ledger,
+    Price,
     Size,
     choose,
     could_be_better,
+    is_due,
+    looks_per_step,
     probe_sizes,
 )
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
@@ -52,27 +57,51 @@ def test_sizes_grow_from_a_short_prefix_to_several_windows() -> None:
 
 
 def test_the_probe_is_shortened_before_steps_are_left_out() -> None:
-    seconds = {Size(1, 16): 1.0, Size(1, 32): 2.0, Size(1, 64): 4.0}
-    assert choose(seconds, rest=100, budget=0.05) == Choice(Size(1, 64), 1)
-    assert choose(seconds, rest=50, budget=0.05) == Choice(Size(1, 32), 1)
-    assert choose(seconds, rest=10, budget=0.05) == Choice(Size(1, 16), 2)
-    assert choose(seconds, rest=10, budget=0.05, every=4) == Choice(Size(1, 32), 4)
-    assert choose(seconds, rest=1, budget=0.05, every=4) == Choice(Size(1, 16), 4)
+    prices = {Size(1, 16): Price(1.0), Size(1, 32): Price(2.0), Size(1, 64): Price(4.0)}
+    rarely = 10**6  # validations that do not matter
+    assert choose(prices, 100, 0.05, rarely) == Choice(Size(1, 64), 1)
+    assert choose(prices, 50, 0.05, rarely) == Choice(Size(1, 32), 1)
+    assert choose(prices, 11, 0.05, rarely) == Choice(Size(1, 16), 2)
+    assert choose(prices, 11, 0.05, rarely, every=4) == Choice(Size(1, 32), 4)
+    assert choose(prices, 1, 0.05, rarely, every=4) == Choice(Size(1, 16), 4)
+
+
+def test_what_validations_ask_for_is_taken_from_the_budget_first() -> None:
+    prices = {Size(1, 16): Price(look=1.0, local=1.0)}
+    chosen = {n: choose(prices, 10, 0.05, n).every for n in (1, 2, 4, 5, 8, 20, 100)}
+    # 2/n of the 0.5 seconds are gone; where that is all, there is nothing between validations.
+    assert chosen == {1: 1, 2: 2, 4: 4, 5: 5, 8: 4, 20: 3, 100: 3}
+    assert choose({Size(1, 16): Price(0.5)}, 10, 0.05, 3) == Choice(Size(1, 16), 1)
+    assert choose({Size(1, 16): Price(0.5, 0.1)}, 10, 0.05, 3) == Choice(Size(1, 16), 2)
+
+
+@given(every=st.integers(1, 30), local_every=st.integers(1, 30))
+def test_looks_and_local_bounds_are_counted_as_they_come(every: int, local_every: int) -> None:
+    steps = range(every * local_every)
+    looks = sum(is_due(step, every, local_every) for step in steps)
+    assert looks_per_step(every, local_every) == pytest.approx(looks / len(steps), rel=1e-12)
+    total = 3.0 * looks + 5.0 * len(steps) / local_every
+    seconds = Price(look=3.0, local=5.0).per_step(every, local_every)
+    assert seconds == pytest.approx(total / len(steps), rel=1e-12)
 
 
 def test_a_choice_that_is_the_least_or_the_most_there_is_cannot_be_better() -> None:
     sizes = [Size(1, 16), Size(1, 32)]
-    least, most, budget = Choice(sizes[0], 3), Choice(sizes[1], 1), 0.06
+    least, most = Choice(sizes[0], 3), Choice(sizes[1], 1)
+
+    def can(choice: Choice, share: float, local_every: int = 50, every: int | None = None) -> bool:
+        return could_be_better(choice, share, 0.06, sizes, local_every, every)
+
     for choice in (least, most):
-        for share in (0.021, 0.06, 0.071):
-            assert not could_be_better(choice, share, budget, sizes)
-        assert could_be_better(choice, 0.073, budget, sizes)  # it can always be measured less often
-    assert not could_be_better(least, 0.073, budget, sizes, every=3)
-    assert could_be_better(Choice(sizes[1], 3), 0.073, budget, sizes, every=3)
-    assert not could_be_better(most, 0.019, budget, sizes)
-    assert could_be_better(Choice(sizes[1], 2), 0.019, budget, sizes)
-    assert not could_be_better(Choice(sizes[1], 2), 0.019, budget, sizes, every=2)
-    assert could_be_better(least, 0.019, budget, sizes)
+        assert not any(can(choice, share) for share in (0.021, 0.06, 0.071))
+        assert can(choice, 0.073)  # it can be measured less often
+    assert not can(least, 0.073, every=3)
+    assert not can(least, 0.073, local_every=3)
+    assert can(Choice(sizes[1], 3), 0.073, every=3)
+    assert not can(most, 0.019)
+    assert can(Choice(sizes[1], 2), 0.019)
+    assert not can(Choice(sizes[1], 2), 0.019, every=2)
+    assert can(least, 0.019)
 
 
 def test_a_choice_survives_a_checkpoint_and_reads_as_a_sentence() -> None:
@@ -94,11 +123,22 @@ def test_the_ledger_enters_what_the_device_has_reached_in_order() -> None:
     ledger.add_step(0.0, 10.0)
     ledger.add_look(10.0, 11.0)
     ledger.settle()
-    assert ledger.share(every=1) is None
+    ledger.add_local(11.0, 13.0)
+    assert ledger.share() is None
     clock.reached = 11.0
     ledger.settle()
-    assert ledger.share(every=1) == pytest.approx(0.1)
-    assert ledger.share(every=2) == pytest.approx(0.05)
+    assert ledger.share() == pytest.approx(0.1)
+    assert ledger.share(every=2, local_every=4) == pytest.approx(0.1 * (1 / 2 + 1 / 4))
+    clock.reached = 13.0
+    ledger.settle()
+    assert ledger.share(every=2, local_every=4) == pytest.approx(0.1 * (1 / 2 + 1 / 4) + 0.2 / 4)
+    ledger.forget()
+    assert ledger.share() is None
+    ledger.add_step(20.0, 30.0)
+    ledger.add_look(30.0, 31.0)
+    clock.reached = 31.0
+    ledger.settle()
+    assert ledger.share(every=4, local_every=2) == pytest.approx((0.1 + 0.2) / 2)
 
 
 def test_looking_and_recording_never_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,22 +276,53 @@ def test_a_small_budget_leaves_out_steps_and_the_choice_is_printed_recorded_and_
 
 
 class VirtualTime:
-    """A clock that a step moves by a second, a look at the probe by what is said here."""
+    """A clock that a step moves by a second, and what the monitor does by what is said here."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look: float, local: float = 0.0) -> None:
         self.now = 0.0
-        self.look = look
+        self.step, self.look, self.local = 1.0, look, local
+        self.measuring = 0.0
         monkeypatch.setattr(probe_budget.time, "thread_time", lambda: self.now)
-        monkeypatch.setattr(monitor_module, "lipschitz_row", self.slowed(lipschitz_row, "look"))
-        step = CharLanguageModel.optimizer_step
-        monkeypatch.setattr(CharLanguageModel, "optimizer_step", self.slowed(step, None))
+        for where, name, kind in (
+            (CharLanguageModel, "optimizer_step", "step"),
+            (monitor_module, "lipschitz_row", "look"),
+            (monitor_module, "local_bound_row", "local"),
+        ):
+            monkeypatch.setattr(where, name, self.timed(getattr(where, name), kind))
 
-    def slowed(self, work: Callable, kind: str | None) -> Callable:
-        def work_and_wait(*args: object, **kwargs: object) -> object:
-            self.now += 1.0 if kind is None else getattr(self, kind)
+    def timed(self, work: Callable, kind: str) -> Callable:
+        def timed_work(*args: object, **kwargs: object) -> object:
+            seconds = getattr(self, kind)
+            self.now += seconds
+            self.measuring += seconds if kind != "step" else 0.0
             return work(*args, **kwargs)
 
-        return work_and_wait
+        return timed_work
+
+
+def test_the_recorded_overhead_is_all_that_the_monitor_takes(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualTime(monkeypatch, look=0.125, local=0.5)
+    explicit = ("monitor.every=2", "monitor.num_sequences=1", "monitor.probe_length=8")
+    run = run_with(text_file, *explicit, "trainer.val_every=3")
+    fit_module.fit(run)
+    share = rows_of(run)[-1]["perf/monitor_overhead"]
+    assert share == pytest.approx(clock.measuring / 12, rel=1e-12)
+    assert share == pytest.approx(0.125 * 4 / 6 + 0.5 * 2 / 6, rel=1e-12)
+
+
+def test_validations_that_take_the_budget_leave_nothing_for_the_steps_between_them(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    VirtualTime(monkeypatch, look=0.25, local=0.25)
+    run = run_with(text_file, "trainer.val_every=4", "trainer.max_steps=20")
+    fit_module.fit(run)
+    assert monitor_of(run).choice == Choice(Size(1, 16), 4)
+    assert "1 sequence of 16 characters every 4 steps, 12.5% of a step" in capsys.readouterr().out
+    measured = [row for row in rows_of(run) if "lipschitz/token_max/estimate_max" in row]
+    assert [row["step"] for row in measured] == [0, 1, 2, 3, 4, 7, 11, 15, 19]
+    assert measured[-1]["perf/monitor_overhead"] == pytest.approx(0.125, rel=1e-12)
 
 
 @pytest.fixture
@@ -317,14 +388,14 @@ def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
     clock = VirtualTime(monkeypatch, look=0.5)
     run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
     # One look that is slow by chance; later all of them are fast.
-    changing = ChangingLooks(clock, {10: 2.0, 11: 0.5, 21: 1e-3})
+    changing = ChangingLooks(clock, {13: 2.0, 14: 0.5, 21: 1e-3})
     run.trainer.callbacks.insert(0, changing)  # type: ignore[attr-defined]
     fit_module.fit(run)
-    assert calibrations == [6, 20, 40]
+    assert calibrations == [6, 20, 30]
     printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
     assert [line.split(",")[0] for line in printed] == [
         f"monitor: {choice.describe()}"
-        for choice in (Choice(Size(1, 16), 10), Choice(Size(4, 32), 1))
+        for choice in (Choice(Size(1, 16), 13), Choice(Size(4, 32), 1))
     ]
 
 
