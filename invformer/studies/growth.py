@@ -49,6 +49,8 @@ from invformer.studies.measured_layers import (
     SMALL_CONTEXT,
     DotProduct,
     TiedL2,
+    digest_of_text,
+    digest_of_weights,
     head_matrices,
     hub_weights,
     network,
@@ -125,12 +127,14 @@ class Options(StudyOptions):
 class Case:
     """One layer at one length.
 
-    ``model`` is what really runs, ``path`` its weights if any; ``radius`` is R for ``two_cluster``,
-    0 on text; ``alone`` measures no head but the attacked one.
+    ``model`` is what really runs, ``path`` its weights if any and ``digest`` their content, as
+    ``sha256`` is that of the text; ``radius`` is R for ``two_cluster``, 0 on text; ``alone``
+    measures no head but the attacked one.
     """
 
     model: str
     path: str
+    digest: str
     attention: Attention
     layer: int
     causal: bool
@@ -142,6 +146,7 @@ class Case:
     radius: float
     num_sequences: int
     text: str
+    sha256: str
     max_steps: int
     rtol: float
     seed: int
@@ -180,10 +185,13 @@ def cases(options: Options) -> list[Case]:
     if model == "checkpoint":
         masks = [True]  # without its mask a trained layer would lose its learned position bias
 
+    text, digest = options.text or "", digest_of_weights(model, path, options.seed)
+    sha256 = digest_of_text(model, path, text) if attentions else ""  # an attack reads no text
+
     def on_text(attention: Attention, layer: int, causal: bool, n: int, scale: float) -> Case:
         return Case(
-            model, path, attention, layer, causal, "text", n, scale, 0, False,
-            0.0, options.num_sequences, options.text or "", options.max_steps, options.rtol,
+            model, path, digest, attention, layer, causal, "text", n, scale, 0, False,
+            0.0, options.num_sequences, text, sha256, options.max_steps, options.rtol,
             options.seed,
         )  # fmt: skip
 
@@ -199,27 +207,29 @@ def cases(options: Options) -> list[Case]:
         for attention in attentions
         for scale in options.scales
     ]
-    return [*chosen, *attack_cases(options, model, path, layers)]
+    return [*chosen, *attack_cases(options, model, path, digest, layers)]
 
 
-def attack_cases(options: Options, model: str, path: str, layers: Sequence[int]) -> list[Case]:
+def attack_cases(
+    options: Options, model: str, path: str, digest: str, layers: Sequence[int]
+) -> list[Case]:
     """The published attacks on the model's layers; random GPT-2 weights where there are none."""
     targets = [
-        (model, path, layer, *PUBLISHED_ATTACK[model, layer][:2])
+        (model, path, digest, layer, *PUBLISHED_ATTACK[model, layer][:2])
         for layer in layers
         if (model, layer) in PUBLISHED_ATTACK
     ]
-    random = ("gpt2_weights", "", 0, *PUBLISHED_ATTACK["random_gpt2", 6][:2])
-    settings: list[tuple[Attention, bool, tuple[str, str, int, int, float]]] = [
+    random = ("gpt2_weights", "", "", 0, *PUBLISHED_ATTACK["random_gpt2", 6][:2])
+    settings: list[tuple[Attention, bool, tuple[str, str, str, int, int, float]]] = [
         ("dot_product", alone, target) for target in targets or [random] for alone in (True, False)
     ]
     settings.append(("l2", True, random))
     return [
         Case(
-            name, place, attention, layer, False, "two_cluster", n, 1.0, head, alone, radius, 1, "",
-            options.max_steps, options.rtol, options.seed,
+            name, place, content, attention, layer, False, "two_cluster", n, 1.0, head, alone,
+            radius, 1, "", "", options.max_steps, options.rtol, options.seed,
         )
-        for attention, alone, (name, place, layer, head, radius) in settings
+        for attention, alone, (name, place, content, layer, head, radius) in settings
         for n in options.attack_sizes
     ]  # fmt: skip
 

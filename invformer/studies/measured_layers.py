@@ -6,6 +6,7 @@ layer is handed out bare (no residual, no LayerNorm, no dropout) and in float64;
 it runs in its own precision. Small models of ours and checkpoints read characters, the rest words.
 """
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from invformer.build.model import build_model
 from invformer.build.run import read_corpus
 from invformer.build.saved_model import load_model, trained_configuration
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import Corpus, load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
@@ -98,7 +99,32 @@ def source(model: str, path: str, attention: str, text: str, seed: int) -> Sourc
 
 def read_text(path: str) -> str:
     """The training text of a file or folder, or of python_docs."""
-    return load_corpus("text_file" if path else "python_docs", path or None).train
+    return corpus_at(path).train
+
+
+def corpus_at(path: str) -> Corpus:
+    """A file or folder, or python_docs."""
+    return load_corpus("text_file" if path else "python_docs", path or None)
+
+
+def digest_of_text(model: str, path: str, text: str) -> str:
+    """The beginning of the SHA-256 of the corpus that :func:`source` reads."""
+    if model == "checkpoint" and not text:
+        return read_corpus(trained_configuration(read_checkpoint(path)).data).sha256[:16]
+    return corpus_at(text).sha256[:16]
+
+
+def digest_of_weights(model: str, path: str, seed: int) -> str:
+    """The beginning of the SHA-256 of stored weights; empty for those that only a seed decides."""
+    if not path:
+        return ""
+    if model == "checkpoint":
+        return read_checkpoint(path).sha256[:16]
+    sha = hashlib.sha256()
+    for name, weight in network(model, path, seed)[0].state_dict().items():
+        sha.update(name.encode())
+        sha.update(weight.contiguous().flatten().view(torch.uint8).numpy())
+    return sha.hexdigest()[:16]
 
 
 def small_config(name: str) -> ModelConfig:

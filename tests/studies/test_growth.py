@@ -40,7 +40,24 @@ def text_file(tmp_path: Path) -> str:
 
 def on_text(attention: Attention, text: str, **changed: object) -> Case:
     case = Case(
-        "small", "", attention, 1, True, "text", 6, 1.0, 0, False, 0.0, 2, text, 400, 1e-7, 0
+        "small",
+        "",
+        "",
+        attention,
+        1,
+        True,
+        "text",
+        6,
+        1.0,
+        0,
+        False,
+        0.0,
+        2,
+        text,
+        "",
+        400,
+        1e-7,
+        0,
     )
     return replace(case, **changed)  # pyright: ignore[reportArgumentType]
 
@@ -218,6 +235,49 @@ def test_the_study_runs_from_start_to_figure(tmp_path: Path, text_file: str) -> 
     assert (tmp_path / "out" / "growth.png").stat().st_size > 10_000
     assert run(STUDY, options).ours == summary.ours
     assert (tmp_path / "out" / "rows.csv").read_text() == rows
+
+
+def few_lengths(**changed: object) -> Options:
+    chosen = {"sizes": [4], "num_sequences": 2, "scales": [], "attack_sizes": []}
+    return Options(**(chosen | changed))  # pyright: ignore[reportArgumentType]
+
+
+def test_another_text_under_the_same_name_is_another_case(text_file: str) -> None:
+    before = cases(few_lengths(text=text_file))
+    Path(text_file).write_text(TEXT.replace("times", "after"))
+    after = cases(few_lengths(text=text_file))
+    assert not set(before) & set(after)
+    assert [replace(case, sha256=after[0].sha256) for case in before] == after
+
+
+def test_another_checkpoint_under_the_same_name_is_another_case(
+    tmp_path: Path, text_file: str
+) -> None:
+    words = [
+        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
+        "model.num_layers=1", "model.num_heads=2",
+    ]  # fmt: skip
+    config = load_config(words, TrainConfig, Path(__file__).parents[2])
+    vocabulary = Vocabulary.from_text(TEXT)
+    found = []
+    for step in (3, 4):
+        model = build_model(config.model, vocabulary.size, 16).float()
+        save_run(tmp_path, config, vocabulary, model, step)
+        found.append(cases(few_lengths(model="checkpoint", checkpoint=str(tmp_path))))
+    before, after = found
+    assert not set(before) & set(after)
+    assert [replace(case, digest=after[0].digest) for case in before] == after
+
+
+def test_other_weights_in_the_same_folder_are_another_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 3)
+        monkeypatch.setattr(measured_layers, "network", lambda *_, model=model: (model, None))
+        digests.append(measured_layers.digest_of_weights("gpt2", "a folder", 0))
+    assert digests[0] == digests[1] != digests[2]
+    assert measured_layers.digest_of_weights("random_gpt2", "", 0) == ""
 
 
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
