@@ -54,6 +54,7 @@ from invformer.studies.study import (
     panels,
     progress,
 )
+from invformer.studies.text import read_text
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -102,7 +103,10 @@ class Options(StudyOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """One map on one batch of inputs; a checkpoint knows its heads, and ``digest`` its content."""
+    """One map on one batch of inputs; a checkpoint knows its heads, and ``digest`` its content.
+
+    ``sha256`` is that of the text that trained weights have read.
+    """
 
     map: Map
     weights: Weights
@@ -114,6 +118,7 @@ class Case:
     batch_size: int
     num_steps: int
     train_steps: int
+    sha256: str
     checkpoint: str
     digest: str
     block: int
@@ -161,14 +166,19 @@ def cases(options: Options) -> list[Case]:
         map="l2", weights="random", scale=0.5, reach=1.0,
         num_tokens=sizes[0][0], d_model=sizes[0][1], num_heads=options.num_heads,
         batch_size=options.batch_size, num_steps=options.num_steps, train_steps=0,
-        checkpoint="", digest="", block=0, seed=options.seed,
+        sha256="", checkpoint="", digest="", block=0, seed=options.seed,
     )  # fmt: skip
     models = [
         replace(first, map=map, num_tokens=num_tokens, d_model=d_model)
         for (num_tokens, d_model), map in itertools.product(sizes, MAPS)
     ]
     if options.train_steps:
-        trained = replace(first, weights="trained", train_steps=options.train_steps)
+        trained = replace(
+            first,
+            weights="trained",
+            train_steps=options.train_steps,
+            sha256=digest_of_training_text(),
+        )
         models += [replace(trained, map="dot_product"), replace(trained, map="l2")]
     if options.checkpoint is not None:
         models.append(checkpoint_case(first, options.checkpoint, options.block))
@@ -270,6 +280,12 @@ def entry_max_bound(module: L2Attention, num_tokens: int) -> float:
 def token_max_bound(module: L2Attention, num_tokens: int) -> float:
     """Our bound in token_max."""
     return contractive.token_max_bound(*module.effective_weights(), num_tokens)
+
+
+def digest_of_training_text() -> str:
+    """The beginning of the SHA-256 of the text that :func:`trained_attention` trains on."""
+    data = depth_stability.Options().data
+    return read_text(data.name, data.path, data.max_characters, data.val_characters).sha256
 
 
 @lru_cache(maxsize=4)

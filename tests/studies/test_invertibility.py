@@ -33,7 +33,8 @@ from tests.saved_runs import save_run
 CPU = torch.device("cpu")
 CASE = Case(
     map="l2", weights="random", scale=0.9, reach=10.0, num_tokens=32, d_model=32, num_heads=8,
-    batch_size=4, num_steps=60, train_steps=0, checkpoint="", digest="", block=0, seed=0,
+    batch_size=4, num_steps=60, train_steps=0, sha256="", checkpoint="", digest="", block=0,
+    seed=0,
 )  # fmt: skip
 RESULT = Result([1.0, 1e-16], 1, 1.0, 1.0, 1.0, 1.0)
 
@@ -128,6 +129,17 @@ def test_the_attention_of_a_run_is_inverted_in_its_own_size(run_folder: Path) ->
     result = measure(case, CPU)
     assert result.inverted
     assert len(case.digest) == 16
+
+
+def test_trained_weights_belong_to_the_text_they_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = load_config(["ranges=[1]", "scales=[0.5]"], Options)
+    before = {case.weights: case for case in cases(options)}
+    assert (before["random"].sha256, len(before["trained"].sha256)) == ("", 16)
+    text = invertibility.read_text("python_docs", None, 5000, 100)
+    monkeypatch.setattr(invertibility, "read_text", lambda *_: text)
+    after = {case.weights: case for case in cases(options)}
+    assert after["random"] == before["random"]
+    assert after["trained"] == replace(before["trained"], sha256=text.sha256) != before["trained"]
 
 
 def test_a_block_the_run_does_not_have_is_refused(
