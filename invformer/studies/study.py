@@ -69,6 +69,7 @@ if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not alw
 
 SEED = "[0, 4294967295]"
 SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
+LARGEST_CELL = 2**31 - 1  # characters; a reader's own limit, 131,072, is less than is written
 NOT_IN_COMMAND = ("scale", "record", "results", "wandb", "project", "debug")  # change no number
 EVIDENCE = ("seconds", "hardware", "commit")  # columns of every row beside its case and result
 MARKDOWN_COLUMNS = (
@@ -367,12 +368,26 @@ class RowFile(Generic[AnyCase, AnyResult]):
                 self.path.write_bytes(whole)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot be opened ({error.strerror})") from error
-        lines = list(csv.reader(io.StringIO(whole.decode("utf-8"), newline="")))
+        lines = self._cells(whole)
         if lines and lines[0] != self.columns:
             raise StorageError(
                 f"{self.path} has other columns than this version writes: choose another out=FOLDER"
             )
         return dict(self._decode(number, cells) for number, cells in enumerate(lines[1:], 2))
+
+    def _cells(self, content: bytes) -> list[list[str]]:
+        """The cells of every line.
+
+        Raises:
+            StorageError: it is no CSV file.
+        """
+        csv.field_size_limit(LARGEST_CELL)
+        try:
+            return list(csv.reader(io.StringIO(content.decode("utf-8"), newline="")))
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise StorageError(
+                f"{self.path} is not a table of rows ({error}): choose another out=FOLDER"
+            ) from None
 
     def append(self, case: AnyCase, row: Measured[AnyResult]) -> None:
         """Write one row through to the disk.

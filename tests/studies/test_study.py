@@ -232,6 +232,23 @@ def test_nan_is_written_and_read_as_nan(tmp_path: Path) -> None:
     assert row.result.history == [math.inf]
 
 
+def test_a_cell_of_a_million_characters_comes_back_from_the_file(tmp_path: Path) -> None:
+    table = RowFile(tmp_path / "rows.csv", Case, Result)
+    table.read()
+    case, history = Case(1, 0.0, "odd", None), [0.125] * 200_000
+    table.append(case, Measured(Result(1.0, history), 0.0, "", ""))
+    assert max(map(len, (tmp_path / "rows.csv").read_text().splitlines())) > 10**6
+    assert table.read()[case].result.history == history
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
+def test_a_file_that_is_no_table_of_rows_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(StorageError, match=r"rows\.csv (is not a table|has other columns)"):
+        run(Squares().study(), options_in(tmp_path))
+    assert (tmp_path / "rows.csv").read_bytes() == content
+
+
 def test_the_paper_scale_changes_defaults_and_not_what_was_asked_for() -> None:
     words = scale_words(Options, ["scale=default", "--scale=paper", "offset=1"])
     options = load_config([*words, "scale=paper", "offset=1"], Options)
