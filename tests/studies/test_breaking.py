@@ -54,6 +54,21 @@ def test_a_variant_that_stays_bounded_is_not_called_reproduced() -> None:
     assert breaking.summarise(rows).outcome == "not reproduced"
     rows = [(Case("untied", c), Result(6 * c**2 - 1, 3.0, 2.8)) for c in (1.0, 10.0)]
     assert breaking.summarise(rows).outcome == "not reproduced"
+    rows = [(Case("without_a", c), Result(5.0, 1.0, 2.8)) for c in (100.0, 1e3)]
+    assert "without_a grows like c^0.00" in breaking.summarise(rows).verdict
+
+
+@pytest.mark.parametrize("distances", [(1.0,), (1.0, 10.0), (10.0, 100.0)])
+def test_growth_is_not_claimed_where_too_few_distances_are_far(
+    distances: tuple[float, ...],
+) -> None:
+    options = breaking.Options(distances=list(distances))
+    summary = breaking.summarise([(case, measure(case, CPU)) for case in breaking.cases(options)])
+    assert summary.outcome == "partly reproduced"
+    assert "how the variants grow was not measured" in summary.why
+    assert "without bound" not in summary.why
+    assert "grows like" not in summary.ours
+    assert "nan" not in summary.ours
 
 
 def test_the_default_study_runs_and_reproduces(
