@@ -7,7 +7,7 @@ import torch
 from invformer.errors import ConfigurationError
 from invformer.numerics.bounds import castin
 from invformer.studies import mass_splitting
-from invformer.studies.mass_splitting import STUDY, Case, Kind, Options, measure
+from invformer.studies.mass_splitting import STUDY, Case, Kind, Options, cases, measure
 from invformer.studies.study import run
 
 CPU = torch.device("cpu")
@@ -107,6 +107,16 @@ def test_a_disagreement_is_not_called_reproduced() -> None:
     case = Case("random", "l2", 0.0, 0.0, 0.0, 0.0, 5, 0)
     wrong = mass_splitting.Result(1e-6, 0.0, 0.5, math.nan, [])
     assert mass_splitting.summarise([(case, wrong)]).outcome == "not reproduced"
+
+
+@pytest.mark.parametrize("empty", ["eigenvalues", "first_atoms", "first_masses"])
+def test_no_verdict_is_given_on_a_grid_that_was_not_asked_for(empty: str) -> None:
+    options = Options(num_measures=5, grid=5)
+    setattr(options, empty, [])
+    summary = mass_splitting.summarise([(case, measure(case, CPU)) for case in cases(options)])
+    assert summary.outcome == "not in the paper"
+    assert "none was among the cases" in summary.why
+    assert ("and on the grid" in summary.why) == (empty == "eigenvalues")
 
 
 def test_a_fixed_atom_outside_the_plane_is_refused() -> None:
