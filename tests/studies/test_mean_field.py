@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 
 from invformer.errors import ConfigurationError
 from invformer.studies import mean_field
-from invformer.studies.mean_field import STUDY, Case, Options, measure
+from invformer.studies.mean_field import STUDY, Case, Options, cases, measure
 from invformer.studies.study import main, run
 
 CPU = torch.device("cpu")
@@ -90,6 +91,29 @@ def test_a_broken_bound_is_not_called_reproduced() -> None:
     case = Case("weighted", 1.0, 0.0, 1.0, 5, 0)
     wrong = mean_field.Result(value=2.0, predicted=math.nan, upper=1.0, ceiling=math.nan, check=0.0)
     assert mean_field.summarise([(case, wrong)]).outcome == "partly reproduced"
+
+
+NOTHING = Options(radii=[], bound_radii=[], scales=[], lengths=[], num_measures=2, num_tokens=6)
+
+
+def verdict_of(**changed: object) -> tuple[str, str]:
+    rows = [(case, measure(case, CPU)) for case in cases(replace(NOTHING, **changed))]
+    summary = mean_field.summarise(rows)
+    return summary.outcome, summary.why
+
+
+def test_the_verdict_speaks_of_the_statements_that_ran_and_of_no_other() -> None:
+    outcome, why = verdict_of(lengths=[10])
+    assert outcome == "partly reproduced"
+    assert why == "no bound is exceeded; not run: two_dirac, weighted, large_radius"
+    outcome, why = verdict_of(radii=[8.0], mass_factors=[1.0], lengths=[10])
+    assert outcome == "partly reproduced"
+    assert "theta is about 1 at the one radius and no bound is exceeded" in why
+    assert not {"decreases", "three", "limit"} & set(why.split())
+    outcome, why = verdict_of(radii=[6.0, 8.0], bound_radii=[1.0], scales=[1e4], lengths=[2, 10])
+    assert outcome == "reproduced"
+    assert why.startswith("theta decreases to 1 and no bound is exceeded; three times")
+    assert why.endswith("below sqrt(n) ||V||")
 
 
 def test_radii_that_overflow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
