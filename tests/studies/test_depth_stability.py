@@ -111,6 +111,8 @@ def test_no_better_than_single_characters_counts_as_failed() -> None:
         ({"dot_product": [], "l2": []}, 18, "not reproduced"),
         ({"dot_product": [], "l2": []}, 10, "not in the paper"),
         ({"dot_product": [18], "dot_product_post": [18]}, 18, "not in the paper"),
+        ({"l2": [], "contractive_bounded": []}, 18, "not in the paper"),
+        ({"l2": [18], "contractive": []}, 18, "not in the paper"),
     ],
 )
 def test_the_verdict_follows_who_failed(
