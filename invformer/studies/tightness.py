@@ -384,13 +384,18 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     missed = max(1 - r.lower / r.closed_form for _, r in curve)
     gap = max(r.upper - r.lower for _, r in curve)
     near = missed < 0.01
-    reached = f"{'is within' if near else 'misses by up to'} {100 * missed:.2f} %"
+    reached = "is within" if near else "stays below the closed form by up to"
     why = (
-        f"the ascent {reached} of the closed form and at most {gap:.2f} below the bound, which it "
-        "never exceeds, at every N: the factor 4 is exact as N grows. Share of the bound reached "
-        f"elsewhere: {shares_reached(rows)}; a small share says that the bound is loose or the "
-        "ascent weak, not which"
+        f"the ascent {reached} {100 * missed:.2f} %{' of the closed form' if near else ''} and at "
+        f"most {gap:.2f} below the bound, which it never exceeds, at every N"
     )
+    if near and len(curve) > 1:
+        why += ": the factor 4 is exact as N grows"
+    if shares := shares_reached(rows):
+        why += (
+            f". Share of the bound reached elsewhere: {shares}; a small share says that the bound "
+            "is loose or the ascent weak, not which"
+        )
     return Summary(table, paper, lowers, "reproduced" if near else "partly reproduced", why)
 
 
@@ -401,7 +406,7 @@ def shares_reached(rows: Rows[Case, Result]) -> str:
         if not (case.is_scalar and case.norm == "entry_max"):
             shares.setdefault(case.norm, []).append(result.lower / result.upper)
     ranges = [f"{norm} {min(s):.2f} to {max(s):.2f}" for norm, s in shares.items()]
-    return ", ".join(ranges) or "not run"
+    return ", ".join(ranges)
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":

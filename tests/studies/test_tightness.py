@@ -166,6 +166,18 @@ def test_a_value_above_the_bound_is_not_called_reproduced() -> None:
     assert summarise([(other, replace(good, closed_form=math.nan))]).outcome == "not in the paper"
 
 
+def test_the_verdict_speaks_of_the_cases_that_ran_and_of_no_other() -> None:
+    good = Result(lower=5.0, median=4.0, upper=6.0, closed_form=5.01)
+    far = replace(good, lower=2.0)
+    longer, other = replace(SMALL, num_tokens=40), replace(SMALL, norm="frobenius")
+    assert "exact as N grows" in summarise([(SMALL, good), (longer, good)]).why
+    for rows in ([(SMALL, good)], [(SMALL, far), (longer, far)]):
+        assert "exact as N grows" not in summarise(rows).why
+        assert "elsewhere" not in summarise(rows).why
+    assert "elsewhere: frobenius 0.83 to 0.83;" in summarise([(SMALL, good), (other, good)]).why
+    assert "stays below the closed form by up to 60.08 %" in summarise([(SMALL, far)]).why
+
+
 @pytest.mark.parametrize("shape", ["4", "4x3", "0x1", "x", "4X2"])
 def test_a_shape_that_is_none_is_refused(shape: str) -> None:
     with pytest.raises(ConfigurationError, match="shapes"):
