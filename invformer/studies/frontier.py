@@ -23,7 +23,7 @@ command with ``num_seeds=1`` trains and draws a third of it.
 import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -227,17 +227,11 @@ def cases(options: Options) -> list[Case]:
             raise DataError(
                 f"seq_len={options.seq_len}: the {split} text has {len(tokens)} characters"
             )
-    grid = itertools.product(
-        range(options.seed, options.seed + options.num_seeds), options.depths, options.models,
-        options.certificates, options.strictly_causal, options.lipschitz_targets,
-        options.optimisers, options.lr, options.muon_lr,
-    )  # fmt: skip
+    seeds = range(options.seed, options.seed + options.num_seeds)
     found = [
         Case(
-            model=model, certificate=certificate_of(model, certificate),
-            strictly_causal=strictly and model == "contractive_bounded",
-            lipschitz_target=target if is_contractive(model) else None, optimiser=optimiser,
-            num_layers=depth, seed=seed, lr=lr, muon_lr=muon_lr if optimiser == "muon" else None,
+            model=model, certificate=certificate, strictly_causal=strictly, lipschitz_target=target,
+            optimiser=optimiser, num_layers=depth, seed=seed, lr=lr, muon_lr=muon_lr,
             weight_decay=options.weight_decay, d_model=options.d_model,
             num_heads=options.num_heads, seq_len=options.seq_len, batch_size=options.batch_size,
             num_steps=options.num_steps, stride=options.stride or options.seq_len,
@@ -245,24 +239,42 @@ def cases(options: Options) -> list[Case]:
             path=data.path, max_characters=data.max_characters, val_fraction=data.val_fraction,
             test_fraction=data.test_fraction, sha256=text.sha256,
         )
-        for seed, depth, model, certificate, strictly, target, optimiser, lr, muon_lr in grid
+        for seed, depth, model in itertools.product(seeds, options.depths, options.models)
+        for certificate, strictly, target in constraints(model, options)
+        for optimiser, lr, muon_lr in rates(options)
     ]  # fmt: skip
     return list(dict.fromkeys(found))
+
+
+def constraints(
+    model: Attention, options: Options
+) -> Iterator[tuple[CertificateName | None, bool, float | None]]:
+    """Certificate, whether strictly causal, and c: of a model, what does not apply to it once."""
+    if not is_contractive(model):
+        yield None, False, None
+        return
+    is_bounded = model == "contractive_bounded"
+    for certificate, strictly, target in itertools.product(
+        options.certificates,
+        options.strictly_causal if is_bounded else [False],
+        options.lipschitz_targets,
+    ):
+        # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
+        is_tied_only = is_bounded and certificate.startswith("kim_")
+        yield "token_max" if is_tied_only else certificate, strictly, target
+
+
+def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
+    """Every optimiser with its learning rates: AdamW has one, Muon two."""
+    for optimiser in options.optimisers:
+        muon = options.muon_lr if optimiser == "muon" else [None]
+        for lr, muon_lr in itertools.product(options.lr, muon):
+            yield optimiser, lr, muon_lr
 
 
 def is_contractive(model: Attention) -> bool:
     """Whether a model can be certified."""
     return model.startswith("contractive")
-
-
-def certificate_of(model: Attention, certificate: CertificateName) -> CertificateName | None:
-    """The certificate under which a model is trained where this one is asked for.
-
-    Kim's theorems are about tied attention: what is in the unit ball is held in token_max instead.
-    """
-    if model == "contractive_bounded" and certificate.startswith("kim_"):
-        return "token_max"
-    return certificate if is_contractive(model) else None
 
 
 def measure(case: Case, device: torch.device) -> Result:

@@ -80,6 +80,15 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     assert {(c.certificate, c.lipschitz_target) for c in found if c.model == "l2"} == {(None, None)}
 
 
+@pytest.mark.parametrize(
+    "empty", ["certificates", "strictly_causal", "lipschitz_targets", "muon_lr"]
+)
+def test_a_baseline_needs_nothing_that_does_not_apply_to_it(empty: str) -> None:
+    words = ["models=[dot_product]", "optimisers=[adamw]"]
+    assert grid(*words, f"{empty}=[]") == grid(*words)
+    assert len(grid(*words)) == 1
+
+
 def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
     words = "models=[contractive_bounded]", "certificates=[causal]"
     strictly, plain = grid(*words)[::-1]
