@@ -4,7 +4,8 @@ Every model is trained under every certificate, target c, optimiser, depth, lear
 on the same batches, with the schedule and the clipping of ``train.py``. Then, on the trained model:
 
     bpc         bits per character of the whole validation split, each character once
-    certified   the largest proven bound of any residual branch, in the norm of the certificate
+    certified   the largest proven bound of any residual branch, or of its diagonal blocks under a
+                causal certificate, in the norm of the certificate
     estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
     inversion   characters recovered from the top of the stack, and what that costs
 
@@ -178,7 +179,8 @@ class Result:
         steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
         norm: in which the certificate is stated; empty for baselines.
         kind: global, or causal where the bounds are those of the diagonal Jacobian blocks.
-        certified: largest bound of any branch, in ``norm``; None for baselines.
+        certified: largest bound of any branch, or of its diagonal blocks where ``kind`` is causal,
+            in ``norm``; None for baselines.
         certified_token_max: largest bound of a branch's Lipschitz constant in token_max, which is
             what ``estimate`` is held against.
         certified_total: bound of the whole stack in ``norm``; None unless ``kind`` is global.
@@ -537,7 +539,7 @@ def paper_in_words() -> str:
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":
-    """Bits per character against the bound and against the estimate.
+    """Bits per character against the bound and against the estimate, which proves nothing.
 
     A marker is a model under a certificate, filled for AdamW and hollow for Muon; a line joins the
     targets c at one depth. Bars span the seeds. Baselines have no bound: lines across that panel,
@@ -572,11 +574,15 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
         axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
         axes.set(ylabel="bits per character, whole validation split")
     proven.set(
-        xlabel="largest certified bound of a branch, in the certificate's norm",
+        xlabel="largest certified bound: of branches;\n"
+        "of diagonal blocks under a causal certificate",
         title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}",
     )
-    measured.axvline(1.0, color="0.7", linestyle=":", label="contractive left of this")
-    measured.set(xlabel="largest local constant of a branch, token_max, estimate", xscale="log")
+    label = "1 (an estimate below it proves nothing)"
+    measured.axvline(1.0, color="0.7", linestyle=":", label=label)
+    measured.set(
+        xlabel="largest local constant of a branch,\ntoken_max, estimate from below", xscale="log"
+    )
     inside = [x for x in TICKS if measured.get_xlim()[0] <= x <= measured.get_xlim()[1]]
     measured.set_xticks(inside, [f"{x:g}" for x in inside])
     measured.minorticks_off()

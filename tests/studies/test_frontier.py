@@ -89,6 +89,14 @@ def test_a_baseline_needs_nothing_that_does_not_apply_to_it(empty: str) -> None:
     assert len(grid(*words)) == 1
 
 
+def test_the_picture_calls_an_estimate_no_proof_and_says_whose_bounds_are_certified() -> None:
+    proven, measured = draw([(only("models=[contractive_l2]"), CERTIFIED)]).axes
+    lines = {str(line.get_label()) for line in measured.lines}
+    assert "1 (an estimate below it proves nothing)" in lines
+    assert not any("contractive left" in line for line in lines)
+    assert "diagonal blocks under a causal certificate" in proven.get_xlabel()
+
+
 def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
     words = "models=[contractive_bounded]", "certificates=[causal]"
     strictly, plain = grid(*words)[::-1]
