@@ -50,15 +50,18 @@ def plot_growth(report: dict[str, Any], out: Path) -> Iterator[Path]:
 
 
 def growth(rows: list[dict[str, Any]], key: str, device: str) -> dict[str, list[tuple]]:
-    """Per model (size, characters/s) of the training rows that differ in ``key`` alone."""
+    """Per model (size, characters/s) of the training rows that differ in ``key`` alone.
+
+    Of several batches at one size the smallest counts, which has the usual number of characters.
+    """
     others = [name for name in ("seq_len", "d_model", "num_layers") if name != key]
     training = [
         row for row in rows
         if row["task"] == "train" and row["device"] == device and row["variant"] in STYLES
     ]  # fmt: skip
-    found: dict[tuple, dict[str, list[tuple]]] = {}
-    for row in training:
+    found: dict[tuple, dict[str, dict[int, float]]] = {}
+    for row in sorted(training, key=lambda row: row["batch_size"]):
         held = found.setdefault(tuple(row[name] for name in others), {})
-        point = (row[key], row["characters_per_second"][0])
-        held.setdefault(row["variant"], []).append(point)
-    return max(found.values(), key=lambda curves: max(map(len, curves.values())), default={})
+        held.setdefault(row["variant"], {}).setdefault(row[key], row["characters_per_second"][0])
+    curves = max(found.values(), key=lambda curves: max(map(len, curves.values())), default={})
+    return {variant: sorted(points.items()) for variant, points in curves.items()}

@@ -113,18 +113,30 @@ def test_growth_follows_one_size_while_the_others_are_held() -> None:
     rows = [
         {
             "task": "train", "device": "cpu", "variant": "l2", "seq_len": n, "d_model": d,
-            "num_layers": 4, "characters_per_second": [n, n, n],
+            "num_layers": 4, "batch_size": 2048 // n, "characters_per_second": [n, n, n],
         }
         for n, d in ((64, 128), (256, 128), (256, 384))
     ]  # fmt: skip
     assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 64), (256, 256)]}
 
 
+def test_two_batches_at_one_size_are_no_growth() -> None:
+    rows = [
+        {
+            "task": "train", "device": "cpu", "variant": "l2", "seq_len": n, "d_model": 384,
+            "num_layers": 6, "batch_size": batch, "characters_per_second": [batch, 0, 0],
+        }
+        for n, batch in ((256, 32), (256, 8), (64, 32))
+    ]  # fmt: skip
+    assert growth(rows, "seq_len", "cpu") == {"l2": [(64, 32), (256, 8)]}
+    assert not list(plot_growth({"rows": rows[:2]}, Path("results.json")))
+
+
 def test_growth_is_drawn_for_every_model(tmp_path: Path) -> None:
     rows = [
         {
             "task": "train", "device": "cpu", "variant": model, "seq_len": n, "d_model": 128,
-            "num_layers": 4, "characters_per_second": [n, n, n],
+            "num_layers": 4, "batch_size": 2048 // n, "characters_per_second": [n, n, n],
         }
         for n in (64, 256) for model in MODELS
     ]  # fmt: skip
