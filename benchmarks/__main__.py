@@ -1,15 +1,19 @@
 """python -m benchmarks [--quick | --full]: measure, print a table, write JSON and plots."""
 
 import argparse
+import errno
 import json
 import math
+import os
 import re
+import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import torch
 
+from benchmarks.arguments import Parser
 from benchmarks.plots import plot_growth
 from benchmarks.run import Setting, environment, load, measure_case, measure_compiled
 from benchmarks.suite import suite
@@ -19,15 +23,6 @@ from invformer.numerics.host import compiler_complaint
 
 RESULTS = Path(__file__).parent / "results"
 MOST_THREADS = 1024
-
-
-class Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line, as every other program here does."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and end with code 2."""
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
 
 
 def regex(word: str) -> re.Pattern[str]:
@@ -63,7 +58,8 @@ def parse() -> argparse.Namespace:
     size.add_argument("--full", action="store_const", const="full", dest="suite",
                       help="every size, for hours")  # fmt: skip
     parser.add_argument("--only", type=regex, default="", metavar="REGEX",
-                        help="cases whose name matches, such as n256-d128")  # fmt: skip
+                        help="cases whose name matches, such as n256-d128; written to "
+                        "SUITE-part.json")  # fmt: skip
     parser.add_argument(
         "--seconds", type=seconds, help="per case and task; the suite has a default"
     )
@@ -93,21 +89,47 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure what was asked for; rows are on disk as soon as they exist."""
+    """Measure what was asked for; rows are on disk as soon as they exist.
+
+    They take the place of earlier results when all of them do.
+    """
     outlive_console()
     args = parse()
     torch.set_flush_denormal(True)  # as train.py does
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    name = f"{args.suite}-compiled" if args.compile else args.suite
-    out = args.out or RESULTS / f"{name}.json"
+    out = args.out or RESULTS / f"{default_name(args)}.json"
+    partial = out.with_name(f"{out.name}.tmp")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(out))
+        partial.write_text("")
     except OSError as error:
         print(f"error: argument --out: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(7) from None
     report = {"environment": environment(torch.get_num_threads()), "rows": []}
+    try:
+        measure(args, report, partial)
+    except KeyboardInterrupt:
+        kept = f"{partial} keeps {len(report['rows'])} rows"
+        print(f"error: interrupted; {kept}, {out} is as it was", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
+    os.replace(partial, out)
+    print(table(report))
+    for picture in plot_growth(report, out):
+        print(picture)
+    print(out)
+
+
+def default_name(args: argparse.Namespace) -> str:
+    """The name of the results: those of a few cases never take the place of a whole suite's."""
+    compiled = "-compiled" if args.compile else ""
+    return f"{args.suite}{compiled}{'-part' if args.only.pattern else ''}"
+
+
+def measure(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None:
+    """Add the rows of every case that was asked for, and write all after each."""
     for device in devices(args.device):
         measured = suite(args.suite, device.type)
         precision = args.precision if device.type == "cuda" else "float32"
@@ -124,10 +146,6 @@ def main() -> None:
                 report["rows"].append(row)
                 report["environment"]["load_average_after"] = load()
                 out.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
-    for picture in plot_growth(report, out):
-        print(picture)
-    print(out)
 
 
 def devices(wanted: str | None) -> list[torch.device]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -231,3 +232,54 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
             program.main()
         assert end.value.code == 7
         assert capsys.readouterr().err.startswith("error: argument --out: ")
+
+
+def run_quickly(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """The program, its results in a folder, with a row in place of every measurement."""
+    row = {
+        "id": "a row", "device": "cpu", "task": "train", "variant": "plain", "seq_len": 1,
+        "d_model": 1, "num_layers": 1, "batch_size": 1, "characters_per_second": [1.0, 1.0, 1.0],
+        "times_as_fast_as": {},
+    }  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(program, "RESULTS", folder)
+    if "--stop" in words:
+
+        def measured(*_: object, **__: object) -> Iterator[dict]:
+            yield row
+            raise KeyboardInterrupt
+
+    else:
+
+        def measured(*_: object, **__: object) -> Iterator[dict]:
+            yield row
+
+    monkeypatch.setattr(program, "measure_case", measured)
+    words = tuple(word for word in words if word != "--stop")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+    program.main()
+
+
+def test_a_few_cases_do_not_take_the_place_of_the_whole_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_quickly(tmp_path, monkeypatch, "--quick")
+    whole = (tmp_path / "quick.json").read_text()
+    run_quickly(tmp_path, monkeypatch, "--quick", "--only", "n32")
+    assert (tmp_path / "quick.json").read_text() == whole
+    assert {file.name for file in tmp_path.iterdir()} == {"quick.json", "quick-part.json"}
+
+
+def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "quick.json").write_text("precious")
+    with pytest.raises(SystemExit) as end:
+        run_quickly(tmp_path, monkeypatch, "--quick", "--stop")
+    assert end.value.code == 130
+    assert (tmp_path / "quick.json").read_text() == "precious"
+    assert len(json.loads((tmp_path / "quick.json.tmp").read_text())["rows"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: interrupted; ")
+    assert "quick.json.tmp keeps 1 rows" in error
+    assert error.count("\n") == 1
