@@ -1,10 +1,10 @@
 """python -m benchmarks.table [FILE]: a results file as Markdown, as it stands in README."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import Parser
 from invformer.console import outlive_console
 
 RESULTS = Path(__file__).parent / "results" / "default.json"
@@ -48,8 +48,16 @@ def ratio(spread: list[float] | None) -> str:
 def main() -> None:
     """Print it."""
     outlive_console()
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    print(table(json.loads(path.read_text())))
+    parser = Parser(prog="python -m benchmarks.table", description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS, help="JSON of a run")
+    path = parser.parse_args().file
+    try:
+        text = table(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        parser.error(f"{path}: {error.strerror}")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        parser.error(f"{path} holds no results of python -m benchmarks")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from benchmarks import peak_memory, run, tasks, timing
 from benchmarks.models import MODELS, Case, build, windows
 from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
+from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
 
 ROOT = Path(__file__).parent.parent.parent
@@ -283,3 +284,31 @@ def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
     assert error.startswith("error: interrupted; ")
     assert "quick.json.tmp keeps 1 rows" in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [None, "{}", "[1]", "{", '{"rows": [{}]}', '{"rows": [1]}'])
+def test_a_table_of_no_results_is_refused_in_one_line(
+    content: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "results.json"
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr(sys, "argv", ["benchmarks.table", str(file)])
+    with pytest.raises(SystemExit) as end:
+        print_table()
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {file}")
+    assert error.count("\n") == 1
+
+
+def test_the_table_explains_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks.table", "--help"])
+    with pytest.raises(SystemExit, match="0"):
+        print_table()
+    assert "python -m benchmarks.table" in capsys.readouterr().out
