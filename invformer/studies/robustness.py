@@ -554,12 +554,26 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         for index, share in enumerate(group[0][0].replaced):
             left = [result.noise[index] for _, result in group]
             table.append(line(kind, "random characters", share, group, left, [], None))
+    failed = failures(rows)
+    table += [failed_line(kind) for kind in failed if kind not in by_kind(rows)]
     beaten = sum(result.beaten for _, result in rows)
     proven = [(case, result) for case, result in rows if result.radii]
     ours = f"{beaten} attacks beat a certified radius; {in_words(rows)}"
     outcome, why = verdict(beaten, proven)
+    if failed:
+        lost = ", ".join(f"{kind} ({count})" for kind, count in failed.items())
+        why += f". Trainings that lost their numbers and count nowhere: {lost}"
     paper = "no published value: certified radii of character models are ours"
     return Summary(table, paper, ours, outcome, why)
+
+
+def failures(rows: Rows[Case, Result]) -> dict[Kind, int]:
+    """How many trainings of a model did not stay finite, where any did not."""
+    found: dict[Kind, int] = {}
+    for case, result in rows:
+        if not math.isfinite(result.nats):
+            found[case.kind] = found.get(case.kind, 0) + 1
+    return found
 
 
 def by_kind(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
@@ -582,11 +596,9 @@ def line(
 ) -> dict[str, Any]:
     """One line of the table, means over seeds."""
     radii = [result.radii[norm] for _, result in group if norm in result.radii]
-    return {
-        "kind": kind,
+    return failed_line(kind) | {
         "attack": attack,
         "strength": strength,
-        "paper": None,
         "clean nats": statistics.fmean(result.nats for _, result in group),
         "clean accuracy": statistics.fmean(result.accuracy for _, result in group),
         **{
@@ -596,6 +608,15 @@ def line(
         "certified accuracy": statistics.fmean(certified) if certified else None,
         "median certified radius": statistics.fmean(radii) if radii else None,
     }
+
+
+def failed_line(kind: Kind) -> dict[str, Any]:
+    """The line of a model none of whose trainings stayed finite: there was nothing to attack."""
+    numbers = (
+        "strength", "paper", "clean nats", "clean accuracy", *LEFT, "certified accuracy",
+        "median certified radius",
+    )  # fmt: skip
+    return {"kind": kind, "attack": "training failed", **dict.fromkeys(numbers)}
 
 
 def in_words(rows: Rows[Case, Result]) -> str:
@@ -611,7 +632,7 @@ def in_words(rows: Rows[Case, Result]) -> str:
         else:
             said += ", no certificate"
         words.append(said)
-    return "; ".join(words)
+    return "; ".join(words) or "no training stayed finite"
 
 
 def attacked_in_words(group: Rows[Case, Result]) -> str:
@@ -627,7 +648,7 @@ def verdict(beaten: int, proven: Rows[Case, Result]) -> tuple[Outcome, str]:
     if beaten:
         return "not reproduced", f"{beaten} attacks won inside a certified radius: a bug"
     if not proven:
-        return "not in the paper", "no model with a certificate was among the cases"
+        return "not in the paper", "no trained model with a certificate was among the cases"
     used = max(max(result.margin_used.values()) for _, result in proven)
     parts = []
     for kind, group in by_kind(proven).items():

@@ -303,7 +303,7 @@ def report(
     if chosen.record:
         record_row(Path(os.path.expanduser(chosen.results)), chosen.name, row)
     if mirror is not None:
-        columns = list(summary.table[0])
+        columns = columns_of(summary)
         lines = [[line[column] for column in columns] for line in summary.table]
         mirror.table(f"{chosen.name}/table", columns, lines)
         mirror.image(f"{chosen.name}/figure", picture)
@@ -507,13 +507,18 @@ def record_row(path: Path, name: str, row: str) -> None:
 
 def print_summary(summary: Summary, chosen: StudyOptions) -> None:
     """Print the table, both values and the verdict for people."""
-    columns = list(summary.table[0])
+    columns = columns_of(summary)
     lines = [columns, *([as_cell(line[column]) for column in columns] for line in summary.table)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print(f"paper:   {summary.paper}\nours:    {summary.ours}\nverdict: {summary.verdict}")
     print(f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json, row.md}}")
+
+
+def columns_of(summary: Summary) -> list[str]:
+    """The table's columns; none of a table without lines."""
+    return list(summary.table[0]) if summary.table else []
 
 
 def as_cell(value: Any) -> str:

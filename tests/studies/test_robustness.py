@@ -231,6 +231,18 @@ def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> No
     assert summarise([(case, result), (tiny_case("l2"), NOTHING)]).table
 
 
+def test_trainings_that_lost_their_numbers_are_named_and_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = replace(STUDY, measure=lambda case, device: NOTHING)
+    words = [*TINY, "kinds=[l2, contractive_linear]", "num_seeds=2", "wandb=false"]
+    assert main(study, [*words, f"out={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("training failed") == 2
+    assert "no training stayed finite" in said
+    assert "count nowhere: l2 (2), contractive_linear (2)" in said
+
+
 def test_a_second_start_measures_nothing_and_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,6 +123,16 @@ def test_results_may_go_below_the_home_folder(
     assert options_in(Path("~/results")).folder == tmp_path / "results"
 
 
+def test_a_table_without_lines_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = replace(
+        Squares().study(), summarise=lambda rows: Summary([], "", "", "not in the paper", "empty")
+    )
+    mirror = Mirror()
+    monkeypatch.setattr(runner, "build_mirror", lambda chosen: mirror)
+    assert main(study, [f"out={tmp_path}", "wandb=true"]) == 0
+    assert mirror.exit_code == 0
+
+
 def test_a_second_start_measures_nothing_again(tmp_path: Path) -> None:
     first, second = Squares(), Squares()
     before = run(first.study(), options_in(tmp_path))
