@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
+from invformer.errors import DataError
 from invformer.nn.transformer import CharTransformer
 from invformer.studies import training
 from invformer.studies.layer_bounds import Layer
@@ -92,6 +93,20 @@ def validation_windows(
     count = (len(text.val) - 1) // seq_len
     tokens = text.val[: count * seq_len + 1].long().to(device)
     return tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
+
+
+def require_windows(text: Text, seq_len: int, count: int, name: str) -> None:
+    """The validation text has as many windows as are asked for.
+
+    Raises:
+        DataError: it has fewer.
+    """
+    found = (len(text.val) - 1) // seq_len
+    if found < count:
+        raise DataError(
+            f"{name}: the {len(text.val)} characters of the validation text make {found} windows "
+            f"of {seq_len}, {count} are asked for; raise data.val_characters or lower {name}"
+        )
 
 
 def mean_nats(

@@ -47,7 +47,7 @@ from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
-from invformer.studies.regularised_training import train, validation_windows
+from invformer.studies.regularised_training import require_windows, train, validation_windows
 from invformer.studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
 from invformer.studies.text import TextConfig, read_text
 
@@ -207,6 +207,7 @@ def cases(options: Options) -> list[Case]:
     text = read_text(data.name, data.path, data.max_characters, data.val_characters)
     if min(len(text.train), len(text.val)) <= options.seq_len:
         raise DataError(f"seq_len={options.seq_len}: the text has too few characters")
+    require_windows(text, options.seq_len, options.num_windows, "num_windows")
     return [
         Case(
             kind=kind, lipschitz_target=options.lipschitz_target,

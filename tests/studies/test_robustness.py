@@ -243,6 +243,14 @@ def test_trainings_that_lost_their_numbers_are_named_and_no_error(
     assert "count nowhere: l2 (2), contractive_linear (2)" in said
 
 
+def test_windows_that_the_text_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(STUDY, [*TINY, "num_windows=17", f"out={tmp_path}"]) == 3
+    said = capsys.readouterr().err
+    assert "200 characters of the validation text make 16 windows of 12, 17 are asked for" in said
+
+
 def test_a_second_start_measures_nothing_and_says_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
