@@ -80,8 +80,8 @@ def parse_or_exit(
         raise SystemExit(0)
     try:
         words = [word for word in argv if word not in ("--print-config", "--debug")]
-        if "--debug" in argv and schema is TrainConfig:
-            words.append("run.debug=true")
+        if "--debug" in argv:
+            words += [f"{key}=true" for key, _ in options(schema) if key.split(".")[-1] == "debug"]
         config = load_config(words, schema, config_root)
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)

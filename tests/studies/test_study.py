@@ -309,6 +309,15 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [["--debug"], ["debug=true"], []])
+def test_a_study_shows_its_tracebacks_where_that_is_asked_for(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [f"out={tmp_path}", "wandb=false", *words]
+    assert main(Squares(2, CertificateViolation).study(), argv) == 6
+    assert ("Traceback" in capsys.readouterr().err) == bool(words)
+
+
 def test_a_gpu_that_does_not_exist_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
