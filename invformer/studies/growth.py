@@ -65,9 +65,13 @@ if TYPE_CHECKING:
 
 Model = Literal["small", "checkpoint", "random_gpt2", "random_bert", "gpt2", "bert", "two_cluster"]
 Attention = Literal["dot_product", "l2", "contractive_l2"]
-Data = Literal["text", "two_cluster"]
+Data = Literal["text", "scaled_text", "two_cluster"]
 
 OURS: tuple[Attention, ...] = ("dot_product", "l2", "contractive_l2")
+MASK_OF_A_CHECKPOINT = (
+    "a checkpoint is measured under its causal mask alone; without it a trained layer would lose "
+    "its learned position bias"
+)
 L2_RADII = tuple(2.0**k for k in range(-8, 1))  # L2 is attacked at all of these, in units of R
 PUBLISHED_TEXT = {  # (model, layer, causal): C, alpha of the paper's figures
     ("bert", 0, False): (14.3, 0.24),
@@ -103,7 +107,9 @@ class Options(StudyOptions):
     layers: list[int] = option(
         [], "layers, counted from 0; [] is the first and the middle one", within="[0, 1e4]"
     )
-    mask: Literal["both", "causal", "none"] = option("both", "of the measured layers, on text")
+    mask: Literal["both", "causal", "none"] = option(
+        "both", "of the measured layers, on text; a checkpoint has causal alone"
+    )
     scales: list[float] = option(
         [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 1000.0],
         "factors on the inputs, first layer only, no unit", within="(0, 1e9]",
@@ -121,6 +127,8 @@ class Options(StudyOptions):
             self.refuse("checkpoint", "set it together with model=checkpoint, and only then")
         if self.model_path is not None and self.model not in ("gpt2", "bert"):
             self.refuse("model_path", "is for model=gpt2 and model=bert")
+        if self.model == "checkpoint" and self.mask == "none":
+            self.refuse("mask", MASK_OF_A_CHECKPOINT)
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,8 @@ class Case:
 
     ``model`` is what really runs, ``path`` its weights if any and ``digest`` their content, as
     ``sha256`` is that of the text; ``radius`` is R for ``two_cluster``, 0 on text; ``alone``
-    measures no head but the attacked one.
+    measures no head but the attacked one. ``scaled_text`` is the view of factors, whose length and
+    scale 1 belong to no curve over n.
     """
 
     model: str
@@ -183,27 +192,31 @@ def cases(options: Options) -> list[Case]:
         print(f"growth: {model} takes at most {context} tokens; longer sizes are left out")
     masks = {"both": [True, False], "causal": [True], "none": [False]}[options.mask]
     if model == "checkpoint":
-        masks = [True]  # without its mask a trained layer would lose its learned position bias
+        masks = [True]
+        if options.mask == "both":
+            print(f"growth: mask: {MASK_OF_A_CHECKPOINT}")
 
     text, digest = options.text or "", digest_of_weights(model, path, options.seed)
     sha256 = digest_of_text(model, path, text) if attentions else ""  # an attack reads no text
 
-    def on_text(attention: Attention, layer: int, causal: bool, n: int, scale: float) -> Case:
+    def on_text(
+        data: Data, attention: Attention, layer: int, causal: bool, n: int, scale: float
+    ) -> Case:
         return Case(
-            model, path, digest, attention, layer, causal, "text", n, scale, 0, False,
-            0.0, options.num_sequences, text, sha256, options.max_steps, options.rtol,
-            options.seed,
+            model, path, digest, attention, layer, causal, data, n, scale, 0, False, 0.0,
+            options.num_sequences, text, sha256, options.max_steps, options.rtol, options.seed,
         )  # fmt: skip
 
+    scale_tokens = min(options.scale_tokens, context)
     chosen = [
-        on_text(attention, layer, causal, n, 1.0)
+        on_text("text", attention, layer, causal, n, 1.0)
         for attention in attentions
         for layer in layers
         for causal in masks
         for n in sizes
     ]
     chosen += [
-        on_text(attention, layers[0], masks[0], min(options.scale_tokens, context), scale)
+        on_text("scaled_text", attention, layers[0], masks[0], scale_tokens, scale)
         for attention in attentions
         for scale in options.scales
     ]
@@ -459,10 +472,10 @@ class Curve(NamedTuple):
 
 
 def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:
-    """The rows at scale 1 by curve, in the order of n."""
+    """The rows over n by curve, in the order of n."""
     found: dict[Curve, list[tuple[Case, Result]]] = {}
     for case, result in rows:
-        if case.scale == 1:
+        if case.data != "scaled_text":
             key = Curve(
                 case.model, case.attention, case.layer, case.causal, case.data, case.alone
             )  # fmt: skip
@@ -635,12 +648,8 @@ def draw_growth(axes: "Axes", rows: Rows[Case, Result], data: Data, title: str) 
 def draw_scales(axes: "Axes", rows: Rows[Case, Result]) -> None:
     """Mean constants against the factor on the inputs, with the ceiling of large factors."""
     lines: dict[str, list[tuple[float, Result]]] = {}
-    scaled = {
-        (c.model, c.attention, c.layer, c.causal, c.num_tokens) for c, _ in rows if c.scale != 1
-    }
     for case, result in rows:
-        key = (case.model, case.attention, case.layer, case.causal, case.num_tokens)
-        if case.data == "text" and key in scaled:
+        if case.data == "scaled_text":
             label = f"{case.attention} layer {case.layer}, n = {case.num_tokens}"
             lines.setdefault(label.replace("_", " "), []).append((case.scale, result))
     for index, (label, points) in enumerate(lines.items()):

@@ -167,7 +167,9 @@ def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
         growth.sequences(tokens, 200, 5, 0)
 
 
-def test_a_trained_model_of_ours_is_measured(tmp_path: Path, text_file: str) -> None:
+def test_a_trained_model_of_ours_is_measured(
+    tmp_path: Path, text_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
         "model.num_layers=2", "model.num_heads=2",
@@ -181,6 +183,7 @@ def test_a_trained_model_of_ours_is_measured(tmp_path: Path, text_file: str) -> 
         scales=[], attack_sizes=[],
     )  # fmt: skip
     chosen = cases(options)
+    assert "under its causal mask alone" in capsys.readouterr().out
     assert {(c.attention, c.num_tokens) for c in chosen} == {
         ("contractive_l2", n) for n in (4, 8, 16)
     }
@@ -242,6 +245,21 @@ def few_lengths(**changed: object) -> Options:
     return Options(**(chosen | changed))  # pyright: ignore[reportArgumentType]
 
 
+def test_the_length_of_the_factors_is_no_point_of_a_curve(text_file: str) -> None:
+    options = few_lengths(
+        text=text_file, sizes=[4, 6, 8], layers=[0], mask="causal", scales=[1.0, 3.0],
+        scale_tokens=12,
+    )  # fmt: skip
+    rows = [(case, measure(case, CPU)) for case in cases(options)]
+    lengths = [[c.num_tokens for c, _ in part] for part in growth.curves(rows).values()]
+    assert lengths == [[4, 6, 8]] * 3
+    alone = [(c, r) for c, r in rows if c.data == "text"]
+    assert growth.fits(rows) == growth.fits(alone)
+    _, _, factors, _ = growth.draw(rows).axes
+    drawn = [line for line in factors.lines if "n = 12" in str(line.get_label())]
+    assert [list(line.get_xdata()) for line in drawn] == [[1.0, 3.0]] * 3
+
+
 def test_another_text_under_the_same_name_is_another_case(text_file: str) -> None:
     before = cases(few_lengths(text=text_file))
     Path(text_file).write_text(TEXT.replace("times", "after"))
@@ -283,6 +301,8 @@ def test_other_weights_in_the_same_folder_are_another_case(monkeypatch: pytest.M
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match="model=checkpoint"):
         Options(model="checkpoint")
+    with pytest.raises(ConfigurationError, match="mask: a checkpoint is measured under its causal"):
+        Options(model="checkpoint", checkpoint="a run", mask="none")
     with pytest.raises(ConfigurationError, match="9 does not exist"):
         cases(Options(layers=[9]))
     assert main(STUDY, ["model=checkpoint", "checkpoint=/nowhere"]) == 4
