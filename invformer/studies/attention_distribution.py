@@ -245,7 +245,10 @@ def cases(options: Options) -> list[Case]:
 
 
 def checkpoint_case(options: Options, case: Callable[..., Case]) -> Case:
-    """The case of the model in ``checkpoint``: its hash stands for the corpus's."""
+    """The case of the model in ``checkpoint``, with the text and the training of its own run.
+
+    Its hash and that of its text stand for the corpus's.
+    """
     assert options.checkpoint is not None
     checkpoint = read_checkpoint(options.checkpoint)
     trained = trained_configuration(checkpoint)
@@ -258,7 +261,10 @@ def checkpoint_case(options: Options, case: Callable[..., Case]) -> Case:
         trained.model.name, 0, checkpoint=options.checkpoint, num_steps=checkpoint.step,
         seq_len=trained.data.seq_len, d_model=trained.model.d_model,
         num_heads=trained.model.num_heads, num_layers=trained.model.num_layers,
-        sha256=checkpoint.sha256[:16],
+        corpus=trained.data.name, path=trained.data.path,
+        max_characters=trained.data.max_characters, batch_size=trained.data.batch_size,
+        lr=trained.optim.lr,
+        sha256=f"{checkpoint.sha256[:16]} {read_corpus(trained.data).sha256[:16]}",
     )  # fmt: skip
 
 

@@ -280,13 +280,22 @@ def test_a_violated_bound_is_called_a_bug() -> None:
 def test_the_layers_of_a_run_are_compared_on_its_own_text(name: str, tmp_path: Path) -> None:
     model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": name}
     model["certificate"] = "token_max" if name == "contractive_l2" else None
-    data = {"seq_len": 10, "max_characters": 20_000}
-    config = from_plain({"model": model, "data": data}, TrainConfig, "")
+    (tmp_path / "text.txt").write_text("abcd efgh " * 400)
+    data = {
+        "name": "text_file", "path": str(tmp_path / "text.txt"), "seq_len": 10, "batch_size": 7,
+        "max_characters": 3_500,
+    }  # fmt: skip
+    settings = {"model": model, "data": data, "optim": {"lr": 0.125}}
+    config = from_plain(settings, TrainConfig, "")
     vocabulary = Vocabulary.from_text("abcdefgh ")
     language_model = build_model(config.model, vocabulary.size, 10).float()
     save_run(tmp_path, config, vocabulary, language_model)
     case = tiny_cases(f"checkpoint={tmp_path}")[-1]
     assert (case.attention, case.num_layers, case.seq_len, case.num_steps) == (name, 2, 10, 3)
+    assert (case.corpus, case.path) == ("text_file", data["path"])
+    assert (case.max_characters, case.batch_size, case.lr) == (3_500, 7, 0.125)
+    (tmp_path / "text.txt").write_text("abdc efgh " * 400)
+    assert tiny_cases(f"checkpoint={tmp_path}")[-1] != case
     result = measure(case, CPU)
     assert len(result.truth) == 2 * case.num_sequences
     assert ("kim" in result.bounds) == (name == "l2")
