@@ -462,7 +462,8 @@ class Equal:
 
     Attributes:
         constants: local constant over that without regulariser.
-        damages: cost of embedding noise over that without regulariser.
+        damages: cost of embedding noise over that without regulariser; NaN where noise cost
+            nothing without one.
     """
 
     constants: list[float]
@@ -484,7 +485,9 @@ def equal_loss(rows: Rows[Case, Result]) -> dict[tuple[str, str], Equal]:
             logs = [(r.nats, math.log(constant_of(r))) for r in results if r.truth]
             equal.constants.append(math.exp(at_equal_loss(logs, case.allowance) - logs[0][1]))
             damages = [(r.nats, damage(r)) for r in results]
-            equal.damages.append(at_equal_loss(damages, case.allowance) / damages[0][1])
+            without = damage(plain)
+            ratio = at_equal_loss(damages, case.allowance) / without if without > 0 else math.nan
+            equal.damages.append(ratio)
     return found
 
 
@@ -592,9 +595,14 @@ def equal_in_words(equal: Mapping[tuple[str, str], Equal]) -> str:
     """Every regulariser at equal loss: mean over seeds and range of the constant, and the noise."""
     return "; ".join(
         f"{attention} {name} {statistics.fmean(e.constants):.2f} "
-        f"[{min(e.constants):.2f}, {max(e.constants):.2f}] ({statistics.fmean(e.damages):.2f})"
+        f"[{min(e.constants):.2f}, {max(e.constants):.2f}] ({two_digits(statistics.fmean(e.damages))})"
         for (attention, name), e in equal.items()
     )
+
+
+def two_digits(value: float) -> str:
+    """Two digits; a dash for what does not exist."""
+    return "–" if math.isnan(value) else f"{value:.2f}"
 
 
 def verdict(

@@ -266,6 +266,16 @@ def test_a_training_that_failed_is_reported_and_not_compared() -> None:
     assert equal.constants == [1.0]
 
 
+@pytest.mark.parametrize("noisy_nats", [2.0, 1.9])
+def test_where_noise_costs_nothing_its_cost_is_compared_with_nothing(noisy_nats: float) -> None:
+    good = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0]})
+    plain, regularised = tiny_case("none", "dot_product"), tiny_case("jasmin_0", "dot_product")
+    rows = [(plain, replace(good, noisy_nats=noisy_nats)), (regularised, good)]
+    (equal,) = equal_loss(rows).values()
+    assert math.isnan(equal.damages[0])
+    assert "dot_product jasmin_0 1.00 [1.00, 1.00] (–)" in summarise(rows).ours
+
+
 def test_a_violated_bound_is_called_a_bug() -> None:
     case = tiny_case("none", "dot_product")
     low = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 1.9]})
