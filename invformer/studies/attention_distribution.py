@@ -50,6 +50,7 @@ from invformer.studies.layer_bounds import Comparison, Layer, compare, heads_of,
 from invformer.studies.regularised_training import (
     attention_inputs,
     mean_nats,
+    require_windows,
     train,
     validation_windows,
 )
@@ -205,6 +206,7 @@ def cases(options: Options) -> list[Case]:
     text = read_text(data.name, data.path, data.max_characters, data.val_characters)
     if min(len(text.train), len(text.val)) <= options.seq_len:
         raise DataError(f"seq_len={options.seq_len}: the text has too few characters")
+    require_windows(text, options.seq_len, options.num_sequences, "num_sequences")
 
     def case(attention: Attention, seed: int, **changed: Any) -> Case:
         values: dict[str, Any] = {
@@ -595,14 +597,15 @@ def equal_in_words(equal: Mapping[tuple[str, str], Equal]) -> str:
     """Every regulariser at equal loss: mean over seeds and range of the constant, and the noise."""
     return "; ".join(
         f"{attention} {name} {statistics.fmean(e.constants):.2f} "
-        f"[{min(e.constants):.2f}, {max(e.constants):.2f}] ({two_digits(statistics.fmean(e.damages))})"
+        f"[{min(e.constants):.2f}, {max(e.constants):.2f}] ({mean_or_dash(e.damages)})"
         for (attention, name), e in equal.items()
     )
 
 
-def two_digits(value: float) -> str:
-    """Two digits; a dash for what does not exist."""
-    return "–" if math.isnan(value) else f"{value:.2f}"
+def mean_or_dash(values: Sequence[float]) -> str:
+    """The mean in two digits; a dash where one of the values does not exist."""
+    mean = statistics.fmean(values)
+    return "–" if math.isnan(mean) else f"{mean:.2f}"
 
 
 def verdict(

@@ -276,6 +276,13 @@ def test_where_noise_costs_nothing_its_cost_is_compared_with_nothing(noisy_nats:
     assert "dot_product jasmin_0 1.00 [1.00, 1.00] (–)" in summarise(rows).ours
 
 
+def test_windows_that_the_text_does_not_have_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(STUDY, [*TINY, "num_sequences=13", f"out={tmp_path}"]) == 3
+    assert "make 12 windows of 16, 13 are asked for" in capsys.readouterr().err
+
+
 def test_a_violated_bound_is_called_a_bug() -> None:
     case = tiny_case("none", "dot_product")
     low = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 1.9]})
