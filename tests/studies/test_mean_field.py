@@ -116,6 +116,29 @@ def test_the_verdict_speaks_of_the_statements_that_ran_and_of_no_other() -> None
     assert why.endswith("below sqrt(n) ||V||")
 
 
+def test_a_bound_is_exceeded_by_more_than_rounding() -> None:
+    case = Case("cesaro", 2.0, 0.0, 1.0, 2, 0)
+    good = mean_field.Result(1.0 + 2e-16, 2.0, 1.0, math.nan, math.nan)
+    assert mean_field.bound_findings([(case, good)]) == []
+    (finding,) = mean_field.bound_findings([(case, replace(good, value=1.0 + 1e-9))])
+    assert finding == (False, "1 values exceed their bound")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "mass_factors=[1e-300]", "eigenvalues=[1e-300]", "eigenvalues=[1e308]", "radii=[1e-200]",
+        "bound_radii=[1e-300]", "scales=[1e-300]",
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_computed_with_are_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(STUDY, [word])
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
 def test_radii_that_overflow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigurationError, match=r"radii: must be at most 13\.23"):
         Options(radii=[50.0])
