@@ -8,7 +8,7 @@ from invformer.errors import ConfigurationError
 from invformer.numerics.bounds import castin
 from invformer.studies import mass_splitting
 from invformer.studies.mass_splitting import STUDY, Case, Kind, Options, cases, measure
-from invformer.studies.study import run
+from invformer.studies.study import main, run
 
 CPU = torch.device("cpu")
 THIRDS = torch.full((3,), 1 / 3, dtype=torch.float64)
@@ -117,6 +117,24 @@ def test_no_verdict_is_given_on_a_grid_that_was_not_asked_for(empty: str) -> Non
     assert summary.outcome == "not in the paper"
     assert "none was among the cases" in summary.why
     assert ("and on the grid" in summary.why) == (empty == "eigenvalues")
+
+
+@pytest.mark.parametrize(
+    "word", ["eigenvalues=[1e308]", "eigenvalues=[nan]", "first_masses=[1e-320]", "radius=1e-200"]
+)
+def test_numbers_that_cannot_be_computed_with_are_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(STUDY, [word])
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("mass", [1e-9, 1 - 1e-16])
+def test_the_ends_of_what_is_allowed_have_numbers(mass: float) -> None:
+    for a in (-1e3, 1e3):
+        result = measure(Case("grid", "dot_product", a, 100.0, 100.0, mass, 5, 0), CPU)
+        assert math.isfinite(result.gain)
 
 
 def test_a_fixed_atom_outside_the_plane_is_refused() -> None:
