@@ -45,6 +45,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -182,13 +183,15 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
         argv: ``key=value`` words.
 
     Returns:
-        0, or the code of what went wrong: 130 after Ctrl-C, when every finished case is kept.
+        0, or the code of what went wrong: 130 after Ctrl-C, 143 after SIGTERM; every finished case
+        is kept.
 
     Raises:
         SystemExit: 0 after ``--help``, 2 after one line about a bad argument.
     """
     outlive_console()
     chosen = parse_or_exit([*scale_words(study.options, argv), *argv], study.options)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C says which cases are kept
     return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
 
 

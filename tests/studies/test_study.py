@@ -4,6 +4,10 @@ import importlib
 import json
 import math
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -398,6 +402,50 @@ def test_w_and_b_sees_all_rows_also_those_of_an_earlier_start(
     assert mirrors[1].final["verdict"] == "reproduced: they are\nsquares"
     assert mirrors[1].images == [tmp_path / "squares.png"]
     assert mirrors[1].exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "error: interrupted"),
+        (signal.SIGTERM, 143, "error: stopped by SIGTERM; what was saved stays"),
+    ],
+)
+def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
+    number: int, code: int, line: str, tmp_path: Path
+) -> None:
+    words = ["wandb=false", f"out={tmp_path}", "num_steps=1000000", "num_threads=1", "shapes=[]"]
+    study = subprocess.Popen(
+        [sys.executable, "-m", "invformer.studies.tightness", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    while study.poll() is None and not (tmp_path / "rows.csv").exists():
+        time.sleep(0.05)
+    study.send_signal(number)
+    _, error = study.communicate(timeout=60)
+    assert study.returncode == code
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_imports_of_a_study_in_one_line(name: str) -> None:
+    # What ``python -m`` does with the package before it imports the study.
+    program = (
+        "import os, signal, sys; sys.argv = ['-m']; import invformer.studies; "
+        f"os.kill(os.getpid(), signal.{name}); import time; time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 128 + getattr(signal, name)
+    assert done.stderr.startswith(f"error: stopped by {name}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 @pytest.mark.slow
