@@ -20,6 +20,7 @@ from benchmarks.suite import suite
 from benchmarks.table import table
 from invformer.console import outlive_console
 from invformer.numerics.host import compiler_complaint
+from invformer.numerics.precision import denormals_flushed
 
 RESULTS = Path(__file__).parent / "results"
 MOST_THREADS = 1024
@@ -95,7 +96,6 @@ def main() -> None:
     """
     outlive_console()
     args = parse()
-    torch.set_flush_denormal(True)  # as train.py does
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     out = args.out or RESULTS / f"{default_name(args)}.json"
@@ -110,7 +110,8 @@ def main() -> None:
         raise SystemExit(7) from None
     report = {"environment": environment(torch.get_num_threads()), "rows": []}
     try:
-        measure(args, report, partial)
+        with denormals_flushed():  # as train.py does
+            measure(args, report, partial)
     except KeyboardInterrupt:
         kept = f"{partial} keeps {len(report['rows'])} rows"
         print(f"error: interrupted; {kept}, {out} is as it was", file=sys.stderr)
