@@ -124,6 +124,16 @@ class ShardedStrategy(ModelParallelStrategy):
             }
             optimizer.load_state_dict({**state, "state": memory})
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+    ) -> None:
+        """Through the run's own IO, in the first process.
+
+        In Lightning's version every process first refuses a directory that is there: one that comes
+        late would refuse what the first process is just writing.
+        """
+        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Through the run's own IO, in every process."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path)

@@ -1,6 +1,9 @@
 """FSDP2 as the run uses it, in one process: the parts are the whole, the code is the same."""
 
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import Mock, PropertyMock
 
 import pytest
 import torch
@@ -12,9 +15,11 @@ from invformer.build.model import build_model
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.schema import ModelConfig
+from invformer.training.checkpoint_io import DirectoryCheckpointIO
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import build_optimizer
 from invformer.training.sharding import (
+    ShardedStrategy,
     clip_parts,
     gather,
     is_sharded,
@@ -121,3 +126,16 @@ def test_without_a_limit_gradients_stay_as_they_are() -> None:
     assert torch.equal(gradient, before)
     clip_parts([gradient], 1e6, gradient.norm())
     assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_comes_late_to_a_checkpoint_finds_it_there_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(ShardedStrategy, "global_rank", PropertyMock(return_value=rank))
+    monkeypatch.setattr(ShardedStrategy, "broadcast", lambda self, path, src=0: path)
+    strategy = ShardedStrategy(2, timedelta(seconds=1))
+    io = Mock(spec=DirectoryCheckpointIO)
+    strategy.checkpoint_io = io
+    strategy.save_checkpoint({}, tmp_path)  # a directory that the first process has begun
+    assert io.save_checkpoint.call_count == (1 if rank == 0 else 0)
