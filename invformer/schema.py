@@ -311,7 +311,7 @@ class MonitorConfig(Section):
     )
     budget: float = option(
         0.05,
-        "largest share of a step that estimates may take, on top; sizes what is null below",
+        "largest share of a step that estimates and local bounds take, on top; sizes what is null",
         within="(0, 10]",
     )
     every: int | None = option(
