@@ -102,7 +102,11 @@ def measure_case(setting: Setting, memory: bool) -> Iterator[Row]:
 
 
 def measure_compiled(setting: Setting) -> Iterator[Row]:
-    """Training steps with compiled blocks, in turns with two models that are not compiled."""
+    """Training steps with compiled blocks, in turns with two models that are not compiled.
+
+    What was compiled for other sizes is forgotten: after eight of them torch would compile no more.
+    """
+    torch.compiler.reset()
     work: dict[str, Work] = {
         name: setting.training(compile_blocks(setting.build(name))) for name in MODELS
     }
