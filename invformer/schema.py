@@ -78,6 +78,16 @@ class ModelConfig(Section):
     activation_norm: bool = option(
         True, "invertible ActNorm after each residual branch (contractive models only)"
     )
+    channel_metric: bool = option(
+        False,
+        "each residual branch contracts in a learned metric of its own, in which it is loud in a "
+        "few channels, instead of ActNorm between branches (contractive models only)",
+    )
+    loud_channels: int | None = option(
+        None,
+        "channels that a branch with a channel_metric is loud in at first; null is d_model // 4",
+        within="[1, 1e5]",
+    )
     input_radius: float | None = option(
         None,
         "radius of a ball that inputs of contractive branches are mapped into, in units of "
@@ -130,6 +140,7 @@ class ModelConfig(Section):
                 f"{self.feed_forward_kernel} tokens are more than a certificate of whole Lipschitz "
                 "constants allows: 1, or model.certificate=causal",
             )
+        self._check_metric()
         if self.input_radius is not None:
             if not self.is_contractive:
                 self.refuse("input_radius", f"{self.name} normalises its inputs already")
@@ -154,6 +165,21 @@ class ModelConfig(Section):
                 "dropout", f"{self.dropout} would void the certificate: {self.name} has none"
             )
 
+    def _check_metric(self) -> None:
+        """Metrics are for contractive branches, and take the place of ActNorm."""
+        if self.channel_metric and not self.is_contractive:
+            self.refuse("channel_metric", f"{self.name} does not contract")
+        if self.channel_metric and self.activation_norm:
+            self.refuse(
+                "channel_metric", "it takes the place of ActNorm: set model.activation_norm=false"
+            )
+        if self.loud_channels is not None and not self.channel_metric:
+            self.refuse("loud_channels", "is of branches with model.channel_metric=true")
+        if self.num_loud_channels > self.d_model:
+            self.refuse(
+                "loud_channels", f"{self.loud_channels} is more than d_model={self.d_model}"
+            )
+
     @property
     def is_contractive(self) -> bool:
         """Whether the stack is invertible and certified."""
@@ -168,6 +194,11 @@ class ModelConfig(Section):
     def feed_forward_width(self) -> int:
         """``d_ff``, or 4 ``d_model``."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff
+
+    @property
+    def num_loud_channels(self) -> int:
+        """``loud_channels``, or a quarter of ``d_model`` (at least one channel)."""
+        return max(1, self.d_model // 4) if self.loud_channels is None else self.loud_channels
 
     @property
     def embedding_width(self) -> int:

@@ -3,6 +3,9 @@
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from invformer.nn.attention import (
     ContractiveL2Attention,
     DotProductAttention,
@@ -22,7 +25,7 @@ from invformer.nn.position_bias import (
     RelativePositionBias,
     SinusoidalPositionBias,
 )
-from invformer.nn.residual import InvertibleBlock, InvertibleStack
+from invformer.nn.residual import InvertibleBlock, InvertibleStack, MetricBlock
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
 from invformer.schema import ModelConfig
@@ -59,13 +62,29 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
     blocks = []
     for index in range(config.num_layers):
         first = d_embedding + index * share
-        channels = slice(first, first + share) if share else None
+        padded = share and not config.channel_metric
+        channels = slice(first, first + share) if padded else None
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = build_contractive_feed_forward(config, channels)
-        d_norm = config.d_model if config.activation_norm else None
-        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius))
+        if config.channel_metric:
+            loud = loud_channels(config, 2 * index), loud_channels(config, 2 * index + 1)
+            block = MetricBlock(attention, feed_forward, config.d_model, loud, radius)
+        else:
+            d_norm = config.d_model if config.activation_norm else None
+            block = InvertibleBlock(attention, feed_forward, d_norm, radius)
+        blocks.append(block)
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
+
+
+def loud_channels(config: ModelConfig, index: int) -> Tensor:
+    """Where a branch is loud: one after the other, from the first free channel on, round and round.
+
+    So they fill what the embedding leaves free before they come to where it writes.
+    """
+    count = config.num_loud_channels
+    first = config.embedding_width + index * count
+    return (first + torch.arange(count)) % config.d_model
 
 
 def build_contractive_attention(

@@ -1,4 +1,4 @@
-"""ActivationNorm: a per-channel affine map, initialised from data, exactly invertible."""
+"""Per-channel affine maps, exactly invertible; ActivationNorm, initialised from data."""
 
 from typing import Any
 
@@ -10,17 +10,11 @@ from torch import Tensor, nn
 SILENT = 1e-6
 
 
-class ActivationNorm(nn.Module):
-    """y = x · e^s + b per channel (Kingma & Dhariwal 2018, "actnorm").
+class ChannelAffine(nn.Module):
+    """y = x · e^s + b per channel. Subclasses say where s, ``log_scale``, and b, ``shift``, are."""
 
-    :meth:`initialise` chooses s and b so that the batch it sees leaves with zero mean and unit
-    variance in every channel that carries a signal; afterwards both are ordinary parameters.
-    """
-
-    def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.log_scale = nn.Parameter(torch.zeros(d_model))
-        self.shift = nn.Parameter(torch.zeros(d_model))
+    log_scale: Tensor
+    shift: Tensor
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
@@ -36,6 +30,22 @@ class ActivationNorm(nn.Module):
     ) -> Float[Tensor, "*batch tokens width"]:
         """(y − b) · e^{−s}, exact up to rounding."""
         return (y - self.shift) * (-self.log_scale).exp()
+
+
+class ActivationNorm(ChannelAffine):
+    """y = x · e^s + b per channel (Kingma & Dhariwal 2018, "actnorm").
+
+    :meth:`initialise` chooses s and b so that the batch it sees leaves with zero mean and unit
+    variance in every channel that carries a signal; afterwards both are ordinary parameters.
+
+    Args:
+        d_model: width.
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.log_scale = nn.Parameter(torch.zeros(d_model))
+        self.shift = nn.Parameter(torch.zeros(d_model))
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from invformer.errors import NonFiniteError
-from invformer.nn.activation_norm import ActivationNorm
+from invformer.nn.activation_norm import ChannelAffine
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
@@ -36,8 +36,8 @@ class Certificate:
         target: the largest ``lipschitz_target`` of the branches: what was asked for.
         targets: the target of every residual branch, by name.
         per_branch: proven bound for every residual branch, by name.
-        scales: largest scale of every ActivationNorm, by name, rounded up.
-        inverse_scales: largest inverse scale of every ActivationNorm, by name, rounded up.
+        scales: largest scale of every channel-wise map, by name, rounded up.
+        inverse_scales: largest inverse scale of every channel-wise map, by name, rounded up.
         total: bound on the whole stack, Π (1 + c_l) Π scales; None where ``kind`` is causal.
         dtype: the precision the weights were cast to before they were certified.
         seq_len: longest sequence for which the bounds hold.
@@ -110,7 +110,7 @@ def certify(
     inverse_scales: dict[str, float] = {}
     with frozen_weights(stack):
         for name, layer in stack.layers():
-            if isinstance(layer, ActivationNorm):
+            if isinstance(layer, ChannelAffine):
                 scales[name], inverse_scales[name] = scale_bounds(layer)
             else:
                 per_branch[name] = branch_bound(name, layer, norm, kind, dtype)
@@ -170,7 +170,10 @@ def require_finite(stack: InvertibleStack) -> None:
         NonFiniteError: one of them is NaN or infinite; the message names its layer.
     """
     for name, layer in stack.layers():
-        if not all(parameter.isfinite().all() for parameter in layer.parameters()):
+        tensors = list(layer.parameters())
+        if isinstance(layer, ChannelAffine):
+            tensors += [layer.log_scale, layer.shift]
+        if not all(tensor.isfinite().all() for tensor in tensors):
             raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
 
 
@@ -212,7 +215,7 @@ def branch_bound(
     return layer.lipschitz_bound(norm, dtype)
 
 
-def scale_bounds(layer: ActivationNorm) -> tuple[float, float]:
+def scale_bounds(layer: ChannelAffine) -> tuple[float, float]:
     """max_k e^{s_k} and max_k e^{−s_k}, rounded up: the layer's constant and its inverse's."""
     log_scale = layer.log_scale.detach().double()
     largest = log_scale.max().exp().item(), (-log_scale).max().exp().item()

@@ -9,8 +9,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.activation_norm import ActivationNorm
+from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
 from invformer.nn.branch import LipschitzBranch, exact_copy, frozen_weights, shared_weights
+from invformer.nn.channel_metric import ChangeOfMetric, ChannelMetric
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import (
     ErrorStep,
@@ -120,7 +121,7 @@ class InvertibleBlock(nn.Module):
         self.feed_forward = InvertibleResidual(feed_forward, input_radius)
         self.feed_forward_norm = None if d_model is None else ActivationNorm(d_model)
 
-    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
         """The layers by name, in the order they act."""
         for name, layer in self.named_children():
             assert isinstance(layer, InvertibleResidual | ActivationNorm)
@@ -133,6 +134,65 @@ class InvertibleBlock(nn.Module):
         for _, layer in self.layers():
             x = layer(x)
         return x
+
+    @torch.no_grad()
+    def initialise(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Initialise the normalisations from a batch; what then leaves the block."""
+        for _, layer in self.layers():
+            if isinstance(layer, ActivationNorm):
+                layer.initialise(x)
+            x = layer(x)
+        return x
+
+
+class MetricBlock(InvertibleBlock):
+    """x ↦ x + D⁻¹ attention(D x + b), x ↦ x + D⁻¹ feed_forward(D x + b), D and b of each its own.
+
+    Each branch contracts in a metric of its own (:class:`.channel_metric.ChannelMetric`). What goes
+    from branch to branch is the stream in the coordinates of the next one, by one affine map.
+
+    Args:
+        attention: contractive attention branch.
+        feed_forward: contractive feed-forward branch.
+        d_model: width.
+        loud: channels that the attention and that the feed-forward write loudly to at first.
+        input_radius: of both residual layers.
+    """
+
+    def __init__(
+        self,
+        attention: LipschitzBranch,
+        feed_forward: LipschitzBranch,
+        d_model: int,
+        loud: tuple[Tensor, Tensor],
+        input_radius: float | None = None,
+    ) -> None:
+        super().__init__(attention, feed_forward, None, input_radius)
+        self.attention_metric = ChannelMetric(d_model, loud[0])
+        self.feed_forward_metric = ChannelMetric(d_model, loud[1])
+        self.enter = ChangeOfMetric(None, self.attention_metric)
+        self.between = ChangeOfMetric(self.attention_metric, self.feed_forward_metric)
+        self.leave = ChangeOfMetric(self.feed_forward_metric, None)
+
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
+        """The layers by name, in the order they act."""
+        for name in ("enter", "attention", "between", "feed_forward", "leave"):
+            layer = getattr(self, name)
+            assert isinstance(layer, InvertibleResidual | ChangeOfMetric)
+            yield name, layer
+
+    @torch.no_grad()
+    def initialise(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Initialise both metrics from a batch; what then leaves the block."""
+        self.attention_metric.initialise_for(self.attention.added, x)
+        u = self.attention(self.enter(x))
+        x = ChangeOfMetric(self.attention_metric, None)(u)
+        self.feed_forward_metric.initialise_for(self.feed_forward.added, x)
+        return self.leave(self.feed_forward(self.between(u)))
 
 
 @dataclass(frozen=True)
@@ -213,7 +273,7 @@ class InvertibleStack(nn.Module):
         self.kind: Literal["global", "causal"] = kind
         self.checkpoint_activations = False
 
-    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
         """Every layer by its full name, in the order they act."""
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
@@ -247,11 +307,10 @@ class InvertibleStack(nn.Module):
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
-        """Initialise every ActivationNorm from the activations that this batch produces."""
-        for _, layer in self.layers():
-            if isinstance(layer, ActivationNorm):
-                layer.initialise(x)
-            x = layer(x)
+        """Initialise every scale and shift from the activations that this batch produces."""
+        for block in self.blocks:
+            assert isinstance(block, InvertibleBlock)
+            x = block.initialise(x)
 
     @torch.no_grad()
     def inverse(
@@ -259,7 +318,7 @@ class InvertibleStack(nn.Module):
     ) -> StackSolution:
         """Undo the layers from the top down.
 
-        The error bound follows E ← E · max e^{−s} through an ActivationNorm (plus its rounding) and
+        The error bound follows E ← E · max e^{−s} through a channel-wise map (and its rounding) and
         E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l. A causal constant
         bounds no error, so there the bound is infinite (docs/numerics.md).
 
@@ -290,7 +349,7 @@ class InvertibleStack(nn.Module):
         steps: list[ErrorStep] = []
         with frozen_weights(self):
             for name, layer in reversed(list(self.layers())):
-                if isinstance(layer, ActivationNorm):
+                if isinstance(layer, ChannelAffine):
                     steps.append(scale_step(z, layer.log_scale, layer.shift, self.norm))
                     z = layer.inverse(z)
                     continue
@@ -344,7 +403,7 @@ class InvertibleStack(nn.Module):
         with frozen_weights(self):
             for name, layer in self.layers():
                 y = layer(x)
-                if isinstance(layer, ActivationNorm):
+                if isinstance(layer, ChannelAffine):
                     upwards.append(scale_step(y, layer.log_scale, layer.shift, self.norm))
                 else:
                     bound = certificate.per_branch[name]

@@ -80,10 +80,14 @@ class ErrorStep(NamedTuple):
     Attributes:
         amplification: constant of the inverse layer in the norm of the bound.
         added: what the layer's own inexact inverse adds, per sample.
+        log_scale: s, where the layer is y = x · e^s + b.
+        lipschitz_bound: c, where it is y = x + f(x).
     """
 
     amplification: float
     added: Tensor | float
+    log_scale: Float[Tensor, "width"] | None = None
+    lipschitz_bound: float = 0.0
 
 
 def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
@@ -93,7 +97,8 @@ def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
     """
     if not lipschitz_bound < 1:
         return ErrorStep(math.inf, math.inf)
-    return ErrorStep((1 + 2.0**-50) / (1 - lipschitz_bound), error_bound)
+    amplification = (1 + 2.0**-50) / (1 - lipschitz_bound)
+    return ErrorStep(amplification, error_bound, lipschitz_bound=lipschitz_bound)
 
 
 def scale_step(
@@ -118,14 +123,30 @@ def scale_step(
     tokens = token_norm(y.abs().add_(shift.abs()), norm).double()
     outward = 1 + (y.shape[-1] + 8) * unit_roundoff(y.dtype)  # of the lengths themselves
     rounded = 16 * unit_roundoff(log_scale.dtype) * outward * sequence_norm(tokens, norm)
-    return ErrorStep(amplification, amplification * rounded)
+    return ErrorStep(amplification, amplification * rounded, log_scale.detach().double())
+
+
+class ErrorPart(NamedTuple):
+    """A part d of an error with ‖e^{S} d‖ ≤ radius, S the scales of where it came in."""
+
+    log_scales: Tensor
+    radius: Tensor
+
+    def length(self, log_scales: Tensor) -> Tensor:
+        """A bound on ‖e^{S'} d‖: its length where channels are scaled by S'."""
+        return (log_scales - self.log_scales).max().exp() * self.radius
 
 
 def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
     """Bound on the error of a whole stack's recovered input, from the top layer down.
 
-        E_l = (r_l + E_{l+1}) / (1 − c_l)   for a residual layer,
-        E_l = max_k e^{−s_k} E_{l+1}        for an ActivationNorm.
+        E_l = e_l + Q_l,  Q_l = E_{l+1} / (1 − c_l)    for a residual layer,
+        E_l = e_l + max_k e^{−s_k} E_{l+1}             for y = x · e^s + b,
+
+    or less: the error is a sum of parts, one from every layer above, and none of them grows but
+    with the scales of the channels. A residual layer takes y − y* to y − y* − (f(x) − f(x*)), so it
+    leaves all parts as they are and adds one of at most c_l Q_l, in the scales of its own
+    coordinates; E is at most the sum of what the parts are long in those of the next one.
 
     One norm throughout. Each residual layer's own bound must be for the y it was given; errors of
     that y are what the recursion carries.
@@ -137,10 +158,21 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         One bound per sample (a scalar tensor for an empty stack: 0).
     """
     error = torch.zeros((), dtype=torch.float64)
-    for amplification, added in steps:
+    scales = torch.zeros((), dtype=torch.float64)  # relative to those at the top
+    parts: list[ErrorPart] = []
+    outward = 1 + 2.0**-40  # of exponentials and sums of parts
+    for step in steps:
         # Nothing is proven below a layer that amplifies without bound, not even of no error.
-        carried = amplification * error if amplification < math.inf else math.inf
-        error = carried + torch.as_tensor(added, dtype=torch.float64)
+        known = step.amplification < math.inf
+        carried = step.amplification * error if known else torch.full_like(error, math.inf)
+        added = torch.as_tensor(step.added, dtype=torch.float64)
+        new_part = added + step.lipschitz_bound * carried if known else carried
+        if step.log_scale is not None:
+            scales = scales - step.log_scale
+            in_parts = sum((part.length(scales) for part in parts), torch.zeros_like(error))
+            carried = torch.fmin(carried, in_parts * outward)
+        error = carried + added
+        parts.append(ErrorPart(scales, new_part))
     return error * (1 + 2.0**-50 * max(len(steps), 1))
 
 

@@ -12,7 +12,7 @@ from invformer.nn.convolutional_feed_forward import (
 )
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import RelativePositionBias
-from invformer.nn.residual import InvertibleBlock, InvertibleStack
+from invformer.nn.residual import InvertibleBlock, InvertibleStack, MetricBlock
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
@@ -26,6 +26,7 @@ def contractive_model(
     strictly_causal: bool = False,
     kernel: int = 1,
     input_radius: float | None = None,
+    metric: bool = False,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     d_embedding = WIDTH // 3
@@ -33,7 +34,7 @@ def contractive_model(
     blocks = []
     for index in range(LAYERS):
         first = d_embedding + index * share
-        channels = slice(first, first + share)
+        channels = None if metric else slice(first, first + share)
         position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
         if bounded:
             attention = BoundedAttention(
@@ -58,8 +59,12 @@ def contractive_model(
             feed_forward = ContractiveFeedForward(
                 WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
             )
-        width = WIDTH if norm else None
-        blocks.append(InvertibleBlock(attention, feed_forward, width, input_radius))
+        if metric:
+            loud = tuple(torch.arange(k, k + 3) % WIDTH for k in (6 * index, 6 * index + 3))
+            blocks.append(MetricBlock(attention, feed_forward, WIDTH, loud, input_radius))
+        else:
+            width = WIDTH if norm else None
+            blocks.append(InvertibleBlock(attention, feed_forward, width, input_radius))
     kind = "causal" if certificate == "causal" else "global"
     stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
     model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)
@@ -70,6 +75,24 @@ def contractive_model(
 def model_of_the_past() -> CharTransformer:
     """Strictly causal attention in the unit ball, hidden units that see three tokens."""
     return contractive_model(0.7, "causal", bounded=True, strictly_causal=True, kernel=3)
+
+
+def model_in_metrics(
+    target: float = 0.5,
+    certificate: str = "causal",
+    bounded: bool = True,
+    strictly_causal: bool = True,
+    **options,
+) -> CharTransformer:
+    """Every branch contracts in a metric of its own."""
+    return contractive_model(
+        target,
+        certificate,
+        bounded=bounded,
+        strictly_causal=strictly_causal,
+        metric=True,
+        **options,
+    )
 
 
 def baseline(

@@ -25,6 +25,7 @@ from tests.nn.builders import (
     contractive_model,
     convolutional_baseline,
     l2_baseline,
+    model_in_metrics,
     model_of_the_past,
     random_tokens,
     trained_a_little,
@@ -187,6 +188,7 @@ def test_blocks_first_write_to_their_own_channels() -> None:
 SEQUENTIAL = [
     contractive_model,
     model_of_the_past,
+    model_in_metrics,
     baseline,
     convolutional_baseline,
     l2_baseline,
@@ -224,7 +226,13 @@ def test_frozen_weights_compute_the_same_function() -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+    "build",
+    [
+        contractive_model,
+        partial(contractive_model, bounded=True),
+        model_of_the_past,
+        model_in_metrics,
+    ],
 )
 def test_what_is_made_of_frozen_weights_is_made_once_and_forgotten_with_them(build) -> None:
     model = trained_a_little(build()).eval()
@@ -260,7 +268,13 @@ def test_a_copy_made_while_weights_are_held_computes_its_own() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
-    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+    "build",
+    [
+        contractive_model,
+        partial(contractive_model, bounded=True),
+        model_of_the_past,
+        model_in_metrics,
+    ],
 )
 def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
     model = build().train()
@@ -278,7 +292,13 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -
 
 
 @pytest.mark.parametrize(
-    "build", [contractive_model, partial(contractive_model, bounded=True), model_of_the_past]
+    "build",
+    [
+        contractive_model,
+        partial(contractive_model, bounded=True),
+        model_of_the_past,
+        model_in_metrics,
+    ],
 )
 def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
     with torch.device("meta"):

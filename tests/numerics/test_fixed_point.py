@@ -110,11 +110,17 @@ def test_a_solved_start_takes_no_steps() -> None:
 
 
 def stack_violations(
-    c: float, norm: Norm, dtype: torch.dtype, samples: int, method: Method, max_steps: int | None
+    c: float,
+    norm: Norm,
+    dtype: torch.dtype,
+    samples: int,
+    method: Method,
+    max_steps: int | None,
+    spread: float = 0.5,
 ) -> tuple[int, int]:
     """Through three residual layers and two scales and back; (violations, finite bounds)."""
     layers = [two_layers(samples, 4, 6, c, norm, dtype) for _ in range(3)]
-    log_scale = (0.5 * torch.randn(2, 6)).to(dtype)
+    log_scale = (spread * torch.randn(2, 6)).to(dtype)
     shift = torch.randn(2, 6).to(dtype)
     x = torch.randn(samples, 4, 6).to(dtype)
     z = x
@@ -153,6 +159,14 @@ def test_the_true_error_of_a_stack_is_never_above_its_bound(dtype: torch.dtype) 
     assert samples >= 1000
     assert violations == 0
     assert finite == samples
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_the_true_error_stays_below_the_bound_where_channels_change_their_scales_much(
+    norm: Norm,
+) -> None:
+    for c in CONSTANTS:
+        assert stack_violations(c, norm, torch.float64, 40, "picard", 5, spread=3.0) == (0, 40)
 
 
 @pytest.mark.slow
@@ -756,6 +770,21 @@ def test_the_stack_bound_is_the_recursion_written_out() -> None:
     assert (bound >= by_hand).all()
     torch.testing.assert_close(bound, by_hand, rtol=1e-5, atol=0)
     assert stack_error_bound([]) == 0
+
+
+def test_what_an_error_is_in_one_metric_comes_back_in_another_only_as_far_as_channels_allow() -> (
+    None
+):
+    # Errors of the upper layer are loud in channel 0, which the lower one hardly reads.
+    c, quiet = 0.5, math.log(0.01)
+    upper, lower = torch.tensor([quiet, 0.0]), torch.tensor([quiet, 0.0])
+    y = torch.zeros(1, 1, 2)
+    none, error = torch.zeros(1), torch.tensor([1e-3])
+    undone = scale_step(y, upper, torch.zeros(2), "token_max")
+    entered = scale_step(y, -lower, torch.zeros(2), "token_max")
+    steps = [residual_step(error, c), undone, entered, residual_step(none, c)]
+    bound = stack_error_bound(steps)
+    assert 2e-3 <= bound.item() <= 2e-3 * (1 + 1e-4)  # 0.1 by the largest scales alone
 
 
 @pytest.mark.parametrize("constant", [1.0, 1.5, math.inf, math.nan])

@@ -38,6 +38,7 @@ MODELS = [
         d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", certificate="causal",
         strictly_causal=True, feed_forward_kernel=3, input_radius=2.0,
     ),
+    ModelConfig(d_model=12, num_heads=3, num_layers=2, activation_norm=False, channel_metric=True),
     ModelConfig(d_model=12, num_heads=3, num_layers=1, name="dot_product", certificate=None),
 ]  # fmt: skip
 
