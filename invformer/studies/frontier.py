@@ -94,6 +94,9 @@ class Options(StudyOptions):
     strictly_causal: list[bool] = option(
         [False, True], "whether tokens of contractive_bounded see only those before them"
     )
+    channel_metric: list[bool] = option(
+        [False, True], "whether branches of contractive models contract in metrics of their own"
+    )
     lipschitz_targets: list[float] = option(
         [0.5, 0.7, 0.97], "c of the contractive models", within="(0, 1)"
     )
@@ -137,6 +140,7 @@ class Case:
     model: Attention
     certificate: CertificateName | None
     strictly_causal: bool
+    channel_metric: bool
     lipschitz_target: float | None
     optimiser: Optimiser
     num_layers: int
@@ -232,9 +236,9 @@ def cases(options: Options) -> list[Case]:
     seeds = range(options.seed, options.seed + options.num_seeds)
     found = [
         Case(
-            model=model, certificate=certificate, strictly_causal=strictly, lipschitz_target=target,
-            optimiser=optimiser, num_layers=depth, seed=seed, lr=lr, muon_lr=muon_lr,
-            weight_decay=options.weight_decay, d_model=options.d_model,
+            model=model, certificate=certificate, strictly_causal=strictly, channel_metric=metric,
+            lipschitz_target=target, optimiser=optimiser, num_layers=depth, seed=seed, lr=lr,
+            muon_lr=muon_lr, weight_decay=options.weight_decay, d_model=options.d_model,
             num_heads=options.num_heads, seq_len=options.seq_len, batch_size=options.batch_size,
             num_steps=options.num_steps, stride=options.stride or options.seq_len,
             num_windows=options.num_windows, probe_steps=options.probe_steps, corpus=data.name,
@@ -242,7 +246,7 @@ def cases(options: Options) -> list[Case]:
             test_fraction=data.test_fraction, sha256=text.sha256,
         )
         for seed, depth, model in itertools.product(seeds, options.depths, options.models)
-        for certificate, strictly, target in constraints(model, options)
+        for certificate, strictly, metric, target in constraints(model, options)
         for optimiser, lr, muon_lr in rates(options)
     ]  # fmt: skip
     return list(dict.fromkeys(found))
@@ -250,20 +254,21 @@ def cases(options: Options) -> list[Case]:
 
 def constraints(
     model: Attention, options: Options
-) -> Iterator[tuple[CertificateName | None, bool, float | None]]:
-    """Certificate, whether strictly causal, and c: of a model, what does not apply to it once."""
+) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
+    """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
     if not is_contractive(model):
-        yield None, False, None
+        yield None, False, False, None
         return
     is_bounded = model == "contractive_bounded"
-    for certificate, strictly, target in itertools.product(
+    for certificate, strictly, metric, target in itertools.product(
         options.certificates,
         options.strictly_causal if is_bounded else [False],
+        options.channel_metric,
         options.lipschitz_targets,
     ):
         # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
         is_tied_only = is_bounded and certificate.startswith("kim_")
-        yield "token_max" if is_tied_only else certificate, strictly, target
+        yield "token_max" if is_tied_only else certificate, strictly, metric, target
 
 
 def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
@@ -318,6 +323,7 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.T
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
+        channel_metric=case.channel_metric, activation_norm=not case.channel_metric,
         d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     )  # fmt: skip
@@ -414,9 +420,10 @@ class Point:
 
     @property
     def label(self) -> str:
-        """Model and certificate, and whether tokens see only those before them."""
+        """Model and certificate, whether tokens see only those before them, and metrics."""
         strictly = "strictly" if self.case.strictly_causal else None
-        return " ".join(filter(None, (self.case.model, self.case.certificate, strictly)))
+        metric = "metric" if self.case.channel_metric else None
+        return " ".join(filter(None, (self.case.model, self.case.certificate, strictly, metric)))
 
     def __str__(self) -> str:
         c, depth = self.case.lipschitz_target, self.case.num_layers
@@ -485,6 +492,7 @@ def table_line(point: Point, free: Point | None) -> dict[str, Any]:
         "model": case.model,
         "certificate": case.certificate,
         "strictly causal": case.strictly_causal if case.model == "contractive_bounded" else None,
+        "metric": case.channel_metric if case.is_certified else None,
         "c": case.lipschitz_target,
         "optimiser": case.optimiser,
         "layers": case.num_layers,

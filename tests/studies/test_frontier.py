@@ -15,6 +15,7 @@ from invformer.config import load_config
 from invformer.data.windows import training_windows
 from invformer.nn.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches
+from invformer.nn.residual import MetricBlock
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.schema import Attention, ModelConfig, OptimConfig, TrainConfig
 from invformer.studies import frontier
@@ -56,7 +57,9 @@ def grid(*words: str) -> list[Case]:
 
 
 def only(*words: str) -> Case:
-    (case,) = grid("certificates=[token_max]", "strictly_causal=[false]", *words)
+    (case,) = grid(
+        "certificates=[token_max]", "strictly_causal=[false]", "channel_metric=[false]", *words
+    )
     return case
 
 
@@ -70,9 +73,10 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     trainings = {model: 0 for model in get_args(Attention)}
     for case in found:
         trainings[case.model] += 1
-    # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not.
+    # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
+    # in metrics or not.
     assert trainings == {
-        "dot_product": 3, "l2": 3, "contractive_l2": 18, "contractive_bounded": 24
+        "dot_product": 3, "l2": 3, "contractive_l2": 36, "contractive_bounded": 48
     }  # fmt: skip
     assert {c.model for c in found if c.strictly_causal} == {"contractive_bounded"}
     bounded = {c.certificate for c in found if c.model == "contractive_bounded"}
@@ -81,7 +85,8 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "empty", ["certificates", "strictly_causal", "lipschitz_targets", "muon_lr"]
+    "empty",
+    ["certificates", "strictly_causal", "channel_metric", "lipschitz_targets", "muon_lr"],
 )
 def test_a_baseline_needs_nothing_that_does_not_apply_to_it(empty: str) -> None:
     words = ["models=[dot_product]", "optimisers=[adamw]"]
@@ -98,7 +103,7 @@ def test_the_picture_calls_an_estimate_no_proof_and_says_whose_bounds_are_certif
 
 
 def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
-    words = "models=[contractive_bounded]", "certificates=[causal]"
+    words = "models=[contractive_bounded]", "certificates=[causal]", "channel_metric=[false]"
     strictly, plain = grid(*words)[::-1]
     assert strictly == replace(plain, strictly_causal=True)
     for case in (strictly, plain):
@@ -106,6 +111,17 @@ def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
         assert attention.strictly_causal == case.strictly_causal
     labels = [point.label for point in points_of([(plain, CERTIFIED), (strictly, CERTIFIED)])]
     assert labels == ["contractive_bounded causal", "contractive_bounded causal strictly"]
+
+
+def test_branches_contract_in_metrics_where_that_is_trained() -> None:
+    words = "models=[contractive_l2]", "certificates=[token_max]"
+    plain, metric = grid(*words)
+    assert metric == replace(plain, channel_metric=True)
+    for case in (plain, metric):
+        block = train(case, CPU)[0].stack.blocks[0]
+        assert isinstance(block, MetricBlock) == case.channel_metric
+    labels = [point.label for point in points_of([(plain, CERTIFIED), (metric, CERTIFIED)])]
+    assert labels == ["contractive_l2 token_max", "contractive_l2 token_max metric"]
 
 
 def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
@@ -203,7 +219,9 @@ def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
 
 @pytest.mark.parametrize("certificate", ["causal", "kim_entry_max", "kim_frobenius"])
 def test_bounds_say_what_they_bound_in_which_norm(certificate: str) -> None:
-    (case,) = grid("models=[contractive_l2]", f"certificates=[{certificate}]")
+    (case,) = grid(
+        "models=[contractive_l2]", f"certificates=[{certificate}]", "channel_metric=[false]"
+    )
     result = measure(case, CPU)
     norm = {"causal": "token_max", "kim_entry_max": "entry_max"}.get(certificate, "frobenius")
     assert (result.norm, result.kind) == (norm, "causal" if certificate == "causal" else "global")
@@ -283,7 +301,7 @@ def test_a_small_study_runs_from_start_to_figure_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]",
-            "strictly_causal=[false]"]  # fmt: skip
+            "strictly_causal=[false]", "channel_metric=[false]"]  # fmt: skip
     assert main(STUDY, argv) == 0
     measured = []
     inner = STUDY.measure
