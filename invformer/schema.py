@@ -61,7 +61,7 @@ class ModelConfig(Section):
         within="[1, 1e3]",
     )
     lipschitz_target: float = option(
-        0.7,
+        0.5,
         "c, at which the certificate holds every residual branch: its Lipschitz constant or, under "
         "causal, the diagonal blocks of its Jacobian",
         within="(0, 1)",
@@ -75,18 +75,20 @@ class ModelConfig(Section):
         "auto", "what attention runs on; all but math need memory linear in seq_len"
     )
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
-    activation_norm: bool = option(
-        True, "invertible ActNorm after each residual branch (contractive models only)"
-    )
     channel_metric: bool = option(
-        False,
-        "each residual branch contracts in a learned metric of its own, in which it is loud in a "
-        "few channels, instead of ActNorm between branches (contractive models only)",
+        True,
+        "each residual branch contracts in a learned metric of the channels, its own, in which it "
+        "is loud in a few of them (contractive models only)",
     )
     loud_channels: int | None = option(
         None,
         "channels that a branch with a channel_metric is loud in at first; null is d_model // 4",
         within="[1, 1e5]",
+    )
+    activation_norm: bool = option(
+        False,
+        "invertible ActNorm after each residual branch, where there is no channel_metric "
+        "(contractive models only)",
     )
     input_radius: float | None = option(
         None,
@@ -166,12 +168,10 @@ class ModelConfig(Section):
             )
 
     def _check_metric(self) -> None:
-        """Metrics are for contractive branches, and take the place of ActNorm."""
-        if self.channel_metric and not self.is_contractive:
-            self.refuse("channel_metric", f"{self.name} does not contract")
+        """One scaling of the channels between branches, and loud ones where there are metrics."""
         if self.channel_metric and self.activation_norm:
             self.refuse(
-                "channel_metric", "it takes the place of ActNorm: set model.activation_norm=false"
+                "activation_norm", "metrics take its place: set model.channel_metric=false for it"
             )
         if self.loud_channels is not None and not self.channel_metric:
             self.refuse("loud_channels", "is of branches with model.channel_metric=true")

@@ -246,10 +246,9 @@ def test_a_typo_is_answered_with_the_nearest_name(word: str, says: str) -> None:
         "model.input_radius=0",
         "model.input_radius=2 model=dot_product",
         "model.input_radius=2 model=contractive_l2_paper",
-        "model.channel_metric=true",
-        "model.channel_metric=true model=dot_product",
-        "model.loud_channels=8",
-        "model.loud_channels=97 model.channel_metric=true model.activation_norm=false",
+        "model.activation_norm=true",
+        "model.loud_channels=8 model.channel_metric=false",
+        "model.loud_channels=97",
         "model.feed_forward_kernel=0",
         "model.feed_forward_kernel=2",
         "model.feed_forward_kernel=2 model=contractive_bounded",
@@ -552,7 +551,7 @@ def test_help_shows_every_preset_and_every_field_with_default_and_meaning() -> N
         for key, f in options(schema):
             assert f"\n  {key}=" in text
             assert f.metadata["help"] in text
-    assert "model.lipschitz_target=0.7\n      number in (0, 1): c, at which the" in help_text()
+    assert "model.lipschitz_target=0.5\n      number in (0, 1): c, at which the" in help_text()
 
 
 def test_every_field_says_what_it_means_and_every_number_has_an_interval() -> None:

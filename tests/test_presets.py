@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from invformer.build.model import build_model
-from invformer.config import load_config, parse_or_exit
+from invformer.build.saved_model import as_it_was_meant
+from invformer.config import from_dict, load_config, parse_or_exit, to_dict
 from invformer.errors import ConfigurationError
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
@@ -228,3 +229,14 @@ def test_every_model_takes_the_place_of_an_experiments_own(
     own = load_config([f"model={model}"], TrainConfig, ROOT).model
     taken = load_config(words, TrainConfig, ROOT).model
     assert (taken.name, taken.certificate) == (own.name, own.certificate)
+
+
+def test_a_configuration_from_before_there_were_metrics_has_none() -> None:
+    before = to_dict(load_config(["model.channel_metric=false", "model.activation_norm=true"]))
+    del before["model"]["channel_metric"], before["model"]["loud_channels"]
+    model = from_dict(as_it_was_meant(before)).model
+    assert (model.channel_metric, model.activation_norm) == (False, True)
+    today = to_dict(load_config([]))
+    assert as_it_was_meant(today) == today
+    for broken in (None, [], {"model": 3}):
+        assert as_it_was_meant(broken) is broken

@@ -1,6 +1,7 @@
 """From a checkpoint to the model in it; what does not fit is refused before it takes memory."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,11 +28,19 @@ def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
         CheckpointError: it is no valid configuration.
     """
     try:
-        return from_dict(checkpoint.metadata["config"])
+        return from_dict(as_it_was_meant(checkpoint.metadata["config"]))
     except ConfigurationError as error:
         raise CheckpointError(
             f"{checkpoint.path}: its configuration is invalid ({error})"
         ) from None
+
+
+def as_it_was_meant(config: Any) -> Any:
+    """A configuration with what has another default since it was written: metrics were none."""
+    model = config.get("model") if isinstance(config, dict) else None
+    if isinstance(model, dict) and "channel_metric" not in model:
+        return {**config, "model": {**model, "channel_metric": False}}
+    return config
 
 
 def load_model(

@@ -133,7 +133,7 @@ def small_config(name: str) -> ModelConfig:
     return ModelConfig(
         name=name,  # pyright: ignore[reportArgumentType]
         certificate=None if is_baseline else "token_max",
-        d_model=64, num_heads=4, num_layers=4, position_bias=False, activation_norm=False,
+        d_model=64, num_heads=4, num_layers=4, position_bias=False, channel_metric=False,
     )  # fmt: skip
 
 

@@ -200,9 +200,7 @@ def test_characters_come_one_by_one_as_they_come_at_once(options: dict) -> None:
 
 
 def test_branches_are_loud_one_after_the_other_from_the_first_free_channel_on() -> None:
-    config = ModelConfig(
-        d_model=12, num_heads=3, num_layers=2, activation_norm=False, channel_metric=True
-    )
+    config = ModelConfig(d_model=12, num_heads=3, num_layers=2)
     stack = build_model(config, VOCAB, SEQ_LEN).stack
     loud = [
         metric.loud.tolist()

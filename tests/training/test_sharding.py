@@ -33,12 +33,14 @@ from invformer.training.sharding import (
 VOCAB, SEQ_LEN = 11, 8
 MODELS = [
     ModelConfig(d_model=12, num_heads=3, num_layers=2),
-    ModelConfig(d_model=12, num_heads=3, num_layers=1, name="contractive_bounded"),
+    ModelConfig(
+        d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", channel_metric=False,
+        activation_norm=True,
+    ),
     ModelConfig(
         d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", certificate="causal",
         strictly_causal=True, feed_forward_kernel=3, input_radius=2.0,
     ),
-    ModelConfig(d_model=12, num_heads=3, num_layers=2, activation_norm=False, channel_metric=True),
     ModelConfig(d_model=12, num_heads=3, num_layers=1, name="dot_product", certificate=None),
 ]  # fmt: skip
 
