@@ -75,8 +75,9 @@ def certificate_lines(certificate: Mapping[str, Any] | None) -> list[tuple[str, 
         return [("certificate", "none (not a contractive model)")]
     largest = max(certificate["per_branch"].values())
     what = "Lipschitz bound" if certificate["kind"] == "global" else "diagonal-block bound"
+    metric = " of its metric" if certificate["in_metrics"] else ""
     lines = [
-        (f"{what}, every block", f"≤ {largest:.6f} in {certificate['norm']}"),
+        (f"{what}, every block", f"≤ {largest:.6f} in {certificate['norm']}{metric}"),
         ("target", f"{certificate['target']}"),
     ]
     if certificate["total"] is not None:

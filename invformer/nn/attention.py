@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import LipschitzBranch, affine, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -136,6 +136,21 @@ class TiedL2Attention(LipschitzBranch):
         q = split_heads(x @ self.joined(weights), len(weights.w_q))
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
+
+    def in_metric(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        scale: Float[Tensor, "width"],
+        shift: Float[Tensor, "width"],
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """D⁻¹ f(D x + b), D and b folded into the weights."""
+        weights = self._shared or self.weights()
+        joined = self.joined(weights)
+        q = affine(x, joined * scale[:, None], shift @ joined)
+        y = attend_l2(
+            split_heads(q, len(weights.w_q)), self.position.logit_bias(x.shape[-2]), self.kernel
+        )
+        return merge_heads(y) @ (weights.g.flatten(-3, -2) / scale)
 
     def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache

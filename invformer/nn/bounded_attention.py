@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache, merge_heads, split_heads
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import LipschitzBranch, affine, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -140,11 +140,29 @@ class BoundedAttention(LipschitzBranch):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, with the frozen or shared weights if there are any."""
         weights: BoundedWeights = self._shared or self.weights()
-        _, temperature, g = weights
-        q, k, v = self.seen(self.in_ball(x, weights))
+        y = self.attended(self.in_ball(x, weights), weights.temperature)
+        return merge_heads(y) @ weights.g.flatten(-3, -2)
+
+    def in_metric(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        scale: Float[Tensor, "width"],
+        shift: Float[Tensor, "width"],
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """D⁻¹ f(D x + b), D and b folded into the weights."""
+        weights: BoundedWeights = self._shared or self.weights()
+        joined = side_by_side(weights.w_qkv)
+        z = affine(x, joined * scale[:, None], shift @ joined)
+        y = self.attended(self.into_balls(z), weights.temperature)
+        return merge_heads(y) @ (weights.g.flatten(-3, -2) / scale)
+
+    def attended(
+        self, own: Projections, temperature: Float[Tensor, "heads"]
+    ) -> Float[Tensor, "*batch heads tokens d_head"]:
+        """Σ_j P_ij v_j of every head, from each token's own projections."""
+        q, k, v = self.seen(own)
         scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
-        y = attend(q * scale, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
-        return merge_heads(y) @ g.flatten(-3, -2)
+        return attend(q * scale, k, v, self.position.logit_bias(q.shape[-2]), self.kernel)
 
     def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache
@@ -177,8 +195,11 @@ class BoundedAttention(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
     ) -> Projections:
         """ψ(X W) of every head, each token's own."""
-        joined = self.derived(weights, lambda held: side_by_side(held.w_qkv))
-        z = (x @ joined).unflatten(-1, (3 * self.num_heads, -1))
+        return self.into_balls(x @ self.derived(weights, lambda held: side_by_side(held.w_qkv)))
+
+    def into_balls(self, z: Float[Tensor, "*batch tokens three_heads_d_head"]) -> Projections:
+        """ψ(z) of every head."""
+        z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
     def seen(self, parts: Projections) -> Projections:

@@ -79,6 +79,15 @@ class LipschitzBranch(nn.Module):
         """What forward passes multiply by, for branches of one kind at once, with gradients."""
         raise NotImplementedError
 
+    def in_metric(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        scale: Float[Tensor, "width"],
+        shift: Float[Tensor, "width"],
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """D⁻¹ f(D x + b), D of ``scale`` and b the ``shift``: for training, folded into weights."""
+        return self(torch.addcmul(shift, x, scale)) / scale
+
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian of f at X as analytic products."""
         raise NotImplementedError
@@ -164,6 +173,15 @@ def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:
     copied = copy.copy(branch)  # everything else a forward pass uses is cast where it is used
     copied._frozen = type(weights)(*(w.detach().double() for w in weights))
     return copied
+
+
+def affine(
+    x: Float[Tensor, "*batch tokens inputs"],
+    w: Float[Tensor, "inputs outputs"],
+    b: Float[Tensor, "outputs"],
+) -> Float[Tensor, "*batch tokens outputs"]:
+    """x W + b in one operation."""
+    return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
 
 
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -13,7 +13,7 @@ from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
 from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.residual import InvertibleResidual, InvertibleStack
+from invformer.nn.residual import InvertibleResidual, InvertibleStack, MetricBlock
 from invformer.nn.spectral import SpectralNormalised
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
@@ -41,6 +41,8 @@ class Certificate:
         total: bound on the whole stack, Π (1 + c_l) Π scales; None where ``kind`` is causal.
         dtype: the precision the weights were cast to before they were certified.
         seq_len: longest sequence for which the bounds hold.
+        in_metrics: whether a branch's bound is one in coordinates of its own, ‖e^s x‖ for ‖x‖
+            (:class:`.channel_metric.ChannelMetric`), and what it adds may expand in plain ones.
     """
 
     norm: Norm
@@ -53,6 +55,7 @@ class Certificate:
     total: float | None
     dtype: str
     seq_len: int
+    in_metrics: bool = False
 
     @property
     def bound_max(self) -> float:
@@ -129,6 +132,7 @@ def certify(
         total=total,
         dtype=str(dtype).removeprefix("torch."),
         seq_len=stack.seq_len,
+        in_metrics=any(isinstance(block, MetricBlock) for block in stack.blocks),
     )
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import LipschitzBranch, affine, cast
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
@@ -132,6 +132,19 @@ class ContractiveFeedForward(LipschitzBranch):
         hidden = torch.addmm(b_in, windows(x, self.kernel).flatten(0, -2), w_in)
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
         return (activation(hidden) @ w_out).view(x.shape)
+
+    def in_metric(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        scale: Float[Tensor, "width"],
+        shift: Float[Tensor, "width"],
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """D⁻¹ f(D x + b), D and b folded into the weights of a unit that sees one token."""
+        if self.kernel > 1:  # before the first token there is D x + b = 0, not x = 0
+            return super().in_metric(x, scale, shift)
+        w_in, b_in, w_out, _ = self._shared or self.weights()
+        hidden = affine(x, w_in * scale[:, None], b_in + shift @ w_in)
+        return ACTIVATIONS[self.activation](hidden) @ (w_out / scale)
 
     def kind(self) -> Hashable:
         """Shape, activation and norm."""

@@ -23,6 +23,7 @@ from invformer.numerics.error_bound import (
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.precision import has_autocast
 from invformer.numerics.residual_equation import output_rounding
 
 
@@ -58,6 +59,15 @@ class InvertibleResidual(nn.Module):
     def seen(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
         """ψ_R(x), what the branch sees."""
         return x if self.input_radius is None else into_ball(x, self.input_radius)
+
+    def in_metric(
+        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """x + D⁻¹ f(ψ_R(D x + b)), with the D and b of a metric."""
+        scale = metric.log_scale.exp()
+        if self.input_radius is not None:
+            return x + self.added(metric(x)) / scale
+        return x + self.branch.in_metric(x, scale, metric.shift)
 
     def exact(self) -> SequenceMap:
         """f ∘ ψ_R in float64."""
@@ -175,6 +185,19 @@ class MetricBlock(InvertibleBlock):
         self.enter = ChangeOfMetric(None, self.attention_metric)
         self.between = ChangeOfMetric(self.attention_metric, self.feed_forward_metric)
         self.leave = ChangeOfMetric(self.feed_forward_metric, None)
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Apply the layers in order; where gradients are wanted, metrics folded into weights.
+
+        Certificates, estimates and inversion are about the layers, weights and rounding as they
+        are; gradients are those of the same function, for less.
+        """
+        if not torch.is_grad_enabled() or has_autocast(x.device):
+            return super().forward(x)
+        x = self.attention.in_metric(x, self.attention_metric)
+        return self.feed_forward.in_metric(x, self.feed_forward_metric)
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
         """The layers by name, in the order they act."""

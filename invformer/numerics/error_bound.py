@@ -166,13 +166,16 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         known = step.amplification < math.inf
         carried = step.amplification * error if known else torch.full_like(error, math.inf)
         added = torch.as_tensor(step.added, dtype=torch.float64)
-        new_part = added + step.lipschitz_bound * carried if known else carried
         if step.log_scale is not None:
+            # What it rounds is as large as it is in each channel of y, so in the scales of y.
+            parts.append(ErrorPart(scales, added / step.amplification))
             scales = scales - step.log_scale
             in_parts = sum((part.length(scales) for part in parts), torch.zeros_like(error))
-            carried = torch.fmin(carried, in_parts * outward)
-        error = carried + added
-        parts.append(ErrorPart(scales, new_part))
+            error = torch.fmin(carried + added, in_parts * outward)
+        else:
+            error = carried + added
+            new_part = added + step.lipschitz_bound * carried if known else carried
+            parts.append(ErrorPart(scales, new_part))
     return error * (1 + 2.0**-50 * max(len(steps), 1))
 
 

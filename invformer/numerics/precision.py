@@ -22,9 +22,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     Entering ``torch.autocast`` costs as much as several operations on a token. The meta device,
     where shapes are all there is, knows none.
     """
-    if device.type != "meta" and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return torch.autocast(device.type, enabled=False) if has_autocast(device) else nullcontext()
+
+
+def has_autocast(device: torch.device) -> bool:
+    """Whether operations on a device run under autocast."""
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:

@@ -19,6 +19,7 @@ from tests.nn.builders import (
     SEQ_LEN,
     VOCAB,
     WIDTH,
+    contractive_model,
     model_in_metrics,
     random_tokens,
     trained_a_little,
@@ -83,7 +84,10 @@ def test_in_plain_coordinates_a_branch_may_be_far_from_a_contraction() -> None:
     block = model.stack.blocks[0]
     plain = dense_jacobian(block, x[0]) - torch.eye(SEQ_LEN * WIDTH)
     assert torch.linalg.matrix_norm(plain, 2).item() > 1
-    assert enforce(model, torch.float64).holds
+    certificate = enforce(model, torch.float64)
+    assert certificate.holds
+    assert certificate.in_metrics
+    assert not certify(contractive_model()).in_metrics
 
 
 def test_at_first_a_branch_reads_what_is_there_and_is_loud_where_it_should_be() -> None:
@@ -136,6 +140,29 @@ def test_the_text_comes_back_within_the_bound(options: dict, dtype: torch.dtype)
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
     if dtype == torch.float64:
         assert (other < model.embedding.decoding_margin()).all()
+
+
+@pytest.mark.parametrize("options", MODELS)
+def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(options: dict) -> None:
+    model = trained_a_little(model_in_metrics(**options))
+    x = model.embedding(random_tokens(2)).detach().requires_grad_()
+    parameters = [x, *model.stack.parameters()]
+
+    def by_layers(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        for _, layer in block.layers():
+            x = layer(x)
+        return x
+
+    folded, plain = x, x
+    for block in model.stack.blocks:
+        folded, plain = block(folded), by_layers(block, plain)
+    torch.testing.assert_close(folded, plain, rtol=1e-11, atol=1e-11)
+    with torch.no_grad():
+        assert torch.equal(model.stack(x), plain)
+    ours = torch.autograd.grad(folded.sin().sum(), parameters)
+    expected = torch.autograd.grad(plain.sin().sum(), parameters)
+    for found, wanted in zip(ours, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
 def test_every_gradient_is_that_of_the_formula() -> None:

@@ -139,7 +139,7 @@ def test_training_is_the_plain_loop_step_by_step(model: Attention, optimiser: st
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=model, certificate=case.certificate, d_model=12, num_heads=2, num_layers=1,
-        lipschitz_target=0.8,
+        lipschitz_target=0.8, activation_norm=True, channel_metric=False,
     )  # fmt: skip
     plain = build_model(config, text.vocab_size, 16).float()
     set_manual_refresh(plain)
