@@ -175,7 +175,7 @@ class ModelConfig(Section):
             )
         if self.loud_channels is not None and not self.channel_metric:
             self.refuse("loud_channels", "is of branches with model.channel_metric=true")
-        if self.num_loud_channels > self.d_model:
+        if self.loud_channels is not None and self.loud_channels > self.d_model:
             self.refuse(
                 "loud_channels", f"{self.loud_channels} is more than d_model={self.d_model}"
             )
@@ -194,11 +194,6 @@ class ModelConfig(Section):
     def feed_forward_width(self) -> int:
         """``d_ff``, or 4 ``d_model``."""
         return 4 * self.d_model if self.d_ff is None else self.d_ff
-
-    @property
-    def num_loud_channels(self) -> int:
-        """``loud_channels``, or a quarter of ``d_model`` (at least one channel)."""
-        return max(1, self.d_model // 4) if self.loud_channels is None else self.loud_channels
 
     @property
     def embedding_width(self) -> int:

@@ -3,9 +3,6 @@
 import math
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from invformer.nn.attention import (
     ContractiveL2Attention,
     DotProductAttention,
@@ -14,6 +11,7 @@ from invformer.nn.attention import (
 )
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.channel_metric import loud_channels
 from invformer.nn.convolutional_feed_forward import (
     ContractiveConvolutionalFeedForward,
     ConvolutionalFeedForward,
@@ -67,24 +65,17 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = build_contractive_feed_forward(config, channels)
         if config.channel_metric:
-            loud = loud_channels(config, 2 * index), loud_channels(config, 2 * index + 1)
-            block = MetricBlock(attention, feed_forward, config.d_model, loud, radius)
+            width, count = config.d_model, config.loud_channels
+            loud_a, loud_f = (
+                loud_channels(width, i, count, d_embedding) for i in (2 * index, 2 * index + 1)
+            )
+            block = MetricBlock(attention, feed_forward, width, (loud_a, loud_f), radius)
         else:
             d_norm = config.d_model if config.activation_norm else None
             block = InvertibleBlock(attention, feed_forward, d_norm, radius)
         blocks.append(block)
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
-
-
-def loud_channels(config: ModelConfig, index: int) -> Tensor:
-    """Where a branch is loud: one after the other, from the first free channel on, round and round.
-
-    So they fill what the embedding leaves free before they come to where it writes.
-    """
-    count = config.num_loud_channels
-    first = config.embedding_width + index * count
-    return (first + torch.arange(count)) % config.d_model
 
 
 def build_contractive_attention(

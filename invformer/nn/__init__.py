@@ -10,9 +10,15 @@ from invformer.nn.attention import (
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, NoCertificateError, certify, enforce
+from invformer.nn.channel_metric import ChannelMetric, loud_channels
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, InvertibleStack
+from invformer.nn.residual import (
+    InvertibleBlock,
+    InvertibleResidual,
+    InvertibleStack,
+    MetricBlock,
+)
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 __all__ = [
@@ -20,6 +26,7 @@ __all__ = [
     "BoundedAttention",
     "CausalMask",
     "Certificate",
+    "ChannelMetric",
     "CharEmbedding",
     "CharTransformer",
     "ContractiveFeedForward",
@@ -30,6 +37,7 @@ __all__ = [
     "InvertibleResidual",
     "InvertibleStack",
     "L2Attention",
+    "MetricBlock",
     "NoCertificateError",
     "PaperContractiveL2Attention",
     "PreNormBlock",
@@ -39,4 +47,5 @@ __all__ = [
     "certify",
     "enforce",
     "frozen_weights",
+    "loud_channels",
 ]

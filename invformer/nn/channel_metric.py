@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
@@ -57,6 +57,21 @@ class ChannelMetric(ActivationNorm):
         """e^s, and b such that a channel with this mean is read with mean zero."""
         self.log_scale.copy_(scale.log())
         self.shift.copy_(-mean * scale)
+
+
+def loud_channels(
+    d_model: int, index: int, count: int | None = None, first: int = 0
+) -> Integer[Tensor, "count"]:
+    """Where branch number ``index`` is loud at first: each where the one before it ends.
+
+    Args:
+        d_model: width; behind its last channel comes the first again.
+        index: number of the branch, attentions and feed-forwards in the order they act.
+        count: channels of each branch; None is a quarter of them, at least one.
+        first: where branch 0 begins; where the embedding leaves channels free, these come first.
+    """
+    count = max(1, d_model // 4) if count is None else count
+    return (first + index * count + torch.arange(count)) % d_model
 
 
 class ChangeOfMetric(ChannelAffine):
