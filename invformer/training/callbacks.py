@@ -20,6 +20,7 @@ from invformer.training.checkpoint_io import METADATA
 from invformer.training.module import CharLanguageModel, non_finite
 from invformer.training.run_log import Row, RunLog
 from invformer.training.saving import replace_file
+from invformer.training.sharding import is_sharded
 
 
 class Flush(L.Callback):
@@ -177,7 +178,8 @@ class InversionMonitor(L.Callback):
     """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
 
     The weights are those of the run. Float32 brings the text back as well, but proves it seldom:
-    metrics of the channels let its rounding grow (docs/numerics.md, 18).
+    metrics of the channels let its rounding grow (docs/numerics.md, 18). Under FSDP2, whose modules
+    cannot be copied, it is what there is.
 
     Args:
         tokens: the text to invert, (sequences, N).
@@ -200,12 +202,14 @@ class InversionMonitor(L.Callback):
         assert isinstance(pl_module, CharLanguageModel)
         if self.keeper.certificate is None:
             return
+        weight = next(pl_module.parameters())
+        dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
         with torch.autocast(pl_module.device.type, enabled=False):
             _, report = invert_text(
                 pl_module.model,
                 self.tokens.to(pl_module.device),
                 self.keeper.certificate,
-                dtype=torch.float64,
+                dtype=dtype,
             )
         self.run_log.record(
             pl_module.step,
