@@ -178,8 +178,8 @@ class InversionMonitor(L.Callback):
     """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
 
     The weights are those of the run. Float32 brings the text back as well, but proves it seldom:
-    metrics of the channels let its rounding grow (docs/numerics.md, 18). Under FSDP2, whose modules
-    cannot be copied, it is what there is.
+    metrics of the channels let its rounding grow. Under FSDP2, whose modules cannot be copied, it
+    is what there is.
 
     Args:
         tokens: the text to invert, (sequences, N).
