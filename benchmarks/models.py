@@ -110,10 +110,7 @@ def contractive_stack(name: str, case: Case) -> InvertibleStack:
         else:
             attention = BoundedAttention(width, heads, width // heads, bias, LIPSCHITZ_TARGET)
         feed_forward = ContractiveFeedForward(width, 4 * width, LIPSCHITZ_TARGET)
-        loud = (
-            loud_channels(width, 2 * index, first=d_embedding),
-            loud_channels(width, 2 * index + 1, first=d_embedding),
-        )
+        loud = loud_channels(width, index, first=d_embedding)
         blocks.append(MetricBlock(attention, feed_forward, width, loud))
     return InvertibleStack(blocks, case.seq_len)
 

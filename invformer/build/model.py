@@ -65,11 +65,8 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = build_contractive_feed_forward(config, channels)
         if config.channel_metric:
-            width, count = config.d_model, config.loud_channels
-            loud_a, loud_f = (
-                loud_channels(width, i, count, d_embedding) for i in (2 * index, 2 * index + 1)
-            )
-            block = MetricBlock(attention, feed_forward, width, (loud_a, loud_f), radius)
+            loud = loud_channels(config.d_model, index, config.loud_channels, d_embedding)
+            block = MetricBlock(attention, feed_forward, config.d_model, loud, radius)
         else:
             d_norm = config.d_model if config.activation_norm else None
             block = InvertibleBlock(attention, feed_forward, d_norm, radius)

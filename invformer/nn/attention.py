@@ -133,9 +133,7 @@ class TiedL2Attention(LipschitzBranch):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally, with the frozen or shared weights if there are any."""
         weights = self._shared or self.weights()
-        q = split_heads(x @ self.joined(weights), len(weights.w_q))
-        y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
-        return merge_heads(y) @ weights.g.flatten(-3, -2)
+        return self.attended(x @ self.joined(weights), weights) @ weights.g.flatten(-3, -2)
 
     def in_metric(
         self,
@@ -147,10 +145,16 @@ class TiedL2Attention(LipschitzBranch):
         weights = self._shared or self.weights()
         joined = self.joined(weights)
         q = affine(x, joined * scale[:, None], shift @ joined)
+        return self.attended(q, weights) @ (weights.g.flatten(-3, -2) / scale)
+
+    def attended(
+        self, q: Float[Tensor, "*batch tokens heads_d_head"], weights: L2Weights
+    ) -> Float[Tensor, "*batch tokens heads_d_head"]:
+        """P^h q^h of all heads, side by side as the queries come."""
         y = attend_l2(
-            split_heads(q, len(weights.w_q)), self.position.logit_bias(x.shape[-2]), self.kernel
+            split_heads(q, len(weights.w_q)), self.position.logit_bias(q.shape[-2]), self.kernel
         )
-        return merge_heads(y) @ (weights.g.flatten(-3, -2) / scale)
+        return merge_heads(y)
 
     def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache

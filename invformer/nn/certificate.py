@@ -55,7 +55,7 @@ class Certificate:
     total: float | None
     dtype: str
     seq_len: int
-    in_metrics: bool = False
+    in_metrics: bool
 
     @property
     def bound_max(self) -> float:

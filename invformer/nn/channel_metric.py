@@ -60,18 +60,19 @@ class ChannelMetric(ActivationNorm):
 
 
 def loud_channels(
-    d_model: int, index: int, count: int | None = None, first: int = 0
-) -> Integer[Tensor, "count"]:
-    """Where branch number ``index`` is loud at first: each where the one before it ends.
+    d_model: int, block: int, count: int | None = None, first: int = 0
+) -> tuple[Integer[Tensor, "count"], Integer[Tensor, "count"]]:
+    """Where both branches of a block are loud at first: each where the one before it ends.
 
     Args:
         d_model: width; behind its last channel comes the first again.
-        index: number of the branch, attentions and feed-forwards in the order they act.
+        block: number of the block.
         count: channels of each branch; None is a quarter of them, at least one.
-        first: where branch 0 begins; where the embedding leaves channels free, these come first.
+        first: where block 0 begins; where the embedding leaves channels free, these come first.
     """
     count = max(1, d_model // 4) if count is None else count
-    return (first + index * count + torch.arange(count)) % d_model
+    attention = (first + 2 * block * count + torch.arange(count)) % d_model
+    return attention, (attention + count) % d_model
 
 
 class ChangeOfMetric(ChannelAffine):

@@ -129,9 +129,7 @@ class ContractiveFeedForward(LipschitzBranch):
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
         w_in, b_in, w_out, _ = self._shared or self.weights()
-        hidden = torch.addmm(b_in, windows(x, self.kernel).flatten(0, -2), w_in)
-        activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
-        return (activation(hidden) @ w_out).view(x.shape)
+        return self.activated(affine(windows(x, self.kernel), w_in, b_in)) @ w_out
 
     def in_metric(
         self,
@@ -144,7 +142,13 @@ class ContractiveFeedForward(LipschitzBranch):
             return super().in_metric(x, scale, shift)
         w_in, b_in, w_out, _ = self._shared or self.weights()
         hidden = affine(x, w_in * scale[:, None], b_in + shift @ w_in)
-        return ACTIVATIONS[self.activation](hidden) @ (w_out / scale)
+        return self.activated(hidden) @ (w_out / scale)
+
+    def activated(
+        self, hidden: Float[Tensor, "*batch tokens hidden"]
+    ) -> Float[Tensor, "*batch tokens hidden"]:
+        """φ of hidden units, in their place where no gradient needs them as they were."""
+        return (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation](hidden)
 
     def kind(self) -> Hashable:
         """Shape, activation and norm."""

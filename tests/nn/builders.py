@@ -6,6 +6,7 @@ import torch
 
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.channel_metric import loud_channels
 from invformer.nn.convolutional_feed_forward import (
     ContractiveConvolutionalFeedForward,
     ConvolutionalFeedForward,
@@ -60,7 +61,7 @@ def contractive_model(
                 WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
             )
         if metric:
-            loud = tuple(torch.arange(k, k + 3) % WIDTH for k in (6 * index, 6 * index + 3))
+            loud = loud_channels(WIDTH, index)
             blocks.append(MetricBlock(attention, feed_forward, WIDTH, loud, input_radius))
         else:
             width = WIDTH if norm else None
