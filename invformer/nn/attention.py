@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.branch import LipschitzBranch, affine, cast
+from invformer.nn.channel_metric import ChannelMetric, Metrics
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -136,16 +137,14 @@ class TiedL2Attention(LipschitzBranch):
         return self.attended(x @ self.joined(weights), weights) @ weights.g.flatten(-3, -2)
 
     def in_metric(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        scale: Float[Tensor, "width"],
-        shift: Float[Tensor, "width"],
+        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
     ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D and b folded into the weights."""
-        weights = self._shared or self.weights()
-        joined = self.joined(weights)
-        q = affine(x, joined * scale[:, None], shift @ joined)
-        return self.attended(q, weights) @ (weights.g.flatten(-3, -2) / scale)
+        """D⁻¹ f(D x + b), D folded into the weights."""
+        if not self.folds_metrics:
+            return super().in_metric(x, metric)
+        weights, centre = self.folded(metric)
+        q = affine(x, side_by_side(weights.w_q), centre=centre)
+        return self.attended(q, weights) @ weights.g.flatten(-3, -2)
 
     def attended(
         self, q: Float[Tensor, "*batch tokens heads_d_head"], weights: L2Weights
@@ -299,9 +298,16 @@ class ContractiveL2Attention(TiedL2Attention):
         """Shape, certificate and what kind of mask or bias there is."""
         return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
 
+    @property
+    def folds_metrics(self) -> bool:
+        """Its weights are plain products with the input and of the output."""
+        return True
+
     @staticmethod
-    def forward_weights(branches: Sequence["ContractiveL2Attention"]) -> list[L2Weights]:
-        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h), of every branch."""
+    def forward_weights(
+        branches: Sequence["ContractiveL2Attention"], metrics: Metrics | None = None
+    ) -> list[L2Weights]:
+        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h), of every branch; D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape
         log_mass = torch.stack([b.position.log_mass() for b in branches])
         gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
@@ -309,11 +315,16 @@ class ContractiveL2Attention(TiedL2Attention):
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)
         per_head = scale[:, None] / (gain * sigma)
         g = scaled_weights(
-            [b.w_g for b in branches], per_head.repeat_interleave(d_head, dim=-1)[..., None]
+            [b.w_g for b in branches],
+            per_head.repeat_interleave(d_head, dim=-1)[..., None],
+            None if metrics is None else metrics.inverse[:, None, :],
         )
+        w_q: list[Tensor] = [b.w_q.weight for b in branches]
+        if metrics is not None:
+            w_q = list((torch.stack(w_q) * metrics.scale[:, None, :, None]).unbind())
         return [
-            L2Weights(b.w_q.weight, g_b.unflatten(0, (num_heads, d_head)))
-            for b, g_b in zip(branches, g, strict=True)
+            L2Weights(w, g_b.unflatten(0, (num_heads, d_head)))
+            for w, g_b in zip(w_q, g, strict=True)
         ]
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:

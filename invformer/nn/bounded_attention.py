@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache, merge_heads, split_heads
 from invformer.nn.branch import LipschitzBranch, affine, cast
+from invformer.nn.channel_metric import ChannelMetric, Metrics
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -114,8 +115,10 @@ class BoundedAttention(LipschitzBranch):
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
     @staticmethod
-    def forward_weights(branches: Sequence["BoundedAttention"]) -> list[BoundedWeights]:
-        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h, of every branch."""
+    def forward_weights(
+        branches: Sequence["BoundedAttention"], metrics: Metrics | None = None
+    ) -> list[BoundedWeights]:
+        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h, of every branch; β D Ŵ and G_h D⁻¹."""
         first = branches[0]
         num_heads, d_head = first.num_heads, first.w_g.weight.shape[0] // first.num_heads
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
@@ -123,13 +126,15 @@ class BoundedAttention(LipschitzBranch):
         gain = composed_gain(sharpness, temperature, first.certificate, first.strictly_causal)
         scale = torch.stack([b.target_scale() for b in branches])[:, None]
         scale = (scale / gain).repeat_interleave(d_head, dim=-1)
+        rows = None if metrics is None else metrics.scale[:, None, None, :, None]
+        columns = None if metrics is None else metrics.inverse[:, None, :]
         if first.certificate == "causal":
             per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
-            joined = scaled_weights([b.w_qkv for b in branches], per_column)
+            joined = scaled_weights([b.w_qkv for b in branches], per_column, rows)
             w_qkv = [split_heads(w.squeeze(1), num_heads) for w in joined]
         else:
-            w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None])
-        w_g = scaled_weights([b.w_g for b in branches], scale[..., None])
+            w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
+        w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
             BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
             for w, t, g in zip(w_qkv, temperature, w_g, strict=True)
@@ -143,18 +148,19 @@ class BoundedAttention(LipschitzBranch):
         y = self.attended(self.in_ball(x, weights), weights.temperature)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
 
+    @property
+    def folds_metrics(self) -> bool:
+        """Its weights are plain products with the input and of the output."""
+        return True
+
     def in_metric(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        scale: Float[Tensor, "width"],
-        shift: Float[Tensor, "width"],
+        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
     ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D and b folded into the weights."""
-        weights: BoundedWeights = self._shared or self.weights()
-        joined = side_by_side(weights.w_qkv)
-        z = affine(x, joined * scale[:, None], shift @ joined)
+        """D⁻¹ f(D x + b), D folded into the weights."""
+        weights, centre = self.folded(metric)
+        z = affine(x, side_by_side(weights.w_qkv), centre=centre)
         y = self.attended(self.into_balls(z), weights.temperature)
-        return merge_heads(y) @ (weights.g.flatten(-3, -2) / scale)
+        return merge_heads(y) @ weights.g.flatten(-3, -2)
 
     def attended(
         self, own: Projections, temperature: Float[Tensor, "heads"]

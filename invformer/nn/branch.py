@@ -2,14 +2,15 @@
 
 import copy
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.nn.channel_metric import ChannelMetric, Metrics, metrics_of
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 
@@ -17,6 +18,15 @@ from invformer.numerics.norms import Norm
 ROUNDING_MARGIN = 1 - 2e-5
 
 Weights = TypeVar("Weights")
+
+
+class Folded(NamedTuple):
+    """Weights with D and D⁻¹ folded in, and the m = D⁻¹ b that is added to what they multiply."""
+
+    weights: Any
+    centre: Tensor
+
+
 Derived = TypeVar("Derived")
 
 
@@ -75,18 +85,34 @@ class LipschitzBranch(nn.Module):
         return None
 
     @staticmethod
-    def forward_weights(branches: Sequence[Any]) -> list[Any]:
-        """What forward passes multiply by, for branches of one kind at once, with gradients."""
+    def forward_weights(branches: Sequence[Any], metrics: Metrics | None = None) -> list[Any]:
+        """What forward passes multiply by, for branches of one kind at once, with gradients.
+
+        Args:
+            branches: of one kind.
+            metrics: theirs, to be folded in; only for branches that fold metrics.
+        """
         raise NotImplementedError
 
+    @property
+    def folds_metrics(self) -> bool:
+        """Whether :meth:`forward_weights` can fold metrics of the channels in."""
+        return False
+
     def in_metric(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        scale: Float[Tensor, "width"],
-        shift: Float[Tensor, "width"],
+        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
     ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D of ``scale`` and b the ``shift``: for training, folded into weights."""
-        return self(torch.addcmul(shift, x, scale)) / scale
+        """D⁻¹ f(D x + b), folded into the weights where the branch folds metrics.
+
+        For training: the same function as layer by layer, with gradients for less.
+        """
+        return self(metric(x)) * (-metric.log_scale).exp()
+
+    def folded(self, metric: ChannelMetric) -> "Folded":
+        """The shared weights, if they are folded, or those of this branch alone."""
+        if isinstance(self._shared, Folded):
+            return self._shared
+        return fold([self], [metric])[0]
 
     def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
         """The Jacobian of f at X as analytic products."""
@@ -141,11 +167,18 @@ def frozen_weights(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def shared_weights(branches: Iterable[LipschitzBranch]) -> Iterator[None]:
+def shared_weights(
+    branches: Iterable[LipschitzBranch],
+    metrics: Mapping[LipschitzBranch, ChannelMetric] | None = None,
+) -> Iterator[None]:
     """Compute the weights of one forward pass for all branches of a kind at once.
 
     A layer's constants are a few dozen numbers each: layer by layer they take longer than the
     products they scale, at small sizes.
+
+    Args:
+        branches: all, frozen ones and those without a kind included: these see to themselves.
+        metrics: of those branches that run :meth:`LipschitzBranch.in_metric`.
     """
     groups: dict[Hashable, list[LipschitzBranch]] = {}
     for branch in branches:
@@ -154,13 +187,24 @@ def shared_weights(branches: Iterable[LipschitzBranch]) -> Iterator[None]:
             groups.setdefault(kind, []).append(branch)
     try:
         for group in groups.values():
-            for branch, weights in zip(group, group[0].forward_weights(group), strict=True):
-                branch._shared = weights
+            if metrics and group[0] in metrics and group[0].folds_metrics:
+                shared: list[Any] = fold(group, [metrics[branch] for branch in group])
+            else:
+                shared = group[0].forward_weights(group)
+            for branch, of_branch in zip(group, shared, strict=True):
+                branch._shared = of_branch
         yield
     finally:
         for group in groups.values():
             for branch in group:
                 branch._shared = None
+
+
+def fold(branches: Sequence[LipschitzBranch], metrics: Sequence[ChannelMetric]) -> list[Folded]:
+    """The weights of branches of one kind in their metrics."""
+    of_branches = metrics_of(metrics)
+    weights = branches[0].forward_weights(branches, of_branches)
+    return [Folded(*pair) for pair in zip(weights, of_branches.centre, strict=True)]
 
 
 def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:
@@ -178,10 +222,42 @@ def exact_copy(branch: LipschitzBranch) -> LipschitzBranch:
 def affine(
     x: Float[Tensor, "*batch tokens inputs"],
     w: Float[Tensor, "inputs outputs"],
-    b: Float[Tensor, "outputs"],
+    b: Float[Tensor, "outputs"] | None = None,
+    centre: Float[Tensor, "inputs"] | None = None,
 ) -> Float[Tensor, "*batch tokens outputs"]:
-    """x W + b in one operation."""
-    return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+    """(x + m) W + b in one pass over the tokens."""
+    if centre is None:
+        if b is None:
+            return x @ w
+        return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+    if torch._C._are_functorch_transforms_active():
+        y = (x + centre) @ w
+        return y if b is None else y + b
+    return Affine.apply(x.flatten(0, -2), w, b, centre).unflatten(0, x.shape[:-1])
+
+
+class Affine(torch.autograd.Function):
+    """(x + m) W + b: what autograd makes of x W + (m W + b) passes over W three times more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, centre: Tensor) -> Tensor:
+        """x W + (m W + b)."""
+        ctx.save_for_backward(x, w, centre)
+        shift = w.mT @ centre if b is None else torch.addmv(b, w.mT, centre)
+        return torch.addmm(shift, x, w)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """g Wᵀ, (x + m)ᵀ g, Σ g and W Σ g."""
+        (g,) = gradients
+        x, w, centre = ctx.saved_tensors
+        total = g.sum(0)
+        return (
+            g @ w.mT,
+            torch.addr(x.mT @ g, centre, total),
+            total if ctx.needs_input_grad[2] else None,
+            w @ total,
+        )
 
 
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -1,6 +1,7 @@
 """Metrics of the channels, in which residual branches contract."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
@@ -14,6 +15,14 @@ NEARLY_SILENT = 0.02
 INITIAL_LOUDNESS = 0.5
 # A branch that writes nothing at first would need a metric of zero.
 LEAST_SCALE = 1e-4
+
+
+class Metrics(NamedTuple):
+    """D, D⁻¹ and m = D⁻¹ b of several metrics, each (metrics, D): u = D x + b = D (x + m)."""
+
+    scale: Tensor
+    inverse: Tensor
+    centre: Tensor
 
 
 class ChannelMetric(ActivationNorm):
@@ -57,6 +66,15 @@ class ChannelMetric(ActivationNorm):
         """e^s, and b such that a channel with this mean is read with mean zero."""
         self.log_scale.copy_(scale.log())
         self.shift.copy_(-mean * scale)
+
+
+def metrics_of(metrics: Sequence[ChannelMetric]) -> Metrics:
+    """What forward passes in several metrics need of them, at once."""
+    log_scale = torch.stack([metric.log_scale for metric in metrics])
+    inverse = (-log_scale).exp()
+    return Metrics(
+        log_scale.exp(), inverse, torch.stack([metric.shift for metric in metrics]) * inverse
+    )
 
 
 def loud_channels(

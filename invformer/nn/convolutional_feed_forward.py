@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache
+from invformer.nn.channel_metric import Metrics
 from invformer.nn.feed_forward import (
     Activation,
     ContractiveFeedForward,
@@ -103,8 +104,10 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
         return super().kind(), self.kernel
 
     @staticmethod
-    def forward_weights(branches: Sequence[Any]) -> list[FeedForwardWeights]:
-        """[Ŵ₁β; V_1; …; V_{k−1}] and the rest as without a past, of every branch."""
+    def forward_weights(
+        branches: Sequence[Any], metrics: Metrics | None = None
+    ) -> list[FeedForwardWeights]:
+        """[Ŵ₁β; V_1; …; V_{k−1}] and the rest as without a past, of every branch; no metrics."""
         own = ContractiveFeedForward.forward_weights(branches)
         return [
             w._replace(w_in=torch.cat([w.w_in, b.w_past]))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.nn.branch import LipschitzBranch, affine, cast
+from invformer.nn.channel_metric import ChannelMetric, Metrics
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
@@ -131,18 +132,19 @@ class ContractiveFeedForward(LipschitzBranch):
         w_in, b_in, w_out, _ = self._shared or self.weights()
         return self.activated(affine(windows(x, self.kernel), w_in, b_in)) @ w_out
 
+    @property
+    def folds_metrics(self) -> bool:
+        """If units see one token: before the first there is D (x + m) = 0, not x = 0."""
+        return self.kernel == 1
+
     def in_metric(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        scale: Float[Tensor, "width"],
-        shift: Float[Tensor, "width"],
+        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
     ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D and b folded into the weights of a unit that sees one token."""
-        if self.kernel > 1:  # before the first token there is D x + b = 0, not x = 0
-            return super().in_metric(x, scale, shift)
-        w_in, b_in, w_out, _ = self._shared or self.weights()
-        hidden = affine(x, w_in * scale[:, None], b_in + shift @ w_in)
-        return self.activated(hidden) @ (w_out / scale)
+        """D⁻¹ f(D x + b), D folded into the weights."""
+        if not self.folds_metrics:
+            return super().in_metric(x, metric)
+        (w_in, b_in, w_out, _), centre = self.folded(metric)
+        return self.activated(affine(x, w_in, b_in, centre)) @ w_out
 
     def activated(
         self, hidden: Float[Tensor, "*batch tokens hidden"]
@@ -155,14 +157,18 @@ class ContractiveFeedForward(LipschitzBranch):
         return type(self), self.w_in.weight.shape, self.activation, self.norm
 
     @staticmethod
-    def forward_weights(branches: Sequence["ContractiveFeedForward"]) -> list[FeedForwardWeights]:
-        """Ŵ₁β, b₁β, c Ŵ₂/(lip(φ) β) and β of every branch."""
+    def forward_weights(
+        branches: Sequence["ContractiveFeedForward"], metrics: Metrics | None = None
+    ) -> list[FeedForwardWeights]:
+        """Ŵ₁β, b₁β, c Ŵ₂/(lip(φ) β) and β of every branch; D Ŵ₁β and c Ŵ₂D⁻¹/(lip(φ) β)."""
         scaled = scaled_weights if branches[0].norm == "spectral" else scaled_by_row_sums
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         scale = torch.stack([b.output_scale() for b in branches])[:, None] / sharpness
-        w_in = scaled([b.w_in for b in branches], sharpness[:, None, :])
+        rows = None if metrics is None else metrics.scale[:, :, None]
+        columns = None if metrics is None else metrics.inverse[:, None, :]
+        w_in = scaled([b.w_in for b in branches], sharpness[:, None, :], rows)
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
-        w_out = scaled([b.w_out for b in branches], scale[:, :, None])
+        w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
         return [
             FeedForwardWeights(*weights)
             for weights in zip(w_in, b_in, w_out, sharpness, strict=True)
@@ -201,12 +207,15 @@ class ContractiveFeedForward(LipschitzBranch):
 
 
 def scaled_by_row_sums(
-    weights: Sequence[SpectralNormalised], factors: Float[Tensor, "weights #rows #columns"]
+    weights: Sequence[SpectralNormalised],
+    factors: Float[Tensor, "weights #rows #columns"],
+    further: Float[Tensor, "weights #rows #columns"] | None = None,
 ) -> list[Float[Tensor, "rows columns"]]:
     """W · factor/‖Wᵀ‖_∞ of several weights: what holds a constant in entry_max."""
     tiny = torch.finfo(weights[0].weight.dtype).tiny
     sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
-    return [w.weight * (f / s) for w, f, s in zip(weights, factors, sums, strict=True)]
+    scaled = [w.weight * (f / s) for w, f, s in zip(weights, factors, sums, strict=True)]
+    return scaled if further is None else [w * f for w, f in zip(scaled, further, strict=True)]
 
 
 def without_sharpness(

@@ -64,10 +64,9 @@ class InvertibleResidual(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
     ) -> Float[Tensor, "*batch tokens width"]:
         """x + D⁻¹ f(ψ_R(D x + b)), with the D and b of a metric."""
-        scale = metric.log_scale.exp()
         if self.input_radius is not None:
-            return x + self.added(metric(x)) / scale
-        return x + self.branch.in_metric(x, scale, metric.shift)
+            return x + self.added(metric(x)) * (-metric.log_scale).exp()
+        return x + self.branch.in_metric(x, metric)
 
     def exact(self) -> SequenceMap:
         """f ∘ ψ_R in float64."""
@@ -194,10 +193,19 @@ class MetricBlock(InvertibleBlock):
         Certificates, estimates and inversion are about the layers, weights and rounding as they
         are; gradients are those of the same function, for less.
         """
-        if not torch.is_grad_enabled() or has_autocast(x.device):
+        if not self.is_folded(x):
             return super().forward(x)
         x = self.attention.in_metric(x, self.attention_metric)
         return self.feed_forward.in_metric(x, self.feed_forward_metric)
+
+    def is_folded(self, x: Tensor) -> bool:
+        """Whether a forward pass of x runs in folded weights."""
+        return torch.is_grad_enabled() and not has_autocast(x.device)
+
+    def metrics(self) -> Iterator[tuple[InvertibleResidual, ChannelMetric]]:
+        """Both residual layers, and the metric of each."""
+        yield self.attention, self.attention_metric
+        yield self.feed_forward, self.feed_forward_metric
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
         """The layers by name, in the order they act."""
@@ -318,7 +326,7 @@ class InvertibleStack(nn.Module):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply the blocks in order."""
-        with shared_weights(self.sharing_branches()):
+        with shared_weights(self.sharing_branches(), self.shared_metrics(x)):
             return apply_blocks(self.blocks, x, self.checkpoint_activations)
 
     def sharing_branches(self) -> list[LipschitzBranch]:
@@ -327,6 +335,16 @@ class InvertibleStack(nn.Module):
         if self.checkpoint_activations or compiled or torch.compiler.is_compiling():
             return []
         return [branch for _, branch in self.branches()]
+
+    def shared_metrics(self, x: Tensor) -> dict[LipschitzBranch, ChannelMetric]:
+        """The metrics that a forward pass of x folds into shared weights."""
+        return {
+            layer.branch: metric
+            for block in self.blocks
+            if isinstance(block, MetricBlock) and block.is_folded(x)
+            for layer, metric in block.metrics()
+            if layer.input_radius is None
+        }
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:

@@ -125,14 +125,33 @@ def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *bat
 
 
 def scaled_weights(
-    weights: Sequence[SpectralNormalised], factors: Float[Tensor, "weights *#batch #rows #columns"]
+    weights: Sequence[SpectralNormalised],
+    factors: Float[Tensor, "weights *#batch #rows #columns"],
+    further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
 ) -> list[Float[Tensor, "*batch rows columns"]]:
-    """Ŵ · factor of several weights of one shape: what is small is computed for all at once."""
+    """Ŵ · factor of several weights of one shape: what is small is computed for all at once.
+
+    Args:
+        weights: their constants are divided by.
+        factors: scalars, one per row or one per column.
+        further: more of them: one per column where ``factors`` are per row, or per row otherwise.
+    """
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        scales = factors / sigmas(weights)[..., None, None]
-        return [w.weight * scale for w, scale in zip(weights, scales, strict=True)]
+        return _scaled(
+            [w.weight for w in weights], factors / sigmas(weights)[..., None, None], further
+        )
     bound, u, v = _stacked(weights)
-    return list(ScaledWeights.apply(factors, bound, u, v, *(w.weight for w in weights)))
+    return list(ScaledWeights.apply(factors, further, bound, u, v, *(w.weight for w in weights)))
+
+
+def _scaled(weights: Sequence[Tensor], scales: Tensor, further: Tensor | None) -> list[Tensor]:
+    """Every weight times its scale, and times what there is further."""
+    scaled = [w * scale for w, scale in zip(weights, scales, strict=True)]
+    if further is None:
+        return scaled
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return [w * f for w, f in zip(scaled, further, strict=True)]
+    return [w.mul_(f) for w, f in zip(scaled, further, strict=True)]
 
 
 def _stacked(weights: Sequence[SpectralNormalised]) -> Normalisation:
@@ -150,36 +169,54 @@ class ScaledWeights(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, factors: Tensor, sigma: Tensor, u: Tensor, v: Tensor, *weights: Tensor
+        ctx: Any,
+        factors: Tensor,
+        further: Tensor | None,
+        sigma: Tensor,
+        u: Tensor,
+        v: Tensor,
+        *weights: Tensor,
     ) -> tuple[Tensor, ...]:
         """Every weight times its scale."""
-        ctx.save_for_backward(factors, sigma, u, v, *weights)
-        scales = factors / sigma[..., None, None]
-        return tuple(w * scale for w, scale in zip(weights, scales, strict=True))
+        ctx.save_for_backward(factors, further, sigma, u, v, *weights)
+        return tuple(_scaled(weights, factors / sigma[..., None, None], further))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """g · factor/σ̄ − ⟨g, W · factor⟩/σ̄² · u vᵀ for W."""
-        factors, sigma, u, v, *weights = ctx.saved_tensors
+        factors, further, sigma, u, v, *weights = ctx.saved_tensors
         if torch.is_grad_enabled():
-            return second_derivatives(factors, sigma, u, v, weights, gradients)
+            return second_derivatives(factors, further, sigma, u, v, weights, gradients)
         sigma = sigma[..., None, None]
         scales = factors / sigma
-        shape = scales.shape[1:]
-        along = torch.stack(
-            [(g * w).sum_to_size(shape) for g, w in zip(gradients, weights, strict=True)]
-        )
+        products = [g * w for g, w in zip(gradients, weights, strict=True)]
+        along = _summed(products, further, scales)
         per_sigma = (along * scales).sum((-2, -1), keepdim=True) / sigma
         left, right = u.unsqueeze(-1) * -per_sigma, v.unsqueeze(-2)
         dw = [
-            (g * scale).addcmul_(a, b)
-            for g, scale, a, b in zip(gradients, scales, left, right, strict=True)
+            d.addcmul_(a, b)
+            for d, a, b in zip(_scaled(gradients, scales, further), left, right, strict=True)
         ]
-        return (along / sigma).sum_to_size(factors.shape), None, None, None, *dw
+        dfactors = (along / sigma).sum_to_size(factors.shape)
+        dfurther = None if further is None else _summed(products, scales, further)
+        return dfactors, dfurther, None, None, None, *dw
+
+
+def _summed(products: Sequence[Tensor], factors: Tensor | None, like: Tensor) -> Tensor:
+    """Σ product · factor of every weight, to the size of its part of ``like``."""
+    if factors is None:
+        return torch.stack([product.sum_to_size(like.shape[1:]) for product in products])
+    if like.shape[-1] == factors.shape[-2] == 1:
+        factors = factors.expand(*factors.shape[:-1], products[0].shape[-1]).mT
+        sums = [product @ factor for product, factor in zip(products, factors, strict=True)]
+    else:
+        sums = [factor @ product for product, factor in zip(products, factors.mT, strict=True)]
+    return torch.stack([s.sum_to_size(like.shape[1:]) for s in sums])
 
 
 def second_derivatives(
     factors: Tensor,
+    further: Tensor | None,
     sigma: Tensor,
     u: Tensor,
     v: Tensor,
@@ -188,11 +225,12 @@ def second_derivatives(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`ScaledWeights` as functions that autograd can derive again."""
     scales = factors / SigmasWithGradient.apply(sigma, u, v, *weights)[..., None, None]
-    outputs = [w * scale for w, scale in zip(weights, scales, strict=True)]
-    wanted = [t for t in (factors, *weights) if t.requires_grad]
+    outputs = _scaled(weights, scales, further)
+    inputs = (factors, further, *weights)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True))
-    df, *dw = (next(found) if t.requires_grad else None for t in (factors, *weights))
-    return df, None, None, None, *dw
+    df, dfurther, *dw = (next(found) if t is not None and t.requires_grad else None for t in inputs)
+    return df, dfurther, None, None, None, *dw
 
 
 class SigmasWithGradient(torch.autograd.Function):

@@ -98,15 +98,35 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
         bounds = (log_bound / 2 + log_scale).exp() * (1 + margin)
         bounds = bounds.clamp(min=torch.finfo(dtype).tiny)
         counts = [len(w) for w in tall]
-        found = []
-        for weight, w, bound, right in zip(
-            weights, tall, bounds.split(counts), rights.split(counts), strict=True
-        ):
-            left = unit((w @ right.unsqueeze(-1)).squeeze(-1))
-            u, v = (left, right) if weight.shape[-2] >= weight.shape[-1] else (right, left)
-            batch = weight.shape[:-2]
-            found.append(tuple(t.to(dtype).view((*batch, *t.shape[1:])) for t in (bound, u, v)))
-    return found
+        per_weight = (t.to(dtype).split(counts) for t in (bounds, rights))
+        lefts = (left.to(dtype) for left in _unit_images(tall, rights.split(counts)))
+        return [
+            _as_shaped(weight, *found)
+            for weight, *found in zip(weights, *per_weight, lefts, strict=True)
+        ]
+
+
+def _unit_images(tall: list[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
+    """W v/‖W v‖₂ for the vectors of every matrix: lengths of all of one height at once."""
+    by_height: dict[int, list[int]] = {}
+    for index, w in enumerate(tall):
+        by_height.setdefault(w.shape[-2], []).append(index)
+    images: list[Tensor] = list(rights)
+    for height, indices in by_height.items():
+        counts = [len(tall[i]) for i in indices]
+        together = rights[0].new_empty(sum(counts), height, 1)
+        for i, image in zip(indices, together.split(counts), strict=True):
+            torch.bmm(tall[i], rights[i].unsqueeze(-1), out=image)
+        for i, image in zip(indices, unit(together.squeeze(-1)).split(counts), strict=True):
+            images[i] = image
+    return images
+
+
+def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
+    """(σ̄, u, v) with the batch dimensions of the weight; its tall side had ``right`` for v."""
+    batch, (rows, columns) = weight.shape[:-2], weight.shape[-2:]
+    u, v = (left, right) if rows >= columns else (right, left)
+    return bound.view(batch), u.view(*batch, rows), v.view(*batch, columns)
 
 
 def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -201,31 +221,49 @@ def _factorisation(b: Tensor, g: Tensor) -> Tensor:
 
 
 def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest Ritz value of symmetric G in a Krylov space, its unit vector and residual norm.
+    """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
 
-    The space starts at G times a fixed vector without structure. Every new vector is made
-    orthogonal to all before it, twice: in float32 once is not enough.
+    The space starts at G times a fixed vector without structure. Vectors are made orthogonal to the
+    two before them only: the others they may meet again where a Ritz value has converged (Paige
+    1980), which copies that value. θ and the residual are those of v itself.
     """
     size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
-    vectors = g.new_zeros(len(g), min(NUM_VECTORS, size), size)
-    images = torch.zeros_like(vectors)
+    steps = min(NUM_VECTORS, size)
+    vectors = g.new_zeros(steps, len(g), size)
+    tridiagonal = g.new_zeros(len(g), steps, steps)
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    w = g @ start.to(g)
-    for step in range(vectors.shape[1]):
-        before, length = vectors[:, :step], torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        for _ in range(2):
-            w = w - (before.mT @ (before @ w[..., None]))[..., 0]
+    w = _images(g, start.to(g).expand(len(g), -1))
+    vectors[0] = unit(w)
+    beside = w.new_zeros(len(g))
+    for step in range(steps):
+        v = vectors[step]
+        w = _images(g, v)
+        along = torch.linalg.vecdot(w, v)
+        tridiagonal[:, step, step] = along
+        if step + 1 == steps:
+            break
+        w.addcmul_(along[:, None], v, value=-1)
+        if step > 0:
+            w.addcmul_(beside[:, None], vectors[step - 1], value=-1)
+        beside = torch.linalg.vector_norm(w, dim=-1)
         # What rounding left of a vector inside the space is no direction: the space is complete.
-        new = torch.linalg.vector_norm(w, dim=-1, keepdim=True) > 8 * epsilon * length
-        vectors[:, step] = torch.where(new, unit(w), 0)
-        for one, vector, image in zip(g, vectors[:, step], images[:, step], strict=True):
-            torch.mv(one, vector, out=image)  # a batched product of this shape is half as fast
-        w = images[:, step]
-    ritz = torch.linalg.eigh(vectors @ images.mT)
-    theta, weights = ritz.eigenvalues[:, -1], ritz.eigenvectors[:, None, :, -1]
-    vector, image = (weights @ vectors)[:, 0], (weights @ images)[:, 0]
+        beside = torch.where(beside > 8 * epsilon * along.abs(), beside, 0)
+        tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = beside
+        vectors[step + 1] = torch.where(beside[:, None] > 0, w / beside[:, None], 0)
+    weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]
+    vector = unit((vectors.permute(1, 2, 0) @ weights)[..., 0])
+    image = _images(g, vector)
+    theta = torch.linalg.vecdot(image, vector)
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
     return theta, vector, residual
+
+
+def _images(g: Tensor, vectors: Tensor) -> Tensor:
+    """G v of every matrix: a batched product of this shape is half as fast."""
+    images = torch.empty_like(vectors, memory_format=torch.contiguous_format)
+    for one, vector, image in zip(g, vectors, images, strict=True):
+        torch.mv(one, vector, out=image)
+    return images
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
