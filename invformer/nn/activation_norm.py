@@ -1,6 +1,6 @@
 """Per-channel affine maps, exactly invertible; ActivationNorm, initialised from data."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -10,20 +10,37 @@ from torch import Tensor, nn
 SILENT = 1e-6
 
 
+class ChannelWeights(NamedTuple):
+    """e^s and b of x · e^s + b."""
+
+    scale: Tensor
+    shift: Tensor
+
+
 class ChannelAffine(nn.Module):
     """y = x · e^s + b per channel. Subclasses say where s, ``log_scale``, and b, ``shift``, are."""
 
     log_scale: Tensor
     shift: Tensor
+    # Held inside frozen_weights: a token by itself takes less time than computing them.
+    _frozen: ChannelWeights | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy computes its own: nobody would release what is held here."""
+        return {key: value for key, value in self.__dict__.items() if key != "_frozen"}
+
+    def effective_weights(self) -> ChannelWeights:
+        """The present e^s and b."""
+        return ChannelWeights(self.log_scale.exp(), self.shift)
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """x · e^s + b."""
-        scale = self.log_scale.exp()
+        scale, shift = self._frozen or self.effective_weights()
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return torch.addcmul(self.shift, x, scale)
-        return ScaleShift.apply(x, scale, self.shift)
+            return torch.addcmul(shift, x, scale)
+        return ScaleShift.apply(x, scale, shift)
 
     def inverse(
         self, y: Float[Tensor, "*batch tokens width"]

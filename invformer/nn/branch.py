@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.nn.activation_norm import ChannelAffine
 from invformer.nn.channel_metric import ChannelMetric, Metrics, metrics_of
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
@@ -150,20 +151,26 @@ class LipschitzBranch(nn.Module):
 
 @contextmanager
 def frozen_weights(model: nn.Module) -> Iterator[None]:
-    """Compute every branch's effective weights once and hold them, for evaluation and inversion.
+    """Compute every layer's effective weights once and hold them, for evaluation and inversion.
 
     The function cannot change inside the block, which a fixed-point iteration relies on; it is also
     faster, because no normalisation is repeated per call. Nested use keeps the outer weights.
     """
-    branches = [m for m in model.modules() if isinstance(m, LipschitzBranch) and m._frozen is None]
+    layers = [
+        m
+        for m in model.modules()
+        if isinstance(m, LipschitzBranch | ChannelAffine) and m._frozen is None
+    ]
     try:
-        for branch in branches:
+        for layer in layers:
             with torch.no_grad():
-                branch._frozen = branch.effective_weights()
+                layer._frozen = layer.effective_weights()
         yield
     finally:
-        for branch in branches:
-            branch._frozen = branch._derived = None
+        for layer in layers:
+            layer._frozen = None
+            if isinstance(layer, LipschitzBranch):
+                layer._derived = None
 
 
 @contextmanager
@@ -233,10 +240,10 @@ def affine(
     if torch._C._are_functorch_transforms_active():
         y = (x + centre) @ w
         return y if b is None else y + b
-    return Affine.apply(x.flatten(0, -2), w, b, centre).unflatten(0, x.shape[:-1])
+    return CentredAffine.apply(x.flatten(0, -2), w, b, centre).unflatten(0, x.shape[:-1])
 
 
-class Affine(torch.autograd.Function):
+class CentredAffine(torch.autograd.Function):
     """(x + m) W + b: what autograd makes of x W + (m W + b) passes over W three times more."""
 
     @staticmethod

@@ -31,6 +31,9 @@ class SpectralNormalised(nn.Module):
     :meth:`refresh`, ``train`` and ``eval`` are for them.
     """
 
+    sigma_bound: Tensor
+    u: Tensor
+    v: Tensor
     # The weight that σ̄ was computed from, and PyTorch's count of its changes then.
     _normalised: tuple[Tensor, int]
 
@@ -62,7 +65,8 @@ class SpectralNormalised(nn.Module):
 
     def hold(self, constants: Normalisation) -> None:
         """Keep σ̄, u and v of the present weight."""
-        self.sigma_bound, self.u, self.v = constants
+        # Past nn.Module's own assignment: many small weights are told every step.
+        self._buffers.update(zip(("sigma_bound", "u", "v"), constants, strict=True))
         self._normalised = self.weight, changes(self.weight)
 
     def train(self, mode: bool = True) -> "SpectralNormalised":

@@ -11,6 +11,7 @@ from invformer.build.model import build_model
 from invformer.errors import NonFiniteError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.nn import certify, enforce, frozen_weights
+from invformer.nn.branch import affine
 from invformer.nn.channel_metric import INITIAL_LOUDNESS, ChangeOfMetric, ChannelMetric
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
@@ -181,6 +182,48 @@ def test_every_gradient_is_that_of_the_formula() -> None:
         assert parameter.grad[5].item() == pytest.approx(
             (values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-6
         )
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_affine_map_of_centred_tokens_has_the_derivatives_of_its_formula(bias: bool) -> None:
+    x, w = torch.randn(2, 5, 3).requires_grad_(), torch.randn(3, 4).requires_grad_()
+    b, centre = torch.randn(4).requires_grad_(), torch.randn(3).requires_grad_()
+    inputs = (x, w, centre, b) if bias else (x, w, centre)
+    towards = torch.randn(2, 5, 4)
+
+    def derivatives(y: torch.Tensor, create_graph: bool) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(y, inputs, towards, create_graph=create_graph))
+
+    def mapped() -> torch.Tensor:
+        return affine(x, w, b if bias else None, centre)
+
+    def formula() -> torch.Tensor:
+        return (x + centre) @ w + (b if bias else 0)
+
+    torch.testing.assert_close(mapped(), formula())
+    torch.testing.assert_close(derivatives(mapped(), False), derivatives(formula(), False))
+    second = [
+        torch.autograd.grad(sum(d.square().sum() for d in derivatives(f(), True)), (x, w, centre))
+        for f in (mapped, formula)
+    ]
+    torch.testing.assert_close(*second)
+    gradients = [torch.func.grad(lambda c: affine(x, w, None, c).sum())(centre)]
+    gradients.append(torch.func.grad(lambda c: ((x + c) @ w).sum())(centre))
+    torch.testing.assert_close(*gradients)
+
+
+def test_changes_of_metric_are_held_while_weights_are_frozen_and_only_then() -> None:
+    model, tokens = trained_a_little(model_in_metrics()), random_tokens(2)
+    block = model.stack.blocks[0]
+    with torch.no_grad():
+        expected = model(tokens)
+        with frozen_weights(model):
+            assert torch.equal(model(tokens), expected)
+            block.attention_metric.log_scale += 0.1
+            assert torch.equal(model(tokens), expected)
+            copied = copy.deepcopy(block.enter)
+            assert copied._frozen is None
+        assert not torch.equal(model(tokens), expected)
 
 
 def test_metrics_are_saved_once_and_copied_with_their_block() -> None:
