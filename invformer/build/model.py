@@ -23,7 +23,8 @@ from invformer.nn.position_bias import (
     RelativePositionBias,
     SinusoidalPositionBias,
 )
-from invformer.nn.residual import InvertibleBlock, InvertibleStack, MetricBlock
+from invformer.nn.residual import InvertibleBlock, MetricBlock
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
 from invformer.schema import ModelConfig

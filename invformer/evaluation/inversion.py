@@ -13,7 +13,7 @@ from torch import Tensor
 
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, invertible_stack
-from invformer.nn.residual import InvertibleStack
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.norms import vector_norm

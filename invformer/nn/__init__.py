@@ -13,12 +13,8 @@ from invformer.nn.certificate import Certificate, NoCertificateError, certify, e
 from invformer.nn.channel_metric import ChannelMetric, loud_channels
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
-from invformer.nn.residual import (
-    InvertibleBlock,
-    InvertibleResidual,
-    InvertibleStack,
-    MetricBlock,
-)
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 __all__ = [

@@ -29,7 +29,8 @@ from invformer.nn.feed_forward import (
     activation_slope,
     sharpened,
 )
-from invformer.nn.residual import InvertibleResidual, InvertibleStack
+from invformer.nn.residual import InvertibleResidual
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core

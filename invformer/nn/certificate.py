@@ -13,8 +13,9 @@ from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
 from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.residual import InvertibleResidual, InvertibleStack, MetricBlock
+from invformer.nn.residual import InvertibleResidual, MetricBlock
 from invformer.nn.spectral import SpectralNormalised
+from invformer.nn.stack import InvertibleStack
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
 

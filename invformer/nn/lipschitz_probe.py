@@ -8,7 +8,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.nn.branch_jacobians import BranchGroup, branch_jacobians
-from invformer.nn.residual import InvertibleStack
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.local_lipschitz import LipschitzEstimate

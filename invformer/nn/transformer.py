@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache
 from invformer.nn.branch import frozen_weights
-from invformer.nn.residual import InvertibleResidual, InvertibleStack, apply_blocks
+from invformer.nn.residual import InvertibleResidual
+from invformer.nn.stack import InvertibleStack, apply_blocks
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
 

@@ -102,6 +102,13 @@ def train(run: TrainingRun) -> None:
         raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
     finally:
         set_manual_refresh(run.module.model, manual=False)
+    leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Take leave of the other processes: who ends without it may be aborted by its own threads."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def checkpoints_of(run: TrainingRun) -> Checkpoints:

@@ -13,7 +13,8 @@ from invformer.nn.convolutional_feed_forward import (
 )
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.position_bias import RelativePositionBias
-from invformer.nn.residual import InvertibleBlock, InvertibleStack, MetricBlock
+from invformer.nn.residual import InvertibleBlock, MetricBlock
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
