@@ -27,9 +27,11 @@ def main() -> None:
             return
         # The heavy imports wait until the configuration is known to be valid.
         from invformer.build.run import build_run
+        from invformer.numerics.host import keep_freed_memory
         from invformer.numerics.precision import denormals_flushed
         from invformer.training.fit import fit
 
+        keep_freed_memory()
         with denormals_flushed():
             fit(build_run(config))
 

@@ -19,7 +19,7 @@ from benchmarks.run import Setting, environment, load, measure_case, measure_com
 from benchmarks.suite import suite
 from benchmarks.table import table
 from invformer.console import outlive_console
-from invformer.numerics.host import compiler_complaint
+from invformer.numerics.host import compiler_complaint, keep_freed_memory
 from invformer.numerics.precision import denormals_flushed
 
 RESULTS = Path(__file__).parent / "results"
@@ -110,7 +110,8 @@ def main() -> None:
         raise SystemExit(7) from None
     report = {"environment": environment(torch.get_num_threads()), "rows": []}
     try:
-        with denormals_flushed():  # as train.py does
+        keep_freed_memory()  # as train.py does, and flush denormals
+        with denormals_flushed():
             measure(args, report, partial)
     except KeyboardInterrupt:
         kept = f"{partial} keeps {len(report['rows'])} rows"

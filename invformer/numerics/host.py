@@ -1,4 +1,6 @@
-"""What the host may look at without waiting for the device, and what it can compile."""
+"""What the host may look at without waiting for the device, keep, and compile."""
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -19,3 +21,18 @@ def compiler_complaint(device: torch.device) -> str | None:
     except Exception as error:  # of several private classes, none of them common to all
         return str(error).partition("\n")[0]
     return None
+
+
+def keep_freed_memory() -> bool:
+    """Have the C library keep freed memory for the next allocation; whether it does.
+
+    glibc hands blocks of 32 MiB and more back to the system when they are freed. Of larger models
+    every activation is one: each step gets them anew, zeroed page by page, which is several percent
+    of its time. What a process needs at most stays the same.
+    """
+    trim_threshold, most_mapped_blocks = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError, TypeError):  # another C library
+        return False
+    return mallopt(most_mapped_blocks, 0) == 1 and mallopt(trim_threshold, 2**31 - 1) == 1

@@ -1,0 +1,36 @@
+"""What the host keeps between steps."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, sys, torch
+from invformer.numerics.host import keep_freed_memory
+
+if sys.argv[1] == "kept":
+    assert keep_freed_memory()
+
+def faults() -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(4):
+        torch.ones(2**25)  # 128 MiB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+def page_faults(how: str) -> int:
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_large_blocks_come_without_new_pages_once_freed_memory_is_kept() -> None:
+    assert page_faults("kept") < page_faults("returned") / 10
