@@ -28,7 +28,8 @@ def keep_freed_memory() -> bool:
 
     glibc hands blocks of 32 MiB and more back to the system when they are freed. Of larger models
     every activation is one: each step gets them anew, zeroed page by page, which is several percent
-    of its time. What a process needs at most stays the same.
+    of its time. The largest resident set of training steps was the same (docs/log.md); a loop that
+    does nothing but take and free one block settles only after some ten of them.
     """
     trim_threshold, most_mapped_blocks = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:

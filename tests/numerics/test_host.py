@@ -16,10 +16,11 @@ if sys.argv[1] == "kept":
 def faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(4):
-        torch.ones(2**25)  # 128 MiB, freed at once
+        torch.ones(2**24)  # 64 MiB, freed at once
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
-faults()
+for _ in range(8):  # until blocks lie where later ones fit
+    faults()
 print(faults())
 """
 
