@@ -82,6 +82,19 @@ def report(message: str, exit_code: int) -> int:
     return exit_code
 
 
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, as a type of its own.
+
+    A plain KeyboardInterrupt that passes through code executed from a string, as imports of torch
+    are, makes Python end ``python -m`` by the signal later on, whatever the exit code.
+    """
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What SIGINT does where a program has something to say about it: a handler."""
+    raise Interrupted
+
+
 def stop_on_signals() -> None:
     """End at once on SIGINT and SIGTERM, with one line: for as long as nothing is to be saved.
 

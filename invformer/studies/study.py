@@ -60,7 +60,7 @@ from invformer.config import load_config, parse_or_exit
 from invformer.console import outlive_console
 from invformer.errors import ConfigurationError, StorageError
 from invformer.evaluation.report import write_json
-from invformer.exit import guarded
+from invformer.exit import guarded, interrupt
 from invformer.section import Root, option, options
 from invformer.training.plots import new_figure, save
 
@@ -191,7 +191,7 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
     """
     outlive_console()
     chosen = parse_or_exit([*scale_words(study.options, argv), *argv], study.options)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C says which cases are kept
+    signal.signal(signal.SIGINT, interrupt)  # Ctrl-C says which cases are kept
     return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
 
 
