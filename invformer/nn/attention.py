@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.branch import LipschitzBranch, affine, cast
-from invformer.nn.channel_metric import ChannelMetric, Metrics
+from invformer.nn.channel_metric import Metrics
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -133,27 +133,18 @@ class TiedL2Attention(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, causally, with the frozen or shared weights if there are any."""
-        weights = self._shared or self.weights()
-        return self.attended(x @ self.joined(weights), weights) @ weights.g.flatten(-3, -2)
+        return self.applied(x, self._shared or self.weights())
 
-    def in_metric(
-        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
+    def applied(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        weights: L2Weights,
+        centre: Float[Tensor, "width"] | None = None,
     ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D folded into the weights."""
-        if not self.folds_metrics:
-            return super().in_metric(x, metric)
-        weights, centre = self.folded(metric)
-        q = affine(x, side_by_side(weights.w_q), centre=centre)
-        return self.attended(q, weights) @ weights.g.flatten(-3, -2)
-
-    def attended(
-        self, q: Float[Tensor, "*batch tokens heads_d_head"], weights: L2Weights
-    ) -> Float[Tensor, "*batch tokens heads_d_head"]:
-        """P^h q^h of all heads, side by side as the queries come."""
-        y = attend_l2(
-            split_heads(q, len(weights.w_q)), self.position.logit_bias(q.shape[-2]), self.kernel
-        )
-        return merge_heads(y)
+        """Σ_h (P^h q^h) G_h, the queries those of x + m."""
+        q = split_heads(affine(x, self.joined(weights), centre=centre), len(weights.w_q))
+        y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
+        return merge_heads(y) @ weights.g.flatten(-3, -2)
 
     def next_outputs(
         self, x: Float[Tensor, "*batch new width"], past: AttentionCache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from invformer.nn.attention import AttentionCache, merge_heads, split_heads
 from invformer.nn.branch import LipschitzBranch, affine, cast
-from invformer.nn.channel_metric import ChannelMetric, Metrics
+from invformer.nn.channel_metric import Metrics
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -144,23 +144,22 @@ class BoundedAttention(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Attend, with the frozen or shared weights if there are any."""
-        weights: BoundedWeights = self._shared or self.weights()
-        y = self.attended(self.in_ball(x, weights), weights.temperature)
+        return self.applied(x, self._shared or self.weights())
+
+    def applied(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        weights: BoundedWeights,
+        centre: Float[Tensor, "width"] | None = None,
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """[P_h v_h]_h G, queries, keys and values those of x + m."""
+        y = self.attended(self.in_ball(x, weights, centre), weights.temperature)
         return merge_heads(y) @ weights.g.flatten(-3, -2)
 
     @property
     def folds_metrics(self) -> bool:
         """Its weights are plain products with the input and of the output."""
         return True
-
-    def in_metric(
-        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D folded into the weights."""
-        weights, centre = self.folded(metric)
-        z = affine(x, side_by_side(weights.w_qkv), centre=centre)
-        y = self.attended(self.into_balls(z), weights.temperature)
-        return merge_heads(y) @ weights.g.flatten(-3, -2)
 
     def attended(
         self, own: Projections, temperature: Float[Tensor, "heads"]
@@ -198,14 +197,14 @@ class BoundedAttention(LipschitzBranch):
         return self.seen(split(x @ side_by_side(w_qkv), self.num_heads))
 
     def in_ball(
-        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        weights: BoundedWeights,
+        centre: Float[Tensor, "width"] | None = None,
     ) -> Projections:
-        """ψ(X W) of every head, each token's own."""
-        return self.into_balls(x @ self.derived(weights, lambda held: side_by_side(held.w_qkv)))
-
-    def into_balls(self, z: Float[Tensor, "*batch tokens three_heads_d_head"]) -> Projections:
-        """ψ(z) of every head."""
-        z = z.unflatten(-1, (3 * self.num_heads, -1))
+        """ψ((X + m) W) of every head, each token's own."""
+        joined = self.derived(weights, lambda held: side_by_side(held.w_qkv))
+        z = affine(x, joined, centre=centre).unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
     def seen(self, parts: Projections) -> Projections:

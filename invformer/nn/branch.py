@@ -19,6 +19,7 @@ from invformer.numerics.norms import Norm
 ROUNDING_MARGIN = 1 - 2e-5
 
 Weights = TypeVar("Weights")
+Derived = TypeVar("Derived")
 
 
 class Folded(NamedTuple):
@@ -26,9 +27,6 @@ class Folded(NamedTuple):
 
     weights: Any
     centre: Tensor
-
-
-Derived = TypeVar("Derived")
 
 
 class LipschitzBranch(nn.Module):
@@ -107,9 +105,20 @@ class LipschitzBranch(nn.Module):
 
         For training: the same function as layer by layer, with gradients for less.
         """
+        if self.folds_metrics:
+            return self.applied(x, *self.folded(metric))
         return self(metric(x)) * (-metric.log_scale).exp()
 
-    def folded(self, metric: ChannelMetric) -> "Folded":
+    def applied(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        weights: Any,
+        centre: Float[Tensor, "width"] | None = None,
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """What f makes of x + m with these weights; of a branch that folds metrics."""
+        raise NotImplementedError
+
+    def folded(self, metric: ChannelMetric) -> Folded:
         """The shared weights, if they are folded, or those of this branch alone."""
         if isinstance(self._shared, Folded):
             return self._shared

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.nn.branch import LipschitzBranch, affine, cast
-from invformer.nn.channel_metric import ChannelMetric, Metrics
+from invformer.nn.channel_metric import Metrics
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
     max_row_sum,
+    scale_all,
     scaled_weights,
     write_to,
 )
@@ -129,28 +130,23 @@ class ContractiveFeedForward(LipschitzBranch):
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
         """Apply f to every token."""
-        w_in, b_in, w_out, _ = self._shared or self.weights()
-        return self.activated(affine(windows(x, self.kernel), w_in, b_in)) @ w_out
+        return self.applied(x, self._shared or self.weights())
+
+    def applied(
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        weights: FeedForwardWeights,
+        centre: Float[Tensor, "width"] | None = None,
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """φ((x + m) W + b) V, φ of hidden units in their place where no gradient needs them."""
+        hidden = affine(windows(x, self.kernel), weights.w_in, weights.b_in, centre)
+        activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
+        return activation(hidden) @ weights.w_out
 
     @property
     def folds_metrics(self) -> bool:
         """If units see one token: before the first there is D (x + m) = 0, not x = 0."""
         return self.kernel == 1
-
-    def in_metric(
-        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """D⁻¹ f(D x + b), D folded into the weights."""
-        if not self.folds_metrics:
-            return super().in_metric(x, metric)
-        (w_in, b_in, w_out, _), centre = self.folded(metric)
-        return self.activated(affine(x, w_in, b_in, centre)) @ w_out
-
-    def activated(
-        self, hidden: Float[Tensor, "*batch tokens hidden"]
-    ) -> Float[Tensor, "*batch tokens hidden"]:
-        """φ of hidden units, in their place where no gradient needs them as they were."""
-        return (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation](hidden)
 
     def kind(self) -> Hashable:
         """Shape, activation and norm."""
@@ -214,8 +210,8 @@ def scaled_by_row_sums(
     """W · factor/‖Wᵀ‖_∞ of several weights: what holds a constant in entry_max."""
     tiny = torch.finfo(weights[0].weight.dtype).tiny
     sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
-    scaled = [w.weight * (f / s) for w, f, s in zip(weights, factors, sums, strict=True)]
-    return scaled if further is None else [w * f for w, f in zip(scaled, further, strict=True)]
+    scales = factors / torch.stack(sums)[:, None, None]
+    return scale_all([w.weight for w in weights], scales, further)
 
 
 def without_sharpness(

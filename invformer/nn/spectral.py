@@ -141,14 +141,14 @@ def scaled_weights(
         further: more of them: one per column where ``factors`` are per row, or per row otherwise.
     """
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return _scaled(
+        return scale_all(
             [w.weight for w in weights], factors / sigmas(weights)[..., None, None], further
         )
     bound, u, v = _stacked(weights)
     return list(ScaledWeights.apply(factors, further, bound, u, v, *(w.weight for w in weights)))
 
 
-def _scaled(weights: Sequence[Tensor], scales: Tensor, further: Tensor | None) -> list[Tensor]:
+def scale_all(weights: Sequence[Tensor], scales: Tensor, further: Tensor | None) -> list[Tensor]:
     """Every weight times its scale, and times what there is further."""
     scaled = [w * scale for w, scale in zip(weights, scales, strict=True)]
     if further is None:
@@ -183,7 +183,7 @@ class ScaledWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Every weight times its scale."""
         ctx.save_for_backward(factors, further, sigma, u, v, *weights)
-        return tuple(_scaled(weights, factors / sigma[..., None, None], further))
+        return tuple(scale_all(weights, factors / sigma[..., None, None], further))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -199,7 +199,7 @@ class ScaledWeights(torch.autograd.Function):
         left, right = u.unsqueeze(-1) * -per_sigma, v.unsqueeze(-2)
         dw = [
             d.addcmul_(a, b)
-            for d, a, b in zip(_scaled(gradients, scales, further), left, right, strict=True)
+            for d, a, b in zip(scale_all(gradients, scales, further), left, right, strict=True)
         ]
         dfactors = (along / sigma).sum_to_size(factors.shape)
         dfurther = None if further is None else _summed(products, scales, further)
@@ -229,7 +229,7 @@ def second_derivatives(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`ScaledWeights` as functions that autograd can derive again."""
     scales = factors / SigmasWithGradient.apply(sigma, u, v, *weights)[..., None, None]
-    outputs = _scaled(weights, scales, further)
+    outputs = scale_all(weights, scales, further)
     inputs = (factors, further, *weights)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True))
