@@ -190,8 +190,9 @@ class MetricBlock(InvertibleBlock):
         return self.feed_forward.in_metric(x, self.feed_forward_metric)
 
     def is_folded(self, x: Tensor) -> bool:
-        """Whether a forward pass of x runs in folded weights."""
-        return torch.is_grad_enabled() and not has_autocast(x.device)
+        """Whether a forward pass of x runs in folded weights: frozen ones are taken as they are."""
+        frozen = self.attention.branch.is_frozen or self.feed_forward.branch.is_frozen
+        return torch.is_grad_enabled() and not frozen and not has_autocast(x.device)
 
     def metrics(self) -> Iterator[tuple[InvertibleResidual, ChannelMetric]]:
         """Both residual layers, and the metric of each."""

@@ -212,6 +212,22 @@ def test_an_affine_map_of_centred_tokens_has_the_derivatives_of_its_formula(bias
     torch.testing.assert_close(*gradients)
 
 
+def test_frozen_weights_hold_where_gradients_are_wanted_too() -> None:
+    model = trained_a_little(model_in_metrics())
+    x = model.embedding(random_tokens(2)).detach().requires_grad_()
+    with frozen_weights(model):
+        expected = model.stack(x)
+        with torch.no_grad():
+            for name, parameter in model.stack.named_parameters():
+                if name.endswith("weight"):
+                    parameter += 0.1 * torch.randn_like(parameter)
+        y = model.stack(x)
+        y.square().sum().backward()
+    assert torch.equal(y, expected)
+    assert x.grad is not None
+    assert not torch.equal(model.stack(x), expected)
+
+
 def test_changes_of_metric_are_held_while_weights_are_frozen_and_only_then() -> None:
     model, tokens = trained_a_little(model_in_metrics()), random_tokens(2)
     block = model.stack.blocks[0]
