@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from invformer.numerics.blocked_attention import blocked_attention
+from invformer.numerics.blocked_attention import blocked_attention, blocked_l2_attention
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.precision import without_autocast
@@ -97,7 +97,9 @@ def attend(
             return _flex(q, k, v, None, bias).view(shape)
         q, k, v = _batched(q), _batched(k), _batched(v)
         if kernel == "blocked":
-            y = _blocked(q, k, v, bias, l2=False)
+            # As they lie in memory for its products: what is kept for the backward pass, too.
+            q, k, v = (t.contiguous() for t in (q, k, v))
+            y = _blocked(blocked_attention, [q, k, v], bias)
         else:
             y = _low_rank(scale * q, k, v, None, bias.low_rank)
     return y.view(shape).to(dtype)
@@ -120,8 +122,7 @@ def attend_l2(
     shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
     with without_autocast(q.device):
         if kernel == "blocked":
-            q = _batched(q)
-            return _blocked(q, q, q, bias, l2=True).view(shape).to(dtype)
+            return _blocked(blocked_l2_attention, [_batched(q)], bias).view(shape).to(dtype)
         q = q.reshape(-1, *shape[-3:]) if kernel == "flex" else _batched(q)
         centre = q[..., :1, :].detach()
         k = q - centre
@@ -188,13 +189,12 @@ def only(kernel: Kernel) -> Iterator[None]:
         _override = before
 
 
-def _blocked(q: Tensor, k: Tensor, v: Tensor, bias: LogitBias, l2: bool) -> Tensor:
-    """softmax(S + b(i − j)) v, block by block of queries; L2 takes q alone."""
+def _blocked(attention: Callable[..., Any], inputs: list[Tensor], bias: LogitBias) -> Tensor:
+    """softmax(S + b(i − j)) v, block by block of queries."""
     assert bias.by_lag is not None
-    by_lag = bias.by_lag.to(q.dtype).expand(q.shape[1], -1)
-    tensors = [t.contiguous() for t in (q, k, v, by_lag)]
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    return blocked_attention(*tensors, l2, keep)[0]
+    by_lag = bias.by_lag.to(inputs[0].dtype).expand(inputs[0].shape[1], -1).contiguous()
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, by_lag))
+    return attention(*inputs, by_lag, keep)[0]
 
 
 def _low_rank(

@@ -5,6 +5,7 @@ length up to which the weights are kept (Dao et al. 2022 describe the recomputat
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +79,12 @@ class Block:
         _, rows, tokens = bias.shape
         return bias[self.heads, rows - (self.end - self.begin) :, tokens - self.end :]
 
+    def of_samples(self, x: Tensor, tokens: slice | None = None) -> Tensor:
+        """The same rows in (B, H, N, …): its queries, or those of ``tokens``."""
+        first = self.pairs.start // x.shape[1]
+        rows = slice(self.begin, self.end) if tokens is None else tokens
+        return x[first : first + self.samples, self.heads, rows]
+
     def by_sample(self, x: Tensor) -> Tensor:
         """(pairs, …) → (samples, heads, …)."""
         return x.view(self.samples, -1, *x.shape[1:])
@@ -99,12 +106,12 @@ def _plan(q: Tensor) -> tuple[int, list[Block]]:
         for b in range(batch):
             for h in range(0, heads, pairs):
                 groups.append((1, slice(h, min(h + pairs, heads)), b * heads + h))
-    # From the end, so that all blocks but the first are full.
+    # From the end: all blocks but the last are full, and the first sees all keys.
     ends = range(tokens, 0, -rows)
     blocks = []
     for samples, of_heads, first in groups:
         last = first + samples * (of_heads.stop - of_heads.start)
-        for end in reversed(ends):
+        for end in ends:
             blocks.append(Block(samples, of_heads, slice(first, last), max(0, end - rows), end))
     return rows, blocks
 
@@ -153,76 +160,132 @@ class Logits(NamedTuple):
         return torch.threshold_(p, math.sqrt(torch.finfo(p.dtype).tiny), 0.0)
 
 
-def _logits(q: Tensor, k: Tensor, by_lag: Tensor, rows: int, l2: bool) -> Logits:
-    bias, scale = toeplitz(by_lag, rows), 1 / math.sqrt(q.shape[-1])
-    q, k = q.flatten(0, 1), k.flatten(0, 1)
-    if not l2:
-        return Logits(q, k, None, bias, scale)
-    k = k - k[..., :1, :]
-    return Logits(k, k, -scale * torch.linalg.vecdot(k, k), bias, 2 * scale)
+def _dot_product(q: Tensor, k: Tensor, bias: Tensor) -> Logits:
+    """q_i·k_j/√d + b."""
+    return Logits(q.flatten(0, 1), k.flatten(0, 1), None, bias, 1 / math.sqrt(q.shape[-1]))
+
+
+def _l2(k: Tensor, column: Tensor, bias: Tensor) -> Logits:
+    """−‖k_i − k_j‖²/√d + b without ‖k_i‖², which softmax ignores."""
+    k = k.flatten(0, 1)
+    return Logits(k, k, column.flatten(0, 1), bias, 2 / math.sqrt(k.shape[-1]))
 
 
 @torch.library.custom_op("invformer::blocked_attention", mutates_args=())
 def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, l2: bool, keep: bool
+    q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Y and, if asked for and not too large, P; causal, all (B, H, N, ·).
+    """softmax(q kᵀ/√d + b) v and, if asked for and not too large, P; causal, all (B, H, N, ·).
 
     Blocks of queries meet only the keys they see. Short sequences keep P for the backward pass,
     block after block; longer ones compute it again: memory is linear in N.
     """
     rows, blocks = _plan(q)
-    logits = _logits(q, k, by_lag, rows, l2)
-    sizes = _elements(blocks)
-    keep = keep and _worth_keeping(*q.shape[2:])
-    p = q.new_empty(sum(sizes) if keep else 0)
-    rooms = p.split(sizes) if keep else _one_room(q, sizes)
-    y = torch.empty_like(v)
-    of_pairs, values = y.flatten(0, 1), v.flatten(0, 1)
-    for block, room in zip(blocks, rooms, strict=True):
-        block.queries(of_pairs).copy_(logits.weights(block, room) @ block.keys(values))
+    logits = _dot_product(q, k, toeplitz(by_lag, rows))
+    y, p, values = _token_by_token(q), _room_to_keep(q, blocks, keep), v.flatten(0, 1)
+    for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
+        block.of_samples(y).copy_(block.by_sample(weights @ block.keys(values)))
     return y, p
+
+
+@torch.library.custom_op("invformer::blocked_l2_attention", mutates_args=())
+def blocked_l2_attention(
+    q: Tensor, by_lag: Tensor, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """softmax(−‖q_i − q_j‖²/√d + b) q, P like there, and what logits are made of, for the backward.
+
+    That is k, q less its first token, in the place of q, and −‖k_j‖²/√d. Rows of P sum to one:
+    values are differences from the first token too.
+    """
+    rows, blocks = _plan(q)
+    first = q[..., :1, :]
+    k = torch.sub(q, first, out=q.new_empty(q.shape))
+    column = torch.linalg.vecdot(k, k).mul_(-1 / math.sqrt(q.shape[-1]))
+    logits = _l2(k, column, toeplitz(by_lag, rows))
+    y, p = _token_by_token(q), _room_to_keep(q, blocks, keep)
+    for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
+        mean = block.by_sample(weights @ block.keys(logits.k))
+        torch.add(mean, block.of_samples(first, slice(None)), out=block.of_samples(y))
+    return y, p, k, column
 
 
 @torch.library.custom_op("invformer::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, p: Tensor, l2: bool
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, p: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and by_lag; for L2 the first is that of the one tensor they are.
-
-    Values enter L2 attention as differences from the first token: P maps ones to ones, so that the
-    gradient is the same.
-    """
+    """Gradients of q, k, v and by_lag."""
     rows, blocks = _plan(q)
-    logits = _logits(q, k, by_lag, rows, l2)
+    logits = _dot_product(q, k, toeplitz(by_lag, rows))
+    dq, dk, dv = (torch.zeros_like(t) for t in (logits.q, logits.k, logits.k))
+    dbias = torch.zeros_like(logits.bias)
+    for block, weights, g, ds in _gradients_of_blocks(dy, logits, v.flatten(0, 1), blocks, p):
+        # Products into a part of each matrix are one call per matrix: slower than a sum apart.
+        block.queries(dq).add_(ds @ block.keys(logits.k), alpha=logits.scale)
+        block.keys(dk).add_(ds.mT @ block.queries(logits.q), alpha=logits.scale)
+        block.keys(dv).add_(weights.mT @ g)
+        block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), sum_by_lag(dbias)
+
+
+@torch.library.custom_op("invformer::blocked_l2_attention_backward", mutates_args=())
+def blocked_l2_attention_backward(
+    dy: Tensor, by_lag: Tensor, p: Tensor, k: Tensor, column: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of q, which is queries, keys and values, and of by_lag.
+
+    That of the first token, which is subtracted from all, is zero: P maps ones to ones.
+    """
+    rows, blocks = _plan(k)
+    logits = _l2(k, column, toeplitz(by_lag, rows))
+    dk = torch.zeros_like(logits.k)
+    received = torch.zeros_like(logits.k[..., 0])
+    dbias = torch.zeros_like(logits.bias)
+    for block, weights, g, ds in _gradients_of_blocks(dy, logits, logits.k, blocks, p):
+        block.queries(dk).add_(ds @ block.keys(logits.k), alpha=logits.scale)
+        to_keys = (weights.mT @ g).baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
+        block.keys(dk).add_(to_keys)
+        block.keys(received).add_(ds.sum(-2))
+        block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
+    received = received.view(*column.shape, 1)
+    dq = _token_by_token(k)
+    torch.addcmul(dk.view(k.shape), received, k, value=-logits.scale, out=dq)
+    return dq, sum_by_lag(dbias)
+
+
+def _weights_of_blocks(
+    logits: Logits, blocks: list[Block], p: Tensor, known: bool
+) -> Iterator[tuple[Block, Tensor]]:
+    """Every block and its P: taken from p if known, else computed, in p if there is room."""
     sizes = _elements(blocks)
     kept = p.numel() > 0
-    weight_rooms = p.split(sizes) if kept else _one_room(q, sizes)
-    gradient_rooms = _one_room(q, sizes)
-    gradients = tuple(torch.zeros_like(t) for t in ((q,) if l2 else (q, k, v)))
-    dq, dk, dv = (gradients[0 if l2 else i].flatten(0, 1) for i in range(3))
-    outer, values = dy.flatten(0, 1), logits.k if l2 else v.flatten(0, 1)
-    received = q.new_zeros(logits.q.shape[:2])
-    dbias = torch.zeros_like(logits.bias)
-    for block, weight_room, room in zip(blocks, weight_rooms, gradient_rooms, strict=True):
-        weights = weight_room.view(block.shape) if kept else logits.weights(block, weight_room)
+    rooms = p.split(sizes) if kept else _one_room(logits.k, sizes)
+    for block, room in zip(blocks, rooms, strict=True):
+        yield block, room.view(block.shape) if kept and known else logits.weights(block, room)
+
+
+def _gradients_of_blocks(
+    dy: Tensor, logits: Logits, values: Tensor, blocks: list[Block], p: Tensor
+) -> Iterator[tuple[Block, Tensor, Tensor, Tensor]]:
+    """Every block, its P, its rows of dY, and the gradient of its logits."""
+    outer = dy.flatten(0, 1)
+    rooms = _one_room(logits.k, _elements(blocks))
+    weights_of_blocks = _weights_of_blocks(logits, blocks, p, known=True)
+    for (block, weights), room in zip(weights_of_blocks, rooms, strict=True):
         g = block.queries(outer)
         ds = torch.bmm(g, block.keys(values).mT, out=room.view(block.shape))
         torch.ops.aten._softmax_backward_data.out(ds, weights, -1, ds.dtype, grad_input=ds)
-        # Products into a part of each matrix are one call per matrix: slower than a sum apart.
-        block.queries(dq).add_(ds @ block.keys(logits.k), alpha=logits.scale)
-        to_values = weights.mT @ g
-        if l2:
-            to_values.baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
-            block.keys(received).add_(ds.sum(-2))
-        else:
-            block.keys(dk).add_(ds.mT @ block.queries(logits.q), alpha=logits.scale)
-        block.keys(dv).add_(to_values)
-        block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
-    if l2:
-        dq.addcmul_(received.unsqueeze(-1), logits.k, value=-logits.scale)
-        return gradients[0], q.new_empty(0), q.new_empty(0), sum_by_lag(dbias)
-    return gradients[0], gradients[1], gradients[2], sum_by_lag(dbias)
+        yield block, weights, g, ds
+
+
+def _token_by_token(x: Tensor) -> Tensor:
+    """Room for (B, H, N, d), in memory (B, N, H, d): as the tokens that heads are parts of."""
+    batch, heads, tokens, d_head = x.shape
+    return x.new_empty(batch, tokens, heads, d_head).transpose(1, 2)
+
+
+def _room_to_keep(q: Tensor, blocks: list[Block], keep: bool) -> Tensor:
+    """Room for P of all blocks, none if it is not to be kept."""
+    return q.new_empty(sum(_elements(blocks)) if keep and _worth_keeping(*q.shape[2:]) else 0)
 
 
 def _one_room(q: Tensor, sizes: list[int]) -> list[Tensor]:
@@ -239,27 +302,49 @@ def sum_of_first(t: Tensor) -> Tensor:
 
 
 @blocked_attention.register_fake
-def _(q, k, v, by_lag, l2, keep):
-    keep = keep and _worth_keeping(*q.shape[2:])
-    return torch.empty_like(v), q.new_empty(sum(_elements(_plan(q)[1])) if keep else 0)
+def _(q, k, v, by_lag, keep):
+    return _token_by_token(q), _room_to_keep(q, _plan(q)[1], keep)
+
+
+@blocked_l2_attention.register_fake
+def _(q, by_lag, keep):
+    p, column = _room_to_keep(q, _plan(q)[1], keep), q.new_empty(q.shape[:-1])
+    return _token_by_token(q), p, q.new_empty(q.shape), column
 
 
 @blocked_attention_backward.register_fake
-def _(dy, q, k, v, by_lag, p, l2):
-    others = (q.new_empty(0), q.new_empty(0)) if l2 else (torch.empty_like(k), torch.empty_like(v))
-    return torch.empty_like(q), *others, torch.empty_like(by_lag)
+def _(dy, q, k, v, by_lag, p):
+    return (*(t.new_empty(t.shape) for t in (q, k, v)), torch.empty_like(by_lag))
 
 
-def _keep_for_backward(ctx, inputs, output) -> None:
-    *tensors, ctx.l2, _ = inputs
+@blocked_l2_attention_backward.register_fake
+def _(dy, by_lag, p, k, column):
+    return _token_by_token(k), torch.empty_like(by_lag)
+
+
+def _keep_inputs(ctx, inputs, output) -> None:
+    *tensors, _ = inputs
     ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as P, which nobody derives by
 
 
-def _blocked_backward(ctx, dy, dp):
-    dq, dk, dv, dby_lag = blocked_attention_backward(dy, *ctx.saved_tensors, ctx.l2)
-    if ctx.l2:
-        dk = dv = None
-    return dq, dk, dv, dby_lag, None, None
+def _keep_keys(ctx, inputs, output) -> None:
+    _, by_lag, _ = inputs
+    ctx.save_for_backward(by_lag, *output[1:])
+    ctx.set_materialize_grads(False)
 
 
-blocked_attention.register_autograd(_blocked_backward, setup_context=_keep_for_backward)
+def _backward(ctx, dy, dp):
+    if dy is None:
+        return (None,) * 5
+    return *blocked_attention_backward(dy, *ctx.saved_tensors), None
+
+
+def _l2_backward(ctx, dy, *others):
+    if dy is None:
+        return (None,) * 3
+    return *blocked_l2_attention_backward(dy, *ctx.saved_tensors), None
+
+
+blocked_attention.register_autograd(_backward, setup_context=_keep_inputs)
+blocked_l2_attention.register_autograd(_l2_backward, setup_context=_keep_keys)

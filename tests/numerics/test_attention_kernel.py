@@ -15,7 +15,12 @@ from invformer.nn.position_bias import (
     VisibilityMask,
 )
 from invformer.numerics.attention_kernel import attend, attend_l2, choose, only
-from invformer.numerics.blocked_attention import blocked_attention, sum_by_lag, toeplitz
+from invformer.numerics.blocked_attention import (
+    blocked_attention,
+    blocked_l2_attention,
+    sum_by_lag,
+    toeplitz,
+)
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.linear_map import linearise
 
@@ -145,8 +150,8 @@ def test_gradients_match_finite_differences(kernel: str, bias: str) -> None:
 def test_custom_operators_keep_their_promises_to_torch(keep: bool) -> None:
     q, k, v = (torch.randn(2, 2, 40, 4, requires_grad=True) for _ in range(3))
     by_lag = torch.randn(2, 40, requires_grad=True)
-    torch.library.opcheck(blocked_attention, (q, k, v, by_lag, False, keep))
-    torch.library.opcheck(blocked_attention, (q, q, q, by_lag, True, keep))
+    torch.library.opcheck(blocked_attention, (q, k, v, by_lag, keep))
+    torch.library.opcheck(blocked_l2_attention, (q, by_lag, keep))
     torch.library.opcheck(causal_attention, (q, k, v.detach() * torch.tensor([1, 1, 1, 0])))
 
 
@@ -169,8 +174,24 @@ def test_weights_too_small_to_matter_are_zero_not_denormal() -> None:
     tokens = 80
     where = LinearPositionBias(1, tokens).float()
     q = 3 * torch.randn(1, 1, tokens, 16, dtype=torch.float32, requires_grad=True)
-    _, p = blocked_attention(q, q, q, where.by_lag(tokens).detach(), True, True)
+    _, p, *_ = blocked_l2_attention(q, where.by_lag(tokens).detach(), True)
     assert ((p == 0) | (p > torch.finfo(torch.float32).tiny)).all()
+
+
+@pytest.mark.parametrize("attention", [attend, attend_l2])
+def test_no_zeros_are_made_for_the_gradient_of_weights_that_nobody_asked_for(attention) -> None:
+    tokens = 50
+    bias = position("table", 2, tokens, torch.float32).logit_bias(tokens)
+    q = torch.randn(8, 2, tokens, 16, dtype=torch.float32, requires_grad=True)
+    inputs = [q] if attention is attend_l2 else [q, q, q]
+    y = attention(*inputs, bias, "blocked").sum()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        y.backward()
+    filled = [
+        e.input_shapes[0] for e in profile.events() if e.name in ("aten::fill_", "aten::zero_")
+    ]
+    assert filled
+    assert max(map(math.prod, filled)) < 8 * 2 * tokens * tokens
 
 
 @pytest.mark.parametrize("bias", ["linear", "sinusoid"])
