@@ -7,8 +7,8 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
 * *Gram iteration* (Delattre et al. 2023, arXiv 2305.16173) squares it K − 1 times and bounds the
   largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
 * *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
-  is above λ₁. Where there is none, Gram iteration steps in. Large matrices on the CPU take this
-  way.
+  is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
+  matrices on the CPU take this way.
 """
 
 from collections.abc import Hashable, Sequence
@@ -30,8 +30,8 @@ RESCALE_EVERY = 3
 LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
 # From this size on a trial is no slower than squarings, on a CPU: half the time at 384.
 TRIAL_SIZE = 256
-# Krylov vectors: on matrices from training θ is then within 1e-5 of λ₁, half of the time.
-NUM_VECTORS = 16
+# Krylov vectors: on matrices from training θ is then within 1 % of λ₁, nine times in ten.
+NUM_VECTORS = 24
 # b/θ − 1 is the relative residual of θ, within these.
 LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
 
@@ -200,17 +200,28 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
 def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
 
+    Where the residual promised too much, b is the largest that may be; where that fails, squarings.
+
     A factorisation in working precision of size r goes through for b down to λ₁ less some r
     roundings, seen up to 2 r ε: b is lifted by as much.
     """
     theta, vector, residual = _lanczos(g)
-    lift = (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT)
-    bound = theta * (1 + lift)
-    failed = torch.stack([_factorisation(b, one) for b, one in zip(bound, g, strict=True)]) != 0
+    bound = theta.clone()
+    failed = torch.arange(len(g), device=g.device)
+    for lift in ((residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT), LARGEST_LIFT):
+        bound[failed] = (theta * (1 + lift))[failed]
+        failed = failed[_refuted(bound[failed], [g[i] for i in failed.tolist()])]
+        if not failed.numel():
+            break
     log_bound = (bound * (1 + 2 * g.shape[-1] * torch.finfo(g.dtype).eps)).log()
-    if bool(failed.any()):
+    if failed.numel():
         log_bound[failed], vector[failed] = _gram_iteration(g[failed], num_steps)
     return log_bound, vector
+
+
+def _refuted(bounds: Tensor, grams: Sequence[Tensor]) -> Tensor:
+    """Whether bI − G has no Cholesky factor, for every G."""
+    return torch.stack([_factorisation(*one) for one in zip(bounds, grams, strict=True)]) != 0
 
 
 def _factorisation(b: Tensor, g: Tensor) -> Tensor:
@@ -228,30 +239,25 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     1980), which copies that value. θ and the residual are those of v itself.
     """
     size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
-    steps = min(NUM_VECTORS, size)
-    vectors = g.new_zeros(steps, len(g), size)
-    tridiagonal = g.new_zeros(len(g), steps, steps)
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    w = _images(g, start.to(g).expand(len(g), -1))
-    vectors[0] = unit(w)
-    beside = w.new_zeros(len(g))
-    for step in range(steps):
-        v = vectors[step]
+    before, v = None, unit(_images(g, start.to(g).expand(len(g), -1)))
+    vectors, alongs, besides = [v], [], []
+    for _ in range(min(NUM_VECTORS, size)):
         w = _images(g, v)
-        along = torch.linalg.vecdot(w, v)
-        tridiagonal[:, step, step] = along
-        if step + 1 == steps:
-            break
-        w.addcmul_(along[:, None], v, value=-1)
-        if step > 0:
-            w.addcmul_(beside[:, None], vectors[step - 1], value=-1)
-        beside = torch.linalg.vector_norm(w, dim=-1)
+        alongs.append((w * v).sum(-1, keepdim=True))
+        w.addcmul_(alongs[-1], v, value=-1)
+        if before is not None:
+            w.addcmul_(besides[-1], before, value=-1)
+        beside = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
         # What rounding left of a vector inside the space is no direction: the space is complete.
-        beside = torch.where(beside > 8 * epsilon * along.abs(), beside, 0)
-        tridiagonal[:, step, step + 1] = tridiagonal[:, step + 1, step] = beside
-        vectors[step + 1] = torch.where(beside[:, None] > 0, w / beside[:, None], 0)
-    weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]
-    vector = unit((vectors.permute(1, 2, 0) @ weights)[..., 0])
+        lost = beside <= 8 * epsilon * alongs[-1]
+        besides.append(beside.masked_fill(lost, 0))
+        before, v = v, w / beside.masked_fill(lost, torch.inf)
+        vectors.append(v)
+    tridiagonal = torch.diag_embed(torch.cat(alongs, -1))
+    tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(torch.cat(besides[:-1], -1))
+    weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
+    vector = unit((weights.mT @ torch.stack(vectors[:-1], -2)).squeeze(-2))
     image = _images(g, vector)
     theta = torch.linalg.vecdot(image, vector)
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
@@ -259,11 +265,8 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _images(g: Tensor, vectors: Tensor) -> Tensor:
-    """G v of every matrix: a batched product of this shape is half as fast."""
-    images = torch.empty_like(vectors, memory_format=torch.contiguous_format)
-    for one, vector, image in zip(g, vectors, images, strict=True):
-        torch.mv(one, vector, out=image)
-    return images
+    """G v of every matrix, as rows vᵀG: on a CPU batches of those cost a third of columns."""
+    return torch.bmm(vectors.unsqueeze(-2), g).squeeze(-2)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

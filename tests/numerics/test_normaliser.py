@@ -126,13 +126,37 @@ def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
     monkeypatch.setattr(normaliser, "_gram_iteration", counted)
     monkeypatch.setattr(normaliser, "LARGEST_LIFT", normaliser.LEAST_LIFT)
     easy = matrix_with(torch.cat([torch.ones(1), torch.linspace(0.5, 0.1, 255)]), 256, 300)
-    hard = torch.randn(300, 256)
+    hard = matrix_with(torch.linspace(1, 0.5, 256), 256, 300)
     found = gram_normalisers([easy, hard])
     assert squared == [1]
     for weight, (sigma, u, v) in zip((easy, hard), found, strict=True):
         truth = torch.linalg.matrix_norm(weight, 2)
         assert truth <= sigma <= truth * 1.01
         assert u @ weight @ v >= 0.99 * truth
+
+
+def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [matrix_with(torch.linspace(1, end, 256), 256, 300) for end in (0.1, 0.5, 0.9)]
+    expected = gram_normalisers(weights)
+    lanczos = normaliser._lanczos
+
+    def too_sure(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        theta, vector, residual = lanczos(g)
+        return theta, vector, 0 * residual
+
+    def never(*args: object) -> None:
+        raise AssertionError("squarings")
+
+    monkeypatch.setattr(normaliser, "_lanczos", too_sure)
+    monkeypatch.setattr(normaliser, "_gram_iteration", never)
+    for weight, (sigma, *_), (before, *_) in zip(
+        weights, gram_normalisers(weights), expected, strict=True
+    ):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.005
+        assert abs(sigma - before) <= 0.005 * truth
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
