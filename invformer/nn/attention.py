@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from invformer.nn.branch import LipschitzBranch, affine, cast
 from invformer.nn.channel_metric import Metrics
-from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
@@ -300,7 +300,7 @@ class ContractiveL2Attention(TiedL2Attention):
     ) -> list[L2Weights]:
         """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h), of every branch; D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape
-        log_mass = torch.stack([b.position.log_mass() for b in branches])
+        log_mass = log_masses([b.position for b in branches])
         gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)

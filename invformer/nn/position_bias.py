@@ -1,6 +1,7 @@
 """Who sees whom: masks, learned biases of the lag, and the mass that certificates need of them."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -258,6 +259,14 @@ class SinusoidalPositionBias(LowRankPositionBias):
         left = [cos.expand(heads, -1, -1), sin.expand(heads, -1, -1), one]
         right = [a * cos - b * sin, a * sin + b * cos, self.offset[:, None, None] * one]
         return LowRank(torch.cat(left, -1), torch.cat(right, -1))
+
+
+def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
+    """log n_h of several masks; of tables of one size at once."""
+    tables: list[Tensor] = [mask.table for mask in masks if type(mask) is RelativePositionBias]
+    if len(tables) == len(masks) and len({table.shape for table in tables}) == 1:
+        return torch.stack(tables).logsumexp(-1)
+    return torch.stack([mask.log_mass() for mask in masks])
 
 
 def initial_offset(num_heads: int, sees_itself: bool) -> Float[Tensor, "heads"]:
