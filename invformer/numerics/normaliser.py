@@ -23,8 +23,8 @@ from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
-# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
-# or three, λ₁ ≥ r⁻⁴ is still far from underflow in float32.
+# A semidefinite matrix of trace one, size r, has λ₁ ≥ 1/r: three squarings later λ₁ ≥ r⁻⁸ is still
+# far from underflow in float32.
 RESCALE_EVERY = 3
 # Gram matrices whose trace is within these are formed from W as it is; others from W scaled.
 LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
@@ -83,9 +83,9 @@ def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Norm
 
 def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisation]:
     """All of one dtype, device and size of Gram matrix."""
-    dtype = weights[0].dtype
+    dtype, product_dtype = weights[0].dtype, _product_dtype(weights[0])
     margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
-    tall = [tall_side(w.to(_product_dtype(w))) for w in weights]
+    tall = [tall_side(w.to(product_dtype)) for w in weights]
     tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
     with without_autocast(weights[0].device):
         tall, grams, log_scale = _grams_of_trace_one(tall)
@@ -138,7 +138,7 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
     if has_answer_at_hand(tall[0]):
         grams = _grams(tall)
         traces = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
-        if bool(((traces > LEAST_TRACE) & (traces < LARGEST_TRACE)).all()):
+        if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist()):
             return tall, grams.div_(traces[:, None, None]), traces.log() / 2
     tiny = torch.finfo(tall[0].dtype).tiny
     scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
@@ -149,14 +149,16 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
 def _grams(tall: list[Tensor]) -> Tensor:
     """WᵀW of all; of large ones the lower half, and its mirror image."""
     size = tall[0].shape[-1]
-    half = size // 2 if size >= TRIAL_SIZE else size
     counts = [len(w) for w in tall]
     grams = tall[0].new_empty(sum(counts), size, size)
     for gram, w in zip(grams.split(counts), tall, strict=True):
+        if size < TRIAL_SIZE:
+            torch.bmm(w.mT, w, out=gram)
+            continue
+        half = size // 2
         torch.bmm(w[..., :half].mT, w[..., :half], out=gram[:, :half, :half])
-        if half < size:
-            torch.bmm(w[..., half:].mT, w, out=gram[:, half:])
-            gram[:, :half, half:] = gram[:, half:, :half].mT
+        torch.bmm(w[..., half:].mT, w, out=gram[:, half:])
+        gram[:, :half, half:] = gram[:, half:, :half].mT
     return grams
 
 
@@ -174,9 +176,9 @@ def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     other = torch.empty_like(g)
     for step in range(num_steps):
         if step % RESCALE_EVERY == RESCALE_EVERY - 1:
-            scale = torch.linalg.matrix_norm(g).clamp(min=tiny)
-            log_bound = log_bound + scale.log() / 2**step
-            g.div_(scale[..., None, None])
+            trace = g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_(min=tiny)
+            log_bound.add_(trace.log(), alpha=2.0**-step)
+            g.div_(trace[:, None, None])
         torch.bmm(g.mT, g, out=other)
         g, other = other, g
     largest = _wolkowicz_styan(g).clamp(min=tiny)
