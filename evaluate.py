@@ -22,7 +22,9 @@ def main() -> None:
         # The heavy imports wait until the configuration is known to be valid.
         from invformer.build.evaluation import evaluate_checkpoint
         from invformer.evaluation.report import print_table, write_json
+        from invformer.numerics.host import keep_freed_memory
 
+        keep_freed_memory()
         report, directory = evaluate_checkpoint(config)
         write_json(report, directory / "evaluation.json")
         print_table(report)
