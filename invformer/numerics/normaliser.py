@@ -267,7 +267,7 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _images(g: Tensor, vectors: Tensor) -> Tensor:
-    """G v of every matrix, as rows vᵀG: on a CPU batches of those cost a third of columns."""
+    """G v of every matrix, as rows vᵀG: on a CPU their batches cost less than those of columns."""
     return torch.bmm(vectors.unsqueeze(-2), g).squeeze(-2)
 
 
