@@ -130,20 +130,27 @@ def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> No
 
 
 def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The matrices, their WᵀW/‖W‖_F², and log ‖W‖_F.
+    """The matrices up to scale, their WᵀW/‖W‖_F², and log ‖W‖_F.
 
     What leaves the range of the format when it is squared is scaled first; so is everything on a
     device that would have to be asked.
     """
     if has_answer_at_hand(tall[0]):
         grams = _grams(tall)
-        traces = grams.diagonal(dim1=-2, dim2=-1).sum(-1)
+        traces = _traces(grams)
         if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist()):
             return tall, grams.div_(traces[:, None, None]), traces.log() / 2
     tiny = torch.finfo(tall[0].dtype).tiny
-    scales = [torch.linalg.matrix_norm(w).clamp(min=tiny) for w in tall]
+    scales = [w.abs().amax((-2, -1)).clamp(min=tiny) for w in tall]
     tall = [w / s[:, None, None] for w, s in zip(tall, scales, strict=True)]
-    return tall, _grams(tall), torch.cat(scales).log()
+    grams = _grams(tall)
+    traces = _traces(grams).clamp(min=tiny)
+    return tall, grams.div_(traces[:, None, None]), torch.cat(scales).log() + traces.log() / 2
+
+
+def _traces(m: Tensor) -> Tensor:
+    """tr M of every matrix."""
+    return m.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _grams(tall: list[Tensor]) -> Tensor:
@@ -176,7 +183,7 @@ def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     other = torch.empty_like(g)
     for step in range(num_steps):
         if step % RESCALE_EVERY == RESCALE_EVERY - 1:
-            trace = g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_(min=tiny)
+            trace = _traces(g).clamp_(min=tiny)
             log_bound.add_(trace.log(), alpha=2.0**-step)
             g.div_(trace[:, None, None])
         torch.bmm(g.mT, g, out=other)
@@ -192,7 +199,7 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     but for what rounding may have cancelled: in a cluster all of the difference can be lost.
     """
     size = m.shape[-1]
-    mean = m.diagonal(dim1=-2, dim2=-1).sum(-1) / size
+    mean = _traces(m) / size
     squares = m.square().sum(-1).sum(-1)
     lost = 8 * torch.finfo(m.dtype).eps * squares if size > 1 else 0
     variance = (squares - size * mean.square()).clamp(min=0) + lost

@@ -104,9 +104,12 @@ def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> No
         torch.testing.assert_close(gram_normaliser(weight)[0], expected, rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e15])
-def test_what_a_square_would_push_out_of_the_format_is_scaled_first(scale: float) -> None:
-    weight = torch.randn(40, 20, dtype=torch.float32)
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-22, 1e-15, 1e15, 1e18, 1e25, 1e36])
+@pytest.mark.parametrize("size", [20, 256])
+def test_what_a_square_would_push_out_of_the_format_is_scaled_first(
+    scale: float, size: int
+) -> None:
+    weight = torch.randn(2 * size, size, dtype=torch.float32)
     sigma, u, v = gram_normaliser(weight)
     scaled = gram_normaliser(weight * scale)
     torch.testing.assert_close(scaled[0] / scale, sigma, rtol=1e-4, atol=0)
