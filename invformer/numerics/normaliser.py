@@ -23,8 +23,8 @@ from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
-# A semidefinite matrix of trace one, size r, has λ₁ ≥ 1/r: three squarings later λ₁ ≥ r⁻⁸ is still
-# far from underflow in float32.
+# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
+# or three, λ₁ ≥ r⁻⁴, and even its square is far from underflow in float32.
 RESCALE_EVERY = 3
 # Gram matrices whose trace is within these are formed from W as it is; others from W scaled.
 LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
@@ -183,9 +183,9 @@ def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     other = torch.empty_like(g)
     for step in range(num_steps):
         if step % RESCALE_EVERY == RESCALE_EVERY - 1:
-            trace = _traces(g).clamp_(min=tiny)
-            log_bound.add_(trace.log(), alpha=2.0**-step)
-            g.div_(trace[:, None, None])
+            scale = torch.linalg.matrix_norm(g).clamp_(min=tiny)
+            log_bound.add_(scale.log(), alpha=2.0**-step)
+            g.div_(scale[:, None, None])
         torch.bmm(g.mT, g, out=other)
         g, other = other, g
     largest = _wolkowicz_styan(g).clamp(min=tiny)

@@ -8,6 +8,7 @@ import torch
 
 from invformer.numerics import normaliser
 from invformer.numerics.normaliser import gram_normaliser, gram_normalisers
+from invformer.numerics.precision import denormals_flushed
 from tests.problems import matrix_with, trained_like
 
 ZOO = {
@@ -136,6 +137,16 @@ def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
         truth = torch.linalg.matrix_norm(weight, 2)
         assert truth <= sigma <= truth * 1.01
         assert u @ weight @ v >= 0.99 * truth
+
+
+@pytest.mark.parametrize("num_steps", range(1, 10))
+def test_squarings_of_a_large_cluster_never_underflow(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normaliser, "TRIAL_SIZE", 1024)
+    weight = matrix_with(torch.cat([torch.ones(128), torch.full((384,), 0.995)]), 512, 512).float()
+    with denormals_flushed():
+        assert gram_normaliser(weight, num_steps)[0] >= torch.linalg.matrix_norm(weight.double(), 2)
 
 
 def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
