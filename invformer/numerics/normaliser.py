@@ -215,29 +215,26 @@ def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     roundings, seen up to 2 r ε: b is lifted by as much.
     """
     theta, vector, residual = _lanczos(g)
-    bound = theta.clone()
-    failed = torch.arange(len(g), device=g.device)
-    for lift in ((residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT), LARGEST_LIFT):
-        bound[failed] = (theta * (1 + lift))[failed]
-        failed = failed[_refuted(bound[failed], [g[i] for i in failed.tolist()])]
-        if not failed.numel():
-            break
+    largest = theta * (1 + LARGEST_LIFT)
+    bound = theta * (1 + (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT))
+    failed = _without_factor(bound, g)
+    again = failed & (bound < largest)
+    bound = bound.where(~again, largest)
+    failed[again] = _without_factor(largest[again], g[again])
     log_bound = (bound * (1 + 2 * g.shape[-1] * torch.finfo(g.dtype).eps)).log()
-    if failed.numel():
+    if bool(failed.any()):
         log_bound[failed], vector[failed] = _gram_iteration(g[failed], num_steps)
     return log_bound, vector
 
 
-def _refuted(bounds: Tensor, grams: Sequence[Tensor]) -> Tensor:
-    """Whether bI − G has no Cholesky factor, for every G."""
-    return torch.stack([_factorisation(*one) for one in zip(bounds, grams, strict=True)]) != 0
-
-
-def _factorisation(b: Tensor, g: Tensor) -> Tensor:
-    """Zero if bI − G has a Cholesky factor. One matrix at a time stays in the cache."""
-    shifted = g.neg()
-    shifted.diagonal().add_(b)
-    return torch.linalg.cholesky_ex(shifted).info
+def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
+    """Whether bI − G has no Cholesky factor, of every G: one at a time stays in the cache."""
+    failed = torch.ones(len(grams), dtype=torch.bool)
+    for index, (b, g) in enumerate(zip(bounds, grams, strict=True)):
+        shifted = g.neg()
+        shifted.diagonal().add_(b)
+        failed[index] = torch.linalg.cholesky_ex(shifted).info != 0
+    return failed
 
 
 def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,20 +246,18 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    before, v = None, unit(_images(g, start.to(g).expand(len(g), -1)))
-    vectors, alongs, besides = [v], [], []
+    vectors, alongs, besides = [unit(_images(g, start.to(g).expand(len(g), -1)))], [], []
     for _ in range(min(NUM_VECTORS, size)):
-        w = _images(g, v)
-        alongs.append((w * v).sum(-1, keepdim=True))
-        w.addcmul_(alongs[-1], v, value=-1)
-        if before is not None:
-            w.addcmul_(besides[-1], before, value=-1)
+        w = _images(g, vectors[-1])
+        alongs.append((w * vectors[-1]).sum(-1, keepdim=True))
+        w.addcmul_(alongs[-1], vectors[-1], value=-1)
+        if besides:
+            w.addcmul_(besides[-1], vectors[-2], value=-1)
         beside = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
         # What rounding left of a vector inside the space is no direction: the space is complete.
-        lost = beside <= 8 * epsilon * alongs[-1]
+        lost = beside <= 8 * epsilon * alongs[-1].abs()
         besides.append(beside.masked_fill(lost, 0))
-        before, v = v, w / beside.masked_fill(lost, torch.inf)
-        vectors.append(v)
+        vectors.append(w / beside.masked_fill(lost, torch.inf))
     tridiagonal = torch.diag_embed(torch.cat(alongs, -1))
     tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(torch.cat(besides[:-1], -1))
     weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
