@@ -95,10 +95,13 @@ def measure_case(setting: Setting, memory: bool) -> Iterator[Row]:
         "picard-without-evidence": Inversion(contractive, case, "picard", evidence=False),
     }
     yield from setting.rows("invert", inversion, case.characters)
-    generation: dict[str, Work] = {
-        name: Generation(model, case) for name, model in models.items() if name != "plain"
-    }
-    yield from setting.rows("generate", generation, GENERATED)
+    for task, num_prompts in (("generate", 1), ("generate-together", case.batch_size)):
+        generation: dict[str, Work] = {
+            name: Generation(model, case, num_prompts)
+            for name, model in models.items()
+            if name != "plain"
+        }
+        yield from setting.rows(task, generation, num_prompts * GENERATED)
 
 
 def measure_compiled(setting: Setting) -> Iterator[Row]:

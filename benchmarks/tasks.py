@@ -129,19 +129,25 @@ class Inversion:
 
 
 class Generation:
-    """A prompt continued by ``GENERATED`` characters, one window at a time."""
+    """Prompts continued by ``GENERATED`` characters each, at once.
 
-    def __init__(self, model: nn.Module, case: Case) -> None:
+    Args:
+        model: anything but the plain model.
+        case: sizes.
+        num_prompts: how many, at most a batch of the case.
+    """
+
+    def __init__(self, model: nn.Module, case: Case, num_prompts: int) -> None:
         assert isinstance(model, CharTransformer)
         self.model = model.eval()
         inputs, _ = windows(case, next(model.parameters()).device)
-        self.prompt = inputs[0, : min(PROMPT, case.seq_len)]
+        self.prompts = inputs[:num_prompts, : min(PROMPT, case.seq_len)]
 
     @torch.no_grad()
     def __call__(self) -> None:
         """Greedy, so that no random numbers are drawn."""
         with frozen_weights(self.model):
-            self.model.generate(self.prompt, GENERATED, temperature=0)
+            self.model.generate(self.prompts, GENERATED, temperature=0)
 
 
 def arithmetic(device: torch.device, precision: str) -> AbstractContextManager:

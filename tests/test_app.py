@@ -230,6 +230,8 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "evaluation.json").read_text())
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
+    assert "generate 32 texts" in done.stdout
+    assert all(rate > 0 for rate in report["perf"].values())
 
 
 @pytest.mark.parametrize(

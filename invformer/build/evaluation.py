@@ -39,8 +39,9 @@ from invformer.schema import (
 )
 
 NGRAM_ORDER = 5
-# Characters generated to time it.
+# Characters generated to time it, and texts generated at once.
 MOST_GENERATED = 256
+TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -113,7 +114,12 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         inversion = invert_split(model, tokens, certificate, measure, device)
         report["inversion"] = asdict(inversion)
         report["perf"] |= inversion_rates(inversion)
-    report["perf"]["generate_characters_per_second"] = generation_rate(model, tokens, device)
+    report["perf"] |= {
+        "generate_characters_per_second": generation_rate(model, tokens, 1, device),
+        f"generate_{TEXTS_TOGETHER}_texts_characters_per_second": generation_rate(
+            model, tokens, TEXTS_TOGETHER, device
+        ),
+    }
     if config.generate.prompt is not None:
         report["sample"] = continue_text(model, vocabulary, config, device)
     return report, checkpoint.directory
@@ -192,14 +198,17 @@ def rate(num_characters: int, likelihood: Likelihood) -> float:
     return num_characters / max(likelihood.seconds, 1e-9)
 
 
-def generation_rate(model: CharTransformer, tokens: Tensor, device: torch.device) -> float:
-    """Characters per second of continuing the split's first one, up to a window of them."""
-    prompt, length = tokens[:1].long().to(device), min(model.seq_len, MOST_GENERATED)
+def generation_rate(
+    model: CharTransformer, tokens: Tensor, num_texts: int, device: torch.device
+) -> float:
+    """Characters per second of continuing the split's first ones, up to a window each, at once."""
+    starts = torch.arange(num_texts) % len(tokens)
+    prompt, length = tokens[starts, None].long().to(device), min(model.seq_len, MOST_GENERATED)
     with frozen_weights(model):
         model.generate(prompt, 1)
         start = time.perf_counter()
-        model.generate(prompt, length, temperature=0)[-1].item()  # waits for the device
-        return length / (time.perf_counter() - start)
+        model.generate(prompt, length, temperature=0)[-1, -1].item()  # waits for the device
+        return num_texts * length / (time.perf_counter() - start)
 
 
 def continue_text(

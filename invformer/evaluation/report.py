@@ -49,10 +49,7 @@ def print_table(report: Mapping[str, Any]) -> None:
         ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),
         *certificate_lines(report["certificate"]),
         *inversion_lines(report["inversion"]),
-        *(
-            (f"characters/s {name.removesuffix('_characters_per_second')}", f"{rate:,.0f}")
-            for name, rate in report["perf"].items()
-        ),
+        *(rate_line(name, rate) for name, rate in report["perf"].items()),
     ]
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
@@ -60,6 +57,12 @@ def print_table(report: Mapping[str, Any]) -> None:
     print_branches(report["local_lipschitz"])
     if report.get("sample"):
         print(f"--- sample ---\n{printable(report['sample'])}\n---")
+
+
+def rate_line(name: str, rate: float) -> tuple[str, str]:
+    """What was timed, and its characters per second."""
+    task = name.removesuffix("_characters_per_second").replace("_", " ")
+    return f"characters/s {task}", f"{rate:,.0f}"
 
 
 def ngram_lines(ngram: Mapping[str, Any] | None) -> list[tuple[str, str]]:

@@ -255,13 +255,13 @@ class CharTransformer(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        prompt: Integer[Tensor, "tokens"],
+        prompt: Integer[Tensor, "*batch tokens"],
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
         keep: int | None = None,
-    ) -> Integer[Tensor, "longer"]:
-        """Continue a prompt by ``length`` symbols, one after the other.
+    ) -> Integer[Tensor, "*batch longer"]:
+        """Continue a prompt by ``length`` symbols, one after the other; several prompts at once.
 
         Attentions keep what they need of earlier symbols, so that a new one costs the work of one.
         Positions are absolute: once ``seq_len`` symbols are in view, the oldest are let go and the
@@ -270,7 +270,8 @@ class CharTransformer(nn.Module):
         also in training mode, which is as it was afterwards.
 
         Args:
-            prompt: at least one symbol; of a longer one the last ``seq_len`` are seen.
+            prompt: at least one symbol; of a longer one the last ``seq_len`` are seen. Together
+                prompts cost little more than one of them, until the arithmetic outweighs the calls.
             length: number of symbols to add.
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
@@ -281,29 +282,31 @@ class CharTransformer(nn.Module):
         """
         keep = max(1, self.seq_len // 2) if keep is None else keep
         self._require_possible(prompt, length, temperature, keep)
-        tokens = torch.cat([prompt, prompt.new_empty(length)])
+        texts = prompt.reshape(-1, prompt.shape[-1])
+        start = texts.shape[-1]
+        texts = torch.cat([texts, texts.new_empty(len(texts), length)], -1)
         past: dict[nn.Module, AttentionCache] = {}
-        new = prompt[-self.seq_len :]
+        new = texts[:, max(0, start - self.seq_len) : start]
         in_view = 0
         with evaluating(self), frozen_weights(self):
-            for end in range(len(prompt), len(tokens)):
-                logits = self.extend(new[None], past)[0, -1]
-                in_view += len(new)
+            for end in range(start, start + length):
+                logits = self.extend(new, past)[:, -1]
+                in_view += new.shape[-1]
                 if temperature == 0:
-                    drawn = logits.argmax(-1, keepdim=True)
+                    new = logits.argmax(-1, keepdim=True)
                 else:
-                    drawn = torch.multinomial(
+                    new = torch.multinomial(
                         (logits / temperature).softmax(-1), 1, generator=generator
                     )
-                tokens[end : end + 1] = new = drawn
+                texts[:, end : end + 1] = new
                 if in_view == self.seq_len:
                     past, in_view = {}, 0
-                    new = tokens[end + 1 - keep : end + 1]
-        return tokens
+                    new = texts[:, end + 1 - keep : end + 1]
+        return texts.view(*prompt.shape[:-1], start + length)
 
     def _require_possible(self, prompt: Tensor, length: int, temperature: float, keep: int) -> None:
         """Refuse what :meth:`generate` cannot do."""
-        if not len(prompt):
+        if not prompt.shape[-1]:
             raise ValueError("the prompt is empty: it needs at least one symbol")
         if length < 0:
             raise ValueError(f"length must not be negative, got {length}")

@@ -42,7 +42,7 @@ def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
     found = {(row["task"], row["variant"]) for row in rows}
     assert {("train", model) for model in MODELS} <= found
     assert {("evaluate", model) for model in MODELS} <= found
-    assert {("generate", "dot_product"), ("generate", "contractive_l2")} <= found
+    assert {("generate", "dot_product"), ("generate-together", "contractive_l2")} <= found
     assert {
         ("invert", "picard"),
         ("invert", "anderson"),

@@ -322,6 +322,26 @@ def test_generation_extends_the_prompt_and_repeats_with_the_same_seed() -> None:
     assert len(first) == 23 > SEQ_LEN
 
 
+@pytest.mark.parametrize("build", SEQUENTIAL)
+def test_prompts_together_are_continued_as_each_alone(build) -> None:
+    model = trained_a_little(build())
+    prompts = random_tokens(6)[:, :3].view(2, 3, 3)
+    together = model.generate(prompts, 2 * SEQ_LEN, temperature=0)
+    alone = [model.generate(prompt, 2 * SEQ_LEN, temperature=0) for prompt in prompts.flatten(0, 1)]
+    assert torch.equal(together.flatten(0, 1), torch.stack(alone))
+    assert model.generate(prompts[:0], 2, temperature=0).shape == (0, 3, 5)
+
+
+def test_together_prompts_are_sampled_apart_and_repeat_with_the_same_seed() -> None:
+    model = trained_a_little(contractive_model())
+    prompts = random_tokens(1)[:, :3].expand(8, -1)
+    first, second = (
+        model.generate(prompts, 20, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert len(first.unique(dim=0)) > 1
+
+
 def test_greedy_generation_takes_the_likeliest_character() -> None:
     model = trained_a_little(contractive_model())
     prompt = random_tokens(1)[0, :3]
