@@ -95,7 +95,7 @@ class Tracker:
         a = self.tokens
         w = jacobian.vjp(a)
         reach = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        x = divide(w, reach)
+        x = shortened(divide(w, reach))
         o = jacobian.jvp(x)
         length = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
         self.tokens = torch.where(length > 0, divide(o, length), a)
@@ -128,7 +128,9 @@ class Tracker:
         lengths = torch.linalg.vector_norm(pulled, dim=-1, keepdim=True)
         if follow_whole:
             lengths[-1] = vector_norm(pulled[-1], "frobenius")[..., None, None]
-        x = divide(pulled, lengths)
+        x = shortened(divide(pulled, lengths))
+        if follow_whole:
+            x[-1] = shortened(x[-1], dim=(-2, -1))
         outputs = jacobian.jvp(x)
         found = {}
         if follow_whole:
@@ -188,3 +190,12 @@ class Tracker:
             self.tokens, self.lengths, self.whole = (
                 state[name].to(device) for name in ("tokens", "lengths", "whole")
             )
+
+
+def shortened(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+    """x/max(1, ‖x‖): what was divided by a length whose squares left the range may be too long.
+
+    Without it a token that hardly matters, ‖w_j‖ near the root of the smallest number, would count
+    several times as much as it may, and the gain of such an x is no lower bound.
+    """
+    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp(min=1)

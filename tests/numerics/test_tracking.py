@@ -1,10 +1,14 @@
 """Following a local constant: always from below, and catching up with a fixed Jacobian."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.local_lipschitz import power_iteration_estimate
+from invformer.numerics.norms import vector_norm
+from invformer.numerics.precision import denormals_flushed
 from invformer.numerics.tracking import Tracker
 
 NORMS = ("token_max", "frobenius")
@@ -47,6 +51,40 @@ def test_every_look_is_a_lower_bound_in_its_own_norm() -> None:
     for _ in range(30):
         for estimate in tracker.look(jacobian):
             assert estimate.value.item() <= most[estimate.norm] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+@pytest.mark.parametrize("far", [1e-17, 1e-18, 3e-19, 1e-21, 3e-22, 7e-23])
+def test_tokens_whose_squared_weight_underflows_do_not_count_more_than_they_may(
+    far: float, flushed: bool
+) -> None:
+    mixing = 0.9 * torch.eye(8, dtype=torch.float32)
+    mixing[0, 1:] = far
+    jacobian = LinearMap(
+        jvp=lambda x: mixing @ x,
+        vjp=lambda x: mixing.T @ x,
+        shape=torch.Size((8, 256)),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+    tracker = Tracker(NORMS, scouts=4)
+    with denormals_flushed() if flushed else nullcontext():
+        for _ in range(20):
+            for estimate in tracker.look(jacobian):
+                assert estimate.value.item() <= 0.9 * (1 + 1e-5)
+                assert vector_norm(estimate.vector, estimate.norm).item() <= 1 + 1e-5
+    assert estimate.value.item() == pytest.approx(0.9, rel=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("size", [1e-18, 1e-22, 1e-30])
+def test_a_map_of_the_smallest_numbers_is_not_overestimated(size: float, per_token: bool) -> None:
+    blocks = size * torch.eye(64, dtype=torch.float32).expand(4, -1, -1)
+    jacobian = block_map(blocks) if per_token else matrix_map(torch.block_diag(*blocks), tokens=4)
+    tracker = Tracker(NORMS)
+    for _ in range(5):
+        for estimate in tracker.look(jacobian, per_token):
+            assert estimate.value.item() <= size * (1 + 1e-5)
 
 
 def test_looks_at_a_fixed_jacobian_converge_to_its_norm() -> None:
