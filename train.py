@@ -27,11 +27,12 @@ def main() -> None:
             return
         # The heavy imports wait until the configuration is known to be valid.
         from invformer.build.run import build_run
-        from invformer.numerics.host import keep_freed_memory
+        from invformer.numerics.host import keep_freed_memory, leave_new_memory_unfilled
         from invformer.numerics.precision import denormals_flushed
         from invformer.training.fit import fit
 
         keep_freed_memory()
+        leave_new_memory_unfilled()
         with denormals_flushed():
             fit(build_run(config))
 

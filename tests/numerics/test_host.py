@@ -5,6 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils import deterministic
+
+from invformer.numerics.host import leave_new_memory_unfilled
 
 STEPS = """
 import resource, sys, torch
@@ -35,3 +39,9 @@ def page_faults(how: str) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_large_blocks_come_without_new_pages_once_freed_memory_is_kept() -> None:
     assert page_faults("kept") < page_faults("returned") / 10
+
+
+def test_new_memory_is_left_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deterministic, "fill_uninitialized_memory", True)
+    leave_new_memory_unfilled()
+    assert not torch.utils.deterministic.fill_uninitialized_memory

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import deterministic
 
 from invformer.build.run import build_run
 from invformer.config import load_config
@@ -61,6 +62,39 @@ def test_checkpointed_and_accumulated_runs_end_where_the_plain_run_does(
         assert validation_bits(tmp_path, name, f"model={model}", *more) == pytest.approx(
             plain, rel=1e-9
         )
+
+
+@pytest.mark.parametrize("model", ["contractive_l2", "contractive_bounded", "dot_product"])
+@pytest.mark.parametrize("seq_len", [40, 150])  # weights of attention are kept, or computed again
+def test_nothing_reads_memory_that_was_never_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, seq_len: int
+) -> None:
+    rows = []
+    for fill in (True, False):
+        monkeypatch.setattr(deterministic, "fill_uninitialized_memory", fill)
+        run = build_run(
+            load_config(
+                arguments(
+                    tmp_path, f"fill-{fill}", f"model={model}", f"data.seq_len={seq_len}",
+                    "trainer.precision=32-true", "monitor.enabled=true", "monitor.every=1",
+                    "monitor.num_sequences=1", "monitor.probe_length=16",
+                ),
+                TrainConfig,
+                ROOT,
+            )
+        )  # fmt: skip
+        assert torch.are_deterministic_algorithms_enabled()
+        fit(run)
+        weights = [p.detach().clone() for p in run.module.model.parameters()]
+        rows.append(([without_times(row) for row in read_rows(run.directory.metrics)], weights))
+    (filled, weights), (unfilled, same) = rows
+    assert filled == unfilled
+    assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
+
+
+def without_times(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of measurements that a machine's speed has no part in."""
+    return {key: value for key, value in row.items() if not key.startswith(("perf/", "time"))}
 
 
 def test_the_training_loss_of_accumulated_batches_is_that_of_one_batch_of_all_of_them(
