@@ -69,6 +69,9 @@ def parse() -> argparse.Namespace:
                         help="of the forward pass on CUDA; a CPU uses float32")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="default: the CPU, then a GPU if there is one")  # fmt: skip
+    parser.add_argument("--kernel", choices=["auto", "math", "blocked", "flex"], default="auto",
+                        help="what the attention of all models but plain runs on, such as flex on "
+                        "a GPU")  # fmt: skip
     parser.add_argument("--compile", action="store_true",
                         help="training steps with compiled blocks, and nothing else")  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
@@ -77,6 +80,8 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: PyTorch finds no CUDA device here")
+    if args.kernel == "flex" and args.device != "cuda":
+        parser.error("argument --kernel: flex trains on a GPU only: add --device cuda")
     if args.compile:
         for device in devices(args.device):
             if complaint := compiler_complaint(device):
@@ -108,7 +113,7 @@ def main() -> None:
     except OSError as error:
         print(f"error: argument --out: {error.filename}: {error.strerror}", file=sys.stderr)
         raise SystemExit(7) from None
-    report = {"environment": environment(torch.get_num_threads()), "rows": []}
+    report = {"environment": environment(torch.get_num_threads(), args.kernel), "rows": []}
     try:
         keep_freed_memory()  # as train.py does, and flush denormals
         with denormals_flushed():
@@ -127,7 +132,8 @@ def main() -> None:
 def default_name(args: argparse.Namespace) -> str:
     """The name of the results: those of a few cases never take the place of a whole suite's."""
     compiled = "-compiled" if args.compile else ""
-    return f"{args.suite}{compiled}{'-part' if args.only.pattern else ''}"
+    kernel = "" if args.kernel == "auto" else f"-{args.kernel}"
+    return f"{args.suite}{compiled}{kernel}{'-part' if args.only.pattern else ''}"
 
 
 def measure(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None:
@@ -139,7 +145,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None
             if not args.only.search(case.name):
                 continue
             print(f"{device.type} {case.name}", flush=True)
-            setting = Setting(case, device, precision, args.seconds or measured.seconds)
+            seconds = args.seconds or measured.seconds
+            setting = Setting(case, device, precision, seconds, args.kernel)
             if args.compile:
                 rows = measure_compiled(setting)
             else:

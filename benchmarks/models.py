@@ -25,12 +25,14 @@ from invformer.nn import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.transformer import CharEmbedding
+from invformer.numerics.attention_kernel import Kernel
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 VOCABULARY = {character: index for index, character in enumerate(sorted(set(TEXT)))}
 LIPSCHITZ_TARGET = 0.5
 # What is timed: the project's models, and one written without it.
 MODELS = ("dot_product", "l2", "contractive_l2", "contractive_bounded", "plain")
+ATTENTIONS = (DotProductAttention, L2Attention, ContractiveL2Attention, BoundedAttention)
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,15 @@ class Case:
         return asdict(self)
 
 
-def build(name: str, case: Case, device: torch.device) -> nn.Module:
-    """One model, freshly initialised with the same seed as the others."""
+def build(name: str, case: Case, device: torch.device, kernel: Kernel = "auto") -> nn.Module:
+    """One model, freshly initialised with the same seed as the others.
+
+    Args:
+        name: which of ``MODELS``.
+        case: sizes.
+        device: where it lies.
+        kernel: what its attention runs on; ``plain`` has PyTorch's own.
+    """
     torch.manual_seed(0)
     vocab_size, d_model, seq_len = len(VOCABULARY), case.d_model, case.seq_len
     if name == "plain":
@@ -85,6 +94,9 @@ def build(name: str, case: Case, device: torch.device) -> nn.Module:
         embedding = CharEmbedding(vocab_size, seq_len, d_model, d_embedding)
         model = CharTransformer(embedding, stack, vocab_size, d_model)
         model.initialise(windows(case, torch.device("cpu"))[0][:8])
+        for module in model.modules():
+            if isinstance(module, ATTENTIONS):
+                module.kernel = kernel
     return model.to(device)
 
 

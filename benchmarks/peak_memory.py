@@ -17,12 +17,15 @@ import torch
 
 from benchmarks.models import Case, build
 from benchmarks.tasks import Training
+from invformer.numerics.attention_kernel import Kernel
 
 STATUS = Path("/proc/self/status")
 STEPS = 2
 
 
-def measure_in_child(model: str, case: Case, device: str, precision: str, threads: int) -> int:
+def measure_in_child(
+    model: str, case: Case, device: str, precision: str, threads: int, kernel: Kernel = "auto"
+) -> int:
     """Bytes.
 
     Raises:
@@ -30,7 +33,7 @@ def measure_in_child(model: str, case: Case, device: str, precision: str, thread
     """
     question = {
         "model": model, "case": case.to_dict(), "device": device, "precision": precision,
-        "threads": threads,
+        "threads": threads, "kernel": kernel,
     }  # fmt: skip
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     answer = subprocess.run(
@@ -40,12 +43,10 @@ def measure_in_child(model: str, case: Case, device: str, precision: str, thread
     return int(answer.stdout)
 
 
-def peak_bytes(model: str, case: Case, device: torch.device, precision: str) -> int:
+def peak_bytes(model: str, case: Case, device: torch.device, precision: str, kernel: Kernel) -> int:
     """Of two training steps in this process."""
-    warm_up = Training(
-        build(model, Case(16, 16, 1, 2, 1), device), Case(16, 16, 1, 2, 1), precision
-    )
-    warm_up()
+    tiny = Case(16, 32, 1, 2, 1)
+    Training(build(model, tiny, device, kernel), tiny, precision)()
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -53,7 +54,7 @@ def peak_bytes(model: str, case: Case, device: torch.device, precision: str) -> 
     else:
         before = resident("VmRSS")
         reset_high_water_mark()
-    step = Training(build(model, case, device), case, precision)
+    step = Training(build(model, case, device, kernel), case, precision)
     for _ in range(STEPS):
         step()
     if device.type == "cuda":
@@ -82,7 +83,8 @@ def main() -> None:
     torch.set_num_threads(question["threads"])
     device = torch.device(question["device"])
     case = Case(**question["case"])
-    print(peak_bytes(question["model"], case, device, question["precision"]))
+    asked = (question[name] for name in ("precision", "kernel"))
+    print(peak_bytes(question["model"], case, device, *asked))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from benchmarks.tasks import (
     Work,
 )
 from benchmarks.timing import Spread, in_turns, paired
+from invformer.numerics.attention_kernel import Kernel
 
 Row = dict[str, Any]
 # The monitor at every step and every branch, at so many characters of one window.
@@ -42,12 +43,14 @@ class Setting:
         device: where.
         precision: float32, or bf16 under autocast.
         seconds: per task.
+        kernel: what attention runs on.
     """
 
     case: Case
     device: torch.device
     precision: str
     seconds: float
+    kernel: Kernel = "auto"
 
     def rows(self, task: str, work: dict[str, Work], characters: int) -> Iterator[Row]:
         """One row per piece of work, all in turns."""
@@ -58,7 +61,7 @@ class Setting:
 
     def build(self, name: str) -> nn.Module:
         """One model."""
-        return build(name, self.case, self.device)
+        return build(name, self.case, self.device, self.kernel)
 
     def training(self, model: nn.Module, probe_length: int | None = None) -> Training:
         """Its training step."""
@@ -79,7 +82,7 @@ def measure_case(setting: Setting, memory: bool) -> Iterator[Row]:
         if memory and row["variant"] in models:
             threads = torch.get_num_threads()
             row["peak_bytes"] = measure_in_child(
-                row["variant"], case, device.type, precision, threads
+                row["variant"], case, device.type, precision, threads, setting.kernel
             )
         yield row
     share = {"step": training["contractive_l2"], "normalisation": Normalisation(contractive)}
@@ -134,7 +137,7 @@ def compare(
         }
 
 
-def environment(threads: int) -> dict[str, Any]:
+def environment(threads: int, kernel: Kernel = "auto") -> dict[str, Any]:
     """What the numbers depend on."""
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -145,6 +148,8 @@ def environment(threads: int) -> dict[str, Any]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "kernel": kernel,
+        "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average_before": load(),
     }

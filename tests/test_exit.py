@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -273,8 +274,28 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     with pytest.raises(errors.ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
         build_run(config)
     assert not (tmp_path / "runs").exists()
-    for fine in ("auto", "blocked", "math", "flex" if gpus and accelerator == "auto" else "auto"):
+    for fine in ("auto", "blocked", "math"):
         refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.deterministic=false"], None),
+        (["model.position_bias=false"], None),
+        ([], r"in any order; pick auto, or trainer\.deterministic=false"),
+        (["trainer.deterministic=false", "model.num_heads=16"], "at least 16 channels, not 8"),
+    ],
+)
+def test_flex_attention_is_refused_on_a_gpu_where_it_breaks_a_promise_or_has_no_kernel(
+    words: list[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = ["model.d_model=128", "model.attention_kernel=flex", "trainer.accelerator=auto"]
+    config = load_config([*asked, *words])
+    with pytest.raises(errors.ConfigurationError, match=message) if message else nullcontext():
+        refuse_missing_kernel(config)
 
 
 def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(

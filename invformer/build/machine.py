@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from invformer.errors import ConfigurationError
+from invformer.numerics.attention_kernel import LEAST_FLEX_CHANNELS
 from invformer.numerics.host import compiler_complaint
 from invformer.schema import TrainConfig, TrainerConfig
 
@@ -70,6 +71,16 @@ def refuse_missing_kernel(config: TrainConfig) -> None:
     if kernel == "flex" and on_cpu:
         raise ConfigurationError(
             "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
+        )
+    if kernel == "flex" and config.model.head_width < LEAST_FLEX_CHANNELS:
+        raise ConfigurationError(
+            f"model.attention_kernel: flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "
+            f"not {config.model.head_width}; pick auto, or fewer heads"
+        )
+    if kernel == "flex" and config.trainer.deterministic and config.model.position_bias:
+        raise ConfigurationError(
+            "model.attention_kernel: flex adds up the gradients of a position bias in any order; "
+            "pick auto, or trainer.deterministic=false"
         )
     if kernel == "sdpa" and not on_cpu:
         raise ConfigurationError("model.attention_kernel: sdpa is for the CPU; pick auto")

@@ -10,22 +10,25 @@
 | ``sdpa`` | O(N) | none, or low rank in (i, j) | CPU | first, reverse |
 | ``flex`` | O(N) on a GPU | any of the lag | GPU (never run there); CPU forward | first, reverse |
 
-L2 logits are float32 or more in every kernel: their expansion (2 q_i·q_j − ‖q_j‖²)/√d cancels badly
-in half precision, and a bias column of it would lose everything (Dao et al. 2022 describe the
-recomputation in the backward pass that makes memory linear).
+Scores of ``flex`` are float32, so float64, which is asked for where errors are bounded, is left to
+``math`` there. L2 logits are float32 or more in every kernel: their expansion
+(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision, and a bias column of it would lose
+everything (Dao et al. 2022 describe the recomputation in the backward pass that makes memory
+linear).
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from invformer.numerics.blocked_attention import blocked_attention, blocked_l2_attention
 from invformer.numerics.causal_attention import causal_attention
@@ -40,6 +43,11 @@ SHORT = 32
 LONG = 2048
 # Beyond this length it pays for carrying −‖k_j‖²/√d of L2 logits without a bias as one.
 LONG_FOR_ONE_CHANNEL = 512
+# Away from the CPU: beyond this length N² numbers per head are too many to hold.
+LONG_ON_ACCELERATOR = 512
+# Smallest heads that FlexAttention's GPU kernels take, and the size of their blocks.
+LEAST_FLEX_CHANNELS = 16
+FLEX_BLOCK = 128
 
 _override: Kernel | None = None
 
@@ -125,6 +133,8 @@ def attend_l2(
             return _blocked(blocked_l2_attention, [_batched(q)], bias).view(shape).to(dtype)
         q = q.reshape(-1, *shape[-3:]) if kernel == "flex" else _batched(q)
         centre = q[..., :1, :].detach()
+        # In half precision the difference would be rounded, and lengths be those of other points.
+        centre = torch.zeros_like(centre) if q.dtype.itemsize < 4 else centre
         k = q - centre
         lengths = -scale * k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1)
         if kernel == "flex":
@@ -138,9 +148,11 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
 
     ``auto`` is ``math`` for gradients in float64, for short sequences, for masks that are not
-    causal, away from the CPU and under torch.func; else ``sdpa`` where it was measured faster:
-    without a bias (L2: beyond 512 tokens), and with one of low rank from 2,048 tokens on; else
-    ``blocked``.
+    causal and under torch.func; else ``sdpa`` on a CPU where it was measured faster: without a bias
+    (L2: beyond 512 tokens), and with one of low rank from 2,048 tokens on; else ``blocked``. Away
+    from the CPU sequences are short up to 512 tokens.
+
+    ``flex`` leaves float64 and empty batches to ``math``.
 
     Raises:
         ValueError: the kernel cannot do this, and why.
@@ -150,14 +162,15 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     on_cpu = q.device.type == "cpu"
     if kernel == "auto":
         precise = q.dtype == torch.float64 and torch.is_grad_enabled()
-        plain = precise or q.shape[-2] <= SHORT or bias.by_lag is None
-        if plain or not on_cpu or torch._C._are_functorch_transforms_active():
+        short = q.shape[-2] <= (SHORT if on_cpu else LONG_ON_ACCELERATOR)
+        plain = precise or short or bias.by_lag is None
+        if plain or torch._C._are_functorch_transforms_active():
             return "math"
         if bias.is_zero:
             fused = not l2 or q.shape[-2] > LONG_FOR_ONE_CHANNEL
         else:
             fused = low_rank and q.shape[-2] >= LONG
-        return "sdpa" if fused else "blocked"
+        return "sdpa" if fused and on_cpu else "blocked"
     if kernel not in get_args(Kernel):
         raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")
     if kernel != "math" and bias.by_lag is None:
@@ -170,6 +183,13 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     if kernel == "sdpa" and not on_cpu:
         raise ValueError(
             f"attention kernel 'sdpa' is for the CPU, not {q.device.type}: choose 'flex' or 'math'"
+        )
+    if kernel == "flex" and (q.dtype == torch.float64 or not q.numel()):
+        return "math"
+    if kernel == "flex" and not on_cpu and q.shape[-1] < LEAST_FLEX_CHANNELS:
+        raise ValueError(
+            f"attention kernel 'flex' needs heads of at least {LEAST_FLEX_CHANNELS} channels on "
+            f"{q.device.type}, not {q.shape[-1]}: choose 'auto'"
         )
     if kernel == "flex" and on_cpu and torch.is_grad_enabled() and q.requires_grad:
         raise ValueError(
@@ -242,11 +262,50 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, column: Tensor | None, bias: LogitBia
         s = s.float() + by_lag[h, (i - j).clamp(min=0)]
         return s if column is None else s + column[b, h, j]
 
-    tokens, device = q.shape[-2], q.device
-    causal = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device.type)
-    fused = flex_attention if device.type == "cpu" else torch.compile(flex_attention)
+    fused, blocks = flex_attention, causal_blocks
+    if not torch.compiler.is_compiling():
+        fused, blocks = _flex_for(q.device.type), _kept_causal_blocks
     q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    return fused(q, k, v, score_mod=score, block_mask=causal)
+    return fused(q, k, v, score_mod=score, block_mask=blocks(q.shape[-2], q.device))
+
+
+@cache
+def _flex_for(device_type: str) -> Callable[..., Tensor]:
+    """FlexAttention, compiled where its kernels are."""
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
+
+
+def causal_blocks(tokens: int, device: torch.device) -> BlockMask:
+    """The causal mask by blocks of queries and keys, from their numbers and not from N² pairs.
+
+    Blocks below the diagonal are seen as a whole, the one on it in part; so are all blocks of a
+    last row of blocks that the sequence does not fill.
+    """
+    count = math.ceil(tokens / FLEX_BLOCK)
+    row = torch.arange(count, dtype=torch.int32, device=device)
+    column = row.expand(count, count)
+    is_filled = row < tokens // FLEX_BLOCK
+    num_full = torch.where(is_filled, row, 0)
+    num_partial = torch.where(is_filled, 1, row + 1)
+    # From the diagonal on: what is seen in part is the first, or, in the last row, all of them.
+    partial = torch.where(is_filled[:, None], (column + row[:, None]) % count, column)
+    return BlockMask.from_kv_blocks(
+        num_partial[None, None].int(), partial[None, None].int().contiguous(),
+        num_full[None, None].int(), column[None, None].contiguous(),
+        BLOCK_SIZE=FLEX_BLOCK, mask_mod=_sees, seq_lengths=(tokens, tokens),
+    )  # fmt: skip
+
+
+def _sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """Whether query i sees key j."""
+    return i >= j
+
+
+@lru_cache(maxsize=8)
+def _kept_causal_blocks(tokens: int, device: torch.device) -> BlockMask:
+    """The same one for all layers and steps."""
+    with torch.inference_mode(False):  # or nothing could be derived with it later
+        return causal_blocks(tokens, device)
 
 
 def _batched(x: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-# Logits held at a time: 2 MiB of float32, the second-level caches of two cores.
-BLOCK_ELEMENTS = 2**19
+# Logits held at a time: 2 MiB of float32, the second-level caches of two cores. Elsewhere 64 MiB:
+# there a call has to be large (not measured).
+BLOCK_ELEMENTS, BLOCK_ELEMENTS_ON_ACCELERATOR = 2**19, 2**24
 MOST_ROWS, LEAST_ROWS = 64, 32
 # P is kept for the backward pass up to a length of so many times the channels of a head: it is then
 # no larger than the rest of what a residual block keeps, about 14 numbers per token and channel.
@@ -93,10 +94,11 @@ class Block:
 def _plan(q: Tensor) -> tuple[int, list[Block]]:
     """The number of queries in a block, and the blocks: about BLOCK_ELEMENTS logits each."""
     batch, heads, tokens = q.shape[:3]
-    rows = max(LEAST_ROWS, min(MOST_ROWS, BLOCK_ELEMENTS // tokens))
+    most = BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS_ON_ACCELERATOR
+    rows = max(LEAST_ROWS, min(MOST_ROWS, most // tokens))
     if tokens <= 2 * rows:
         rows = tokens  # no hidden half to skip that would pay for more calls
-    pairs = max(1, BLOCK_ELEMENTS // (rows * tokens))
+    pairs = max(1, most // (rows * tokens))
     groups: list[tuple[int, slice, int]] = []  # samples, heads, first pair
     if pairs >= heads:
         step = pairs // heads

@@ -4,7 +4,6 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 
 
 def has_answer_at_hand(number: Tensor) -> bool:
@@ -46,4 +45,4 @@ def leave_new_memory_unfilled() -> None:
     PyTorch fills it with NaN there, so that reading what was never written shows: 2 to 8 % of a
     training step (docs/log.md). Nothing of ours reads it: a test fills it, and sees the same bits.
     """
-    deterministic.fill_uninitialized_memory = False
+    torch._C._set_deterministic_fill_uninitialized_memory(False)

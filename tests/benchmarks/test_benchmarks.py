@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import __main__ as program
 from benchmarks import peak_memory, run, tasks, timing
-from benchmarks.models import MODELS, Case, build, windows
+from benchmarks.models import ATTENTIONS, MODELS, Case, build, windows
 from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.table import main as print_table
@@ -88,6 +88,15 @@ def test_all_models_read_the_same_batch_at_the_same_size() -> None:
     for name in MODELS:
         logits = build(name, TINY, CPU)(inputs)
         assert logits.shape[:2] == inputs.shape
+
+
+def test_all_models_but_the_plain_one_run_on_the_kernel_that_is_asked_for() -> None:
+    inputs, _ = windows(TINY, CPU)
+    for name in MODELS:
+        model = build(name, TINY, CPU, "blocked")
+        kernels = [m.kernel for m in model.modules() if isinstance(m, ATTENTIONS)]
+        assert kernels == ([] if name == "plain" else ["blocked"] * TINY.num_layers)
+        torch.testing.assert_close(model(inputs), build(name, TINY, CPU, "math")(inputs))
 
 
 def test_the_plain_model_looks_at_no_later_character() -> None:
@@ -198,6 +207,7 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
         (["--seconds", "nan"], "argument --seconds: nan is not above 0"),
         (["--threads", "0"], "argument --threads: 0 is not in [1, 1024]"),
         (["--threads", "many"], "argument --threads: invalid threads value: 'many'"),
+        (["--kernel", "flex"], "argument --kernel: flex trains on a GPU only: add --device cuda"),
         (["--compile"], "argument --compile: torch.compile does not work here: no compiler"),
     ],
 )

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 from invformer.nn.position_bias import (
     CausalMask,
@@ -15,7 +16,7 @@ from invformer.nn.position_bias import (
     VisibilityMask,
     log_masses,
 )
-from invformer.numerics.attention_kernel import attend, attend_l2, choose, only
+from invformer.numerics.attention_kernel import attend, attend_l2, causal_blocks, choose, only
 from invformer.numerics.blocked_attention import (
     blocked_attention,
     blocked_l2_attention,
@@ -312,6 +313,59 @@ def test_flex_attention_agrees_in_its_forward_pass() -> None:
     torch.testing.assert_close(*dot, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+def test_flex_attention_of_bfloat16_is_the_float32_result_to_bfloat16(scale: float) -> None:
+    where = position("table", 2, 40, torch.float32)
+    q = (scale * torch.randn(2, 2, 40, 32)).bfloat16()
+    with torch.no_grad():
+        y = attend_l2(q, where.logit_bias(40), "flex")
+        expected = attend_l2(q.float(), where.logit_bias(40), "math")
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+def test_flex_attention_leaves_double_precision_and_empty_batches_to_the_plain_form() -> None:
+    where = position("table", 2, 40, torch.float64)
+    q = torch.randn(1, 2, 40, 8)
+    plain = attend_l2(q, where.logit_bias(40), "math")
+    assert torch.equal(attend_l2(q, where.logit_bias(40), "flex"), plain)
+    empty = attend_l2(q[:0].float(), where.float().logit_bias(40), "flex")
+    assert empty.shape == (0, 2, 40, 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 256, 300, 1024])
+def test_causal_blocks_are_those_of_the_mask(tokens: int) -> None:
+    found = causal_blocks(tokens, torch.device("cpu"))
+    expected = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, "cpu")
+    assert found.shape == expected.shape == (1, 1, tokens, tokens)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, others = (getattr(mask, f"{name}_num_blocks") for mask in (found, expected))
+        assert torch.equal(counts, others)
+        for row, count in enumerate(counts.flatten().tolist()):
+            mine, other = (
+                getattr(m, f"{name}_indices")[0, 0, row, :count].sort().values
+                for m in (found, expected)
+            )
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(512, "math"), (513, "blocked")])
+def test_away_from_the_cpu_long_sequences_run_in_linear_memory(tokens: int, kernel: str) -> None:
+    where = position("table", 2, tokens, torch.float32).to("meta")
+    q = torch.empty(1, 2, tokens, 16, device="meta", dtype=torch.float32, requires_grad=True)
+    assert choose("auto", q, where.logit_bias(tokens), l2=True) == kernel
+    assert attend_l2(q, where.logit_bias(tokens)).shape == q.shape
+
+
+def test_flex_attention_refuses_heads_that_its_kernels_do_not_take() -> None:
+    where = position("table", 2, 40, torch.float32).to("meta")
+    q = torch.empty(1, 2, 40, 8, device="meta", dtype=torch.float32)
+    with pytest.raises(ValueError, match="at least 16 channels on meta, not 8: choose 'auto'"):
+        attend_l2(q, where.logit_bias(40), "flex")
+
+
 @pytest.mark.parametrize(
     ("kernel", "bias", "reason"),
     [
@@ -324,7 +378,7 @@ def test_an_impossible_choice_says_why_and_what_to_choose(
     kernel: str, bias: str, reason: str
 ) -> None:
     where = position(bias, 2, 5, torch.float32)
-    q = torch.randn(1, 2, 5, 4, requires_grad=True)
+    q = torch.randn(1, 2, 5, 4, dtype=torch.float32, requires_grad=True)
     with pytest.raises(ValueError, match=reason):
         attend_l2(q, where.logit_bias(5), kernel)
 
