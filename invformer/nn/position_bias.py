@@ -238,7 +238,8 @@ class SinusoidalPositionBias(LowRankPositionBias):
     def angles(self, num_tokens: int) -> Float[Tensor, "tokens periods"]:
         """2π t/T_r."""
         time = torch.arange(num_tokens, device=self.offset.device, dtype=torch.float64)
-        return 2 * math.pi * time[:, None] / time.new_tensor(PERIODS)
+        # One by one: a tensor of all periods would have to be copied there.
+        return torch.stack([2 * math.pi * time / period for period in PERIODS], -1)
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The sum, after a zero."""
