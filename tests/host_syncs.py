@@ -2,7 +2,6 @@
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero")
 # What torch.tensor and new_tensor end with: Python numbers, in memory that is not pinned.
 COPIES = ("aten::lift_fresh",)

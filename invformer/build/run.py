@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.build.machine import commit, refuse_missing_hardware
+from invformer.build.machine import commit, refuse_missing_hardware, training_device
 from invformer.build.model import build_model
 from invformer.checkpoint.content import Checkpoint
 from invformer.checkpoint.directory import sweep
@@ -34,6 +34,7 @@ from invformer.training.callbacks import (
     StepProgress,
 )
 from invformer.training.checkpoint_io import DirectoryCheckpointIO
+from invformer.training.collective import backends
 from invformer.training.interruption import Interruption
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
@@ -169,9 +170,10 @@ def build_strategy(config: TrainerConfig) -> Strategy | str:
     if config.devices == 1:
         return "auto"
     timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
+    backend = backends(training_device(config))
     if config.strategy == "fsdp":
-        return ShardedStrategy(config.devices, timeout)
-    return DDPStrategy(timeout=timeout)
+        return ShardedStrategy(config.devices, timeout, backend)
+    return DDPStrategy(timeout=timeout, process_group_backend=backend)
 
 
 def is_first_process() -> bool:

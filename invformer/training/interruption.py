@@ -6,12 +6,12 @@ from types import FrameType
 from typing import Any
 
 import lightning as L
-import torch
 
 from invformer.errors import Interrupted, InvformerError, RankLost
 from invformer.exit import STOP_SIGNALS
 from invformer.ranks import tell
 from invformer.training.callbacks import Flush
+from invformer.training.collective import largest_of_processes
 
 
 class Interruption(L.Callback):
@@ -130,7 +130,4 @@ def refuse_pending(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
 
 def largest(trainer: L.Trainer, number: int) -> int:
     """The largest number that any process holds."""
-    if trainer.world_size == 1:
-        return number
-    held = torch.tensor(number, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(held, reduce_op="max"))
+    return number if trainer.world_size == 1 else largest_of_processes(number)

@@ -17,6 +17,7 @@ from invformer.nn.probe_budget import Clock, Ledger
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.host import has_answer_at_hand
+from invformer.training.collective import mean_of_processes
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
 from invformer.training.run_log import RunLog
@@ -148,10 +149,7 @@ class CharLanguageModel(L.LightningModule):
         """
         nats = torch.stack(self._losses).mean()
         self._losses.clear()
-        if self.trainer.world_size > 1:
-            nats = self.trainer.strategy.reduce(nats, reduce_op="mean")
-            assert isinstance(nats, Tensor)
-        return nats
+        return nats if self.trainer.world_size == 1 else mean_of_processes(nats)
 
     def refuse_lost_update(self) -> None:
         """Whether all updates so far were finite; waits for the device.

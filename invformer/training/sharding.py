@@ -70,13 +70,15 @@ class ShardedStrategy(ModelParallelStrategy):
     Args:
         num_processes: one per device.
         timeout: for whatever the processes do together.
+        backend: what they talk through; None is what suits their devices.
     """
 
-    def __init__(self, num_processes: int, timeout: timedelta) -> None:
+    def __init__(self, num_processes: int, timeout: timedelta, backend: str | None = None) -> None:
         super().__init__(
             data_parallel_size=num_processes,
             tensor_parallel_size=1,
             save_distributed_checkpoint=False,
+            process_group_backend=backend,
             timeout=timeout,
         )
 
