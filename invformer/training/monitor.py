@@ -165,11 +165,19 @@ class LipschitzMonitor(L.Callback):
         elif self._steps % RECHECK_EVERY == 0:
             self.ledger.settle()
             share = self.ledger.share(self.choice.every, self.local_every)
-            share = trainer.strategy.broadcast(share)
+            share, price, rest = trainer.strategy.broadcast(
+                (share, self.ledger.price(), statistics.median(self.ledger.rest or [0.0]))
+            )
             if share is not None and could_be_better(
                 self.choice, share, self.budget, self.sizes, self.local_every, self.every
             ):
                 self.calibrate(trainer, module)
+            elif price is not None and self.every is None:
+                # The same probe as often as fits by what it took lately: nothing has to be timed.
+                size = self.choice.size
+                choice = choose({size: price}, rest, self.budget, self.local_every)
+                if choice.every < self.choice.every:
+                    self.adopt(module, choice, price, rest)
             self.ledger.forget()
 
     def calibrate(self, trainer: L.Trainer, module: CharLanguageModel) -> None:
@@ -192,6 +200,13 @@ class LipschitzMonitor(L.Callback):
         price = prices[choice.size]
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice.size, first_steps=choice.size.length)
+        self.adopt(module, choice, price, rest)
+        self.ledger.forget()
+        self.ledger.local.clear()  # of another probe
+        self.ledger.local.append(price.local)
+
+    def adopt(self, module: CharLanguageModel, choice: Choice, price: Price, rest: float) -> None:
+        """Measure that from now on, and say so if that is news."""
         if choice != self.choice or not self.is_settled:
             module.print(
                 f"monitor: {choice.describe()}, "
@@ -200,9 +215,6 @@ class LipschitzMonitor(L.Callback):
             )
         self.choice = choice
         self.is_settled = True
-        self.ledger.forget()
-        self.ledger.local.clear()  # of another probe
-        self.ledger.local.append(price.local)
 
     def time_look(self, probe: LipschitzProbe) -> Price:
         """Seconds that a look and local bounds take, once they run."""

@@ -399,6 +399,26 @@ def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
     ]
 
 
+def test_looks_that_take_less_than_they_were_timed_at_are_taken_more_often(
+    text_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    calibrations: list[int],
+) -> None:
+    monkeypatch.setattr(monitor_module, "RECHECK_EVERY", 10)
+    clock = VirtualTime(monkeypatch, look=0.5)
+    run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
+    changing = ChangingLooks(clock, {8: 0.3})  # within what is tolerated: 2.9 % of 5 %
+    run.trainer.callbacks.insert(0, changing)  # type: ignore[attr-defined]
+    fit_module.fit(run)
+    assert calibrations == [6]
+    printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
+    assert [line.split("(")[0].strip() for line in printed] == [
+        "monitor: 1 sequence of 16 characters every 13 steps, 4.8% of a step",
+        "monitor: 1 sequence of 16 characters every 7 steps, 4.8% of a step",
+    ]
+
+
 def test_a_large_budget_takes_several_windows(text_file: Path) -> None:
     run = run_with(text_file, "monitor.budget=10", "trainer.max_steps=7", "trainer.val_every=7")
     fit_module.fit(run)
