@@ -25,9 +25,10 @@ def main() -> None:
         from invformer.numerics.host import keep_freed_memory
 
         keep_freed_memory()
-        report, directory = evaluate_checkpoint(config)
-        write_json(report, directory / "evaluation.json")
+        report, path = evaluate_checkpoint(config)
+        write_json(report, path)
         print_table(report)
+        print(f"written to {path}")
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))
 

@@ -64,7 +64,11 @@ def explained(error: Exception) -> tuple[str, int]:
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY))
     ):
-        return f"out of memory: lower data.batch_size or data.seq_len ({text:.160})", 8
+        return (
+            "out of memory: lower data.batch_size or data.seq_len, or model.d_model if the model "
+            f"itself is too large ({text:.160})",
+            8,
+        )
     if is_rank() and isinstance(error, RuntimeError) and any(words in text for words in LOST):
         return f"another process of the run is gone ({text:.160})", RankLost.exit_code
     if isinstance(error, OSError) and error.errno in STORAGE:

@@ -151,8 +151,8 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
         size.append("model.d_embedding=24")
     run = train([*options(tmp_path, text_file), f"model={preset}", *size, "trainer.max_steps=4"])
     config = load_config([f"checkpoint={run}", "generate.prompt=1 times"], EvaluateConfig)
-    report, folder = evaluate_checkpoint(config)
-    assert folder == run
+    report, path = evaluate_checkpoint(config)
+    assert path == run / "evaluation.json"
     assert report["num_characters"] > 0
     assert report["bpc"] == pytest.approx(report["nats"] / 0.6931471805599453)
     assert report["sample"].startswith("1 times")
@@ -231,6 +231,7 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     report = json.loads((run / "evaluation.json").read_text())
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
     assert "generate 32 texts" in done.stdout
+    assert done.stdout.splitlines()[-1] == f"written to {run / 'evaluation.json'}"
     assert all(rate > 0 for rate in report["perf"].values())
 
 

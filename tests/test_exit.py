@@ -219,13 +219,14 @@ def test_a_lasting_stream_is_what_the_stream_was(
 def test_the_report_is_on_disk_before_anything_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    path = tmp_path / "evaluation.json"
     monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
-    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, tmp_path))
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, path))
     monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
     monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=x"])
     with pytest.raises(SystemExit):
         evaluate.main()
-    assert (tmp_path / "evaluation.json").exists()
+    assert path.exists()
 
 
 COLOURED = "\x1b[31mred\x07 \x9b2J\r\x7f\tπ\n"

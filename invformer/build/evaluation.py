@@ -51,7 +51,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     """Load a model and measure everything that is asked for.
 
     Returns:
-        The report as a nested plain dict, and the folder it belongs into.
+        The report as a nested plain dict, and the file it belongs into.
     """
     checkpoint = read_checkpoint(config.checkpoint)
     trained = trained_configuration(checkpoint)
@@ -122,7 +122,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     }
     if config.generate.prompt is not None:
         report["sample"] = continue_text(model, vocabulary, config, device)
-    return report, checkpoint.directory
+    return report, checkpoint.evaluation
 
 
 def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:

@@ -40,7 +40,7 @@ from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.training.resume import resume_point
-from invformer.training.run_directory import RunDirectory, open_run
+from invformer.training.run_directory import RunDirectory, open_run, write_config
 from invformer.training.run_log import JsonLinesSink, RunLog, Sink
 from invformer.training.saving import Checkpoints, RandomState
 from invformer.training.sharding import ShardedStrategy
@@ -98,6 +98,9 @@ def build_run(config: TrainConfig) -> Run:
     directory = open_directory(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory.checkpoints, metadata)
+    if is_first_process():
+        write_config(directory.path, to_dict(config))
+        directory.config.write_text(to_yaml(config), encoding="utf-8")
     wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
     if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
         metadata["wandb_run_id"] = run_id
@@ -193,7 +196,6 @@ def open_directory(config: TrainConfig) -> RunDirectory:
         config.run.resume,
     )
     sweep(directory.checkpoints)
-    directory.config.write_text(to_yaml(config), encoding="utf-8")
     os.environ[DIRECTORY] = str(directory.path.absolute())
     tell(directory=os.environ[DIRECTORY])
     return directory

@@ -57,6 +57,7 @@ STATE_KEYS = {
 }  # fmt: skip
 # Where the saved weights are an average: those that learn.
 LEARNING = "learning_weights"
+EVALUATION = "evaluation.json"
 # Of the language model's weights in the module that was trained.
 PREFIX = "model."
 
@@ -86,8 +87,8 @@ class Checkpoint:
         return self.manifest.sha256
 
     @property
-    def directory(self) -> Path:
-        """The run's folder, where results belong.
+    def evaluation(self) -> Path:
+        """Where results belong: in the run's folder, or beside a checkpoint outside a run.
 
         The names that were typed say where that is, even if the folder of checkpoints is a link to
         another disk. Names such as ``.`` or a link to one checkpoint do not say it.
@@ -95,7 +96,9 @@ class Checkpoint:
         folder = self.path.parent
         if folder.name != CHECKPOINTS or self.path.is_symlink():
             folder = self.path.resolve().parent
-        return folder.parent if folder.name == CHECKPOINTS else folder
+        if folder.name == CHECKPOINTS:
+            return folder.parent / EVALUATION
+        return folder / f"{self.path.resolve().name}.{EVALUATION}"
 
     @property
     def weight_bytes(self) -> int:

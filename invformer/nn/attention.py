@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
-        self.position = position
+        self.position = position.for_heads(num_heads)
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
@@ -233,7 +233,7 @@ class L2Attention(TiedL2Attention):
     ) -> None:
         super().__init__()
         self.kernel = kernel
-        self.position = position
+        self.position = position.for_heads(num_heads)
         d_head = d_model // num_heads
         self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
         self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
@@ -277,7 +277,7 @@ class ContractiveL2Attention(TiedL2Attention):
     ) -> None:
         super().__init__(lipschitz_target)
         self.kernel = kernel
-        self.position = position
+        self.position = position.for_heads(num_heads)
         self.certificate: AttentionCertificate = certificate
         d_head = d_model // num_heads
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
@@ -369,7 +369,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
     ) -> None:
         super().__init__(lipschitz_target)
         self.kernel = kernel
-        self.position = position
+        self.position = position.for_heads(num_heads)
         self.certificate = certificate
         d_head = d_model // num_heads
         shape = (num_heads, d_model, d_head)

@@ -96,7 +96,7 @@ class BoundedAttention(LipschitzBranch):
         super().__init__(lipschitz_target)
         if strictly_causal and not position.is_causal:
             raise ValueError("strictly causal attention needs a causal mask")
-        self.position = position
+        self.position = position.for_heads(num_heads)
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
         self.certificate: BoundedCertificate = certificate

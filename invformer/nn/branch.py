@@ -33,7 +33,10 @@ class LipschitzBranch(nn.Module):
     """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
 
     Args:
-        lipschitz_target: c, what the branch is scaled to; inf for an unconstrained branch.
+        lipschitz_target: c in (0, 1), what the branch is scaled to; inf for an unconstrained one.
+
+    Raises:
+        ValueError: c is something else.
     """
 
     correction: Tensor
@@ -44,6 +47,8 @@ class LipschitzBranch(nn.Module):
 
     def __init__(self, lipschitz_target: float = math.inf) -> None:
         super().__init__()
+        if not 0 < lipschitz_target < 1 and lipschitz_target != math.inf:
+            raise ValueError(f"lipschitz_target must be in (0, 1), got {lipschitz_target}")
         self.lipschitz_target = lipschitz_target
         # Below one only if certification found the branch above its target (low precision).
         self.register_buffer("correction", torch.ones(()))

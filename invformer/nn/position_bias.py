@@ -46,6 +46,17 @@ class VisibilityMask(nn.Module):
         self.seq_len = visible.shape[0]
         self.register_buffer("hidden", ~visible, persistent=False)
 
+    def for_heads(self, num_heads: int) -> "VisibilityMask":
+        """The same, for an attention of so many heads.
+
+        Raises:
+            ValueError: it has a bias for each of another number of heads.
+        """
+        own = len(self.log_mass())
+        if own not in (1, num_heads):
+            raise ValueError(f"a position bias of {own} heads does not fit {num_heads} heads")
+        return self
+
     @property
     def is_causal(self) -> bool:
         """Whether no token sees a later one."""

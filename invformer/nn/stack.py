@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from invformer.nn.activation_norm import ChannelAffine
 from invformer.nn.branch import LipschitzBranch, frozen_weights, shared_weights
 from invformer.nn.channel_metric import ChannelMetric
+from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
 from invformer.numerics.error_bound import (
     ErrorStep,
@@ -86,6 +87,9 @@ class InvertibleStack(nn.Module):
         norm: the norm in which the branches' targets are set.
         kind: ``global`` if the targets bound Lipschitz constants, ``causal`` if they bound the
             diagonal Jacobian blocks.
+
+    Raises:
+        ValueError: an attention knows fewer positions than that.
     """
 
     def __init__(
@@ -101,6 +105,12 @@ class InvertibleStack(nn.Module):
         self.norm: Norm = norm
         self.kind: Literal["global", "causal"] = kind
         self.checkpoint_activations = False
+        for name, branch in self.branches():
+            position = getattr(branch, "position", None)
+            if isinstance(position, VisibilityMask) and position.seq_len < seq_len:
+                raise ValueError(
+                    f"{name} knows {position.seq_len} positions, fewer than seq_len={seq_len}"
+                )
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
         """Every layer by its full name, in the order they act."""

@@ -15,6 +15,9 @@ from invformer.nn.stack import InvertibleStack, apply_blocks
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
 
+# Below this a temperature makes no difference, and float32 would divide by zero.
+COLDEST = 1e-30
+
 
 class CharEmbedding(nn.Module):
     """Token plus position embedding in the first ``d_embedding`` channels, zero in the others.
@@ -295,9 +298,10 @@ class CharTransformer(nn.Module):
                 if temperature == 0:
                     new = logits.argmax(-1, keepdim=True)
                 else:
-                    new = torch.multinomial(
-                        (logits / temperature).softmax(-1), 1, generator=generator
-                    )
+                    # Differences, over no less than a float can be divided by without NaN.
+                    behind = logits - logits.amax(-1, keepdim=True)
+                    chances = (behind / max(temperature, COLDEST)).softmax(-1)
+                    new = torch.multinomial(chances, 1, generator=generator)
                 texts[:, end : end + 1] = new
                 if in_view == self.seq_len:
                     past, in_view = {}, 0

@@ -20,6 +20,8 @@ Series = tuple[list[int], list[float]]
 
 ESTIMATE = re.compile(r"lipschitz/(?P<norm>\w+)/(?P<block>\w+)/(?P<kind>\w+)/estimate")
 MARKERS = "osD^vP*Xp<>h"
+# Blocks the legend names: with more it would be taller than the picture.
+MOST_NAMED = 8
 BOUND_STYLE = {"color": "0.6", "linewidth": 2.2}
 SMOOTHED_SHARE = 0.02  # of the run: what the mean of a noisy curve looks back over
 STEP_AXIS = "optimiser step"
@@ -145,8 +147,8 @@ def lipschitz_key(
         return Line2D([], [], label=label.replace("feed_forward", "feed-forward"), **style)
 
     key = [
-        entry(block.replace("_", " "), **block_style(index, len(blocks), 1))
-        for index, block in enumerate(blocks)
+        entry(blocks[index].replace("_", " "), **block_style(index, len(blocks), 1))
+        for index in evenly(len(blocks), MOST_NAMED)
     ]
     for kind in sorted({branch.kind for branch in branches}):
         key.append(entry(f"{kind}, estimate", color="0.2", **kind_style(kind)))
@@ -155,6 +157,13 @@ def lipschitz_key(
     if target is not None:
         key.append(entry(f"target {target:g}", color="black", linestyle=":"))
     return key
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """The numbers below ``count``, or as many of them, first and last included, as are allowed."""
+    if count <= most:
+        return list(range(count))
+    return [round(k * (count - 1) / (most - 1)) for k in range(most)]
 
 
 def kind_style(kind: str) -> dict[str, Any]:

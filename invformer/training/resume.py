@@ -60,6 +60,12 @@ def refuse_other_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Non
         raise CheckpointError(
             f"{checkpoint.path}: of a run with another configuration ({'; '.join(differing)})"
         )
+    step, asked = saved["step"], metadata["config"]["trainer"]["max_steps"]
+    if step > asked:
+        raise CheckpointError(
+            f"{checkpoint.path}: the run is at step {step}, past trainer.max_steps={asked}: ask "
+            "for more steps, or choose another run.name"
+        )
     if saved["data_sha256"] != metadata["data_sha256"]:
         raise DataError(
             f"the text changed since the run began: {metadata['data_source']} has SHA-256 "

@@ -15,8 +15,9 @@ from invformer.schema import TrainConfig
 from invformer.training.run_lock import LOCK, lock_run
 
 # What may differ between a run and its continuation: it changes no number that was computed.
+# That the text behind another path is the same is checked by itself.
 MAY_CHANGE = (
-    "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
+    "data.path", "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
     "trainer.sample_length",
 )  # fmt: skip
 CONFIG = "config.json"

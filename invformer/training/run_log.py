@@ -1,6 +1,7 @@
 """Metrics of a run: kept on the device, flushed now and then, one row per optimiser step."""
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from invformer.errors import StorageError
+
+log = logging.getLogger(__name__)
 
 Row = dict[str, float]
 # What may be recorded: a scalar by its key, or a vector by the keys of its entries.
@@ -85,6 +88,11 @@ class JsonLinesSink:
         self.newest = -1
         if path.exists():
             self._replace([row for row in read_rows(path) if row["step"] < first_step])
+        if self.newest + 1 < first_step:
+            log.warning(
+                "%s: the rows of steps %d to %d are lost; the run goes on without them",
+                path, self.newest + 1, first_step - 1,
+            )  # fmt: skip
 
     def __call__(self, step: int, row: Row) -> None:
         """Write one row; non-finite numbers become the strings JSON lacks a literal for."""

@@ -262,7 +262,19 @@ def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
     for folder in (tmp_path, tmp_path / "elsewhere" / "checkpoints"):
         (folder / "link").symlink_to(saved)
     monkeypatch.chdir(tmp_path / stand)
-    assert open_checkpoint(Path(name)).directory.samefile(tmp_path / "run")
+    evaluation = open_checkpoint(Path(name)).evaluation
+    assert evaluation.name == "evaluation.json"
+    assert evaluation.parent.samefile(tmp_path / "run")
+
+
+def test_results_of_a_checkpoint_outside_a_run_lie_beside_it_under_its_name(
+    tmp_path: Path,
+) -> None:
+    saved = tmp_path / save(tmp_path, 4)
+    (tmp_path / "link").symlink_to(saved)
+    expected = tmp_path.resolve() / "step-00000004.evaluation.json"
+    for name in (saved, tmp_path / "link"):
+        assert open_checkpoint(name).evaluation == expected
 
 
 def test_results_go_to_the_runs_folder_if_its_checkpoints_lie_on_another_disk(
@@ -272,4 +284,4 @@ def test_results_go_to_the_runs_folder_if_its_checkpoints_lie_on_another_disk(
     (tmp_path / "disk").mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     save(tmp_path / "run" / "checkpoints", 4)
-    assert newest(tmp_path / "run" / "checkpoints").directory == tmp_path / "run"
+    assert newest(tmp_path / "run" / "checkpoints").evaluation == tmp_path / "run/evaluation.json"

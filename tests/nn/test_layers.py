@@ -10,13 +10,20 @@ import torch
 
 from invformer.nn import (
     ActivationNorm,
+    CausalMask,
     ContractiveFeedForward,
+    ContractiveL2Attention,
+    DotProductAttention,
     InvertibleResidual,
+    InvertibleStack,
+    L2Attention,
+    RelativePositionBias,
     certify,
     frozen_weights,
 )
 from invformer.nn.spectral import set_manual_refresh
 from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.precision import denormals_flushed
 from tests.nn.builders import (
     SEQ_LEN,
     VOCAB,
@@ -397,6 +404,36 @@ def test_generation_drops_nothing_out_and_leaves_every_mode_as_it_was() -> None:
     with pytest.raises(IndexError):  # the modes come back after an error too
         model.generate(torch.full((3,), VOCAB), 20)
     assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+def test_the_lowest_temperatures_take_the_likeliest_character(temperature: float) -> None:
+    model = trained_a_little(contractive_model()).float()
+    prompt = random_tokens(1)[0, :3]
+    with denormals_flushed():
+        coldest = model.generate(prompt, 20, temperature=temperature)
+        assert torch.equal(coldest, model.generate(prompt, 20, temperature=0))
+
+
+@pytest.mark.parametrize("target", [0.0, -0.5, 1.0, 1.5, math.nan])
+def test_a_target_that_is_no_contraction_is_refused_when_a_branch_is_made(target: float) -> None:
+    with pytest.raises(ValueError, match=r"lipschitz_target must be in \(0, 1\), got"):
+        ContractiveFeedForward(WIDTH, 2 * WIDTH, target)
+
+
+@pytest.mark.parametrize("attention", [ContractiveL2Attention, DotProductAttention, L2Attention])
+def test_a_position_bias_of_other_heads_is_refused_when_an_attention_is_made(attention) -> None:
+    target = (0.5,) if attention is ContractiveL2Attention else ()
+    position = RelativePositionBias(3, SEQ_LEN)
+    with pytest.raises(ValueError, match="a position bias of 3 heads does not fit 4 heads"):
+        attention(WIDTH, 4, position, *target)
+    attention(WIDTH, 4, CausalMask(SEQ_LEN), *target)
+
+
+def test_a_stack_for_more_positions_than_its_attentions_know_is_refused() -> None:
+    blocks = list(contractive_model().stack.blocks)
+    with pytest.raises(ValueError, match="block_00/attention knows 12 positions, fewer than seq_l"):
+        InvertibleStack(blocks, SEQ_LEN + 1)
 
 
 @pytest.mark.parametrize(

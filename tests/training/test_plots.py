@@ -139,6 +139,25 @@ def test_blocks_differ_in_greyscale_and_in_their_markers(tmp_path: Path) -> None
     assert min(steps) > 0.1
 
 
+@pytest.mark.parametrize("num_blocks", [8, 9, 64])
+def test_the_key_of_many_blocks_names_a_few_and_leaves_the_axes_their_room(
+    num_blocks: int,
+) -> None:
+    curves = {}
+    for block in range(num_blocks):
+        branch = Branch("token_max", f"block_{block:02d}", "attention")
+        curves |= {branch.estimate: ([0, 1], [0.1, 0.2]), branch.bound: ([0, 1], [0.5, 0.5])}
+    figure = draw_lipschitz(curves, "token_max")
+    assert figure is not None
+    (axes,) = figure.axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    blocks = [name for name in names if name.startswith("block")]
+    assert len(blocks) == 8
+    assert (blocks[0], blocks[-1]) == ("block 00", f"block {num_blocks - 1:02d}")
+    figure.draw_without_rendering()
+    assert axes.get_window_extent().height > 0.7 * figure.bbox.height
+
+
 def test_branches_are_found_by_norm_and_not_by_summaries() -> None:
     curves = {
         "lipschitz/token_max/block_01/attention/estimate": ([0], [1.0]),

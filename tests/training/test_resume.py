@@ -1,5 +1,6 @@
 """A run continues from its own newest whole checkpoint on its own text, or says why not."""
 
+import json
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from invformer.build.evaluation import evaluate_checkpoint
 from invformer.build.run import build_run
@@ -311,6 +313,26 @@ def test_a_run_of_an_earlier_version_is_refused_and_not_started_over(folder: Pat
     with pytest.raises(CheckpointError, match="a pickle, which can run code"):
         train(folder)
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    before = {name: (run / name).read_bytes() for name in ("config.json", "config.yaml")}
+    with pytest.raises(CheckpointError, match=r"is at step 4, past trainer\.max_steps=3: ask for"):
+        train(folder, "trainer.max_steps=3")
+    assert {name: (run / name).read_bytes() for name in before} == before
+    train(folder, "trainer.max_steps=7")
+    assert json.loads((run / "config.json").read_text())["trainer"]["max_steps"] == 7
+    assert OmegaConf.load(run / "config.yaml").trainer.max_steps == 7
+
+
+def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Path) -> None:
+    moved = (folder / "text.txt").rename(folder / "moved.txt")
+    train(folder, f"data.path={moved}")
+    assert losses(folder) == losses(whole)
+    moved.write_text(TEXT.swapcase())
+    with pytest.raises(DataError, match="the text changed since the run began"):
+        train(folder, f"data.path={moved}", "trainer.max_steps=8")
 
 
 def test_another_seed_is_another_run(folder: Path) -> None:

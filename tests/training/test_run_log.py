@@ -56,6 +56,25 @@ def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path: Path) -
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
 
 
+def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonLinesSink(path)
+    for step in range(4):
+        sink(step, {"a": 1.0})
+    JsonLinesSink(path, first_step=4)
+    assert not caplog.records
+    path.write_bytes(path.read_bytes()[:-5])  # the end of the file is lost
+    JsonLinesSink(path, first_step=4)
+    path.unlink()
+    JsonLinesSink(path, first_step=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path}: the rows of steps 3 to 3 are lost; the run goes on without them",
+        f"{path}: the rows of steps 0 to 1 are lost; the run goes on without them",
+    ]
+
+
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
     sink = JsonLinesSink(tmp_path / "missing" / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot write"):
