@@ -352,7 +352,11 @@ class MonitorConfig(Section):
         within="[1, 1e6]",
     )
     flush_every: int = option(25, "optimiser steps between transfers to the host", within=MANY)
-    num_steps: int = option(1, "power iteration steps per estimate", within="[1, 1e4]")
+    num_steps: int | None = option(
+        None,
+        "power iteration steps per estimate; null is one, and up to four where steps are left out",
+        within="[1, 1e4]",
+    )
     inversion: bool = option(True, "invert the stack at each validation (contractive models only)")
     inversion_sequences: int = option(4, "sequences that are inverted", within="[1, 1e4]")
 

@@ -119,6 +119,7 @@ def choose(
     budget: float,
     local_every: int,
     every: int | None = None,
+    rare: Price | None = None,
 ) -> Choice:
     """The largest probe that can be measured at every step, or else the smallest, more rarely.
 
@@ -130,12 +131,14 @@ def choose(
         budget: largest share of ``rest`` that all of it may take.
         local_every: steps between two validations.
         every: steps between two looks, if that is given: larger probes fit then.
+        rare: what the smallest costs where it leaves out steps, if that is more.
     """
     allowed = budget * rest
     fitting = [s for s, p in prices.items() if p.per_step(every or 1, local_every) <= allowed]
     if fitting:
         return Choice(fitting[-1], every or 1)
     smallest, price = next(iter(prices.items()))
+    price = rare or price
     left = max(1e-9, allowed - (price.look + price.local) / local_every)
     return Choice(smallest, every or min(local_every, math.ceil(price.look / left)))
 

@@ -27,6 +27,9 @@ from invformer.training.run_log import RunLog
 
 # Step 0 allocates and compiles; the next ones are timed, then the probe is chosen.
 CALIBRATE_AT = 6
+# Power iteration steps of one look, where optimiser steps are left out: four of them every fourteen
+# cost as much as one every seven, and came eight to a hundred times as near (docs/log.md).
+MOST_POWER_STEPS = 4
 # Optimiser steps between two looks at what the chosen probe really costs.
 RECHECK_EVERY = 200
 
@@ -53,7 +56,8 @@ class LipschitzMonitor(L.Callback):
         length: characters of each sequence to measure at.
         local_every: optimiser steps between local bounds: the steps that validation follows, since
             a local bound waits for the device. The last step of a run is one of them.
-        num_steps: power iteration steps per estimate.
+        num_steps: power iteration steps per estimate; None is one for every optimiser step since
+            the last estimate, up to four.
         seed: of the start vectors.
     """
 
@@ -68,7 +72,7 @@ class LipschitzMonitor(L.Callback):
         sequences: int | None = None,
         length: int | None = None,
         local_every: int = 250,
-        num_steps: int = 1,
+        num_steps: int | None = None,
         seed: int = 0,
     ) -> None:
         self.tokens = tokens
@@ -77,7 +81,8 @@ class LipschitzMonitor(L.Callback):
         self.every = every
         self.sizes = probe_sizes(tokens.shape[0], tokens.shape[1], sequences, length)
         self.local_every = local_every
-        self.options = {"norms": norms, "num_steps": num_steps, "seed": seed}
+        self.num_steps = num_steps
+        self.options = {"norms": norms, "seed": seed}
         self.choice = Choice(self.sizes[0], every or 1)
         self.is_settled = every is not None and len(self.sizes) == 1
         self.ledger: Ledger | None = None
@@ -90,14 +95,22 @@ class LipschitzMonitor(L.Callback):
         """Bind to the model on its device."""
         assert isinstance(pl_module, CharLanguageModel)
         self.ledger = Ledger(Clock(pl_module.device))
-        size = self.choice.size
-        self.probe = self.new_probe(pl_module, size, first_steps=size.length)
+        self.probe = self.new_probe(pl_module, self.choice, first_steps=self.choice.size.length)
         self.probe.load_state_dict(self._restored.get("vectors", {}))
 
-    def new_probe(self, module: CharLanguageModel, size: Size, first_steps: int) -> LipschitzProbe:
-        """A probe of that size; as many first steps as tokens let it visit every token."""
-        tokens = self.tokens[: size.sequences, : size.length].to(module.device)
-        return LipschitzProbe(module.model, tokens, first_steps=first_steps, **self.options)
+    def new_probe(
+        self, module: CharLanguageModel, choice: Choice, first_steps: int
+    ) -> LipschitzProbe:
+        """What that measures; as many first steps as tokens let it visit every token."""
+        tokens = self.tokens[: choice.size.sequences, : choice.size.length].to(module.device)
+        return LipschitzProbe(
+            module.model, tokens, num_steps=self.power_steps(choice.every),
+            first_steps=first_steps, **self.options,
+        )  # fmt: skip
+
+    def power_steps(self, every: int) -> int:
+        """Power iteration steps of a look, if there is one every so many steps."""
+        return min(every, MOST_POWER_STEPS) if self.num_steps is None else self.num_steps
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -151,6 +164,7 @@ class LipschitzMonitor(L.Callback):
         row: Row = {
             "perf/monitor_probe_tokens": self.choice.size.tokens,
             "perf/monitor_every": self.choice.every,
+            "perf/monitor_power_steps": self.power_steps(self.choice.every),
         }
         return row if share is None else row | {"perf/monitor_overhead": share}
 
@@ -192,14 +206,17 @@ class LipschitzMonitor(L.Callback):
         rest = statistics.median(self.ledger.rest)
         prices: dict[Size, Price] = {}
         for size in self.sizes:
-            prices[size] = self.time_look(self.new_probe(module, size, first_steps=1))
+            prices[size] = self.time_look(module, Choice(size, self.every or 1))
             if prices[size].per_step(self.every or 1, self.local_every) > self.budget * rest:
                 break
-        prices, rest = trainer.strategy.broadcast((prices, rest))
-        choice = choose(prices, rest, self.budget, self.local_every, self.every)
-        price = prices[choice.size]
+        rare = None
+        if len(prices) == 1 and self.every is None:
+            rare = self.time_look(module, Choice(self.sizes[0], MOST_POWER_STEPS))
+        prices, rare, rest = trainer.strategy.broadcast((prices, rare, rest))
+        choice = choose(prices, rest, self.budget, self.local_every, self.every, rare)
+        price = prices[choice.size] if rare is None or choice.every == 1 else rare
         if choice.size != self.choice.size:
-            self.probe = self.new_probe(module, choice.size, first_steps=choice.size.length)
+            self.probe = self.new_probe(module, choice, first_steps=choice.size.length)
         self.adopt(module, choice, price, rest)
         self.ledger.forget()
         self.ledger.local.clear()  # of another probe
@@ -207,18 +224,23 @@ class LipschitzMonitor(L.Callback):
 
     def adopt(self, module: CharLanguageModel, choice: Choice, price: Price, rest: float) -> None:
         """Measure that from now on, and say so if that is news."""
+        assert self.probe is not None
+        self.probe.num_steps = self.power_steps(choice.every)
         if choice != self.choice or not self.is_settled:
+            steps = self.power_steps(choice.every)
+            each = "" if steps == 1 else f" ({steps} power iteration steps each)"
             module.print(
-                f"monitor: {choice.describe()}, "
+                f"monitor: {choice.describe()}{each}, "
                 f"{price.per_step(choice.every, self.local_every) / rest:.1%} of a step "
                 f"(monitor.budget={self.budget})"
             )
         self.choice = choice
         self.is_settled = True
 
-    def time_look(self, probe: LipschitzProbe) -> Price:
+    def time_look(self, module: CharLanguageModel, choice: Choice) -> Price:
         """Seconds that a look and local bounds take, once they run."""
         assert self.ledger is not None
+        probe = self.new_probe(module, choice, first_steps=self.power_steps(choice.every))
         ledger = Ledger(self.ledger.clock)
         for repetition in range(4):
             began = ledger.clock.mark()

@@ -1,6 +1,7 @@
 """The monitor keeps its budget, says what it chose, touches nothing, and is right."""
 
 import copy
+import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ from invformer.numerics.local_lipschitz import power_iteration_estimate
 from invformer.numerics.tracking import Tracker
 from invformer.schema import TrainConfig
 from invformer.training.module import CharLanguageModel
-from invformer.training.monitor import LipschitzMonitor
+from invformer.training.monitor import MOST_POWER_STEPS, LipschitzMonitor
 from invformer.training.run_log import RunLog, read_rows
 from tests.host_syncs import HostSyncs
 from tests.nn.builders import VOCAB, contractive_model, random_tokens
@@ -194,13 +195,16 @@ def converged(model, tokens: torch.Tensor) -> dict[tuple[str, str], float]:
     return values
 
 
-def test_estimates_along_a_training_run_are_within_two_percent_of_converged_ones() -> None:
-    """Median over branches, norms and steps; one look a step, float32 against float64."""
+@pytest.mark.parametrize(("every", "num_steps"), [(1, 1), (14, MOST_POWER_STEPS)])
+def test_estimates_along_a_training_run_are_within_two_percent_of_converged_ones(
+    every: int, num_steps: int
+) -> None:
+    """Median over branches, norms and steps; float32 against float64."""
     torch.manual_seed(1)
     model = contractive_model().float()
     set_manual_refresh(model)
     tokens = random_tokens(1, seed=99)
-    probe = LipschitzProbe(model, tokens, first_steps=tokens.shape[1])
+    probe = LipschitzProbe(model, tokens, num_steps=num_steps, first_steps=tokens.shape[1])
     optimizer = torch.optim.AdamW(model.parameters(), lr=8e-3)
     errors = []
     for step in range(120):
@@ -211,8 +215,9 @@ def test_estimates_along_a_training_run_are_within_two_percent_of_converged_ones
         loss.backward()
         optimizer.step()
         refresh_normalisers(model)
-        estimates = probe.estimate()
-        if step % 60 == 59:
+        if step % every == 59 % every:
+            estimates = probe.estimate()
+        if step == 59 or step == 115:
             with torch.no_grad():
                 true = converged(copy.deepcopy(model).double().eval(), tokens)
             for (norm, name), value in true.items():
@@ -260,10 +265,11 @@ def test_a_small_budget_leaves_out_steps_and_the_choice_is_printed_recorded_and_
     choice = monitor_of(run).choice
     assert choice.size == Size(1, 16)
     assert choice.every > 1
-    assert f"monitor: {choice.describe()}, " in capsys.readouterr().out
+    assert f"monitor: {choice.describe()} (" in capsys.readouterr().out
     rows = rows_of(run)
     last = [row for row in rows if "perf/monitor_every" in row][-1]
     assert last["perf/monitor_every"] == choice.every
+    assert last["perf/monitor_power_steps"] == min(choice.every, MOST_POWER_STEPS)
     assert last["perf/monitor_probe_tokens"] == choice.size.tokens
     # The steps before validations are always measured, with their local bounds.
     for step in (5, 11):
@@ -319,7 +325,10 @@ def test_validations_that_take_the_budget_leave_nothing_for_the_steps_between_th
     run = run_with(text_file, "trainer.val_every=4", "trainer.max_steps=20")
     fit_module.fit(run)
     assert monitor_of(run).choice == Choice(Size(1, 16), 4)
-    assert "1 sequence of 16 characters every 4 steps, 12.5% of a step" in capsys.readouterr().out
+    assert (
+        "1 sequence of 16 characters every 4 steps (4 power iteration steps each), 12.5% of a step"
+        in capsys.readouterr().out
+    )
     measured = [row for row in rows_of(run) if "lipschitz/token_max/estimate_max" in row]
     assert [row["step"] for row in measured] == [0, 1, 2, 3, 4, 7, 11, 15, 19]
     assert measured[-1]["perf/monitor_overhead"] == pytest.approx(0.125, rel=1e-12)
@@ -393,7 +402,7 @@ def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
     fit_module.fit(run)
     assert calibrations == [6, 20, 30]
     printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
-    assert [line.split(",")[0] for line in printed] == [
+    assert [re.split(r",| \(", line)[0] for line in printed] == [
         f"monitor: {choice.describe()}"
         for choice in (Choice(Size(1, 16), 13), Choice(Size(4, 32), 1))
     ]
@@ -413,10 +422,47 @@ def test_looks_that_take_less_than_they_were_timed_at_are_taken_more_often(
     fit_module.fit(run)
     assert calibrations == [6]
     printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
-    assert [line.split("(")[0].strip() for line in printed] == [
-        "monitor: 1 sequence of 16 characters every 13 steps, 4.8% of a step",
-        "monitor: 1 sequence of 16 characters every 7 steps, 4.8% of a step",
+    assert [line.split(" (")[0] for line in printed] == [
+        "monitor: 1 sequence of 16 characters every 13 steps",
+        "monitor: 1 sequence of 16 characters every 7 steps",
     ]
+
+
+@pytest.mark.parametrize(
+    ("more", "steps"),
+    [
+        (("monitor.every=1",), 1),
+        (("monitor.every=3",), 3),
+        (("monitor.every=9",), MOST_POWER_STEPS),
+        (("monitor.every=9", "monitor.num_steps=2"), 2),
+    ],
+)
+def test_a_look_takes_a_power_step_for_every_step_since_the_last_one_up_to_a_few(
+    text_file: Path, more: tuple[str, ...], steps: int
+) -> None:
+    run = run_with(text_file, *more, "monitor.num_sequences=1", "monitor.probe_length=8")
+    fit_module.fit(run)
+    probe = monitor_of(run).probe
+    assert probe is not None
+    assert probe.num_steps == steps
+    assert rows_of(run)[-1]["perf/monitor_power_steps"] == steps
+
+
+def test_rare_looks_are_priced_at_the_power_steps_they_take(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = VirtualTime(monkeypatch, look=0.5)
+    asked = monitor_module.lipschitz_row
+
+    def by_power_step(probe: LipschitzProbe) -> dict:
+        clock.now += 0.5 * (probe.num_steps - 1)
+        return asked(probe)
+
+    monkeypatch.setattr(monitor_module, "lipschitz_row", by_power_step)
+    run = run_with(text_file, "monitor.budget=0.2", "trainer.max_steps=100", "trainer.val_every=50")
+    fit_module.fit(run)
+    # 2 s every 13 steps and before every 50th; one power step would have fitted in every third.
+    assert monitor_of(run).choice == Choice(Size(1, 16), 13)
 
 
 def test_a_large_budget_takes_several_windows(text_file: Path) -> None:
