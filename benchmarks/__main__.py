@@ -145,8 +145,9 @@ def measure(args: argparse.Namespace, report: dict[str, Any], out: Path) -> None
             if not args.only.search(case.name):
                 continue
             print(f"{device.type} {case.name}", flush=True)
-            seconds = args.seconds or measured.seconds
-            setting = Setting(case, device, precision, seconds, args.kernel)
+            setting = Setting(
+                case, device, precision, args.seconds or measured.seconds, args.kernel
+            )
             if args.compile:
                 rows = measure_compiled(setting)
             else:

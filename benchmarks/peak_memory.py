@@ -83,8 +83,8 @@ def main() -> None:
     torch.set_num_threads(question["threads"])
     device = torch.device(question["device"])
     case = Case(**question["case"])
-    asked = (question[name] for name in ("precision", "kernel"))
-    print(peak_bytes(question["model"], case, device, *asked))
+    precision, kernel = question["precision"], question["kernel"]
+    print(peak_bytes(question["model"], case, device, precision, kernel))
 
 
 if __name__ == "__main__":

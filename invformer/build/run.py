@@ -99,7 +99,8 @@ def build_run(config: TrainConfig) -> Run:
     metadata = build_metadata(config, data)
     resume = resume_point(directory.checkpoints, metadata)
     if is_first_process():
-        write_config(directory.path, to_dict(config))
+        if directory.resumed:
+            write_config(directory.path, to_dict(config))
         directory.config.write_text(to_yaml(config), encoding="utf-8")
     wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
     if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):

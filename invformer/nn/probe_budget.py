@@ -119,7 +119,6 @@ def choose(
     budget: float,
     local_every: int,
     every: int | None = None,
-    rare: Price | None = None,
 ) -> Choice:
     """The largest probe that can be measured at every step, or else the smallest, more rarely.
 
@@ -131,14 +130,12 @@ def choose(
         budget: largest share of ``rest`` that all of it may take.
         local_every: steps between two validations.
         every: steps between two looks, if that is given: larger probes fit then.
-        rare: what the smallest costs where it leaves out steps, if that is more.
     """
     allowed = budget * rest
     fitting = [s for s, p in prices.items() if p.per_step(every or 1, local_every) <= allowed]
     if fitting:
         return Choice(fitting[-1], every or 1)
     smallest, price = next(iter(prices.items()))
-    price = rare or price
     left = max(1e-9, allowed - (price.look + price.local) / local_every)
     return Choice(smallest, every or min(local_every, math.ceil(price.look / left)))
 
@@ -245,6 +242,10 @@ class Ledger:
             return None
         return Price(statistics.median(self.looks), statistics.median(self.local or [0.0]))
 
+    def rest_of_step(self) -> float | None:
+        """Median of steps without what is measured; None while none is known."""
+        return statistics.median(self.rest) if self.rest else None
+
     def share(self, every: int = 1, local_every: int = 1) -> float | None:
         """What is measured per step, of a median step; None while nothing is known.
 
@@ -252,10 +253,10 @@ class Ledger:
             every: steps between two looks.
             local_every: steps between two validations.
         """
-        price = self.price()
-        if price is None or not self.rest:
+        price, rest = self.price(), self.rest_of_step()
+        if price is None or rest is None:
             return None
-        return price.per_step(every, local_every) / max(1e-9, statistics.median(self.rest))
+        return price.per_step(every, local_every) / max(1e-9, rest)
 
     def forget(self) -> None:
         """Start new accounts, except of local bounds: they are too rare to wait for new ones."""

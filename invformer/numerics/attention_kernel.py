@@ -290,8 +290,8 @@ def causal_blocks(tokens: int, device: torch.device) -> BlockMask:
     # From the diagonal on: what is seen in part is the first, or, in the last row, all of them.
     partial = torch.where(is_filled[:, None], (column + row[:, None]) % count, column)
     return BlockMask.from_kv_blocks(
-        num_partial[None, None].int(), partial[None, None].int().contiguous(),
-        num_full[None, None].int(), column[None, None].contiguous(),
+        num_partial[None, None], partial[None, None], num_full[None, None],
+        column[None, None].contiguous(),
         BLOCK_SIZE=FLEX_BLOCK, mask_mod=_sees, seq_lengths=(tokens, tokens),
     )  # fmt: skip
 

@@ -95,7 +95,8 @@ class Tracker:
         a = self.tokens
         w = jacobian.vjp(a)
         reach = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        x = shortened(divide(w, reach))
+        x = divide(w, reach)
+        x = shortened(x, torch.linalg.vector_norm(x, dim=-1, keepdim=True))
         o = jacobian.jvp(x)
         length = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
         self.tokens = torch.where(length > 0, divide(o, length), a)
@@ -125,12 +126,9 @@ class Tracker:
         starts = [one_hot.unsqueeze(-1) * self.tokens for one_hot in here]
         follow_whole = "frobenius" in self.norms
         pulled = jacobian.vjp(torch.stack([*starts, self.whole] if follow_whole else starts))
-        lengths = torch.linalg.vector_norm(pulled, dim=-1, keepdim=True)
-        if follow_whole:
-            lengths[-1] = vector_norm(pulled[-1], "frobenius")[..., None, None]
-        x = shortened(divide(pulled, lengths))
-        if follow_whole:
-            x[-1] = shortened(x[-1], dim=(-2, -1))
+        lengths = self._lengths(pulled)
+        x = divide(pulled, lengths)
+        x = shortened(x, self._lengths(x))
         outputs = jacobian.jvp(x)
         found = {}
         if follow_whole:
@@ -140,6 +138,13 @@ class Tracker:
             reach = lengths[:count].sum((-2, -1))
             found["token_max"] = self._advance_tokens(here, x[:count], outputs[:count], reach)
         return tuple(found[norm] for norm in self.norms)
+
+    def _lengths(self, x: Tensor) -> Tensor:
+        """‖x_j‖ of every token; of the last vector, if that is ``whole``, ‖x‖ for all of them."""
+        lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        if "frobenius" in self.norms:
+            lengths[-1] = vector_norm(x[-1], "frobenius")[..., None, None]
+        return lengths
 
     def _choose(self) -> list[Int[Tensor, "*batch one"]]:
         """The largest token of every sample, then the scouts whose turn it is."""
@@ -192,10 +197,10 @@ class Tracker:
             )
 
 
-def shortened(x: Tensor, dim: int | tuple[int, ...] = -1) -> Tensor:
+def shortened(x: Tensor, lengths: Tensor) -> Tensor:
     """x/max(1, ‖x‖): what was divided by a length whose squares left the range may be too long.
 
     Without it a token that hardly matters, ‖w_j‖ near the root of the smallest number, would count
     several times as much as it may, and the gain of such an x is no lower bound.
     """
-    return x / torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp(min=1)
+    return x / lengths.clamp(min=1)

@@ -1,6 +1,5 @@
 """Local Lipschitz estimates during training, within a budget of the step time."""
 
-import statistics
 from typing import Any
 
 import lightning as L
@@ -28,7 +27,7 @@ from invformer.training.run_log import RunLog
 # Step 0 allocates and compiles; the next ones are timed, then the probe is chosen.
 CALIBRATE_AT = 6
 # Power iteration steps of one look, where optimiser steps are left out: four of them every fourteen
-# cost as much as one every seven, and came eight to a hundred times as near (docs/log.md).
+# cost as much as one every seven, and came at least eight times as near (docs/log.md).
 MOST_POWER_STEPS = 4
 # Optimiser steps between two looks at what the chosen probe really costs.
 RECHECK_EVERY = 200
@@ -179,14 +178,13 @@ class LipschitzMonitor(L.Callback):
         elif self._steps % RECHECK_EVERY == 0:
             self.ledger.settle()
             share = self.ledger.share(self.choice.every, self.local_every)
-            share, price, rest = trainer.strategy.broadcast(
-                (share, self.ledger.price(), statistics.median(self.ledger.rest or [0.0]))
-            )
+            known = self.ledger.price(), self.ledger.rest_of_step(), share
+            price, rest, share = trainer.strategy.broadcast(known)
             if share is not None and could_be_better(
                 self.choice, share, self.budget, self.sizes, self.local_every, self.every
             ):
                 self.calibrate(trainer, module)
-            elif price is not None and self.every is None:
+            elif price is not None and rest is not None and self.every is None:
                 # The same probe as often as fits by what it took lately: nothing has to be timed.
                 size = self.choice.size
                 choice = choose({size: price}, rest, self.budget, self.local_every)
@@ -203,18 +201,20 @@ class LipschitzMonitor(L.Callback):
         if module.device.type == "cuda":
             torch.cuda.synchronize()
         self.ledger.settle()
-        rest = statistics.median(self.ledger.rest)
+        rest = self.ledger.rest_of_step()
+        assert rest is not None
         prices: dict[Size, Price] = {}
         for size in self.sizes:
-            prices[size] = self.time_look(module, Choice(size, self.every or 1))
-            if prices[size].per_step(self.every or 1, self.local_every) > self.budget * rest:
+            price = self.time_look(module, Choice(size, self.every or 1))
+            is_dear = price.per_step(self.every or 1, self.local_every) > self.budget * rest
+            if is_dear and not prices and self.every is None:  # it will leave out steps
+                price = self.time_look(module, Choice(size, MOST_POWER_STEPS))
+            prices[size] = price
+            if is_dear:
                 break
-        rare = None
-        if len(prices) == 1 and self.every is None:
-            rare = self.time_look(module, Choice(self.sizes[0], MOST_POWER_STEPS))
-        prices, rare, rest = trainer.strategy.broadcast((prices, rare, rest))
-        choice = choose(prices, rest, self.budget, self.local_every, self.every, rare)
-        price = prices[choice.size] if rare is None or choice.every == 1 else rare
+        prices, rest = trainer.strategy.broadcast((prices, rest))
+        choice = choose(prices, rest, self.budget, self.local_every, self.every)
+        price = prices[choice.size]
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice, first_steps=choice.size.length)
         self.adopt(module, choice, price, rest)
@@ -225,9 +225,8 @@ class LipschitzMonitor(L.Callback):
     def adopt(self, module: CharLanguageModel, choice: Choice, price: Price, rest: float) -> None:
         """Measure that from now on, and say so if that is news."""
         assert self.probe is not None
-        self.probe.num_steps = self.power_steps(choice.every)
+        steps = self.probe.num_steps = self.power_steps(choice.every)
         if choice != self.choice or not self.is_settled:
-            steps = self.power_steps(choice.every)
             each = "" if steps == 1 else f" ({steps} power iteration steps each)"
             module.print(
                 f"monitor: {choice.describe()}{each}, "

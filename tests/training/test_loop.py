@@ -21,6 +21,7 @@ from invformer.training.fit import fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.run_log import read_rows
 from tests.host_syncs import HostSyncs
+from tests.runs import losses
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
@@ -86,15 +87,10 @@ def test_nothing_reads_memory_that_was_never_written(
         assert torch.are_deterministic_algorithms_enabled()
         fit(run)
         weights = [p.detach().clone() for p in run.module.model.parameters()]
-        rows.append(([without_times(row) for row in read_rows(run.directory.metrics)], weights))
+        rows.append((losses(run.directory.path), weights))
     (filled, weights), (unfilled, same) = rows
     assert filled == unfilled
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
-
-
-def without_times(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of measurements that a machine's speed has no part in."""
-    return {key: value for key, value in row.items() if not key.startswith(("perf/", "time"))}
 
 
 def test_the_training_loss_of_accumulated_batches_is_that_of_one_batch_of_all_of_them(

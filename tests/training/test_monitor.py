@@ -387,6 +387,21 @@ class ChangingLooks(L.Callback):
         self.clock.look = self.seconds.get(trainer.global_step, self.clock.look)
 
 
+def fit_with_looks_that_change(
+    text_file: Path, clock: VirtualTime, seconds: dict[int, float]
+) -> None:
+    """A run of fifty steps, with one validation."""
+    run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
+    run.trainer.callbacks.insert(0, ChangingLooks(clock, seconds))  # type: ignore[attr-defined]
+    fit_module.fit(run)
+
+
+def printed_choices(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What the monitor said it measures, without steps of a look and its price."""
+    lines = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
+    return [re.split(r",| \(", line)[0] for line in lines]
+
+
 def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
     text_file: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -395,14 +410,10 @@ def test_a_choice_that_proves_wrong_is_made_again_and_printed_if_it_is_another(
 ) -> None:
     monkeypatch.setattr(monitor_module, "RECHECK_EVERY", 10)
     clock = VirtualTime(monkeypatch, look=0.5)
-    run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
     # One look that is slow by chance; later all of them are fast.
-    changing = ChangingLooks(clock, {13: 2.0, 14: 0.5, 21: 1e-3})
-    run.trainer.callbacks.insert(0, changing)  # type: ignore[attr-defined]
-    fit_module.fit(run)
+    fit_with_looks_that_change(text_file, clock, {13: 2.0, 14: 0.5, 21: 1e-3})
     assert calibrations == [6, 20, 30]
-    printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
-    assert [re.split(r",| \(", line)[0] for line in printed] == [
+    assert printed_choices(capsys) == [
         f"monitor: {choice.describe()}"
         for choice in (Choice(Size(1, 16), 13), Choice(Size(4, 32), 1))
     ]
@@ -416,13 +427,10 @@ def test_looks_that_take_less_than_they_were_timed_at_are_taken_more_often(
 ) -> None:
     monkeypatch.setattr(monitor_module, "RECHECK_EVERY", 10)
     clock = VirtualTime(monkeypatch, look=0.5)
-    run = run_with(text_file, "trainer.max_steps=50", "trainer.val_every=50")
-    changing = ChangingLooks(clock, {8: 0.3})  # within what is tolerated: 2.9 % of 5 %
-    run.trainer.callbacks.insert(0, changing)  # type: ignore[attr-defined]
-    fit_module.fit(run)
+    # Within what is tolerated: 2.9 % of 5 %.
+    fit_with_looks_that_change(text_file, clock, {8: 0.3})
     assert calibrations == [6]
-    printed = [line for line in capsys.readouterr().out.splitlines() if "monitor: " in line]
-    assert [line.split(" (")[0] for line in printed] == [
+    assert printed_choices(capsys) == [
         "monitor: 1 sequence of 16 characters every 13 steps",
         "monitor: 1 sequence of 16 characters every 7 steps",
     ]
