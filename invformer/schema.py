@@ -186,6 +186,11 @@ class ModelConfig(Section):
         return self.name in ("contractive_l2", "contractive_bounded")
 
     @property
+    def is_l2(self) -> bool:
+        """Whether logits are distances."""
+        return self.name in ("l2", "contractive_l2")
+
+    @property
     def head_width(self) -> int:
         """``d_head``, or what the heads of the others have."""
         return self.d_model // self.num_heads if self.d_head is None else self.d_head

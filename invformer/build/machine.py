@@ -82,8 +82,11 @@ def refuse_missing_kernel(config: TrainConfig) -> None:
             "model.attention_kernel: flex adds up the gradients of a position bias in any order; "
             "pick auto, or trainer.deterministic=false"
         )
-    if kernel == "sdpa" and not on_cpu:
-        raise ConfigurationError("model.attention_kernel: sdpa is for the CPU; pick auto")
+    if kernel == "sdpa" and not on_cpu and (config.model.position_bias or config.model.is_l2):
+        raise ConfigurationError(
+            "model.attention_kernel: sdpa is for the CPU, or for dot products without "
+            "model.position_bias; pick auto"
+        )
 
 
 def refuse_missing_compiler(config: TrainerConfig) -> None:

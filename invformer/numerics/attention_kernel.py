@@ -7,7 +7,7 @@
 |---|---|---|---|---|
 | ``math`` | O(N²) | any | any | all |
 | ``blocked`` | O(N · block) | any of the lag, learned or not | any, tuned on CPU | first, reverse |
-| ``sdpa`` | O(N) | none, or low rank in (i, j) | CPU | first, reverse |
+| ``sdpa`` | O(N) | none, or low rank in (i, j) | CPU; any, see ``choose`` | first, reverse |
 | ``flex`` | O(N) on a GPU | any of the lag | GPU (never run there); CPU forward | first, reverse |
 
 Scores of ``flex`` are float32, so float64, which is asked for where errors are bounded, is left to
@@ -41,8 +41,8 @@ Kernel = Literal["auto", "math", "blocked", "sdpa", "flex"]
 SHORT = 32
 # From this length on PyTorch's kernel pays for carrying a low-rank bias as channels.
 LONG = 2048
-# Beyond this length it pays for carrying −‖k_j‖²/√d of L2 logits without a bias as one.
-LONG_FOR_ONE_CHANNEL = 512
+# From this length on it pays for carrying −‖k_j‖²/√d of L2 logits without a bias as one.
+LONG_FOR_ONE_CHANNEL = 1024
 # Away from the CPU: beyond this length N² numbers per head are too many to hold.
 LONG_ON_ACCELERATOR = 512
 # Smallest heads that FlexAttention's GPU kernels take, and the size of their blocks.
@@ -148,9 +148,10 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
 
     ``auto`` is ``math`` for gradients in float64, for short sequences, for masks that are not
-    causal and under torch.func; else ``sdpa`` on a CPU where it was measured faster: without a bias
-    (L2: beyond 512 tokens), and with one of low rank from 2,048 tokens on; else ``blocked``. Away
-    from the CPU sequences are short up to 512 tokens.
+    causal and under torch.func; else ``sdpa`` for dot products without a bias, as PyTorch has it on
+    every device, and on a CPU where it was measured faster: for L2 without a bias from 1,024 tokens
+    on, and with one of low rank from 2,048; else ``blocked``. Away from the CPU sequences are short
+    up to 512 tokens, but for dot products without a bias.
 
     ``flex`` leaves float64 and empty batches to ``math``.
 
@@ -160,17 +161,16 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     kernel = _override or kernel
     low_rank = bias.is_zero or bias.low_rank is not None
     on_cpu = q.device.type == "cpu"
+    as_it_is = bias.is_zero and not l2  # what PyTorch's kernels compute, on any device
     if kernel == "auto":
         precise = q.dtype == torch.float64 and torch.is_grad_enabled()
-        short = q.shape[-2] <= (SHORT if on_cpu else LONG_ON_ACCELERATOR)
+        short = q.shape[-2] <= (SHORT if on_cpu or as_it_is else LONG_ON_ACCELERATOR)
         plain = precise or short or bias.by_lag is None
         if plain or torch._C._are_functorch_transforms_active():
             return "math"
-        if bias.is_zero:
-            fused = not l2 or q.shape[-2] > LONG_FOR_ONE_CHANNEL
-        else:
-            fused = low_rank and q.shape[-2] >= LONG
-        return "sdpa" if fused and on_cpu else "blocked"
+        least = LONG_FOR_ONE_CHANNEL if bias.is_zero else LONG
+        fused = on_cpu and low_rank and q.shape[-2] >= least
+        return "sdpa" if as_it_is or fused else "blocked"
     if kernel not in get_args(Kernel):
         raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")
     if kernel != "math" and bias.by_lag is None:
@@ -180,9 +180,10 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             "attention kernel 'sdpa' takes no bias table: its gradient is not to be had from the "
             "fused kernel; choose 'blocked', or a position bias of low rank"
         )
-    if kernel == "sdpa" and not on_cpu:
+    if kernel == "sdpa" and not (on_cpu or as_it_is):
         raise ValueError(
-            f"attention kernel 'sdpa' is for the CPU, not {q.device.type}: choose 'flex' or 'math'"
+            f"attention kernel 'sdpa' is for the CPU, not {q.device.type}, but for dot products "
+            "without a bias: choose 'flex' or 'math'"
         )
     if kernel == "flex" and (q.dtype == torch.float64 or not q.numel()):
         return "math"

@@ -359,6 +359,16 @@ def test_away_from_the_cpu_long_sequences_run_in_linear_memory(tokens: int, kern
     assert attend_l2(q, where.logit_bias(tokens)).shape == q.shape
 
 
+def test_dot_products_without_a_bias_run_on_pytorchs_kernel_on_any_device() -> None:
+    where = position("none", 2, 40, torch.float32).to("meta")
+    q = torch.empty(1, 2, 40, 16, device="meta", dtype=torch.float32, requires_grad=True)
+    assert choose("auto", q, where.logit_bias(40)) == "sdpa"
+    for kernel in ("auto", "sdpa"):
+        assert attend(q, q, q, where.logit_bias(40), kernel).shape == q.shape
+    with pytest.raises(ValueError, match="for the CPU, not meta, but for dot products without"):
+        attend_l2(q, where.logit_bias(40), "sdpa")
+
+
 def test_flex_attention_refuses_heads_that_its_kernels_do_not_take() -> None:
     where = position("table", 2, 40, torch.float32).to("meta")
     q = torch.empty(1, 2, 40, 8, device="meta", dtype=torch.float32)
@@ -388,7 +398,7 @@ def test_an_impossible_choice_says_why_and_what_to_choose(
     [
         ("table", True, 20, "math"), ("table", True, 40, "blocked"),
         ("table", True, 4096, "blocked"),
-        ("none", False, 64, "sdpa"), ("none", True, 64, "blocked"), ("none", True, 1024, "sdpa"),
+        ("none", False, 64, "sdpa"), ("none", True, 1023, "blocked"), ("none", True, 1024, "sdpa"),
         ("linear", True, 1024, "blocked"), ("linear", False, 1024, "blocked"),
         ("linear", True, 2048, "sdpa"), ("sinusoid", False, 2048, "sdpa"),
     ],
