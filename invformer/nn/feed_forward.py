@@ -15,7 +15,7 @@ from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
     max_row_sum,
-    scale_all,
+    scale_each,
     scaled_weights,
     write_to,
 )
@@ -211,7 +211,7 @@ def scaled_by_row_sums(
     tiny = torch.finfo(weights[0].weight.dtype).tiny
     sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
     scales = factors / torch.stack(sums)[:, None, None]
-    return scale_all([w.weight for w in weights], scales, further)
+    return list(scale_each([w.weight for w in weights], scales, further))
 
 
 def without_sharpness(

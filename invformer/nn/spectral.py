@@ -1,6 +1,7 @@
 """Weights divided by an upper bound on their spectral norm, differentiably, once per step."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,21 +142,25 @@ def scaled_weights(
         further: more of them: one per column where ``factors`` are per row, or per row otherwise.
     """
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return scale_all(
-            [w.weight for w in weights], factors / sigmas(weights)[..., None, None], further
-        )
+        scales = factors / sigmas(weights)[..., None, None]
+        return list(scale_each([w.weight for w in weights], scales, further))
     bound, u, v = _stacked(weights)
     return list(ScaledWeights.apply(factors, further, bound, u, v, *(w.weight for w in weights)))
 
 
-def scale_all(weights: Sequence[Tensor], scales: Tensor, further: Tensor | None) -> list[Tensor]:
-    """Every weight times its scale, and times what there is further."""
-    scaled = [w * scale for w, scale in zip(weights, scales, strict=True)]
-    if further is None:
-        return scaled
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return [w * f for w, f in zip(scaled, further, strict=True)]
-    return [w.mul_(f) for w, f in zip(scaled, further, strict=True)]
+def scale_each(
+    weights: Sequence[Tensor], scales: Tensor, further: Tensor | None
+) -> Iterator[Tensor]:
+    """Every weight times its scale, and times what there is further.
+
+    One after the other: each is still in the cache when it is taken up again.
+    """
+    recorded = torch.is_grad_enabled() or torch._C._are_functorch_transforms_active()
+    for w, scale, f in zip(weights, scales, _each(further), strict=False):
+        scaled = w * scale
+        if f is not None:
+            scaled = scaled * f if recorded else scaled.mul_(f)
+        yield scaled
 
 
 def _stacked(weights: Sequence[SpectralNormalised]) -> Normalisation:
@@ -183,7 +188,7 @@ class ScaledWeights(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Every weight times its scale."""
         ctx.save_for_backward(factors, further, sigma, u, v, *weights)
-        return tuple(scale_all(weights, factors / sigma[..., None, None], further))
+        return tuple(scale_each(weights, factors / sigma[..., None, None], further))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -193,29 +198,37 @@ class ScaledWeights(torch.autograd.Function):
             return second_derivatives(factors, further, sigma, u, v, weights, gradients)
         sigma = sigma[..., None, None]
         scales = factors / sigma
-        products = [g * w for g, w in zip(gradients, weights, strict=True)]
-        along = _summed(products, further, scales)
+        sums: list[Tensor] = []
+        sums_further: list[Tensor] = []
+        for g, w, scale, f in zip(gradients, weights, scales, _each(further), strict=False):
+            product = g * w
+            sums.append(_summed(product, f, scale))
+            if f is not None:
+                sums_further.append(_summed(product, scale, f))
+        along = torch.stack(sums)
         per_sigma = (along * scales).sum((-2, -1), keepdim=True) / sigma
         left, right = u.unsqueeze(-1) * -per_sigma, v.unsqueeze(-2)
-        dw = [
-            d.addcmul_(a, b)
-            for d, a, b in zip(scale_all(gradients, scales, further), left, right, strict=True)
-        ]
+        scaled = scale_each(gradients, scales, further)
+        dw = [d.addcmul_(a, b) for d, a, b in zip(scaled, left, right, strict=True)]
         dfactors = (along / sigma).sum_to_size(factors.shape)
-        dfurther = None if further is None else _summed(products, scales, further)
+        dfurther = torch.stack(sums_further) if sums_further else None
         return dfactors, dfurther, None, None, None, *dw
 
 
-def _summed(products: Sequence[Tensor], factors: Tensor | None, like: Tensor) -> Tensor:
-    """Σ product · factor of every weight, to the size of its part of ``like``."""
-    if factors is None:
-        return torch.stack([product.sum_to_size(like.shape[1:]) for product in products])
-    if like.shape[-1] == factors.shape[-2] == 1:
-        factors = factors.expand(*factors.shape[:-1], products[0].shape[-1]).mT
-        sums = [product @ factor for product, factor in zip(products, factors, strict=True)]
+def _each(further: Tensor | None) -> Iterable[Tensor | None]:
+    """What there is further for every weight."""
+    return itertools.repeat(None) if further is None else further
+
+
+def _summed(product: Tensor, factor: Tensor | None, like: Tensor) -> Tensor:
+    """Σ product · factor to the size of ``like``: over columns, or over rows."""
+    if factor is None:
+        return product.sum_to_size(like.shape)
+    if like.shape[-1] == factor.shape[-2] == 1:
+        sums = product @ factor.expand(*factor.shape[:-1], product.shape[-1]).mT
     else:
-        sums = [factor @ product for product, factor in zip(products, factors.mT, strict=True)]
-    return torch.stack([s.sum_to_size(like.shape[1:]) for s in sums])
+        sums = factor.mT @ product
+    return sums.sum_to_size(like.shape)
 
 
 def second_derivatives(
@@ -229,7 +242,7 @@ def second_derivatives(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of :class:`ScaledWeights` as functions that autograd can derive again."""
     scales = factors / SigmasWithGradient.apply(sigma, u, v, *weights)[..., None, None]
-    outputs = scale_all(weights, scales, further)
+    outputs = list(scale_each(weights, scales, further))
     inputs = (factors, further, *weights)
     wanted = [t for t in inputs if t is not None and t.requires_grad]
     found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=True))

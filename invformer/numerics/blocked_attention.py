@@ -186,7 +186,7 @@ def blocked_attention(
     logits = _dot_product(q, k, toeplitz(by_lag, rows))
     y, p, values = _token_by_token(q), _room_to_keep(q, blocks, keep), v.flatten(0, 1)
     for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
-        block.of_samples(y).copy_(block.by_sample(weights @ block.keys(values)))
+        block.of_samples(y).copy_(block.by_sample(torch.bmm(weights, block.keys(values))))
     return y, p
 
 
@@ -206,7 +206,7 @@ def blocked_l2_attention(
     logits = _l2(k, column, toeplitz(by_lag, rows))
     y, p = _token_by_token(q), _room_to_keep(q, blocks, keep)
     for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
-        mean = block.by_sample(weights @ block.keys(logits.k))
+        mean = block.by_sample(torch.bmm(weights, block.keys(logits.k)))
         torch.add(mean, block.of_samples(first, slice(None)), out=block.of_samples(y))
     return y, p, k, column
 
@@ -222,9 +222,9 @@ def blocked_attention_backward(
     dbias = torch.zeros_like(logits.bias)
     for block, weights, g, ds in _gradients_of_blocks(dy, logits, v.flatten(0, 1), blocks, p):
         # Products into a part of each matrix are one call per matrix: slower than a sum apart.
-        block.queries(dq).add_(ds @ block.keys(logits.k), alpha=logits.scale)
-        block.keys(dk).add_(ds.mT @ block.queries(logits.q), alpha=logits.scale)
-        block.keys(dv).add_(weights.mT @ g)
+        block.queries(dq).add_(torch.bmm(ds, block.keys(logits.k)), alpha=logits.scale)
+        block.keys(dk).add_(torch.bmm(ds.mT, block.queries(logits.q)), alpha=logits.scale)
+        block.keys(dv).add_(torch.bmm(weights.mT, g))
         block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), sum_by_lag(dbias)
 
@@ -243,8 +243,9 @@ def blocked_l2_attention_backward(
     received = torch.zeros_like(logits.k[..., 0])
     dbias = torch.zeros_like(logits.bias)
     for block, weights, g, ds in _gradients_of_blocks(dy, logits, logits.k, blocks, p):
-        block.queries(dk).add_(ds @ block.keys(logits.k), alpha=logits.scale)
-        to_keys = (weights.mT @ g).baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
+        block.queries(dk).add_(torch.bmm(ds, block.keys(logits.k)), alpha=logits.scale)
+        to_keys = torch.bmm(weights.mT, g)
+        to_keys.baddbmm_(ds.mT, block.queries(logits.q), alpha=logits.scale)
         block.keys(dk).add_(to_keys)
         block.keys(received).add_(ds.sum(-2))
         block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
@@ -275,7 +276,7 @@ def _gradients_of_blocks(
     for (block, weights), room in zip(weights_of_blocks, rooms, strict=True):
         g = block.queries(outer)
         ds = torch.bmm(g, block.keys(values).mT, out=room.view(block.shape))
-        torch.ops.aten._softmax_backward_data.out(ds, weights, -1, ds.dtype, grad_input=ds)
+        torch._softmax_backward_data(ds, weights, -1, ds.dtype, grad_input=ds)  # type: ignore
         yield block, weights, g, ds
 
 
