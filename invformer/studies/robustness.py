@@ -28,25 +28,38 @@ nothing. None of the papers reproduced here has this experiment for character mo
 import math
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor, nn
 
 from invformer.build.model import build_model
 from invformer.errors import DataError
 from invformer.nn.branch import frozen_weights
-from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.bounds.layers import layer_norm_bound
-from invformer.numerics.norms import divide, vector_norm
+from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
-from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.schema import MANY, Corpus, ModelConfig
 from invformer.section import option, section
+from invformer.studies.attacks import (
+    attack_at_radius,
+    left_over,
+    logits_of,
+    nats_of,
+    pgd,
+    replace_characters,
+)
+from invformer.studies.certified_radius import (
+    NORMS,
+    BallNorm,
+    certified_radii,
+    feature_constants,
+    head_norm,
+    plain_radii,
+)
 from invformer.studies.regularised_training import require_windows, train, validation_windows
 from invformer.studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
 from invformer.studies.text import TextConfig, read_text
@@ -55,12 +68,7 @@ if TYPE_CHECKING:
     from invformer.training.plots import Figure
 
 Kind = Literal["dot_product", "l2", "contractive", "contractive_linear"]
-BallNorm = Literal["token_max", "frobenius"]
-NORMS: tuple[BallNorm, ...] = get_args(BallNorm)
 LEFT = ("nats", "accuracy", "flips")  # what every attack is judged by
-
-INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
-ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
 
 
 @dataclass(kw_only=True)
@@ -318,222 +326,6 @@ def examine(
         beaten=beaten,
         margin_used=margin_used,
     )
-
-
-# --- what is proven ------------------------------------------------------------------------------
-
-
-def feature_constants(model: CharTransformer) -> dict[BallNorm, float]:
-    """L with ‖z_i − z′_i‖₂ ≤ L ‖X − X′‖ for every position i, per norm; empty without certificate.
-
-    z is what the head reads. One token's length is at most either norm of Z, and token_max is at
-    most frobenius: so a token_max constant serves balls in frobenius, never the other way round.
-    """
-    if not model.is_invertible:
-        return {}
-    totals = {norm: certify(model, norm, dtype=torch.float64).total for norm in NORMS}
-    token_max, frobenius = totals["token_max"], totals["frobenius"]
-    if token_max is None or frobenius is None:
-        return {}
-    last = read_out_constant(model)
-    return {
-        "token_max": product_up(token_max, last),
-        "frobenius": product_up(min(token_max, frobenius), last),
-    }
-
-
-def read_out_constant(model: CharTransformer) -> float:
-    """Lipschitz constant of what stands between the stack and the head, per token."""
-    norm: nn.Module = model.norm
-    if isinstance(norm, nn.LayerNorm):
-        return layer_norm_bound(norm.weight, norm.normalized_shape[0], norm.eps, "token_max")
-    return 1.0
-
-
-def head_norm(model: CharTransformer) -> float:
-    """‖W‖₂ of the head, from above."""
-    return spectral_norm_bound(model.head.weight).item()
-
-
-def certified_radii(
-    model: CharTransformer,
-    logits: Float[Tensor, "windows tokens vocab"],
-    correct: Bool[Tensor, "windows tokens"],
-    constant: float,
-) -> Float[Tensor, "windows tokens"]:
-    """min_j (logit_y − logit_j)/(‖W_y − W_j‖₂ L), rounded down; 0 where y is not correct.
-
-    Args:
-        model: in float64.
-        logits: at the clean input.
-        correct: where the largest logit is the target's.
-        constant: L, from the stack's input to what the head reads.
-
-    Returns:
-        No perturbation of the sequence shorter than this changes the prediction at the position.
-    """
-    best, y = logits.max(-1)
-    distances = torch.cdist(
-        model.head.weight, model.head.weight, compute_mode="donot_use_mm_for_euclid_dist"
-    )
-    gaps = best.unsqueeze(-1) - logits - ROUNDING * logits.abs().amax()
-    radii = (gaps / (distances[y] * constant)).scatter(-1, y.unsqueeze(-1), torch.inf)
-    return torch.where(correct, radii.amin(-1).clamp_min(0) * INWARD, 0.0)
-
-
-def plain_radii(
-    model: CharTransformer, logits: Tensor, correct: Tensor, constant: float
-) -> Float[Tensor, "windows tokens"]:
-    """margin/(√2 ‖W‖₂ L), rounded down, margin = largest − second logit; 0 where not correct."""
-    best, second = logits.topk(2, dim=-1).values.unbind(-1)
-    whole = math.sqrt(2) * product_up(constant, head_norm(model))
-    gaps = (best - second - ROUNDING * logits.abs().amax()).clamp_min(0)
-    return torch.where(correct, gaps / whole * INWARD, 0.0)
-
-
-# --- what is tried -------------------------------------------------------------------------------
-
-
-def pgd(
-    model: CharTransformer,
-    x: Float[Tensor, "windows tokens width"],
-    targets: Int[Tensor, "windows tokens"],
-    norm: BallNorm,
-    radius: Float[Tensor, " windows"],
-    num_steps: int,
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> Float[Tensor, "windows tokens width"]:
-    """The worst of the points that projected gradient ascent visits in balls around X.
-
-    Steps of a quarter of the radius along the gradient's steepest ascent direction of the norm,
-    from the centre; windows do not influence each other.
-
-    Args:
-        model: in float64.
-        x: centres.
-        targets: the characters to be predicted.
-        norm: of the balls.
-        radius: of each window's ball.
-        num_steps: gradient steps.
-        objective: of (logits, targets), one number per window; the mean loss by default.
-
-    Returns:
-        For every window the visited point with the largest objective, the centre included.
-    """
-    objective = objective or window_nats
-    step = torch.zeros_like(x)
-    best, best_value = x, torch.full_like(radius, -math.inf)
-    with torch.enable_grad():
-        for index in range(num_steps + 1):
-            moved = (x + step).requires_grad_()
-            value = objective(logits_of(model, moved), targets)
-            better = value.detach() > best_value
-            best = torch.where(better[:, None, None], moved.detach(), best)
-            best_value = torch.where(better, value.detach(), best_value)
-            if index == num_steps:
-                break
-            gradient = torch.autograd.grad(value.sum(), moved)[0]
-            ahead = step + radius[:, None, None] / 4 * unit(gradient, norm)
-            step = project_to_ball(ahead, norm, radius)
-    return best
-
-
-def unit(x: Float[Tensor, "windows tokens width"], norm: BallNorm) -> Tensor:
-    """The direction of length one in the norm along which a gradient x ascends fastest."""
-    dims = -1 if norm == "token_max" else (-2, -1)
-    return divide(x, torch.linalg.vector_norm(x, dim=dims, keepdim=True))
-
-
-def project_to_ball(
-    step: Float[Tensor, "windows tokens width"], norm: BallNorm, radius: Float[Tensor, " windows"]
-) -> Float[Tensor, "windows tokens width"]:
-    """The nearest perturbation inside the ball (a hair inside: x + step is rounded)."""
-    dims = -1 if norm == "token_max" else (-2, -1)
-    length = torch.linalg.vector_norm(step, dim=dims, keepdim=True)
-    limit = (radius * INWARD)[:, None, None]
-    return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
-
-
-def attack_at_radius(
-    model: CharTransformer,
-    x: Float[Tensor, "windows tokens width"],
-    targets: Int[Tensor, "windows tokens"],
-    clean: Float[Tensor, "windows tokens vocab"],
-    correct: Bool[Tensor, "windows tokens"],
-    norm: BallNorm,
-    radii: Float[Tensor, "windows tokens"],
-    num_steps: int,
-) -> tuple[int, float]:
-    """PGD on the margin of each window's last correct position, with that position's own radius.
-
-    Returns:
-        How many predictions changed, and the largest share of a margin that was lost.
-    """
-    number = torch.arange(correct.shape[1], device=x.device)
-    position = torch.where(correct, number, -1).amax(-1)
-    chosen = position >= 0
-    if not chosen.any():
-        return 0, 0.0
-    rows = torch.arange(int(chosen.sum()), device=x.device)
-    x, targets, clean = x[chosen], targets[chosen], clean[chosen]
-    position, radius = position[chosen], radii[chosen, position[chosen]]
-
-    def lost(logits: Tensor, targets: Tensor) -> Tensor:
-        return -margins(logits, targets)[rows, position]
-
-    moved = pgd(model, x, targets, norm, radius, num_steps, lost)
-    before = margins(clean, targets)[rows, position]
-    after = margins(logits_of(model, moved), targets)[rows, position]
-    return int((after < 0).sum()), ((before - after) / before).amax().item()
-
-
-def replace_characters(
-    model: CharTransformer,
-    windows: Int[Tensor, "windows tokens"],
-    targets: Int[Tensor, "windows tokens"],
-    correct: Bool[Tensor, "windows tokens"],
-    share: float,
-    generator: torch.Generator,
-) -> tuple[float, float, float]:
-    """Replace characters by uniform ones with probability ``share``; the targets stay the same."""
-    chance = torch.rand(windows.shape, generator=generator).to(windows.device)
-    vocab_size = model.head.out_features
-    others = torch.randint(vocab_size, windows.shape, generator=generator).to(windows.device)
-    logits = logits_of(model, model.embedding(torch.where(chance < share, others, windows)))
-    return left_over(logits, targets, correct)
-
-
-def left_over(
-    logits: Float[Tensor, "windows tokens vocab"], targets: Tensor, correct: Tensor
-) -> tuple[float, float, float]:
-    """Nats, accuracy, and the share of formerly correct positions that are wrong now."""
-    still = logits.argmax(-1) == targets
-    flips = (correct & ~still).sum() / correct.sum().clamp_min(1)
-    return nats_of(logits, targets), still.double().mean().item(), flips.item()
-
-
-def logits_of(
-    model: CharTransformer, x: Float[Tensor, "windows tokens width"]
-) -> Float[Tensor, "windows tokens vocab"]:
-    """Logits for an input of the stack."""
-    return model.predict(model.stack(x))
-
-
-def window_nats(logits: Tensor, targets: Tensor) -> Float[Tensor, " windows"]:
-    """Mean nats per character of each window."""
-    return nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
-
-
-def nats_of(logits: Tensor, targets: Tensor) -> float:
-    """Mean nats per character."""
-    return window_nats(logits, targets).mean().item()
-
-
-def margins(logits: Tensor, targets: Tensor) -> Float[Tensor, "windows tokens"]:
-    """The target's logit minus the largest other one."""
-    at = targets.unsqueeze(-1)
-    others = logits.scatter(-1, at, -torch.inf).amax(-1)
-    return logits.gather(-1, at).squeeze(-1) - others
 
 
 def median_of(values: Tensor) -> float:

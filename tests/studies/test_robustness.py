@@ -13,31 +13,35 @@ from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.studies import robustness
-from invformer.studies.regularised_training import train, validation_windows
-from invformer.studies.robustness import (
-    NORMS,
-    NOTHING,
-    STUDY,
-    BallNorm,
-    Case,
-    Kind,
-    Options,
+from invformer.studies.attacks import (
     attack_at_radius,
-    build_kind,
-    cases,
-    certified_radii,
-    examine,
-    feature_constants,
     logits_of,
     margins,
     pgd,
-    plain_radii,
     project_to_ball,
-    read_out_constant,
     replace_characters,
-    summarise,
     unit,
     window_nats,
+)
+from invformer.studies.certified_radius import (
+    NORMS,
+    BallNorm,
+    certified_radii,
+    feature_constants,
+    plain_radii,
+    read_out_constant,
+)
+from invformer.studies.regularised_training import train, validation_windows
+from invformer.studies.robustness import (
+    NOTHING,
+    STUDY,
+    Case,
+    Kind,
+    Options,
+    build_kind,
+    cases,
+    examine,
+    summarise,
 )
 from invformer.studies.study import main
 from invformer.studies.text import read_text
