@@ -12,6 +12,7 @@ from invformer.nn.attention import AttentionCache
 from invformer.nn.branch import frozen_weights
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, apply_blocks
+from invformer.numerics.least_distance import least_distance
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
 
@@ -74,8 +75,7 @@ class CharEmbedding(nn.Module):
 
         In entry_max an error per entry is up to √d_embedding longer as a vector.
         """
-        distances = nn.functional.pdist(self.token.weight.double())
-        margin = distances.min().item() / 2 if distances.numel() else math.inf
+        margin = least_distance(self.token.weight) / 2
         if norm == "entry_max":
             return margin / math.sqrt(self.token.embedding_dim)
         return margin
