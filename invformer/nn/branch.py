@@ -39,6 +39,8 @@ class LipschitzBranch(nn.Module):
         ValueError: c is something else.
     """
 
+    # Whether one number is its local bound in token_max and in frobenius.
+    has_one_local_bound = False
     correction: Tensor
     _frozen: Any = None
     _shared: Any = None

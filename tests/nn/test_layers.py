@@ -19,6 +19,7 @@ from invformer.nn import (
     L2Attention,
     RelativePositionBias,
     certify,
+    feed_forward,
     frozen_weights,
 )
 from invformer.nn.spectral import set_manual_refresh
@@ -520,3 +521,13 @@ def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
         other[:, place:] = random_tokens(4, seed=place)[:, place:]
         before, after = (model.stack(model.embedding(t))[:, :place] for t in (tokens, other))
         assert torch.equal(before, after)
+
+
+def test_tight_local_bounds_of_a_branch_too_large_for_them_are_the_fast_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    branch, x = ContractiveFeedForward(8, 16, 0.5).double(), 3 * torch.randn(2, 5, 8)
+    tight, fast = (branch.local_bound(x, "frobenius", tight=each) for each in (True, False))
+    assert (tight < fast).all()
+    monkeypatch.setattr(feed_forward, "MOST_TIGHT", 100)
+    assert torch.equal(branch.local_bound(x, "frobenius", tight=True), fast)

@@ -339,6 +339,17 @@ def test_the_feed_forward_bound_is_exact_and_the_fast_one_above_it() -> None:
     assert (fast <= 4 * exact).all()
 
 
+def test_the_feed_forward_bound_is_the_same_for_all_tokens_at_once_or_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slope, w_in, w_out, _ = feed_forward_case()
+    together = local.feed_forward_local_bound(slope, w_in, w_out)
+    assert together.shape == slope.shape[:1]
+    for numbers in (1, 2 * w_in.numel()):
+        monkeypatch.setattr(local, "CHUNK_ELEMENTS", numbers)
+        torch.testing.assert_close(local.feed_forward_local_bound(slope, w_in, w_out), together)
+
+
 def test_the_fast_feed_forward_bound_is_exact_for_constant_slopes_of_either_sign() -> None:
     w_in, w_out = torch.randn(6, 10), torch.randn(10, 6)
     for value in (0.7, -0.1):

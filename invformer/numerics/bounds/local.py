@@ -22,6 +22,9 @@ from torch import Tensor
 
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
+# Numbers in the matrices of the tokens that are multiplied at once: 64 MiB of them.
+CHUNK_ELEMENTS = 2**23
+
 
 def token_max_local_bound(
     q: Float[Tensor, "*batch heads tokens d_head"],
@@ -230,7 +233,8 @@ def feed_forward_local_bound(
     """max_i ‖W₁ diag(φ′_i) W₂‖₂ for x ↦ φ(x W₁ + b₁) W₂, token by token.
 
     The Jacobian is block-diagonal in tokens: this is its norm in ``token_max`` and in ``frobenius``
-    alike. One D × D spectral norm a token; :func:`feed_forward_fast_bound` is cheaper.
+    alike. One D × D spectral norm a token, some tokens at a time;
+    :func:`feed_forward_fast_bound` is cheaper.
 
     Args:
         slope: φ′(x W₁ + b₁) at every token.
@@ -240,8 +244,13 @@ def feed_forward_local_bound(
     Returns:
         One bound per sequence.
     """
-    per_token = (w_in.double() * slope.double().unsqueeze(-2)) @ w_out.double()
-    return outward(spectral_norm_bound(per_token).amax(-1), slope)
+    w_in, w_out = w_in.double(), w_out.double()
+    at_once = max(1, CHUNK_ELEMENTS // max(1, w_in.numel()))
+    norms = [
+        spectral_norm_bound((w_in * some.double().unsqueeze(-2)) @ w_out)
+        for some in slope.flatten(0, -2).split(at_once)
+    ]
+    return outward(torch.cat(norms).view(slope.shape[:-1]).amax(-1), slope)
 
 
 def feed_forward_fast_bound(
