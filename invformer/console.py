@@ -2,6 +2,7 @@
 
 import errno
 import io
+import logging
 import os
 import re
 import sys
@@ -42,8 +43,11 @@ class Console(io.FileIO):
 def outlive_console() -> None:
     """Let the program go on, and end as it would have, when nobody reads its output any more.
 
-    Streams that somebody has put in the place of the process's own stay as they are.
+    Nor does it end because the console has no such character: that is shown as ``\\u2264``. Streams
+    that somebody has put in the place of the process's own stay as they are.
     """
+    if logging.lastResort is not None:  # what shows warnings where nobody has set up logging
+        logging.lastResort.setFormatter(PrintableFormatter())
     if sys.stdout is sys.__stdout__:
         sys.stdout = lasting(sys.stdout)
     if sys.stderr is sys.__stderr__:
@@ -59,7 +63,7 @@ def lasting(stream: TextIO) -> TextIO:
     return io.TextIOWrapper(
         console if stream.write_through else io.BufferedWriter(console),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace" if stream.errors == "strict" else stream.errors,
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
@@ -71,3 +75,11 @@ def printable(text: str) -> str:
     What a model learnt from a log with colours in it must not reach the terminal as commands.
     """
     return CONTROL_CHARACTER.sub(lambda match: rf"\x{ord(match[0]):02x}", text)
+
+
+class PrintableFormatter(logging.Formatter):
+    """Messages as they can be shown: they may name what a file from elsewhere says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The message, printable."""
+        return printable(super().format(record))

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
+from invformer.console import printable
 from invformer.errors import InvformerError, RankLost
 from invformer.ranks import is_rank, tell
 
@@ -66,7 +67,8 @@ def explained(error: Exception) -> tuple[str, int]:
     ):
         return (
             "out of memory: lower data.batch_size or data.seq_len, or model.d_model if the model "
-            f"itself is too large ({text:.160})",
+            "itself is too large; in an evaluation evaluate.batch_size, "
+            f"evaluate.lipschitz_sequences or evaluate.inversion_sequences ({text:.160})",
             8,
         )
     if is_rank() and isinstance(error, RuntimeError) and any(words in text for words in LOST):
@@ -80,7 +82,7 @@ def explained(error: Exception) -> tuple[str, int]:
 
 def report(message: str, exit_code: int) -> int:
     """Print the one line and hand back the code; a rank leaves the printing to its supervisor."""
-    line = " ".join(message.split())
+    line = printable(" ".join(message.split()))
     if not tell(end=exit_code, message=line):
         print(f"error: {line}", file=sys.stderr)
     return exit_code

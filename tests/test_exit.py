@@ -1,6 +1,7 @@
 """How programs end: one line on standard error and a code for everything that can go wrong."""
 
 import errno
+import logging
 import os
 import pty
 import shutil
@@ -21,7 +22,7 @@ from invformer.build import evaluation
 from invformer.build.machine import refuse_missing_devices, refuse_missing_kernel
 from invformer.build.run import build_run
 from invformer.config import load_config
-from invformer.console import Console, lasting
+from invformer.console import Console, PrintableFormatter, lasting
 from invformer.evaluation import report
 from invformer.exit import guarded
 from invformer.numerics.host import compiler_complaint
@@ -216,6 +217,28 @@ def test_a_lasting_stream_is_what_the_stream_was(
     os.close(reader)
 
 
+def test_a_console_without_a_character_shows_its_number() -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="latin-1") as stream:
+        same = lasting(stream)
+        print("\u2264 \U0001f600 \u00e9", file=same)
+        same.close()
+    assert os.read(reader, 100) == b"\\u2264 \\U0001f600 \xe9\n"
+    os.close(reader)
+
+
+def test_what_an_error_or_a_warning_quotes_sends_a_terminal_no_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> None:
+        raise errors.DataError("a\x1b]0;owned\x07b: no such file")
+
+    assert guarded(work, debug=False) == 3
+    assert capsys.readouterr().err == "error: a\\x1b]0;owned\\x07b: no such file\n"
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "%s", ("\x1b[31m",), None)
+    assert PrintableFormatter().format(record) == r"\x1b[31m"
+
+
 def test_the_report_is_on_disk_before_anything_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +274,7 @@ def test_the_sample_of_an_evaluation_sends_a_terminal_no_commands(
     report.print_table(
         {
             "checkpoint": "a", "step": 1, "bpc": 1.0, "nats": 1.0, "num_characters": 1,
+            "precision": "32-true",
             "data": {"name": "text_file", "split": "val", "unknown_rate": 0.0},
             "ngram": {"order": 5, "bpc": 1.0}, "context": {"seq_len": 8, "stride": 4},
             "certificate": None, "inversion": None, "perf": {}, "local_lipschitz": {},
