@@ -26,8 +26,10 @@ def main() -> None:
 
         keep_freed_memory()
         report, path = evaluate_checkpoint(config)
-        write_json(report, path)
-        print_table(report)
+        try:
+            write_json(report, path)
+        finally:  # what was measured is not lost to a full disk
+            print_table(report)
         print(f"written to {path}")
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))

@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,14 @@ from invformer.checkpoint.content import Checkpoint
 from invformer.data.corpora import Corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import CertificateViolation, ConfigurationError, DataError, NonFiniteError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.inversion import InversionReport, invert_text
 from invformer.evaluation.likelihood import Likelihood, score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.branch import frozen_weights
-from invformer.nn.certificate import Certificate, certify
+from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.schema import (
     DataConfig,
@@ -73,10 +74,15 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         )
     if len(tokens) < 2:
         raise DataError(f"data.split={data.split}: {len(tokens)} characters, nothing to score")
-    likelihood = score(
-        model, EvaluationWindows(tokens, seq_len, stride, measure.batch_size), device
-    )
-    certificate = certify_model(model, trained)
+    certificate = certify_model(model, trained, checkpoint.path)
+    windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
+    with arithmetic(trained, device):
+        likelihood = score(model, windows, device)
+    if not math.isfinite(likelihood.nats):
+        raise NonFiniteError(
+            f"{checkpoint.path}: {likelihood.nats} nats per character on data.split={data.split}: "
+            "its weights are finite, but what comes of them is not; evaluate an earlier checkpoint"
+        )
     # On the text it has learnt by heart an n-gram is no comparison.
     learnt = None if data.split == "train" else training_text(checkpoint, trained.data, corpus)
     report: dict[str, Any] = {
@@ -87,6 +93,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
         "bpc": likelihood.bpc,
         "nats": likelihood.nats,
         "num_characters": likelihood.num_characters,
+        "precision": trained.trainer.precision,
         "context": {
             "seq_len": seq_len,
             "stride": stride,
@@ -152,11 +159,38 @@ def ngram_baseline(vocabulary: Vocabulary, text: str, tokens: Tensor) -> dict[st
     return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
 
 
-def certify_model(model: CharTransformer, config: TrainConfig) -> Certificate | None:
-    """The certificate for the weights as cast for training's forward pass; None for baselines."""
+def arithmetic(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """That of training's forward pass, which the certificate is for."""
+    if config.trainer.precision == "bf16-mixed":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def certify_model(model: CharTransformer, config: TrainConfig, path: Path) -> Certificate | None:
+    """The certificate for the weights as cast for training's forward pass; None for baselines.
+
+    A branch above its target by no more than that cast can do (a run that was stopped between two
+    validations) is shrunk, as at a validation.
+
+    Raises:
+        CertificateViolation: a branch is above its target by more.
+    """
     if not model.is_invertible:
         return None
-    return certify(model, dtype=FORWARD_DTYPE[config.trainer.precision])
+    dtype = FORWARD_DTYPE[config.trainer.precision]
+    certificate = certify(model, dtype=dtype)
+    if certificate.holds:
+        return certificate
+    excess = {n: bound / certificate.targets[n] for n, bound in certificate.per_branch.items()}
+    name = max(excess, key=lambda name: excess[name])
+    if not excess[name] <= 1 + torch.finfo(dtype).eps:
+        raise CertificateViolation(
+            f"{path}: {name} has the bound {certificate.per_branch[name]:.6g} in "
+            f"{certificate.norm}, its target is {certificate.targets[name]:.6g}: not what training "
+            "left; its weights were changed, or this is a bug"
+        )
+    log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess[name] - 1)
+    return enforce(model, dtype)
 
 
 def first_sequences(tokens: Tensor, seq_len: int, count: int) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from invformer.errors import StorageError
 def write_json(report: Mapping[str, Any], path: Path) -> None:
     """Write the report atomically; numbers JSON has no literal for become null.
 
+    Several programs may do so at once: each has a file of its own until it is complete.
+
     Raises:
         StorageError: the folder cannot be written.
     """
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(json.dumps(finite(report), indent=2, allow_nan=False) + "\n", "utf-8")
         os.replace(partial, path)
     except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
@@ -44,7 +49,7 @@ def print_table(report: Mapping[str, Any]) -> None:
         (f"{report['data']['split']} bpc", f"{report['bpc']:.4f}"),
         ("nats per character", f"{report['nats']:.4f}"),
         *ngram_lines(report["ngram"]),
-        ("characters scored", f"{report['num_characters']:,}"),
+        ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
         ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
         ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),
         *certificate_lines(report["certificate"]),

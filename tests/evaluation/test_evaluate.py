@@ -1,0 +1,147 @@
+"""What an evaluation makes of checkpoints whose numbers are not what training leaves."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import evaluate
+from invformer.build.evaluation import evaluate_checkpoint
+from invformer.build.saved_model import untrained
+from invformer.config import load_config
+from invformer.data.corpora import load_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import CertificateViolation, NonFiniteError, StorageError
+from invformer.evaluation import report as reporting
+from invformer.evaluation.report import write_json
+from invformer.nn.transformer import CharTransformer
+from invformer.schema import EvaluateConfig, TrainConfig
+from tests.saved_runs import save_run
+
+TEXT = "".join(f"{i} and {i} is {i + i}; " for i in range(300))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+class Saved:
+    """A run that was never trained: its model may be changed before it is written."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        text = folder / "sums.txt"
+        text.write_text(TEXT)
+        self.config = load_config(
+            [
+                "data.name=text_file", f"data.path={text}", "data.seq_len=16", "model.d_model=16",
+                "model.num_layers=1", "model.num_heads=2", *words,
+            ],
+            TrainConfig,
+        )  # fmt: skip
+        corpus = load_corpus("text_file", str(text))
+        self.sha256 = corpus.sha256
+        self.vocabulary = Vocabulary.from_text(corpus.train)
+        torch.manual_seed(0)
+        self.model: CharTransformer = untrained(self.config, self.vocabulary.size)
+
+    def evaluated(self, *words: str) -> dict:
+        path = save_run(
+            self.folder, self.config, self.vocabulary, self.model, data_sha256=self.sha256
+        )
+        return evaluate_checkpoint(load_config([f"checkpoint={path}", *words], EvaluateConfig))[0]
+
+
+@pytest.mark.parametrize("correction", [1.9, 5.0, 1e30])
+def test_a_branch_above_its_target_ends_an_evaluation(tmp_path: Path, correction: float) -> None:
+    saved = Saved(tmp_path)
+    saved.model.stack.blocks[0].attention.branch.correction.fill_(correction)
+    with pytest.raises(CertificateViolation, match=r"block_00/attention has the bound .* target"):
+        saved.evaluated()
+
+
+def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = Saved(tmp_path, "trainer.precision=bf16-mixed")
+    saved.model.stack.blocks[0].feed_forward.branch.correction.fill_(1.003)
+    certificate = saved.evaluated()["certificate"]
+    assert certificate["dtype"] == "bfloat16"
+    assert all(b <= certificate["targets"][n] for n, b in certificate["per_branch"].items())
+    assert "block_00/feed_forward was" in caplog.text
+
+
+def test_weights_whose_logits_are_not_finite_end_an_evaluation(tmp_path: Path) -> None:
+    saved = Saved(tmp_path)
+    saved.model.head.weight.data.fill_(3e38)
+    with pytest.raises(NonFiniteError, match=r"nats per character on data\.split=val"):
+        saved.evaluated()
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
+def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
+    tmp_path: Path, precision: str
+) -> None:
+    saved = Saved(tmp_path, f"trainer.precision={precision}")
+    report = saved.evaluated("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
+    assert report["precision"] == precision
+    model = saved.model.eval()
+    tokens = saved.vocabulary.encode(load_corpus("text_file", tmp_path / "sums.txt").val).long()
+    windows = tokens[: len(tokens) // 16 * 16].view(-1, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision == "bf16-mixed"):
+        inner = model(windows)[:, :-1].log_softmax(-1)
+    expected = -inner.gather(-1, windows[:, 1:, None]).double().mean().item()
+    # The first character of each window and the last, shorter one differ.
+    assert report["nats"] == pytest.approx(expected, rel=0.05)
+
+
+def test_a_full_disk_does_not_take_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Saved(tmp_path)
+    words = ["evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0"]
+    saved.evaluated(*words)
+
+    def refuse(*_: object) -> None:
+        raise StorageError("evaluation.json: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(reporting, "write_json", refuse)
+    monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *words])
+    with pytest.raises(SystemExit) as ended:
+        evaluate.main()
+    assert ended.value.code == 7
+    shown = capsys.readouterr()
+    assert "val bpc" in shown.out
+    assert "written to" not in shown.out
+    assert "No space left" in shown.err
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from invformer.evaluation.report import write_json
+for index in range(300):
+    write_json({"numbers": list(range(500)), "index": index}, Path(sys.argv[1]))
+"""
+
+
+def test_two_evaluations_at_once_leave_one_whole_report(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.json"
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)]) for _ in range(2)]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            assert len(json.loads(path.read_text())["numbers"]) == 500
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
+
+
+def test_what_cannot_be_written_leaves_nothing_half_written(tmp_path: Path) -> None:
+    (tmp_path / "evaluation.json").mkdir()
+    with pytest.raises(StorageError, match="cannot be written"):
+        write_json({"bpc": 2.0}, tmp_path / "evaluation.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["evaluation.json"]
