@@ -8,18 +8,31 @@ import torch
 from torch import nn
 
 from invformer.errors import NonFiniteError
-from invformer.nn.activation_norm import ChannelAffine
-from invformer.nn.attention import TiedL2Attention
+from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
+from invformer.nn.attention import (
+    ContractiveL2Attention,
+    L2Attention,
+    PaperContractiveL2Attention,
+)
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch, frozen_weights
+from invformer.nn.channel_metric import ChangeOfMetric, ChannelMetric
+from invformer.nn.convolutional_feed_forward import ContractiveConvolutionalFeedForward
 from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.residual import InvertibleResidual, MetricBlock
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
 from invformer.nn.spectral import SpectralNormalised
 from invformer.nn.stack import InvertibleStack
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
 
 Kind = Literal["global", "causal"]
+# What there are proofs for. A subclass may compute something else.
+BLOCKS = (InvertibleBlock, MetricBlock)
+LAYERS = (InvertibleResidual, ActivationNorm, ChannelMetric, ChangeOfMetric)
+BRANCHES = (
+    L2Attention, ContractiveL2Attention, PaperContractiveL2Attention, BoundedAttention,
+    ContractiveFeedForward, ContractiveConvolutionalFeedForward,
+)  # fmt: skip
 
 
 class NoCertificateError(ValueError):
@@ -95,11 +108,12 @@ def certify(
         The certificate. A bound above the target is reported, not hidden: see :func:`enforce`.
 
     Raises:
-        NoCertificateError: the stack contains something without a proof, or diagonal blocks are to
-            be bounded in another norm than token_max.
+        NoCertificateError: the stack contains something without a proof, a subclass or a forward
+            hook among it, or nothing is known of it in this norm or of this kind.
         ValueError: there is no such norm or kind.
     """
     stack = invertible_stack(model)
+    require_own(stack)
     norm, kind = norm or stack.norm, kind or stack.kind
     for name, value, choices in (("norm", norm, NORMS), ("kind", kind, get_args(Kind))):
         if value not in choices:
@@ -115,7 +129,7 @@ def certify(
     with frozen_weights(stack):
         for name, layer in stack.layers():
             if isinstance(layer, ChannelAffine):
-                scales[name], inverse_scales[name] = scale_bounds(layer)
+                scales[name], inverse_scales[name] = scale_bounds(layer, dtype)
             else:
                 per_branch[name] = branch_bound(name, layer, norm, kind, dtype)
     total = None
@@ -202,29 +216,68 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
     )
 
 
+def require_own(stack: InvertibleStack) -> None:
+    """Refuse whatever may compute something else than what is proven.
+
+    Raises:
+        NoCertificateError: a block, layer or branch of a type without a proof, or a module whose
+            forward pass was replaced or is hooked; the message names it.
+    """
+    for name, module in stack.named_modules():
+        changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
+        if changed:
+            raise NoCertificateError(
+                f"{name or 'the stack'}: a forward hook, or a forward of its own, may change what "
+                "it computes; remove it, then certify"
+            )
+    for index, block in enumerate(stack.blocks):
+        require_type(f"block_{index:02d}", block, BLOCKS)
+        for name, layer in block.named_children():
+            require_type(f"block_{index:02d}/{name}", layer, LAYERS)
+    for name, branch in stack.branches():
+        require_type(name, branch, BRANCHES)
+
+
+def require_type(name: str, module: nn.Module, known: tuple[type, ...]) -> None:
+    """Refuse another type than those that something is proven of.
+
+    Raises:
+        NoCertificateError: it is none of them.
+    """
+    if type(module) not in known:
+        raise NoCertificateError(f"{name}: no proof is known for {type(module).__name__}")
+
+
 def branch_bound(
     name: str, layer: InvertibleResidual, norm: Norm, kind: Kind, dtype: torch.dtype
 ) -> float:
     """The proven bound of one residual branch."""
     branch = layer.branch
-    if not isinstance(branch, TiedL2Attention | BoundedAttention | ContractiveFeedForward):
-        raise NoCertificateError(f"{name}: no proof is known for {type(branch).__name__}")
     for part, module in branch.named_modules():
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise NoCertificateError(
                 f"{name}.{part}: dropout in training mode multiplies the constant by up to "
                 f"1/(1 − {module.p}); call eval() first"
             )
-    if kind == "causal":
-        return branch.causal_bound(dtype)
-    return layer.lipschitz_bound(norm, dtype)
+    try:
+        return (
+            branch.causal_bound(dtype) if kind == "causal" else layer.lipschitz_bound(norm, dtype)
+        )
+    except ValueError as error:
+        raise NoCertificateError(f"{name}: {error}") from None
 
 
-def scale_bounds(layer: ChannelAffine) -> tuple[float, float]:
-    """max_k e^{s_k} and max_k e^{−s_k}, rounded up: the layer's constant and its inverse's."""
-    log_scale = layer.log_scale.detach().double()
-    largest = log_scale.max().exp().item(), (-log_scale).max().exp().item()
-    return product_up(largest[0], 1 + 1e-6), product_up(largest[1], 1 + 1e-6)
+def scale_bounds(layer: ChannelAffine, dtype: torch.dtype) -> tuple[float, float]:
+    """max_k e^{s_k} and max_k e^{−s_k}, rounded up: the layer's constant and its inverse's.
+
+    As computed in the format s is kept in, and in ``dtype``: the format of the exponential decides
+    its last digits.
+    """
+    kept = layer.log_scale.detach()
+    logs = (kept, kept.to(dtype))
+    largest = max(s.exp().max().item() for s in logs)
+    of_inverse = max((-s).exp().max().item() for s in logs)
+    return product_up(largest, 1 + 1e-6), product_up(of_inverse, 1 + 1e-6)
 
 
 def as_branches(model: nn.Module) -> dict[str, LipschitzBranch]:

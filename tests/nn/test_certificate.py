@@ -1,11 +1,18 @@
 """Certificates of whole stacks: what they prove, and what they refuse to guess."""
 
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from invformer.errors import NonFiniteError
 from invformer.nn import (
     CausalMask,
+    CharTransformer,
+    ContractiveFeedForward,
     L2Attention,
     NoCertificateError,
     PaperContractiveL2Attention,
@@ -13,9 +20,18 @@ from invformer.nn import (
     certify,
     enforce,
 )
+from invformer.nn.activation_norm import ChannelAffine
 from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.numerics.linear_map import dense_jacobian
-from tests.nn.builders import baseline, contractive_model, random_tokens, trained_a_little
+from tests.nn.builders import (
+    SEQ_LEN,
+    WIDTH,
+    baseline,
+    contractive_model,
+    model_in_metrics,
+    random_tokens,
+    trained_a_little,
+)
 
 
 @pytest.mark.parametrize("norm", ["token_max", "frobenius", "entry_max"])
@@ -71,6 +87,81 @@ def test_an_unknown_branch_is_refused_by_name() -> None:
     model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(12, 12)
     with pytest.raises(NoCertificateError, match=r"block_01/feed_forward: no proof.*Linear"):
         certify(model)
+
+
+class Louder(ContractiveFeedForward):
+    def applied(self, *inputs: Any) -> torch.Tensor:
+        return 10 * super().applied(*inputs)
+
+
+def subclassed(model: CharTransformer) -> None:
+    model.stack.blocks[1].feed_forward.branch.__class__ = Louder
+
+
+def hooked(model: CharTransformer) -> None:
+    branch = model.stack.blocks[0].attention.branch
+    branch.register_forward_hook(lambda module, inputs, output: 10 * output)
+
+
+def hooked_before(model: CharTransformer) -> None:
+    layer = model.stack.blocks[0].attention
+    layer.register_forward_pre_hook(lambda module, inputs: (10 * inputs[0],))
+
+
+def replaced(model: CharTransformer) -> None:
+    model.stack.blocks[1].forward = lambda x: 10 * x
+
+
+def normalised(model: CharTransformer) -> None:
+    model.stack.blocks[1].register_module("norm", torch.nn.LayerNorm(WIDTH))
+
+
+def foreign(model: CharTransformer) -> None:
+    model.stack.blocks[1] = torch.nn.Linear(WIDTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (subclassed, "block_01/feed_forward: no proof is known for Louder"),
+        (hooked, "blocks.0.attention.branch: a forward hook"),
+        (hooked_before, "blocks.0.attention: a forward hook"),
+        (replaced, "blocks.1: a forward hook, or a forward of its own"),
+        (normalised, "block_01/norm: no proof is known for LayerNorm"),
+        (foreign, "block_01: no proof is known for Linear"),
+    ],
+)
+def test_what_may_compute_something_else_is_refused_by_name(
+    change: Callable[[CharTransformer], None], message: str
+) -> None:
+    model = contractive_model()
+    change(model)
+    with pytest.raises(NoCertificateError, match=re.escape(message)):
+        certify(model)
+
+
+def test_diagonal_blocks_of_a_mask_that_sees_ahead_are_refused_by_name() -> None:
+    model = contractive_model()
+    see_all = VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
+    model.stack.blocks[0].attention.branch.position = see_all.for_heads(2)
+    with pytest.raises(NoCertificateError, match="block_00/attention: the causal certificate"):
+        certify(model, kind="causal")
+
+
+@pytest.mark.parametrize("metrics", [False, True])
+def test_scales_bound_those_of_a_stack_in_bfloat16(metrics: bool) -> None:
+    model = model_in_metrics() if metrics else contractive_model()
+    for _, layer in model.stack.layers():
+        for parameter in (p for n, p in layer.named_parameters() if n == "log_scale"):
+            parameter.data.normal_(std=2)
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    for certified in (model, half):
+        certificate = certify(certified, dtype=torch.bfloat16)
+        for name, layer in half.stack.layers():
+            if isinstance(layer, ChannelAffine):
+                assert layer.effective_weights().scale.max() <= certificate.scales[name]
+                inverse = (-layer.log_scale).exp()
+                assert inverse.max() <= certificate.inverse_scales[name]
 
 
 def test_dropout_in_training_mode_is_refused() -> None:
