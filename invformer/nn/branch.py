@@ -144,6 +144,10 @@ class LipschitzBranch(nn.Module):
         """
         raise NotImplementedError
 
+    def inner_size(self, norm: Norm, num_tokens: int) -> float:
+        """Length of what f adds up inside, whatever x is: more rounds than x and f(x) tell."""
+        return 0.0
+
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """The bound on Lip(f) that normalised weights imply, at no cost and on the device.
 

@@ -198,6 +198,19 @@ class ContractiveFeedForward(LipschitzBranch):
         total = torch.stack([bound(slope, w_in, w_out) for w_in in by_lag]).sum(0)
         return total.clamp(max=self.lipschitz_bound(norm))
 
+    def inner_size(self, norm: Norm, num_tokens: int) -> float:
+        """‖diag(b) V‖_F of a token: what biases add up to where they do not cancel."""
+        weights = self.weights()
+        terms = (weights.b_in.detach()[:, None] * weights.w_out.detach()).double()
+        per_channel = terms.square().sum(0)
+        match norm:
+            case "entry_max":
+                return per_channel.max().sqrt().item()
+            case "token_max":
+                return per_channel.sum().sqrt().item()
+            case "frobenius":
+                return math.sqrt(num_tokens) * per_channel.sum().sqrt().item()
+
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in the norms that the normalisation holds."""
         held = ("entry_max",) if self.norm == "entry_max" else ("token_max", "frobenius")

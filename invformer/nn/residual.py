@@ -86,7 +86,8 @@ class InvertibleResidual(nn.Module):
         """
         options = {"compact": True, "evidence": True, **options}
         exact = self.exact() if options["evidence"] else None
-        return invert_residual(self.added, y, residual_map=exact, **options)
+        inner_size = self.branch.inner_size(options["norm"], y.shape[-2])
+        return invert_residual(self.added, y, residual_map=exact, inner_size=inner_size, **options)
 
     def rounding(
         self,
@@ -95,7 +96,8 @@ class InvertibleResidual(nn.Module):
         norm: Norm,
     ) -> Float[Tensor, "samples"]:
         """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
-        return output_rounding(self.added, x, y, self.exact(), norm)
+        inner_size = self.branch.inner_size(norm, y.shape[-2])
+        return output_rounding(self.added, x, y, self.exact(), norm, inner_size)
 
 
 class InvertibleBlock(nn.Module):

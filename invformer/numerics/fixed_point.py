@@ -68,6 +68,7 @@ def invert_residual(
     residual_map: SequenceMap | None = None,
     forward_map: SequenceMap | None = None,
     forward_dtype: torch.dtype | None = None,
+    inner_size: float = 0.0,
     evaluation_error: Tensor | float | None = None,
     output_error: Tensor | float | None = None,
     linearise: Callable[[Tensor], LinearMap] | None = None,
@@ -119,9 +120,11 @@ def invert_residual(
         forward_map: f as the forward pass ran it, if y's dtype does not tell (y was computed in
             float32 and is inverted in float64); only to measure what the forward pass rounds.
         forward_dtype: the precision of ``forward_map``.
+        inner_size: length, in ``norm``, of what f adds up inside, whatever x is, where that may be
+            larger than what goes in and comes out (biases that cancel); for the model below.
         evaluation_error: proven bound on ‖fl(f(x)) − f(x)‖ for the map behind the residual. None
-            takes a model: 4 √(N + D) u (‖x‖ + ‖f(x)‖), and 16 times the difference between both
-            precisions scaled down to float64 where two are there.
+            takes a model: 4 √(N + D) u (‖x‖ + ‖f(x)‖ + inner_size), and 16 times the difference
+            between both precisions scaled down to float64 where two are there.
         output_error: bound on ‖y − (x + f(x))‖ for the x that is wanted; 0 if y is exact. None
             takes what a forward pass in y's dtype rounds, measured as the difference between both
             precisions, times four.
@@ -158,6 +161,7 @@ def invert_residual(
             residual_map,
             forward_map,
             forward_dtype,
+            inner_size=inner_size,
             norm=norm,
             lipschitz_bound=lipschitz_bound,
             contraction=contraction,

@@ -71,6 +71,7 @@ class ResidualEquation:
         gap: the same once it was measured, else None. An iteration whose rates raise no doubt goes
             by the rounding model alone, and measures where it ends.
         factor: k of the rounding model (:func:`.precision.rounding_factor`).
+        inner_size: length of what f adds up inside, whatever x is; zero if the model knows all.
         norm: the norm of every length.
         lipschitz_bound: c, or None.
         contraction: what c bounds.
@@ -94,6 +95,7 @@ class ResidualEquation:
     measure_gap: Callable[[], Tensor]
     gap: Tensor | None
     factor: float
+    inner_size: float
     norm: Norm
     lipschitz_bound: float | None
     contraction: Contraction
@@ -194,11 +196,11 @@ class ResidualEquation:
         if self.exact_residual:
             return self.rounding(size, self.gap)
         measured = 0.0 if self.gap is None else FROM_POINT_TO_POINT * self.gap
-        return measured + self.factor * unit_roundoff(self.y.dtype) * size
+        return measured + self.factor * unit_roundoff(self.y.dtype) * (size + self.inner_size)
 
     def rounding(self, size: Tensor, gap: Tensor | None) -> Tensor:
         """≥ the rounding of the reported residual, for size = ‖x‖ + ‖f(x)‖."""
-        sizes = size + self.size_of_y
+        sizes = size + self.size_of_y + self.inner_size
         if self.evaluation_error is not None:
             return self.evaluation_error + 4 * unit_roundoff(torch.float64) * sizes
         u = unit_roundoff(self.residual_dtype)
@@ -249,12 +251,17 @@ class ResidualEquation:
 
     def smallest_rtol(self) -> float:
         """The relative error that the format, the rounding model and c allow to certify."""
-        model = 3 * self.factor * unit_roundoff(self.residual_dtype) if self.evidence else 0.0
-        return (RESIDUAL_FLOOR[self.y.dtype] + model) / self.margin
+        return (RESIDUAL_FLOOR[self.y.dtype] + 3 * self._modelled()) / self.margin
 
     def tolerance_below_precision(self) -> Tensor:
         """Which samples cannot be solved to the tolerance by anyone."""
-        return self.tolerance(self.size_of_y) < self.smallest_rtol() * self.size_of_y
+        least = self.smallest_rtol() * self.size_of_y
+        least = least + self._modelled() * self.inner_size / self.margin
+        return self.tolerance(self.size_of_y) < least
+
+    def _modelled(self) -> float:
+        """k u of the reported residual, which is nothing if that is not wanted."""
+        return self.factor * unit_roundoff(self.residual_dtype) if self.evidence else 0.0
 
     def with_tolerance(self, atol: float, rtol: float | None) -> "ResidualEquation":
         """The same equation, another tolerance; rtol None is one that can be met comfortably."""
@@ -366,6 +373,7 @@ def residual_equation(
     forward_map: SequenceMap | None,
     forward_dtype: torch.dtype | None,
     *,
+    inner_size: float,
     norm: Norm,
     lipschitz_bound: float | None,
     contraction: Contraction,
@@ -423,6 +431,7 @@ def residual_equation(
         measure_gap=measure_gap,
         gap=None,
         factor=rounding_factor(tokens, width),
+        inner_size=inner_size,
         norm=norm,
         lipschitz_bound=lipschitz_bound,
         contraction=contraction,
@@ -439,7 +448,12 @@ def residual_equation(
 
 
 def output_rounding(
-    f: SequenceMap, x: Tensor, y: Tensor, residual_map: SequenceMap | None, norm: Norm
+    f: SequenceMap,
+    x: Tensor,
+    y: Tensor,
+    residual_map: SequenceMap | None,
+    norm: Norm,
+    inner_size: float = 0.0,
 ) -> Float[Tensor, "samples"]:
     """≥ ‖y − (x + f(x))‖ where y was computed as x + f(x), by the rounding model.
 
@@ -449,6 +463,7 @@ def output_rounding(
         y: what the forward pass made of x.
         residual_map: f in float64; None where f takes float64 itself.
         norm: of the result.
+        inner_size: as for :func:`.fixed_point.invert_residual`.
     """
     equation = residual_equation(
         f,
@@ -457,6 +472,7 @@ def output_rounding(
         residual_map,
         None,
         None,
+        inner_size=inner_size,
         norm=norm,
         lipschitz_bound=None,
         contraction="global",
@@ -477,13 +493,14 @@ def _precise(
     if residual_map is not None:
         return lambda x: _same_kind(residual_map(x), x, "residual_map")
     try:
-        value = f(start.double())
+        value = f(start.double() * (1 + 2.0**-30))  # what no lower precision holds
     except RuntimeError:  # torch refuses to mix float64 input with low-precision weights
         return None
-    # An f that computes in low precision inside gives itself away: its values fit low precision.
-    if value.dtype != torch.float64 or torch.equal(value, value.to(f_start.dtype).double()):
+    if value.dtype != torch.float64:
         return None
-    return f
+    # An f that computes in low precision inside gives itself away: its values fit low precision.
+    value = value[value.isfinite()]
+    return None if torch.equal(value, value.to(f_start.dtype).double()) else f
 
 
 def _same_kind(value: Tensor, x: Tensor, name: str) -> Tensor:

@@ -23,7 +23,9 @@ from invformer.nn import (
     frozen_weights,
 )
 from invformer.nn.spectral import set_manual_refresh
+from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.norms import vector_norm
 from invformer.numerics.precision import denormals_flushed
 from tests.nn.builders import (
     SEQ_LEN,
@@ -531,3 +533,26 @@ def test_tight_local_bounds_of_a_branch_too_large_for_them_are_the_fast_ones(
     assert (tight < fast).all()
     monkeypatch.setattr(feed_forward, "MOST_TIGHT", 100)
     assert torch.equal(branch.local_bound(x, "frobenius", tight=True), fast)
+
+
+@pytest.mark.parametrize(("tokens", "width", "bias"), [(1, 1, 1e2), (4, 2, 1e3), (8, 8, 1e4)])
+@pytest.mark.parametrize("norm", ["token_max", "frobenius", "entry_max"])
+def test_biases_that_cancel_put_no_error_above_its_bound(
+    tokens: int, width: int, bias: float, norm: str
+) -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        held = "entry_max" if norm == "entry_max" else "spectral"
+        branch = ContractiveFeedForward(width, 2, 0.9, norm=held).eval()
+        u, v = torch.randn(width, 1), torch.randn(1, width)
+        with torch.no_grad():
+            branch.w_in.weight.copy_(torch.cat([u, -u], 1))
+            branch.w_out.weight.copy_(torch.cat([v, -v], 0))
+            branch.b_in.fill_(bias)
+            branch.log_sharpness.zero_()
+            layer, x = InvertibleResidual(branch), torch.randn(64, tokens, width)
+            with frozen_weights(branch):
+                bound = branch.lipschitz_bound(norm)
+                found = layer.inverse(layer(x), lipschitz_bound=bound, norm=norm, throw=False)
+        assert (vector_norm(found.value - x, norm) <= found.error_bound).all()
+        assert (found.status != InversionStatus.NOT_CONTRACTIVE).all()

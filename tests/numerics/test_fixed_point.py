@@ -505,6 +505,26 @@ def test_running_out_of_steps_is_said() -> None:
     assert (solution.num_steps == 3).all()
 
 
+def single_inside(x: Tensor) -> Tensor:
+    """0.5 sin x, computed in float32 whatever comes in."""
+    return (0.5 * x.float().sin()).to(x.dtype)
+
+
+@pytest.mark.parametrize("mate", [math.nan, math.inf])
+def test_what_a_map_computes_in_is_found_out_whatever_a_batch_mate_is(mate: float) -> None:
+    y = torch.randn(1, 3, 2).float()
+    together = torch.cat([y, torch.full_like(y, mate)])
+    for f in (single_inside, lambda x: 0.5 * x):
+        alone, both = (
+            invert_residual(f, each, lipschitz_bound=0.5, norm="token_max", throw=False)
+            for each in (y, together)
+        )
+        assert alone.residual_dtype == both.residual_dtype
+        assert both.status[0] == alone.status[0]
+        assert torch.equal(both.value[0], alone.value[0])
+    assert alone.residual_dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-16), (torch.float32, 1e-7), (torch.bfloat16, 1e-2)]
 )
