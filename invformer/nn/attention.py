@@ -17,7 +17,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.branch import LipschitzBranch, affine, cast
+from invformer.nn.branch import (
+    PER_SPECTRAL_NORM,
+    LipschitzBranch,
+    affine,
+    cast,
+    is_affordable,
+)
 from invformer.nn.channel_metric import Metrics
 from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.spectral import (
@@ -38,6 +44,9 @@ from invformer.numerics.precision import without_autocast
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
 LEAST_SIGMA = 1e-18
+
+# Spectral norms of D × D matrices in a tight local bound.
+NORMS_PER_TOKEN = 6
 
 AttentionCertificate = Literal["token_max", "causal"]
 PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
@@ -192,6 +201,8 @@ class TiedL2Attention(LipschitzBranch):
             case "token_max":
                 bound = local.token_max_local_bound(q, p, w_q, g)
             case "frobenius":
+                work = NORMS_PER_TOKEN * PER_SPECTRAL_NORM * x.shape[-1] ** 3
+                tight = tight and is_affordable(x[..., 0].numel(), work)
                 frobenius_bound = local.tight_local_bound if tight else local.fast_local_bound
                 bound = frobenius_bound(q, p, w_q, g)
             case "entry_max":

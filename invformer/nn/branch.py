@@ -18,6 +18,11 @@ from invformer.numerics.norms import Norm
 # Constants normalised in the forward precision stay below their target after float64 certification.
 ROUNDING_MARGIN = 1 - 2e-5
 
+# Multiplications in float64 that a tight local bound of one branch may take.
+MOST_TIGHT = 2e11
+# Those of a certified spectral norm of a D × D matrix, in D³.
+PER_SPECTRAL_NORM = 10
+
 Weights = TypeVar("Weights")
 Derived = TypeVar("Derived")
 
@@ -140,7 +145,8 @@ class LipschitzBranch(nn.Module):
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on the Jacobian's norm at each X, between estimate and certificate.
 
-        ``tight`` spends an eigenproblem or a spectral norm per token.
+        ``tight`` spends an eigenproblem or a spectral norm per token, as long as these are
+        affordable (:func:`is_affordable`).
         """
         raise NotImplementedError
 
@@ -285,6 +291,11 @@ class CentredAffine(torch.autograd.Function):
             total if ctx.needs_input_grad[2] else None,
             w @ total,
         )
+
+
+def is_affordable(num_tokens: int, multiplications_per_token: float) -> bool:
+    """Whether a tight local bound in float64 takes some seconds at most, not minutes."""
+    return num_tokens * multiplications_per_token <= MOST_TIGHT
 
 
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -9,7 +9,13 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from invformer.nn.branch import LipschitzBranch, affine, cast
+from invformer.nn.branch import (
+    PER_SPECTRAL_NORM,
+    LipschitzBranch,
+    affine,
+    cast,
+    is_affordable,
+)
 from invformer.nn.channel_metric import Metrics
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -30,8 +36,6 @@ Activation = Literal["silu", "gelu", "relu", "tanh"]
 INITIAL_SHARPNESS = 8.0
 # Taking β out of folded matrices rounds every entry by 2⁻⁵³ of itself: ‖·‖₂ by √rank times that.
 UNFOLDING = 1 + 2.0**-40
-# Multiplications in float64 that tight local bounds of one branch may take: some seconds.
-MOST_TIGHT = 5e10
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 # The same, written over their argument: without gradients, new memory costs more than the function.
 IN_PLACE = {
@@ -182,18 +186,15 @@ class ContractiveFeedForward(LipschitzBranch):
     def local_bound(
         self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
     ) -> Float[Tensor, "*batch"]:
-        """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius.
-
-        ``tight`` as long as that is affordable (``MOST_TIGHT``), the fast bound beyond.
-        """
+        """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
         if norm == "entry_max":
             raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
         weights = self.weights()
         slope = slopes(x, weights, self.activation)
         by_lag, w_out = without_sharpness(weights)
         hidden, width = w_out.shape
-        work = x[..., 0].numel() * width**2 * (hidden + 10 * width) * len(by_lag)
-        tight = tight and work <= MOST_TIGHT
+        work = len(by_lag) * width**2 * (hidden + PER_SPECTRAL_NORM * width)
+        tight = tight and is_affordable(x[..., 0].numel(), work)
         bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
         total = torch.stack([bound(slope, w_in, w_out) for w_in in by_lag]).sum(0)
         return total.clamp(max=self.lipschitz_bound(norm))

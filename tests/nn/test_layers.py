@@ -19,9 +19,9 @@ from invformer.nn import (
     L2Attention,
     RelativePositionBias,
     certify,
-    feed_forward,
     frozen_weights,
 )
+from invformer.nn import branch as branch_module
 from invformer.nn.spectral import set_manual_refresh
 from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.linear_map import dense_jacobian
@@ -528,11 +528,17 @@ def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
 def test_tight_local_bounds_of_a_branch_too_large_for_them_are_the_fast_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    branch, x = ContractiveFeedForward(8, 16, 0.5).double(), 3 * torch.randn(2, 5, 8)
-    tight, fast = (branch.local_bound(x, "frobenius", tight=each) for each in (True, False))
-    assert (tight < fast).all()
-    monkeypatch.setattr(feed_forward, "MOST_TIGHT", 100)
-    assert torch.equal(branch.local_bound(x, "frobenius", tight=True), fast)
+    branches = (
+        ContractiveFeedForward(8, 16, 0.5),
+        ContractiveL2Attention(8, 2, RelativePositionBias(2, 5), 0.5),
+    )
+    for branch in branches:
+        x = 3 * torch.randn(2, 5, 8)
+        tight, fast = (branch.local_bound(x, "frobenius", tight=each) for each in (True, False))
+        assert (tight < fast).all()
+        with monkeypatch.context() as patch:
+            patch.setattr(branch_module, "MOST_TIGHT", 100)
+            assert torch.equal(branch.local_bound(x, "frobenius", tight=True), fast)
 
 
 @pytest.mark.parametrize(("tokens", "width", "bias"), [(1, 1, 1e2), (4, 2, 1e3), (8, 8, 1e4)])
