@@ -37,6 +37,7 @@ DTYPE = torch.float64
 GPT2_INIT = 0.02  # standard deviation of every weight of a random GPT-2 or BERT
 GPT2_WIDTH, GPT2_HEADS, GPT2_LAYERS = 768, 12, 12
 SMALL_CONTEXT = 128
+TEXT_OPTION = "text"  # what the study calls the file or folder it reads
 HUB_TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 TOKENISED_CHARACTERS = 200_000  # enough for ten sequences of a thousand tokens
 
@@ -103,8 +104,15 @@ def read_text(path: str) -> str:
 
 
 def corpus_at(path: str) -> Corpus:
-    """A file or folder, or python_docs."""
-    return load_corpus("text_file" if path else "python_docs", path or None)
+    """A file or folder, or python_docs.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        return load_corpus("text_file" if path else "python_docs", path or None)
+    except DataError as error:  # which names the option of train.py; it is another one here
+        raise DataError(str(error).replace("data.path", TEXT_OPTION)) from None
 
 
 def digest_of_text(model: str, path: str, text: str) -> str:

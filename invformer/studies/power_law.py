@@ -14,32 +14,39 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Fit:
-    """C nᵅ through a curve, with an interval for α."""
+    """C mᵅ through a curve, with an interval for α; ``variable`` is what m is: n or (n-1)."""
 
     coefficient: float
     exponent: float
     low: float
     high: float
+    variable: str = "n"
 
     def __str__(self) -> str:
-        return (
-            f"{self.coefficient:.3g} n^{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
-        )  # fmt: skip
+        return f"{self.coefficient:.3g} {self.variable}^{self.interval}"
+
+    @property
+    def interval(self) -> str:
+        """The exponent with its interval."""
+        return f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def fit(points: Sequence[tuple[int, Sequence[float]]], seed: int = 0) -> Fit | None:
-    """log L = log C + α log n by least squares; the interval resamples lengths and sequences.
+def fit(
+    points: Sequence[tuple[int, Sequence[float]]], seed: int = 0, others: bool = False
+) -> Fit | None:
+    """log L = log C + α log m by least squares; the interval resamples lengths and sequences.
 
     Args:
         points: n and the constants of its sequences, of which the k-th belong together.
         seed: of the bootstrap.
+        others: m = n − 1, the number of tokens besides a lone one; m = n otherwise.
 
     Returns:
         The fit with a 95 % percentile interval, or None for less than three lengths.
     """
     if len(points) < 3:
         return None
-    n = torch.tensor([float(n) for n, _ in points], dtype=DTYPE).log()
+    n = torch.tensor([float(n - others) for n, _ in points], dtype=DTYPE).log()
     values = torch.tensor([list(v) for _, v in points], dtype=DTYPE).log()
     generator = torch.Generator().manual_seed(seed)
     slopes = []
@@ -51,7 +58,7 @@ def fit(points: Sequence[tuple[int, Sequence[float]]], seed: int = 0) -> Fit | N
     tail = (1 - CONFIDENCE) / 2
     low, high = torch.tensor(slopes, dtype=DTYPE).quantile(n.new_tensor([tail, 1 - tail])).tolist()
     intercept, exponent = line(n, values.mean(1))
-    return Fit(math.exp(intercept), exponent, low, high)
+    return Fit(math.exp(intercept), exponent, low, high, "(n-1)" if others else "n")
 
 
 def line(x: Tensor, y: Tensor) -> tuple[float, float]:

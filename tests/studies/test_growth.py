@@ -1,5 +1,6 @@
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,7 +123,10 @@ def test_an_exact_power_is_fitted_exactly() -> None:
     assert found.coefficient == pytest.approx(3 * math.sqrt(2))
     assert found.low == pytest.approx(0.25)
     assert found.high == pytest.approx(0.25)
+    assert str(found) == "4.24 n^0.25 [0.25, 0.25]"
     assert fit(points[:2]) is None
+    others = fit([(n + 1, values) for n, values in points], others=True)
+    assert others == replace(found, variable="(n-1)")
 
 
 def test_the_interval_of_a_noisy_power_covers_it() -> None:
@@ -137,15 +141,73 @@ def test_the_interval_of_a_noisy_power_covers_it() -> None:
     assert 0.01 < found.high - found.low < 0.2
 
 
-def test_the_attack_gives_a_square_root_to_dot_products_and_nothing_to_distances() -> None:
-    options = Options(model="two_cluster", attack_sizes=[7, 15, 31])
-    chosen = [case for case in cases(options) if case.alone]
+def test_the_attack_gives_a_square_root_to_one_head_and_nothing_to_distances() -> None:
+    options = Options(model="two_cluster", attack_sizes=[7, 15, 31], attack_factors=[])
+    chosen = cases(options)
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert {case.radius for case in chosen} == {100.0}
     found = {key.attention: one for key, one in growth.fits(rows).items()}
-    assert found["dot_product"].exponent == pytest.approx(0.5, abs=0.05)
+    assert found["dot_product"].exponent == pytest.approx(0.5, abs=1e-6)  # of n - 1, not of n
     assert found["l2"].exponent < 0.2
-    assert growth.summarise(rows).outcome == "reproduced"
+    summary = growth.summarise(rows)
+    assert summary.outcome == "reproduced"
+    assert "one head reproduced: exponent 0.50 [0.50, 0.50] in n-1" in summary.why
+    assert "tied L2 shows no such growth" in summary.why
+    assert "no growth is an exponent below 0.25" in summary.why
+    assert "random N(0, 0.02²) weights of GPT-2's shape, dot product, one head" in summary.ours
+    assert "0.92" not in summary.paper  # which is of all heads
+
+
+def attacked_rows(
+    constant: Callable[[Case], float], *words: str
+) -> list[tuple[Case, growth.Result]]:
+    """The attack with constants that are given."""
+    options = load_config(["model=two_cluster", "attack_sizes=[5, 17, 65]", *words], Options)
+    return [(case, growth.Result([constant(case)], [1.0], 1.0, 9.0)) for case in cases(options)]
+
+
+def attacked_constant(exponent: float, coefficient: float, l2: float) -> Callable[[Case], float]:
+    """√(n − 1) for one head, another power for all heads at the published radius and for L2."""
+
+    def constant(case: Case) -> float:
+        others = case.num_tokens - 1
+        if case.attention == "l2":
+            return others**l2
+        return others**0.5 if case.alone else coefficient * others**exponent
+
+    return constant
+
+
+@pytest.mark.parametrize(
+    ("exponent", "coefficient", "l2", "outcome", "said"),
+    [
+        (0.5, 1.0, 0.1, "reproduced", "all heads reproduced"),
+        (0.5, 9.0, 0.1, "partly reproduced", "all heads not reproduced"),
+        (0.4, 1.0, 0.1, "partly reproduced", "all heads not reproduced: exponent 0.40"),
+        (0.5, 1.0, 0.3, "partly reproduced", "tied L2 grows too"),
+    ],
+)
+def test_all_heads_and_distances_count_in_the_verdict(
+    exponent: float, coefficient: float, l2: float, outcome: str, said: str
+) -> None:
+    summary = growth.summarise(attacked_rows(attacked_constant(exponent, coefficient, l2)))
+    assert (summary.outcome, said in summary.why) == (outcome, True)
+
+
+def test_nothing_that_holds_is_not_reproduced() -> None:
+    rows = attacked_rows(lambda case: float(case.num_tokens))
+    assert growth.summarise(rows).outcome == "not reproduced"
+
+
+def test_the_papers_coefficient_is_of_all_heads_at_its_radius_alone() -> None:
+    rows = attacked_rows(lambda case: math.sqrt(case.num_tokens), "attack_factors=[1.0, 3.0]")
+    summary = growth.summarise(rows)
+    assert summary.paper == (
+        "GPT-2 at initialisation, layer 6, all heads, attack made for head 0, R = 100: 0.92 n^0.5"
+    )
+    beside = {key.radius for key in growth.curves(rows) if growth.published(key)}
+    assert beside == {100.0}
+    assert "at R = 300, not in the paper" in summary.why
 
 
 def test_the_ceiling_holds_for_large_inputs(text_file: str) -> None:
@@ -190,7 +252,7 @@ def test_a_trained_model_of_ours_is_measured(
     result = measure(chosen[0], CPU)
     assert len(result.constants) == 2
     # Frobenius: the target is in token_max, √N of it in frobenius.
-    assert 0 < max(result.constants) <= 0.7 * math.sqrt(16)
+    assert 0 < max(result.constants) <= config.model.lipschitz_target * math.sqrt(4)
 
 
 @pytest.mark.skipif(not NO_TRANSFORMERS, reason="transformers is installed")
@@ -296,6 +358,16 @@ def test_other_weights_in_the_same_folder_are_another_case(monkeypatch: pytest.M
         digests.append(measured_layers.digest_of_weights("gpt2", "a folder", 0))
     assert digests[0] == digests[1] != digests[2]
     assert measured_layers.digest_of_weights("random_gpt2", "", 0) == ""
+
+
+def test_a_text_that_is_not_there_is_named_by_the_option_of_this_study(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere.txt"
+    assert main(STUDY, [f"out={tmp_path / 'out'}", f"text={missing}"]) == 3
+    assert (
+        capsys.readouterr().err.strip() == f"error: {missing}: no such file or folder; check text"
+    )
 
 
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
