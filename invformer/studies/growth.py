@@ -509,7 +509,8 @@ class Curve(NamedTuple):
             layer = f"random N(0, {GPT2_INIT}²) weights of GPT-2's shape, {attention}"
         if self.data != "two_cluster":
             return f"{layer}, {'causal' if self.causal else 'unmasked'}"
-        return f"{layer}, {'one head' if self.alone else 'all heads'}, R = {self.radius:g}"
+        radius = f"R {'≤' if self.attention == 'l2' else '='} {self.radius:g}"
+        return f"{layer}, {'one head' if self.alone else 'all heads'}, {radius}"
 
 
 def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:

@@ -1,8 +1,11 @@
 """Dot-product attention: its Jacobian, its bounds on balls, and the inputs that come close."""
 
 import math
+import sys
 from collections.abc import Iterator
+from typing import Literal
 
+import mpmath
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +15,12 @@ from invformer.numerics.bounds import castin
 from invformer.numerics.linear_map import LinearMap, dense_jacobian
 
 N, D = 5, 3
+
+
+@pytest.fixture(autouse=True)
+def _many_digits() -> Iterator[None]:
+    with mpmath.workdps(60):
+        yield
 
 
 def causal(num_tokens: int = N) -> Tensor:
@@ -249,6 +258,71 @@ def test_two_diracs_reach_the_mean_field_growth(
     size = castin.mean_field_growth(castin.two_cluster_rate(a), radius)
     assert float(found.moving) / size == pytest.approx(ratio, abs=0.006)
     assert float(found.value) <= castin.mean_field_bound(1.0, 1.0, radius)
+
+
+def exact_mean_field_bound(bend: float, masked: bool, form: castin.Form) -> mpmath.mpf:
+    b = mpmath.mpf(bend)
+    growth = (2 if masked else 1) * mpmath.exp(2 * b)
+    return growth * (1 + 3 * b) if form == "paper" else b + growth * (1 + 2 * b)
+
+
+@pytest.mark.parametrize("form", ["paper", "triangle"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_mean_field_bound_that_leaves_the_format_is_inf(masked: bool, form: castin.Form) -> None:
+    for bend in (0.1, 100.0, 350.0):
+        bound = castin.mean_field_bound(bend, 1.0, 1.0, masked=masked, form=form)
+        exact = exact_mean_field_bound(bend, masked, form)
+        assert exact <= bound <= exact * (1 + mpmath.mpf("1e-12"))
+    for norm_a, radius in [(354.5, 1.0), (1e9, 1e9), (1.0, 1e200), (math.inf, 1.0), (1.0, 1e308)]:
+        for norm_v in (0.0, 1.0):
+            bound = castin.mean_field_bound(norm_a, norm_v, radius, masked=masked, form=form)
+            assert bound == math.inf
+
+
+@pytest.mark.parametrize("radius", [1e100, 1e200, 1e308])
+def test_ball_bounds_that_leave_the_format_are_inf(radius: float) -> None:
+    assert castin.ball_bound(1.0, 1.0, radius, 5, "paper") == math.inf
+    assert castin.bias_ball_bound(1.0, 1.0, 1.0, radius, 5) == math.inf
+    assert castin.ball_bound(1.0, 1.0, radius, 5) >= 2 * min(radius * radius, sys.float_info.max)
+    assert castin.ball_bound(0.0, 1.0, radius, 4) == pytest.approx(2)  # a constant mean, any R
+
+
+def test_what_is_reached_from_below_stays_finite_and_below() -> None:
+    for exponent in (1e-3, 1.0, 300.0, 700.0):
+        size = castin.mean_field_growth(exponent, 1.0)
+        exact = mpmath.mpf(exponent) / 2 * mpmath.exp(mpmath.mpf(exponent))
+        assert exact * (1 - mpmath.mpf("1e-10")) <= size <= exact
+    for rate, radius in [(705.0, 1.0), (1.0, 40.0), (1.0, 1e200), (1e300, 1e300)]:
+        exact = mpmath.mpf(rate) * radius**2 if radius < 1e100 else mpmath.mpf(1e6)
+        size = castin.mean_field_growth(rate, radius)
+        assert 0.99 * sys.float_info.max < size <= exact / 2 * mpmath.exp(exact)
+        assert size <= sys.float_info.max
+    assert castin.mean_field_growth(0.0, 1e200) == 0
+
+
+@pytest.mark.parametrize("form", ["paper", "sharper"])
+@pytest.mark.parametrize(
+    ("rate", "radius"), [(0.5, 1.0), (1.0, 19.0), (1.0, 40.0), (1.0, 1e200), (1e-320, 1e160)]
+)
+def test_the_lower_bound_by_two_clusters_is_below_its_formula_at_any_radius(
+    rate: float, radius: float, form: Literal["paper", "sharper"]
+) -> None:
+    exponent = 2 * mpmath.mpf(rate) * mpmath.mpf(radius) ** 2
+    others = 9 * mpmath.exp(-exponent) if exponent < 1e6 else mpmath.mpf(0)
+    exact = 3 / (1 + others)
+    if form == "sharper":
+        exact *= 1 + exponent * others / (1 + others)
+    bound = castin.two_cluster_lower_bound(rate, radius, 10, form)
+    assert exact * (1 - mpmath.mpf("1e-10")) <= bound <= exact
+
+
+@pytest.mark.parametrize("radius", [0.5, 4.0, 18.0, 30.0, 1e200])
+def test_two_diracs_have_masses_that_sum_to_one_at_any_radius(radius: float) -> None:
+    _, mass = castin.two_dirac_measure(-torch.eye(2), radius)
+    assert mass.sum() == 1
+    assert mass[1] > 0.5
+    expected = mpmath.exp(-2 * mpmath.mpf(radius) ** 2) if radius < 100 else mpmath.mpf(0)
+    assert float(mass[0]) == pytest.approx(float(expected / (1 + expected)), rel=1e-12)
 
 
 def test_far_out_every_token_follows_one_other() -> None:

@@ -7,10 +7,12 @@ Castin, Ablin & Peyré 2024, *How Smooth Is Attention?*, arXiv 2312.14820, in th
 
 with masses m (1 for a plain sequence) and a = Kᵀb_Q from a query bias (a key bias changes nothing).
 f is not Lipschitz on all inputs; every bound here is in ``frobenius`` and for tokens of length ≤ R,
-masked or not. Numbers are rounded outward.
+masked or not. Numbers are rounded outward: an upper bound that leaves float64 is inf, a lower one
+stays finite.
 """
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,6 +26,8 @@ from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 Form = Literal["paper", "triangle"]
+
+LARGEST_EXPONENT = 746.0  # e^{−x} is 0 in float64 from here on, e^x is inf from 710 on
 
 
 def dot_product_weights(
@@ -116,9 +120,9 @@ def ball_bound(
     Source:
         Castin et al. 2024, Theorems 3.3 and 4.3; ``triangle`` is ours.
     """
-    bend = norm_a * radius**2
+    bend = norm_a * radius * radius  # a power would raise where a product is inf
     if form == "paper":
-        bound = math.sqrt(3 * (bend**2 * (4 * num_tokens + 1) + num_tokens))
+        bound = math.sqrt(3 * (bend * bend * (4 * num_tokens + 1) + num_tokens))
     else:
         bound = math.sqrt(num_tokens) * (1 + bend) + bend
     return round_up(norm_v * bound, 12)
@@ -145,7 +149,8 @@ def bias_ball_bound(
         Castin et al. 2024, Theorem E.3, constant derived anew.
     """
     pull = radius * (norm_a * radius + norm_shift)
-    inside = (norm_a * radius**2) ** 2 + 4 * num_tokens * pull**2 + num_tokens
+    bend = norm_a * radius * radius
+    inside = bend * bend + 4 * num_tokens * (pull * pull) + num_tokens
     return round_up(norm_v * math.sqrt(3 * inside), 14)
 
 
@@ -246,12 +251,12 @@ def two_cluster_lower_bound(
     Source:
         Castin et al. 2024, Proposition 3.4; the factor is ours.
     """
-    exponent = 2 * rate * radius**2
+    exponent = 2 * rate * radius * radius
     others = (num_tokens - 1) * math.exp(-exponent)
     bound = math.sqrt(num_tokens - 1) / (1 + others)
-    if form == "sharper":
+    if form == "sharper" and others > 0:
         bound *= 1 + exponent * others / (1 + others)
-    return bound * (1 - 1e-14 * (2 + exponent))
+    return _down(bound, exponent)
 
 
 def mean_field_bound(
@@ -281,8 +286,11 @@ def mean_field_bound(
     Source:
         Castin et al. 2024, Theorems 3.5 and 4.4; ``triangle`` and the factor c are ours.
     """
-    bend = norm_a * radius**2
-    growth = (2 if masked else 1) * math.exp(2 * bend)
+    bend = norm_a * radius * radius
+    growth = _exp(2 * bend)
+    if growth == math.inf:
+        return math.inf
+    growth *= 2 if masked else 1
     bound = growth * (1 + 3 * bend) if form == "paper" else bend + growth * (1 + 2 * bend)
     return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
 
@@ -297,12 +305,13 @@ def mean_field_growth(rate: float, radius: float) -> float:
         radius: R.
 
     Returns:
-        The size.
+        The size, rounded down as what is reached from below: finite where it leaves float64.
 
     Source:
         Castin et al. 2024, Propositions 3.6 and C.8.
     """
-    return rate / 2 * radius**2 * math.exp(rate * radius**2)
+    exponent = rate * radius * radius
+    return _down(exponent / 2 * _exp(exponent), exponent)
 
 
 def two_dirac_measure(
@@ -315,14 +324,14 @@ def two_dirac_measure(
         radius: R.
 
     Returns:
-        Positions and masses.
+        Positions and masses. The first mass is 0 where it is no float64 any more, 2γR² > 745.
 
     Source:
         Castin et al. 2024, proof of Proposition C.8.
     """
     x = two_cluster_tokens(a, radius, 2)
-    others = math.exp(2 * two_cluster_rate(a) * radius**2)
-    return x, x.new_tensor([1 / (1 + others), others / (1 + others)])
+    lone = math.exp(-2 * two_cluster_rate(a) * radius * radius)  # in units of the other mass
+    return x, x.new_tensor([lone / (1 + lone), 1 / (1 + lone)])
 
 
 def large_radius_bound(norm_v: float, num_tokens: int) -> float:
@@ -463,3 +472,21 @@ def _worst_direction(a: Tensor) -> tuple[float, float, float, Tensor | None]:
     else:
         pick, rate, first, others = lowest, -float(values[lowest]), -1.0, 1.0
     return max(rate, 0.0), first, others, vectors[:, pick] / vectors[:, pick].norm()
+
+
+def _exp(exponent: float) -> float:
+    """e^x; inf where it leaves float64, and for NaN."""
+    try:
+        return math.inf if math.isnan(exponent) else math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _down(value: float, exponent: float) -> float:
+    """A finite number ≤ the exact one that rounding made ``value`` ≥ 0, with e^{±exponent} in it.
+
+    The exponential multiplies the relative error of its argument by that argument; beyond
+    ``LARGEST_EXPONENT`` there is nothing left of e^{−x}, and e^x is above every float64.
+    """
+    share = 1 - 1e-14 * (2 + min(exponent, LARGEST_EXPONENT))
+    return min(value, sys.float_info.max) * share

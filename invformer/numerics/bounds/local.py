@@ -95,7 +95,9 @@ def fast_local_bound(
 
     G_h = L_h G′_h, the better of two factorisations: G′_h with orthonormal rows, or L_h = 1/σ_h.
     ‖P‖₂ ≤ (largest column sum)^½ because rows sum to one; the other terms are those of
-    :func:`query_and_key_terms`, in spectral norms. 1 to 6 times the true value; O(N² d²) a head.
+    :func:`query_and_key_terms`, in spectral norms. O(N² d²) a head. Measured, not proven: about
+    1.5 to 6.6 times ‖J‖ and never below it, at 480 sequences of random layers (the study
+    ``attention_distribution``: N = 16 and 64, masked and not, seeds 0 to 11).
 
     Args:
         q: queries X W_h.
@@ -160,8 +162,9 @@ def tight_local_bound(
 
     The three terms are bounded one by one. A common shift of all tokens passes straight through,
     f(X + 1cᵀ) = f(X) + 1cᵀ Σ_h W_h G_h, so only its complement needs the triangle inequality, with
-    P^h(I − 11ᵀ/N) for P^h in val_⊥. Where :func:`comparison_local_bound` is smaller it is returned:
-    1.0 to 2.8 times the true value.
+    P^h(I − 11ᵀ/N) for P^h in val_⊥. Where :func:`comparison_local_bound` is smaller it is returned.
+    Measured, not proven: about 1.0 to 2.7 times ‖J‖ and never below it, at the 480 sequences of
+    :func:`fast_local_bound`; up to 3.2 times on other layers.
 
     Cost: N spectral norms of D × D matrices a sample, O(N D²) memory; about that of Lanczos.
 
