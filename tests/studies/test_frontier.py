@@ -35,7 +35,7 @@ from invformer.studies.frontier import (
     text_of,
     train,
 )  # fmt: skip
-from invformer.studies.study import main
+from invformer.studies.study import main, scale_words
 from invformer.studies.text import read_text
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 
@@ -45,6 +45,11 @@ TINY = [
     "num_windows=2", "probe_steps=20", "data.max_characters=12000", "optimisers=[adamw]",
     "lipschitz_targets=[0.8]",
 ]  # fmt: skip
+# The grid of docs/results.md, which is more than the default trains.
+EVERYTHING = [
+    "certificates=[token_max, causal]", "strictly_causal=[false, true]",
+    "channel_metric=[false, true]",
+]  # fmt: skip
 BASELINE = Result(2.0, 2.9, 2.0, 1.7, 100, 9, 6, "", "", None, None, None, 3.0, 0.0, None, [])
 CERTIFIED = replace(
     BASELINE, nats=2.1, norm="token_max", kind="global", certified=0.8, certified_token_max=0.8,
@@ -53,7 +58,7 @@ CERTIFIED = replace(
 
 
 def grid(*words: str) -> list[Case]:
-    return cases(load_config([*TINY, *words], Options))
+    return cases(load_config([*TINY, *EVERYTHING, *words], Options))
 
 
 def only(*words: str) -> Case:
@@ -82,6 +87,19 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     bounded = {c.certificate for c in found if c.model == "contractive_bounded"}
     assert bounded == {"token_max", "causal"}
     assert {(c.certificate, c.lipschitz_target) for c in found if c.model == "l2"} == {(None, None)}
+
+
+def test_the_default_is_a_figure_of_sixteen_trainings_and_the_record_one_of_114() -> None:
+    chosen = cases(Options())
+    assert len(chosen) == 16
+    assert {c.optimiser for c in chosen} == {"adamw", "muon"}
+    assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.7, 0.97}
+    assert {c.model for c in chosen} == set(get_args(Attention))
+    assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
+    assert len(cases(load_config([*EVERYTHING, "muon_lr=[0.01, 0.02]"], Options))) == 114
+    published = load_config(["scale=paper", *scale_words(Options, ["scale=paper"])], Options)
+    here = replace(published, data=Options().data)  # whose text needs no network
+    assert len(cases(here)) == 2232
 
 
 @pytest.mark.parametrize(
@@ -301,7 +319,7 @@ def test_a_small_study_runs_from_start_to_figure_and_only_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]",
-            "strictly_causal=[false]", "channel_metric=[false]"]  # fmt: skip
+            "certificates=[token_max, causal]"]  # fmt: skip
     assert main(STUDY, argv) == 0
     measured = []
     inner = STUDY.measure
