@@ -94,6 +94,10 @@ def train(run: TrainingRun) -> None:
     set_manual_refresh(run.module.model)
     try:
         run.trainer.fit(run.module, run.data, ckpt_path=checkpoint)
+    except CheckpointError as error:  # a callback does not know where its state came from
+        if checkpoint is None or str(checkpoint) in str(error):
+            raise
+        raise CheckpointError(f"{checkpoint}: not a state of this run ({error})") from None
     except REFUSALS as error:  # while a state is restored they mean that it is none of this run
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if checkpoint is None or checkpoints_of(run).started or out_of_memory:

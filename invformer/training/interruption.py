@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from invformer.errors import Interrupted, InvformerError, RankLost
+from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
 from invformer.exit import STOP_SIGNALS
 from invformer.ranks import tell
 from invformer.training.callbacks import Flush
@@ -88,8 +88,14 @@ class Interruption(L.Callback):
         return {"validating": self.validating}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
-        self.validating = bool(state_dict["validating"])
+        """Restore what :meth:`state_dict` gave.
+
+        Raises:
+            CheckpointError: it is not that.
+        """
+        self.validating = state_dict["validating"]
+        if type(self.validating) is not bool:
+            raise CheckpointError("whether a validation is due is neither true nor false")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number

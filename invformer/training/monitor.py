@@ -7,8 +7,10 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from invformer.errors import CheckpointError
 from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
-from invformer.nn.lipschitz_probe import LipschitzProbe
+from invformer.nn.branch_jacobians import branch_jacobians
+from invformer.nn.lipschitz_probe import OWN_TOKEN, LipschitzProbe
 from invformer.nn.probe_budget import (
     Choice,
     Clock,
@@ -20,6 +22,7 @@ from invformer.nn.probe_budget import (
     is_due,
     probe_sizes,
 )
+from invformer.numerics.linear_map import LinearMap
 from invformer.training.callbacks import is_last_step, is_step_boundary
 from invformer.training.module import CharLanguageModel
 from invformer.training.run_log import RunLog
@@ -31,6 +34,7 @@ CALIBRATE_AT = 6
 MOST_POWER_STEPS = 4
 # Optimiser steps between two looks at what the chosen probe really costs.
 RECHECK_EVERY = 200
+MOST_STEPS = 10**9  # between two looks, far above any choice
 
 
 class LipschitzMonitor(L.Callback):
@@ -95,7 +99,10 @@ class LipschitzMonitor(L.Callback):
         assert isinstance(pl_module, CharLanguageModel)
         self.ledger = Ledger(Clock(pl_module.device))
         self.probe = self.new_probe(pl_module, self.choice, first_steps=self.choice.size.length)
-        self.probe.load_state_dict(self._restored.get("vectors", {}))
+        if vectors := self._restored.get("vectors"):
+            self.probe.load_state_dict(vectors)
+            pl_module.gather()
+            refuse_other_vectors(self.probe)
 
     def new_probe(
         self, module: CharLanguageModel, choice: Choice, first_steps: int
@@ -267,7 +274,48 @@ class LipschitzMonitor(L.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with a checkpoint's choice and vectors."""
-        self._restored = state_dict
-        self.choice = Choice.from_dict(state_dict["choice"])
-        self.is_settled = bool(state_dict["is_settled"])
+        """Continue with a checkpoint's choice and vectors.
+
+        Raises:
+            CheckpointError: this monitor could not have chosen that.
+        """
+        choice, is_settled = state_dict["choice"], state_dict["is_settled"]
+        plain = all(type(number) is int for number in choice.values())
+        self.choice = Choice.from_dict(choice)
+        every = self.choice.every
+        if (
+            not plain
+            or self.choice.to_dict() != choice
+            or type(is_settled) is not bool
+            or self.choice.size not in self.sizes
+            or not (1 <= every <= MOST_STEPS if self.every is None else every == self.every)
+        ):
+            raise CheckpointError(f"the Lipschitz monitor never chose {choice!r:.80}")
+        self._restored, self.is_settled = state_dict, is_settled
+
+
+@torch.no_grad()
+def refuse_other_vectors(probe: LipschitzProbe) -> None:
+    """Whether restored vectors are those that following the model's branches takes.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    wanted: dict[str, LinearMap] = {}
+    for group in branch_jacobians(probe.model, probe.tokens):
+        wanted[group.names[0]] = group.jacobian
+        by_itself = not (group.per_token and "token_max" in probe.norms)
+        if probe.follows_own_tokens and group.own_token is not None and by_itself:
+            wanted[group.names[0] + OWN_TOKEN] = group.own_token
+    if differing := wanted.keys() ^ probe.trackers.keys():
+        raise CheckpointError(f"vectors of {min(differing):.60} are missing or unknown")
+    for key, jacobian in wanted.items():
+        tracker, shape = probe.trackers[key], jacobian.shape
+        vectors = (tracker.tokens, tracker.lengths, tracker.whole)
+        fit = [v.shape for v in vectors] == [shape, shape[:-1], shape]
+        if (
+            not fit
+            or any(v.dtype != jacobian.dtype for v in vectors)
+            or not 0 <= tracker.turn < shape[-2]
+        ):
+            raise CheckpointError(f"the vectors of {key} do not fit the model")

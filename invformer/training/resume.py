@@ -8,6 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from invformer.checkpoint.content import Checkpoint, newest_checkpoint
 from invformer.errors import CheckpointError, DataError
@@ -17,6 +18,8 @@ from invformer.training.run_directory import differing_keys
 MEMORY_OF = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
 
 LAST_BATCH = 1 << 48
+# Of a schedule: the rates of now, which depend on how many steps are asked for by now.
+RATES = "_last_lr"
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +100,91 @@ def refuse_other_parts(trainer: L.Trainer, saved: Mapping[str, Any], position: s
     for key in ("optimizer_states", "lr_schedulers"):
         if not isinstance(saved[key], list) or len(saved[key]) != 1:
             raise CheckpointError(f"{where}: {key} is not a list of one")
+    refuse_other_progress(trainer, saved)
     numbers = saved[position].values()
     plain = all(type(number) is int and 0 <= number < LAST_BATCH for number in numbers)
     if not plain or saved[position]["global_step"] != saved["global_step"]:
         raise CheckpointError(f"{where}: its position in the text is none of its step")
+
+
+def refuse_other_progress(trainer: L.Trainer, saved: Mapping[str, Any]) -> None:
+    """Whether the loop's counters are those of a step: a loop that is further on does nothing.
+
+    Args:
+        trainer: the trainer, about to restore its state.
+        saved: the checkpoint as Lightning holds it.
+
+    Raises:
+        CheckpointError: they are none, or of another step.
+    """
+    where, step = f"{trainer.ckpt_path}", saved["global_step"]
+    loop = saved["loops"]["fit_loop"]
+    if not is_like(loop, trainer.fit_loop.state_dict()):
+        raise CheckpointError(f"{where}: its loops are not those of this program")
+    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    batches = loop["epoch_loop.batch_progress"]
+    completed = [batches[part]["completed"] for part in ("total", "current")]
+    wanted = [step * trainer.accumulate_grad_batches] * 2
+    if steps["total"]["completed"] != step or completed != wanted:
+        raise CheckpointError(f"{where}: of step {step}, but its loops are at another")
+
+
+def is_like(saved: Any, fresh: Any) -> bool:
+    """Whether counters are those of a fresh program, with other counts: none of them negative."""
+    if isinstance(fresh, dict):
+        is_same = isinstance(saved, dict) and saved.keys() == fresh.keys()
+        return is_same and all(is_like(saved[key], value) for key, value in fresh.items())
+    if type(saved) is not type(fresh):
+        return False
+    return type(saved) is not int or 0 <= saved < LAST_BATCH
+
+
+def refuse_other_schedule(where: str, saved: Any, fresh: LRScheduler, step: int) -> None:
+    """Whether a schedule is that of this run, as it is after so many steps.
+
+    PyTorch would take whatever is in the file, even in the place of methods. The rates it had last
+    are not compared: :func:`follow_schedule` puts those of this run in their place.
+
+    Args:
+        where: what errors begin with.
+        saved: its state, plain values.
+        fresh: the schedule as this run's configuration makes it.
+        step: the step the checkpoint is of.
+
+    Raises:
+        CheckpointError: naming what does not fit.
+    """
+    wanted = fresh.state_dict() | {"last_epoch": step, "_step_count": step + 1}
+    if not isinstance(saved, dict):
+        raise CheckpointError(f"{where}: its learning-rate schedule is none")
+    if differing := wanted.keys() ^ saved.keys():
+        raise CheckpointError(
+            f"{where}: its learning-rate schedule is not that of this program "
+            f"({min(differing):.60} is missing or unknown)"
+        )
+    for key in wanted.keys() - {RATES}:
+        if type(saved[key]) is not type(wanted[key]) or saved[key] != wanted[key]:
+            raise CheckpointError(f"{where}: its learning-rate schedule has another {key}")
+
+
+def follow_schedule(optimizer: Optimizer, schedule: LRScheduler) -> None:
+    """Go on with the rates of this run's schedule, not with those that a checkpoint was left with.
+
+    They are the same, bit for bit, unless the run was asked for more steps: the end of the shorter
+    schedule, which is a rate of zero, would be that of its next step.
+
+    Args:
+        optimizer: of the run, restored.
+        schedule: its schedule, restored.
+    """
+    assert isinstance(schedule, LambdaLR)
+    rates = [
+        base * factor(schedule.last_epoch)
+        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    ]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
 
 
 def refuse_other_state(trainer: L.Trainer, fresh: Optimizer, step: int) -> None:
@@ -118,8 +202,6 @@ def refuse_other_state(trainer: L.Trainer, fresh: Optimizer, step: int) -> None:
         CheckpointError: naming what does not fit.
     """
     where = f"{trainer.ckpt_path}"
-    if trainer.global_step != step:
-        raise CheckpointError(f"{where}: of step {step}, but its loops are at another")
     (restored,) = trainer.optimizers
     for group, wanted in zip(restored.param_groups, fresh.param_groups, strict=True):
         if group.get("initial_lr") != wanted["lr"]:

@@ -10,11 +10,16 @@ import lightning as L
 import torch
 
 from invformer.checkpoint.content import open_checkpoint
-from invformer.checkpoint.directory import keep_only, name_for
+from invformer.checkpoint.directory import NAME, keep_only, name_for
 from invformer.errors import CheckpointError, Interrupted, StorageError
 from invformer.training.checkpoint_io import DATA, METADATA
 from invformer.training.module import CharLanguageModel
-from invformer.training.resume import refuse_other_parts, refuse_other_state
+from invformer.training.resume import (
+    follow_schedule,
+    refuse_other_parts,
+    refuse_other_schedule,
+    refuse_other_state,
+)
 
 
 class Checkpoints(L.Callback):
@@ -43,6 +48,7 @@ class Checkpoints(L.Callback):
         if self.restored_step is not None:
             fresh = pl_module.make_optimizer(pl_module.model)
             refuse_other_state(trainer, fresh, self.restored_step)
+            follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
         self.started = True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -97,16 +103,28 @@ class Checkpoints(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse a state that lacks something: the run would go on, but differently."""
+        assert isinstance(pl_module, CharLanguageModel)
         refuse_other_parts(trainer, checkpoint, DATA)
-        self.restored_step = checkpoint["global_step"]
+        self.restored_step = step = checkpoint["global_step"]
+        fresh = pl_module.make_schedule(pl_module.make_optimizer(pl_module.model))
+        (schedule,) = checkpoint["lr_schedulers"]
+        refuse_other_schedule(f"{trainer.ckpt_path}", schedule, fresh, step)
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and where it is."""
         return {"best": self.best, "best_name": self.best_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on comparing with the best value so far."""
-        self.best, self.best_name = float(state_dict["best"]), state_dict["best_name"]
+        """Go on comparing with the best value so far.
+
+        Raises:
+            CheckpointError: it is no such value, or its place no name of a checkpoint.
+        """
+        best, name = state_dict["best"], state_dict["best_name"]
+        is_found = isinstance(name, str) and NAME.fullmatch(name) and math.isfinite(best)
+        if type(best) is not float or not (is_found or (name is None and best == math.inf)):
+            raise CheckpointError(f"{best!r:.40} in {name!r:.40} is no best value so far")
+        self.best, self.best_name = best, name
 
 
 class RandomState(L.Callback):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -233,6 +234,25 @@ def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer
     assert validated(tmp_path) == [2, 4, 6]
 
 
+def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    for optim in ("adamw", "muon"):
+        more = (f"optim={optim}", "monitor.enabled=false")
+        train(tmp_path, *more, f"run.name={optim}-once", "trainer.max_steps=9")
+        train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=6")
+        train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=9")
+        rates, wanted = learning_rates(tmp_path, optim), learning_rates(tmp_path, f"{optim}-once")
+        assert rates[6:] == wanted[6:]
+        assert rates[6] > 0
+
+
+def learning_rates(folder: Path, name: str) -> list[float]:
+    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
+    return [row["optim/lr"] for row in rows]
+
+
 def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
     train(tmp_path, "trainer.val_every=4", "run.name=once")
@@ -367,6 +387,38 @@ def memory(state: dict) -> dict:
     return state["optimizer_states"][0]["state"][0]
 
 
+def schedule(state: dict) -> dict:
+    return state["lr_schedulers"][0]
+
+
+def loop(state: dict) -> dict:
+    return state["loops"]["fit_loop"]
+
+
+def vectors(state: dict) -> dict:
+    return state["callbacks"]["LipschitzMonitor"]["vectors"]
+
+
+def progress(state: dict) -> dict:
+    return loop(state)["epoch_loop.batch_progress"]["current"]
+
+
+def in_callback(name: str, **changed: Any) -> Callable[[dict, dict], Any]:
+    return lambda m, s: s["callbacks"][name].update(changed)
+
+
+def in_choice(**changed: Any) -> Callable[[dict, dict], Any]:
+    return lambda m, s: s["callbacks"]["LipschitzMonitor"]["choice"].update(changed)
+
+
+def in_vectors(name: str, change: Callable[[Any], Any]) -> Callable[[dict, dict], Any]:
+    def apply(metadata: dict, state: dict) -> None:
+        first = next(iter(vectors(state).values()))
+        first[name] = change(first[name])
+
+    return apply
+
+
 CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "moments of another shape": lambda m, s: memory(s).update(exp_avg=torch.ones(1)),
     "moments that are numbers": lambda m, s: memory(s).update(exp_avg=1.0),
@@ -382,6 +434,18 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "no schedule": lambda m, s: s.update(lr_schedulers=[]),
     "an empty schedule": lambda m, s: s.update(lr_schedulers=[{}]),
     "a schedule that is text": lambda m, s: s.update(lr_schedulers=["x"]),
+    "a schedule of ten times the rate": lambda m, s: schedule(s).update(
+        base_lrs=[10 * rate for rate in schedule(s)["base_lrs"]]
+    ),
+    "a schedule of hardly a number": lambda m, s: schedule(s).update(base_lrs=[1e308, 1e308]),
+    "a schedule that begins anew": lambda m, s: schedule(s).update(last_epoch=0),
+    "a schedule before its beginning": lambda m, s: schedule(s).update(last_epoch=-3),
+    "a schedule of half a step": lambda m, s: schedule(s).update(last_epoch=4.0),
+    "a schedule of more steps": lambda m, s: schedule(s).update(_step_count=9),
+    "a schedule with a method": lambda m, s: schedule(s).update(get_lr=3),
+    "a schedule of another optimiser": lambda m, s: schedule(s).update(optimizer=3),
+    "a schedule with parameters": lambda m, s: schedule(s).update(lr_lambdas=[{"a": 1}, None]),
+    "a schedule without its count": lambda m, s: schedule(s).pop("_step_count"),
     "no random state": lambda m, s: s["callbacks"].pop("RandomState"),
     "no monitor": lambda m, s: s["callbacks"].pop("LipschitzMonitor"),
     "a callback more": lambda m, s: s["callbacks"].update(ModelCheckpoint={"dirpath": "/"}),
@@ -392,6 +456,44 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "a random state that is text": lambda m, s: s["callbacks"]["RandomState"].update(cpu="x"),
     "no loops": lambda m, s: s.update(loops={}),
     "loops that are a number": lambda m, s: s.update(loops=3),
+    "a counter that is text": lambda m, s: progress(s).update(ready="4"),
+    "a counter that is a fraction": lambda m, s: progress(s).update(completed=4.5),
+    "a counter that is nothing": lambda m, s: progress(s).update(processed=None),
+    "a counter that is true": lambda m, s: progress(s).update(started=True),
+    "a negative counter": lambda m, s: progress(s).update(ready=-4),
+    "a counter beyond all steps": lambda m, s: progress(s).update(ready=1 << 62),
+    "a step too many": lambda m, s: loop(s)["epoch_loop.automatic_optimization.optim_progress"][
+        "optimizer"
+    ]["step"]["total"].update(completed=6),
+    "a counter of batches too few": lambda m, s: progress(s).update(completed=3),
+    "a counter that is missing": lambda m, s: progress(s).pop("ready"),
+    "a counter with a method": lambda m, s: progress(s).update(increment_ready=3),
+    "a last batch that is a number": lambda m, s: loop(s)["epoch_loop.batch_progress"].update(
+        is_last_batch=1
+    ),
+    "a text in place of counters": lambda m, s: loop(s).update({"epoch_progress": "x"}),
+    "a loop more": lambda m, s: loop(s).update({"epoch_loop.other": {}}),
+    "a monitor of a longer text": in_choice(length=17),
+    "a monitor of a shorter text": in_choice(length=8),
+    "a monitor of no sequence": in_choice(sequences=0),
+    "a monitor of half a sequence": in_choice(sequences=1.0),
+    "a monitor at other steps": in_choice(every=3),
+    "a monitor with a choice more": in_choice(seed=3),
+    "a choice that is text": in_callback("LipschitzMonitor", choice="x"),
+    "a choice that may be settled": in_callback("LipschitzMonitor", is_settled="yes"),
+    "vectors of another width": in_vectors("tokens", lambda x: x[..., 1:].contiguous()),
+    "vectors of fewer branches": in_vectors("whole", lambda x: x[:0].contiguous()),
+    "vectors in double precision": in_vectors("tokens", lambda x: x.double()),
+    "vectors that are a number": in_vectors("lengths", lambda x: 1.0),
+    "vectors of a token that is not there": in_vectors("turn", lambda turn: 16),
+    "vectors of half a branch": lambda m, s: vectors(s).pop(next(iter(vectors(s)))),
+    "vectors of no branch": lambda m, s: vectors(s).update(x=dict(next(iter(vectors(s).values())))),
+    "a best value that is text": in_callback("Checkpoints", best="4.0"),
+    "a best value that is no number": in_callback("Checkpoints", best=math.nan),
+    "a best checkpoint elsewhere": in_callback("Checkpoints", best_name="../../elsewhere"),
+    "a best checkpoint that is a list": in_callback("Checkpoints", best_name=["x"]),
+    "a best checkpoint of no value": in_callback("Checkpoints", best=math.inf),
+    "a validation that may be due": in_callback("Interruption", validating=7),
     "loops of another step": lambda m, s: m.update(step=3),
     "no position": lambda m, s: s.update(data={}),
     "a negative position": lambda m, s: s["data"].update(next_batch=-5),
