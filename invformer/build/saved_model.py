@@ -10,6 +10,7 @@ from invformer.checkpoint.content import PREFIX, Checkpoint
 from invformer.checkpoint.tensors import MAX_HEADER, Spec, specs_of
 from invformer.config import from_dict
 from invformer.data.corpora import Corpus
+from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
 from invformer.nn.transformer import CharTransformer
@@ -22,17 +23,20 @@ MOSTLY = 0.5
 
 
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with.
+    """The configuration a checkpoint was trained with; its path is marked as nobody's choice.
 
     Raises:
         CheckpointError: it is no valid configuration.
     """
     try:
-        return from_dict(as_it_was_meant(checkpoint.metadata["config"]))
+        config = from_dict(as_it_was_meant(checkpoint.metadata["config"]))
     except ConfigurationError as error:
         raise CheckpointError(
             f"{checkpoint.path}: its configuration is invalid ({error})"
         ) from None
+    if config.data.path is None:
+        return config
+    return replace(config, data=replace(config.data, path=SavedPath(config.data.path)))
 
 
 def as_it_was_meant(config: Any) -> Any:

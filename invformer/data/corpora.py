@@ -10,12 +10,12 @@ import os
 import platform
 import sysconfig
 import tokenize
-import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from invformer.data.files import Reader, read_bytes
 from invformer.errors import DataError
 
 Name = Literal[
@@ -102,7 +102,8 @@ def load_corpus(
     customary 90, 95 and 100 million). A folder with files ``train.txt``, ``valid.txt`` and
     ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``, ``train-*.parquet``; validation and val
     are understood too) has its splits already, and an absent test file leaves the test split empty.
-    Any other folder is the concatenation of its ``*.txt`` in sorted order, cut like a file.
+    Any other folder is the concatenation of its ``*.txt`` (and ``*.TXT``) in sorted order, those in
+    its folders too and hidden ones left out, cut like a file.
 
     Text is read as it is: UTF-8 without exceptions, line ends and byte order marks kept. Two
     corpora are rewritten by convention: ``ptb`` becomes characters as in the literature (a space
@@ -110,7 +111,8 @@ def load_corpus(
 
     Args:
         name: of the corpus.
-        path: file (``.txt`` or any other text, ``.zip`` with one file in it) or folder.
+        path: file (``.txt`` or any other text, ``.zip`` with one file in it), folder or pipe; a
+            ``SavedPath`` where a checkpoint names it, of which less is read (``data.files``).
         val_fraction: share of the text for validation, where the corpus has no splits of its own.
         test_fraction: likewise for the test.
         max_characters: shorten the corpus to this many characters: each split keeps its beginning,
@@ -133,9 +135,7 @@ def load_corpus(
         read = read_python_docs if name == "python_docs" else read_python_stdlib
         texts, source = read(val_fraction, test_fraction)
     elif path is not None:
-        texts, source = read_local(
-            name, Path(os.path.expanduser(path)), val_fraction, test_fraction
-        )
+        texts, source = read_local(name, Reader(path), val_fraction, test_fraction)
     elif name == "text_file":
         raise DataError("text_file needs data.path=FILE or data.path=FOLDER")
     else:
@@ -278,21 +278,19 @@ def deal(
 
 
 def read_local(
-    name: str, path: Path, val_fraction: float, test_fraction: float
+    name: str, reader: Reader, val_fraction: float, test_fraction: float
 ) -> tuple[Texts, str]:
     """A file, a folder of splits, or a folder of texts."""
-    decode = decode_bytes if name == "enwik8" else decode_utf8
+    path, files = reader.path, [reader.path]
     if path.is_dir():
         if (splits := split_files(path)) is not None:
             texts: Texts = {
-                split: "".join(read_file(name, file, decode) for file in files)
+                split: "".join(read_file(name, file, reader) for file in files)
                 for split, files in splits.items()
             }
             return texts, str(path)
-        files = text_files(name, path)
-    else:
-        files = [path]
-    text = "".join(read_file(name, file, decode) for file in files)
+        files = text_files(name, reader)
+    text = "".join(read_file(name, file, reader) for file in files)
     return cut(name, text, val_fraction, test_fraction), str(path)
 
 
@@ -314,12 +312,13 @@ def split_files(folder: Path) -> dict[Split, list[Path]] | None:
     return found
 
 
-def text_files(name: str, folder: Path) -> list[Path]:
+def text_files(name: str, reader: Reader) -> list[Path]:
     """The texts of a folder without splits, in sorted order."""
+    folder = reader.path
     for known in (name, f"{name}.zip"):
         if (folder / known).is_file():
             return [folder / known]
-    files = sorted(folder.rglob("*.txt"), key=lambda file: file.relative_to(folder).parts)
+    files = reader.text_files(folder)
     if not files:
         raise DataError(
             f"{folder}: no *.txt in this folder and no train.txt; give data.path a file"
@@ -327,36 +326,12 @@ def text_files(name: str, folder: Path) -> list[Path]:
     return files
 
 
-def read_file(name: str, file: Path, decode: Callable[[bytes, Path], str]) -> str:
+def read_file(name: str, file: Path, reader: Reader) -> str:
     """The text of a plain file, of the one file in a .zip, or of a .parquet."""
     if file.suffix == ".parquet":
-        return read_parquet(name, file)
-    content = read_bytes(file)
-    if file.suffix == ".zip":
-        content = unzip(content, file)
-    return decode(content, file)
-
-
-def read_bytes(file: Path) -> bytes:
-    """A file's content, or one line about why not."""
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{file}: no such file or folder; check data.path") from None
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
-
-
-def unzip(content: bytes, file: Path) -> bytes:
-    """The one file in an archive."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = [m for m in archive.namelist() if not m.endswith("/")]
-            if len(members) != 1:
-                raise DataError(f"{file}: {len(members)} files in the archive instead of one")
-            return archive.read(members[0])
-    except (zipfile.BadZipFile, RuntimeError) as error:
-        raise DataError(f"{file}: not a readable archive ({error})") from None
+        return read_parquet(name, file, reader)
+    decode = decode_bytes if name == "enwik8" else decode_utf8
+    return decode(reader.read(file), file)
 
 
 def decode_utf8(content: bytes, file: Path) -> str:
@@ -495,13 +470,16 @@ def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None
         )
 
 
-def read_parquet(name: str, file: Path) -> str:
+def read_parquet(name: str, file: Path, reader: Reader) -> str:
     """The text in a table that was downloaded by hand."""
     import datasets
 
     try:
+        reader.require_text(file, file.stat())
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
         text = rows_to_text(name, rows)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
     refuse_changed_cache(str(file), {"train": rows}, [text])

@@ -223,7 +223,7 @@ def test_a_corpus_shortened_to_nothing_is_refused(tmp_path: Path) -> None:
         ("text_file", "empty", r"no \*\.txt in this folder"),
         ("text_file", "bad.zip", "not a readable archive"),
         ("text_file", "two.zip", "2 files in the archive instead of one"),
-        ("text_file", "folder.txt", "cannot be read"),
+        ("text_file", "folder.txt", r"no \*\.txt in this folder"),
         ("text_file", None, "needs data.path=FILE"),
         ("python_docs", "a.txt", "takes no data.path; use data.name=text_file"),
         ("shakespear", None, "no corpus 'shakespear': pick one of python_docs"),

@@ -533,6 +533,20 @@ def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> 
         evaluate(folder)
 
 
+def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    for path in ("/dev/zero", str(folder / "pipe")):
+        for saved in (folder / "runs" / "a" / "checkpoints").iterdir():
+            edit_json(saved, MODEL, lambda m, path=path: m["config"]["data"].update(path=path))
+        with pytest.raises(DataError, match=r"it was the checkpoint .* data\.path=PATH") as error:
+            evaluate(folder)
+        assert error.value.exit_code == 3
+        text = f"data.path={folder / 'text.txt'}"
+        assert evaluate(folder, text)["data"]["same_as_training"]
+        report = evaluate(folder, text, "data.max_characters=1000")  # needs the rest for the n-gram
+        assert report["ngram"] is None
+
+
 def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
         evaluate(folder, "data.name=python_docs")

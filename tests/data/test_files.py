@@ -1,0 +1,190 @@
+"""What may be read of a path: all that somebody typed, little on a checkpoint's word."""
+
+import os
+import threading
+import zipfile
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from invformer.data import files
+from invformer.data.corpora import load_corpus
+from invformer.data.files import Reader, SavedPath, read_bytes
+from invformer.errors import DataError
+
+UNTYPED = "it was the checkpoint that named it; name the text yourself with data.path=PATH"
+
+
+def read(path: Path | str) -> bytes:
+    reader = Reader(path)
+    return reader.read(reader.path)
+
+
+def refusal(path: Path | str) -> str:
+    with pytest.raises(DataError) as caught:
+        load_corpus("text_file", path)
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def write(path: Path, text: str = "some text ") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def pipe(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom"])
+def test_a_device_is_nobodys_text(device: str) -> None:
+    assert refusal(device) == (
+        f"{device}: not a regular file; give data.path a plain file, a folder or a pipe"
+    )
+    assert refusal(SavedPath(device)) == f"{device}: not a regular file, and {UNTYPED}"
+
+
+def test_a_link_to_a_device_is_one(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").symlink_to("/dev/zero")
+    assert "not a regular file" in refusal(tmp_path / "text.txt")
+    assert "not a regular file" in refusal(tmp_path)
+
+
+def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path: Path) -> None:
+    path = pipe(tmp_path / "text.txt")
+    writer = threading.Thread(target=path.write_text, args=["from a pipe"])
+    writer.start()
+    assert read(path) == b"from a pipe"
+    writer.join()
+    for other in (tmp_path, SavedPath(path), SavedPath(tmp_path)):
+        assert "not a regular file" in refusal(other)
+
+
+def test_links_to_files_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(write(tmp_path / "text.txt"))
+    assert read(SavedPath(tmp_path / "link")) == b"some text "
+
+
+def test_what_a_checkpoint_names_is_bounded_all_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 25)
+    one = write(tmp_path / "a.txt")
+    assert load_corpus("text_file", SavedPath(one)).lengths().startswith("9 (train)")
+    write(tmp_path / "b.txt")
+    load_corpus("text_file", SavedPath(tmp_path))
+    write(tmp_path / "c.txt")
+    assert refusal(SavedPath(tmp_path)) == (
+        f"{tmp_path / 'c.txt'}: more than 25 bytes of text, and {UNTYPED}"
+    )
+    load_corpus("text_file", tmp_path)
+
+
+def test_files_whose_length_the_kernel_does_not_say_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = "/proc/self/maps"
+    if not Path(path).exists():
+        pytest.skip("this system has no such files")
+    monkeypatch.setattr(files, "MOST_BYTES", 25)
+    assert "more than 25 bytes of text" in refusal(SavedPath(path))
+
+
+def test_a_pipe_that_does_not_end_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 21)
+    path = pipe(tmp_path / "pipe")
+
+    def write_for_ever() -> None:
+        with suppress(BrokenPipeError), path.open("wb", buffering=0) as file:
+            while True:
+                file.write(b"yes\n" * 1000)
+
+    writer = threading.Thread(target=write_for_ever)
+    writer.start()
+    assert "more than 2,097,152 bytes of text; give data.path a plain file" in refusal(path)
+    writer.join()
+
+
+def test_a_folder_that_a_checkpoint_names_is_no_whole_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_ENTRIES", 5)
+    for index in range(4):
+        write(tmp_path / f"{index}" / "a.txt")
+    assert refusal(SavedPath(tmp_path)) == f"{tmp_path}: more than 5 files and folders, and " + (
+        UNTYPED
+    )
+    load_corpus("text_file", tmp_path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_an_archive_that_grows_without_bound_is_refused(
+    tmp_path: Path, method: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
+    path = tmp_path / "bomb.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.txt", bytes((1 << 20) + 1))
+    assert path.stat().st_size < 1 << 14
+    assert "more than 1,048,576 bytes of text; give data.path a plain file" in refusal(path)
+
+
+def test_an_archive_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a.txt", b"text " * 1000)
+    path.write_bytes(path.read_bytes().replace((5000).to_bytes(4, "little"), b"\x05\0\0\0"))
+    assert "not a readable archive" in refusal(path)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_archive_is_refused_and_never_a_bug(tmp_path: Path, method: int) -> None:
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        archive.writestr("a.txt", bytes(range(256)) * 20)
+    content = path.read_bytes()
+    for place in range(0, len(content), 3):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
+        with suppress(DataError):  # or the damage is to what nobody reads, such as a date
+            read(path)
+
+
+def test_what_macos_adds_to_an_archive_is_no_second_file(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+        archive.writestr("folder/", "")
+        archive.writestr("folder/a.txt", "the text")
+        archive.writestr("__MACOSX/folder/._a.txt", "no text")
+    assert read(tmp_path / "a.zip") == b"the text"
+
+
+def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path) -> None:
+    wanted = ["B.TXT", "a/b.txt", "a/b/c.Txt", "a.txt", "d.txt/e.txt", "z.txt"]
+    hidden = [".git/a.txt", ".hidden.txt", "a/._b.txt", ".txt", "d.txt/.cache/f.txt"]
+    for name in [*wanted, *hidden, "notes.md", "a/x.txt.gz"]:
+        write(tmp_path / name)
+    found = [f.relative_to(tmp_path).as_posix() for f in Reader(tmp_path).text_files(tmp_path)]
+    assert found == ["B.TXT", "a/b/c.Txt", "a/b.txt", "a.txt", "d.txt/e.txt", "z.txt"]
+
+
+def test_lower_case_texts_keep_the_order_that_globbing_gave_them(tmp_path: Path) -> None:
+    for name in ("b/a.txt", "b.txt", "b-c.txt", "ä.txt", "a/z/y.txt", "a/z.txt", "10.txt", "9.txt"):
+        write(tmp_path / name)
+    before = sorted(tmp_path.rglob("*.txt"), key=lambda file: file.relative_to(tmp_path).parts)
+    assert Reader(tmp_path).text_files(tmp_path) == before
+
+
+def test_a_folder_below_a_hidden_one_is_not_hidden_from_who_names_it(tmp_path: Path) -> None:
+    write(tmp_path / ".texts" / "a.txt")
+    assert len(Reader(tmp_path / ".texts").text_files(tmp_path / ".texts")) == 1
+
+
+def test_a_file_is_read_whole(tmp_path: Path) -> None:
+    content = os.urandom(3 << 20)
+    (tmp_path / "a").write_bytes(content)
+    assert read_bytes(tmp_path / "a") == read(SavedPath(tmp_path / "a")) == content
