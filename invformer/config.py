@@ -50,6 +50,9 @@ Config = TypeVar("Config", bound=Root)
 OVERRIDE = re.compile(r"(?:--)?([^=]*)=(.*)", re.DOTALL)
 LIST_ITEM = re.compile(r"(.+)\[(\d{1,9})\]")
 FIELD_REFERENCE = re.compile(r"\$\{\w+\.\w+\}")
+# What YAML refuses in a text, or takes for the end of a line, unless it is escaped.
+UNPRINTABLE = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+EXACT = 2**53  # integers below it are floats as well
 BOOLS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -325,11 +328,29 @@ def _read(value: Any, kind: Any, where: str) -> Any:
 
 
 def _refuse_value(where: str, value: Any, kind: Any) -> NoReturn:
-    """Say why a value does not fit, with the nearest choice where there are choices."""
-    choices = [choice for choice in get_args(required_part(kind)) if isinstance(choice, str)]
-    near = nearest(str(value), choices)
-    hint = f": did you mean {near!r}?" if near else ""
-    refuse(where, f"{shown(value)} is not {describe(kind)}{hint}")
+    """Say why a value does not fit, with what was probably meant."""
+    refuse(where, f"{shown(value)} is not {describe(kind)}{_hint(value, required_part(kind))}")
+
+
+def _hint(value: Any, kind: Any) -> str:
+    """What to write instead, where that can be told."""
+    choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+    if near := nearest(str(value), choices):
+        return f": did you mean {near!r}?"
+    if kind is int and isinstance(value, str) and (whole := _whole_number(value)) is not None:
+        return f": write {whole}"
+    if kind is str and value == "~":
+        return ": by itself it means null; write ~/ for your home folder"
+    return ""
+
+
+def _whole_number(text: str) -> int | None:
+    """The integer that a number such as 1e3 is."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return int(number) if number.is_integer() and abs(number) < EXACT else None
 
 
 def _validated(tree: DictConfig, schema: type[Config]) -> Any:
@@ -348,5 +369,6 @@ def _as_text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool | list):
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
+        return UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
     return str(value)

@@ -212,6 +212,9 @@ def test_widths_left_alone_follow_the_model() -> None:
         ("--seed", "did you mean run.seed=VALUE?"),
         ("3", "'3' is not key=value: see --help"),
         ("model=../data/ptb", "no preset '../data/ptb'"),
+        ("trainer.max_steps=1e3", "trainer.max_steps: '1e3' is not integer: write 1000"),
+        ("model.d_ff=64.0", "model.d_ff: '64.0' is not integer or null: write 64"),
+        ("run.root=~", "run.root: '~' is not text: by itself it means null; write ~/ for your"),
         ("monitor=on", "monitor: is a section: set one of its fields, such as monitor.enabled"),
     ],
 )
@@ -451,6 +454,16 @@ def test_the_command_names_only_what_differs_from_the_defaults() -> None:
     assert command_line(train("run.seed=0", "run.seed=3")) == "python train.py run.seed=3"
     config = evaluate("generate.prompt=To be, or 'not'")
     assert shlex.split(command_line(config))[2:] == [*EVALUATE, "generate.prompt=To be, or 'not'"]
+
+
+def test_the_command_keeps_every_character_of_a_list() -> None:
+    numbers = [*range(1, 0xD800), *range(0xE000, 0x10200), 0x1F600, 0x10FFFF]
+    text = "".join(map(chr, numbers))
+    config = train()
+    config.logger.tags = [text[start : start + 60] for start in range(0, len(text), 60)]
+    config.logger.tags += ["a\x7fb", "a\x85b", "a\x85", "a\u2028 b", "\ufeff", "\ufffe"]
+    (word,) = shlex.split(command_line(config))[2:]
+    assert train(word) == config
 
 
 def random_value(rng: random.Random, kind: Any) -> str:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint a path means: itself, or the best (else the newest) of a run folder.
 
-    A damaged one in a run folder is passed over with a warning.
+    A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
 
     Raises:
         CheckpointError: there is none, or what there is is refused.
@@ -26,15 +26,41 @@ def find_checkpoint(path: Path) -> Checkpoint:
         wanted = "holds no checkpoint" if path.is_dir() else "does not exist"
         old = " (*.ckpt files are pickles and not opened)" if any(path.glob("*.ckpt")) else ""
         raise CheckpointError(f"{path} {wanted}{old}: name a run folder or a checkpoint in it")
+    found = best_checkpoint(newest)
     for reason in refused:
-        log.warning("%s; taking %s", reason, newest.path.name)
+        log.warning("%s; taking %s", reason, found.path.name)
+    return found
+
+
+def best_checkpoint(newest: Checkpoint) -> Checkpoint:
+    """The best checkpoint, which the newest names; with a warning the newest if that one is lost.
+
+    Raises:
+        CheckpointError: what it names is no checkpoint.
+    """
     name = newest.metadata.get("best")
     if name is None or name == newest.path.name:
         return newest
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise CheckpointError(f"{newest.path}: {name!r:.80} is no name of a checkpoint")
-    best = newest.path.with_name(name)
-    return open_checkpoint(best) if best.is_dir() and not best.is_symlink() else newest
+    try:
+        return whole_checkpoint(newest.path.with_name(name))
+    except CheckpointError as error:
+        log.warning("%s; taking %s, the newest, not the best", error, newest.path.name)
+        return newest
+
+
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """A checkpoint of a run folder, verified to its last byte.
+
+    Raises:
+        CheckpointError: it is gone, elsewhere, or damaged.
+    """
+    if path.is_symlink() or not path.is_dir():
+        raise CheckpointError(f"{path}: the best checkpoint is not there any more")
+    checkpoint = open_checkpoint(path)
+    checkpoint.manifest.verify()
+    return checkpoint
 
 
 def read_checkpoint(path: str) -> Checkpoint:
