@@ -13,9 +13,13 @@ from invformer.ranks import tell
 from invformer.training.callbacks import Flush
 from invformer.training.collective import largest_of_processes
 
+HANG_UP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # Windows has none
+
 
 class Interruption(L.Callback):
-    """Turns SIGINT and SIGTERM into an exception at the next safe place.
+    """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe place.
+
+    SIGHUP, by which a terminal takes its leave, stays ignored where it is: under ``nohup``.
 
     Between two optimiser steps everything is whole: weights, optimiser, schedule, random generators
     and metrics belong together. A signal is therefore only noted when it arrives (once: later ones
@@ -41,7 +45,8 @@ class Interruption(L.Callback):
         """Note signals from here on, in place of Lightning's handlers; make up for a validation."""
         trainer.fit_loop.epoch_loop.max_steps -= 1
         if threading.current_thread() is threading.main_thread():
-            for number in STOP_SIGNALS:
+            heard = [number for number in HANG_UP if signal.getsignal(number) != signal.SIG_IGN]
+            for number in (*STOP_SIGNALS, *heard):
                 signal.signal(number, self._note)
         if self.validating:
             loop = trainer.fit_loop.epoch_loop.val_loop

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM, wherever they arrive: saved, said, and continued to the same bits."""
+"""SIGINT, SIGTERM and SIGHUP, wherever they arrive: saved, said, and continued to the same bits."""
 
 import os
 import signal
@@ -67,6 +67,34 @@ def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
     assert ended.code == 128 + number
     assert ended.stderr.startswith("error: stopped by SIG")
     assert ended.stderr.count("\n") == 1
+
+
+def hears_hang_up() -> None:
+    """Called in a run before it starts, whatever these tests were started with."""
+    without_plots()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def is_under_nohup() -> None:
+    """Called in a run before it starts: SIGHUP is ignored, as nohup leaves it."""
+    without_plots()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_same_bits(
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
+) -> None:
+    arguments = options(root, "hang-up")
+    signals = [(f"{MODULE}:CharLanguageModel.training_step", 5, int(signal.SIGHUP))]
+    ended = zygote.run(arguments, signals=signals, before=f"{__name__}:hears_hang_up")
+    assert ended.code == 129, ended.stderr
+    assert ended.stderr.startswith("error: stopped by signal 1; the state is saved")
+    saved, _ = newest_checkpoint(root / "hang-up" / "checkpoints")
+    assert saved is not None
+    assert saved.step == 5
+    ended = zygote.run(arguments, signals=signals, before=f"{__name__}:is_under_nohup")
+    assert ended.code == 0, ended.stderr
+    assert difference(uninterrupted["contractive"], root / "hang-up") is None
 
 
 def test_a_run_stopped_after_its_training_has_nothing_to_lose(
