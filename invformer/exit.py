@@ -10,9 +10,8 @@ from types import FrameType
 
 from invformer.console import printable
 from invformer.errors import InvformerError, RankLost
-from invformer.ranks import is_rank, tell
+from invformer.ranks import hear_to_stop, is_rank, tell
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # What an allocator says that raises a plain RuntimeError: PyTorch's on the CPU, the C++ library's,
 # and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -102,12 +101,11 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def stop_on_signals() -> None:
-    """End at once on SIGINT and SIGTERM, with one line: for as long as nothing is to be saved.
+    """End at once on a signal to stop, with one line: for as long as nothing is to be saved.
 
     The training loop replaces these handlers while it runs (see ``training.interruption``).
     """
-    for number in STOP_SIGNALS:
-        signal.signal(number, _stop)
+    hear_to_stop(_stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -127,6 +128,18 @@ class Rank:
         return RankLost.exit_code, f"ended with exit code {code}"
 
 
+def hear_to_stop(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have SIGINT, SIGTERM and SIGHUP handled so.
+
+    By SIGHUP a terminal takes its leave. Under ``nohup`` it is ignored, and stays so.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
+        signal.signal(hang_up, handler)
+
+
 class Supervisor:
     """Starts ranks and watches over them.
 
@@ -151,8 +164,7 @@ class Supervisor:
             RunEnded: a rank failed and said why, or a signal arrived.
             RankLost: a rank died or hangs.
         """
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._forward)
+        hear_to_stop(self._forward)
         try:
             self.start(0, {})
             while any(rank.process.poll() is None for rank in self.ranks):

@@ -1,6 +1,5 @@
 """Where a run may be stopped without losing anything, and how it goes on from there."""
 
-import signal
 import threading
 from types import FrameType
 from typing import Any
@@ -8,12 +7,9 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
-from invformer.exit import STOP_SIGNALS
-from invformer.ranks import tell
+from invformer.ranks import hear_to_stop, tell
 from invformer.training.callbacks import Flush
 from invformer.training.collective import largest_of_processes
-
-HANG_UP = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()  # Windows has none
 
 
 class Interruption(L.Callback):
@@ -45,9 +41,7 @@ class Interruption(L.Callback):
         """Note signals from here on, in place of Lightning's handlers; make up for a validation."""
         trainer.fit_loop.epoch_loop.max_steps -= 1
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in HANG_UP if signal.getsignal(number) != signal.SIG_IGN]
-            for number in (*STOP_SIGNALS, *heard):
-                signal.signal(number, self._note)
+            hear_to_stop(self._note)
         if self.validating:
             loop = trainer.fit_loop.epoch_loop.val_loop
             loop.batch_progress.reset()

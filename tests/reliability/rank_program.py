@@ -8,7 +8,7 @@ from pathlib import Path
 
 from invformer.errors import DataError, Interrupted
 from invformer.exit import guarded, stop_on_signals
-from invformer.ranks import Supervisor, end_with_supervisor, is_rank, tell
+from invformer.ranks import Supervisor, end_with_supervisor, hear_to_stop, is_rank, tell
 
 
 def rank(behaviour: str, folder: Path) -> None:
@@ -36,7 +36,7 @@ def rank(behaviour: str, folder: Path) -> None:
                 os._exit(17)
     if behaviour == "be told":
         told: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+        hear_to_stop(lambda number, frame: told.append(number))
         while not told:
             time.sleep(0.01)
         time.sleep(0.3 * int(number))  # one is slower to save than the other
