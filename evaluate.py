@@ -3,11 +3,13 @@
 python evaluate.py checkpoint=checkpoints/first data.split=test generate.prompt="The "
 """
 
+import os
 import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
 from invformer.console import outlive_console
+from invformer.errors import CheckpointError
 from invformer.exit import guarded, stop_on_signals
 from invformer.schema import EvaluateConfig
 
@@ -19,7 +21,8 @@ def main() -> None:
     config = parse_or_exit(sys.argv[1:], EvaluateConfig, Path(__file__).parent)
 
     def work() -> None:
-        # The heavy imports wait until the configuration is known to be valid.
+        # The heavy imports wait until it is known that there is something to evaluate.
+        require_path(config.checkpoint)
         from invformer.build.evaluation import evaluate_checkpoint
         from invformer.evaluation.report import print_table, write_json
         from invformer.numerics.host import keep_freed_memory
@@ -33,6 +36,18 @@ def main() -> None:
         print(f"written to {path}")
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))
+
+
+def require_path(checkpoint: str) -> None:
+    """Answer a mistyped path at once.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    if "://" not in checkpoint and not os.path.lexists(os.path.expanduser(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
+        )
 
 
 if __name__ == "__main__":

@@ -96,7 +96,8 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.97}
     assert {c.model for c in chosen} == set(get_args(Attention))
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
-    assert len(cases(load_config([*EVERYTHING, "muon_lr=[0.01, 0.02]"], Options))) == 114
+    record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
+    assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
     published = load_config(["scale=paper", *scale_words(Options, ["scale=paper"])], Options)
     here = replace(published, data=Options().data)  # whose text needs no network
     assert len(cases(here)) == 2232
