@@ -246,7 +246,7 @@ def test_the_report_is_on_disk_before_anything_is_printed(
     monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
     monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, path))
     monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "checkpoint=x"])
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", f"checkpoint={tmp_path}"])
     with pytest.raises(SystemExit):
         evaluate.main()
     assert path.exists()
