@@ -382,3 +382,11 @@ def test_splitting_an_atom_can_beat_every_motion_of_the_atoms() -> None:
             found = castin.mass_splitting(x, torch.full((3,), 1 / 3), a, one)
             wins += int(found.splitting > found.moving * (1 + 1e-9))
     assert 0 < wins < 30
+
+
+def test_a_diameter_whose_square_leaves_float64_bounds_nothing() -> None:
+    x, a, v = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(3, 3), torch.randn(3, 3)
+    x[1] *= 1e155
+    bound = castin.diameter_bound(x, a, v)
+    assert bound[0] < math.inf
+    assert bound[1] == math.inf

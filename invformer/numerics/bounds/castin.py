@@ -183,7 +183,8 @@ def diameter_bound(
     pull = torch.linalg.vector_norm(x @ a.mT, dim=-1).amax(-1)
     bend = spectral_norm_bound(a) * r2 / 4
     bound = spectral_norm_bound(v) * (math.sqrt(n) * (1 + pull * (r2 / 2).sqrt()) + bend)
-    return bound * (1 + 1e-13 * x.shape[-1])
+    # Where squares leave float64 their difference is no number.
+    return (bound * (1 + 1e-13 * x.shape[-1])).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def two_cluster_rate(a: Float[Tensor, "width width"]) -> float:
