@@ -97,10 +97,15 @@ class LipschitzProbe:
         estimates = self._follow(key, self.norms, group.jacobian, group.per_token)
         if not self.follows_own_tokens or group.own_token is None:
             return Look(group.names, estimates)
-        if group.per_token and "token_max" in self.norms:
+        if not self.follows_apart(group):
             return Look(group.names, estimates, estimates[self.norms.index("token_max")])
         (own_token,) = self._follow(key + OWN_TOKEN, ("token_max",), group.own_token, True)
         return Look(group.names, estimates, own_token)
+
+    def follows_apart(self, group: BranchGroup) -> bool:
+        """Whether diagonal blocks have vectors of their own: they are not the Jacobian followed."""
+        followed = group.per_token and "token_max" in self.norms
+        return self.follows_own_tokens and group.own_token is not None and not followed
 
     def _follow(
         self, key: str, norms: tuple[TrackedNorm, ...], jacobian: LinearMap, per_token: bool

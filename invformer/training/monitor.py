@@ -304,8 +304,7 @@ def refuse_other_vectors(probe: LipschitzProbe) -> None:
     wanted: dict[str, LinearMap] = {}
     for group in branch_jacobians(probe.model, probe.tokens):
         wanted[group.names[0]] = group.jacobian
-        by_itself = not (group.per_token and "token_max" in probe.norms)
-        if probe.follows_own_tokens and group.own_token is not None and by_itself:
+        if group.own_token is not None and probe.follows_apart(group):
             wanted[group.names[0] + OWN_TOKEN] = group.own_token
     if differing := wanted.keys() ^ probe.trackers.keys():
         raise CheckpointError(f"vectors of {min(differing):.60} are missing or unknown")
