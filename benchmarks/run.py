@@ -25,6 +25,7 @@ from benchmarks.tasks import (
     Work,
 )
 from benchmarks.timing import Spread, in_turns, paired
+from invformer.numerics import native
 from invformer.numerics.attention_kernel import Kernel
 
 Row = dict[str, Any]
@@ -149,6 +150,7 @@ def environment(threads: int, kernel: Kernel = "auto") -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": threads,
         "kernel": kernel,
+        "compiled_attention": native.complaint() or "yes",
         "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load_average_before": load(),

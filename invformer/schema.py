@@ -71,7 +71,7 @@ class ModelConfig(Section):
         "table",
         "of the bias over lags: free, or of low rank, with which thousands of tokens train faster",
     )
-    attention_kernel: Literal["auto", "math", "blocked", "sdpa", "flex"] = option(
+    attention_kernel: Literal["auto", "math", "native", "blocked", "sdpa", "flex"] = option(
         "auto", "what attention runs on; all but math need memory linear in seq_len"
     )
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from invformer.errors import ConfigurationError
+from invformer.numerics import native
 from invformer.numerics.attention_kernel import LEAST_FLEX_CHANNELS
 from invformer.numerics.host import compiler_complaint
 from invformer.schema import TrainConfig, TrainerConfig
@@ -72,6 +73,12 @@ def refuse_missing_kernel(config: TrainConfig) -> None:
         raise ConfigurationError(
             "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
         )
+    if kernel == "native":
+        missing = native.complaint() if on_cpu else "it is for the CPU"
+        if missing is not None:
+            raise ConfigurationError(
+                f"model.attention_kernel: no native here ({missing}); pick auto"
+            )
     if kernel == "flex" and config.model.head_width < LEAST_FLEX_CHANNELS:
         raise ConfigurationError(
             f"model.attention_kernel: flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "

@@ -6,6 +6,7 @@
 | kernel | memory | bias | device | derivatives |
 |---|---|---|---|---|
 | ``math`` | O(N²) | any | any | all |
+| ``native`` | O(N) | any of the lag, learned or not | CPU, with a C++ compiler | first, reverse |
 | ``blocked`` | O(N · block) | any of the lag, learned or not | any, tuned on CPU | first, reverse |
 | ``sdpa`` | O(N) | none, or low rank in (i, j) | CPU; any, see ``choose`` | first, reverse |
 | ``flex`` | O(N) on a GPU | any of the lag | GPU (never run there); CPU forward | first, reverse |
@@ -30,12 +31,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from invformer.numerics import native
 from invformer.numerics.blocked_attention import blocked_attention, blocked_l2_attention
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.l2_attention import l2_attention
+from invformer.numerics.native_attention import native_attention, native_l2_attention
 from invformer.numerics.precision import without_autocast
 
-Kernel = Literal["auto", "math", "blocked", "sdpa", "flex"]
+Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
@@ -104,7 +107,9 @@ def attend(
         if kernel == "flex":
             return _flex(q, k, v, None, bias).view(shape)
         q, k, v = _batched(q), _batched(k), _batched(v)
-        if kernel == "blocked":
+        if kernel == "native":
+            y = native_attention(q, k, v, _by_lag(bias, q))[0]
+        elif kernel == "blocked":
             # As they lie in memory for its products: what is kept for the backward pass, too.
             q, k, v = (t.contiguous() for t in (q, k, v))
             y = _blocked(blocked_attention, [q, k, v], bias)
@@ -129,6 +134,9 @@ def attend_l2(
         return l2_attention(q, bias.dense())
     shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
     with without_autocast(q.device):
+        if kernel == "native":
+            q = _batched(q)
+            return native_l2_attention(q, _by_lag(bias, q))[0].view(shape).to(dtype)
         if kernel == "blocked":
             return _blocked(blocked_l2_attention, [_batched(q)], bias).view(shape).to(dtype)
         q = q.reshape(-1, *shape[-3:]) if kernel == "flex" else _batched(q)
@@ -148,10 +156,12 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
 
     ``auto`` is ``math`` for gradients in float64, for short sequences, for masks that are not
-    causal and under torch.func; else ``sdpa`` for dot products without a bias, as PyTorch has it on
-    every device, and on a CPU where it was measured faster: for L2 without a bias from 1,024 tokens
-    on, and with one of low rank from 2,048; else ``blocked``. Away from the CPU sequences are short
-    up to 512 tokens, but for dot products without a bias.
+    causal and under torch.func; else, on a CPU for which it can be compiled, ``native``. Without a
+    compiler, or with too few pairs of sample and head for the threads, it is ``sdpa`` for dot
+    products without a bias, as PyTorch has it on every device, and on a CPU where it was measured
+    faster: for L2 without a bias from 1,024 tokens on, and with one of low rank from 2,048; else
+    ``blocked``. Away from the CPU sequences are short up to 512 tokens, but for dot products
+    without a bias.
 
     ``flex`` leaves float64 and empty batches to ``math``.
 
@@ -168,6 +178,8 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         plain = precise or short or bias.by_lag is None
         if plain or torch._C._are_functorch_transforms_active():
             return "math"
+        if on_cpu and _occupies_threads(q) and native.is_available():
+            return "native"
         least = LONG_FOR_ONE_CHANNEL if bias.is_zero else LONG
         fused = on_cpu and low_rank and q.shape[-2] >= least
         return "sdpa" if as_it_is or fused else "blocked"
@@ -185,6 +197,12 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             f"attention kernel 'sdpa' is for the CPU, not {q.device.type}, but for dot products "
             "without a bias: choose 'flex' or 'math'"
         )
+    if kernel == "native" and not on_cpu:
+        raise ValueError(f"attention kernel 'native' is for the CPU, not {q.device.type}")
+    if kernel == "native" and not native.is_available():
+        raise ValueError(
+            f"attention kernel 'native' could not be compiled: {native.complaint()}; choose 'auto'"
+        )
     if kernel == "flex" and (q.dtype == torch.float64 or not q.numel()):
         return "math"
     if kernel == "flex" and not on_cpu and q.shape[-1] < LEAST_FLEX_CHANNELS:
@@ -197,6 +215,11 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             "attention kernel 'flex' has no backward pass on the CPU: choose 'blocked' or 'auto'"
         )
     return kernel
+
+
+def _occupies_threads(q: Tensor) -> bool:
+    """Whether half of the threads or more get a pair of sample and head, which are never split."""
+    return 2 * math.prod(q.shape[:-2]) >= torch.get_num_threads()
 
 
 @contextmanager
@@ -212,10 +235,15 @@ def only(kernel: Kernel) -> Iterator[None]:
 
 def _blocked(attention: Callable[..., Any], inputs: list[Tensor], bias: LogitBias) -> Tensor:
     """softmax(S + b(i − j)) v, block by block of queries."""
-    assert bias.by_lag is not None
-    by_lag = bias.by_lag.to(inputs[0].dtype).expand(inputs[0].shape[1], -1).contiguous()
+    by_lag = _by_lag(bias, inputs[0])
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, by_lag))
     return attention(*inputs, by_lag, keep)[0]
+
+
+def _by_lag(bias: LogitBias, q: Tensor) -> Tensor:
+    """b at every lag, for every head of q and in its precision."""
+    assert bias.by_lag is not None
+    return bias.by_lag.to(q.dtype).expand(q.shape[1], -1).contiguous()
 
 
 def _low_rank(

@@ -13,6 +13,7 @@ from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
 from invformer.nn.branch import frozen_weights
 from invformer.nn.spectral import set_manual_refresh
+from invformer.numerics import native
 from invformer.schema import TrainConfig
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
@@ -130,6 +131,8 @@ def announce(run: TrainingRun) -> None:
         f"{corpus.name} ({len(corpus.train):,} {corpus.unit} to train on, "
         f"{run.data.vocabulary.size} symbols)"
     )
+    if run.trainer.strategy.root_device.type == "cpu" and (missing := native.complaint()):
+        print(f"attention is not compiled, which is slower: {missing}")
     if run.resume is not None:
         print(f"continuing from {run.resume.path}")
 

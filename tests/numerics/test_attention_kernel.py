@@ -16,6 +16,7 @@ from invformer.nn.position_bias import (
     VisibilityMask,
     log_masses,
 )
+from invformer.numerics import native
 from invformer.numerics.attention_kernel import attend, attend_l2, causal_blocks, choose, only
 from invformer.numerics.blocked_attention import (
     blocked_attention,
@@ -25,6 +26,12 @@ from invformer.numerics.blocked_attention import (
 )
 from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.linear_map import linearise
+from invformer.numerics.native_attention import (
+    native_attention,
+    native_attention_backward,
+    native_l2_attention,
+    native_l2_attention_backward,
+)
 
 BIASES = {
     "none": lambda heads, tokens: CausalMask(tokens),
@@ -32,10 +39,11 @@ BIASES = {
     "linear": LinearPositionBias,
     "sinusoid": SinusoidalPositionBias,
 }
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
 FUSED = [
-    (kernel, bias)
+    pytest.param(kernel, bias, marks=[needs_compiler] if kernel == "native" else [])
     for bias in BIASES
-    for kernel in ("blocked", "sdpa")
+    for kernel in ("native", "blocked", "sdpa")
     if (kernel, bias) != ("sdpa", "table")
 ]
 
@@ -154,6 +162,9 @@ def test_custom_operators_keep_their_promises_to_torch(keep: bool) -> None:
     by_lag = torch.randn(2, 40, requires_grad=True)
     torch.library.opcheck(blocked_attention, (q, k, v, by_lag, keep))
     torch.library.opcheck(blocked_l2_attention, (q, by_lag, keep))
+    if native.is_available():
+        torch.library.opcheck(native_attention, (q, k, v, by_lag))
+        torch.library.opcheck(native_l2_attention, (q, by_lag))
     torch.library.opcheck(causal_attention, (q, k, v.detach() * torch.tensor([1, 1, 1, 0])))
 
 
@@ -262,6 +273,7 @@ def test_nothing_of_the_size_of_seq_len_squared_is_held() -> None:
 @pytest.mark.parametrize(("kernel", "bias"), FUSED)
 def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
     where = position(bias, 2, 40, torch.float32)
+    torch.compiler.reset()  # of one function only so many cases are compiled
     compiled = torch.compile(
         lambda x: attend_l2(x, where.logit_bias(40), kernel), fullgraph=True, backend="aot_eager"
     )
@@ -404,11 +416,64 @@ def test_an_impossible_choice_says_why_and_what_to_choose(
     ],
 )  # fmt: skip
 def test_auto_is_the_kernel_that_was_measured_fastest(
-    bias: str, l2: bool, tokens: int, kernel: str
+    bias: str, l2: bool, tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = position(bias, 1, tokens, torch.float32)
     q = torch.randn(1, 1, tokens, 4, dtype=torch.float32)
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    fastest = "math" if kernel == "math" else "native"
+    assert choose("auto", q, where.logit_bias(tokens), l2) == fastest
+    monkeypatch.setattr(native, "is_available", lambda: False)
     assert choose("auto", q, where.logit_bias(tokens), l2) == kernel
+
+
+def test_threads_that_the_compiled_kernel_would_leave_idle_are_used_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    bias = position("table", 2, 40, torch.float32).logit_bias(40)
+    few, many = (torch.randn(n, 2, 40, 4, dtype=torch.float32) for n in (1, 2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert choose("auto", few, bias, l2=True) == "blocked"
+    assert choose("auto", many, bias, l2=True) == "native"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    dtype: torch.dtype,
+) -> None:
+    tokens, threads = 70, torch.get_num_threads()
+    by_lag = torch.randn(3, tokens, dtype=dtype)
+
+    def bits(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+        y, mass = native_attention(q, k, v, by_lag)
+        y_l2, mass_l2 = native_l2_attention(q, by_lag)
+        backward = native_attention_backward(g, q, k, v, by_lag, mass)
+        backward_l2 = native_l2_attention_backward(g, q, by_lag, mass_l2)
+        return [y, y_l2, *backward[:3], backward_l2[0], backward[3], backward_l2[1]]
+
+    inputs = torch.randn(4, 5, 3, tokens, 12, dtype=dtype)
+    whole = bits(*inputs)
+    alone = [bits(*inputs[:, i : i + 1]) for i in range(5)]
+    for i, expected in enumerate(whole[:6]):
+        assert torch.equal(torch.cat([each[i] for each in alone]), expected)
+    try:
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, bits(*inputs), whole))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_a_weight_that_is_not_a_number_stays_in_its_own_rows() -> None:
+    by_lag = torch.randn(1, 100, dtype=torch.float32)
+    q = torch.randn(2, 1, 100, 8, dtype=torch.float32)
+    q[1, :, 60, 3] = math.nan
+    y = native_l2_attention(q, by_lag)[0]
+    assert y[0].isfinite().all()
+    assert y[1, 0, :48].isfinite().all()
+    assert y[1, 0, 60:].isnan().any(-1).all()
 
 
 def test_a_mask_that_is_not_causal_runs_on_the_plain_form_only() -> None:

@@ -1,0 +1,139 @@
+"""The project's C++, compiled once for this processor by the C++ compiler that is here, if one is.
+
+Nothing has to be installed for it, and nothing is lost without it but time. What was compiled is
+kept in ``$XDG_CACHE_HOME/invformer`` (``~/.cache/invformer``), under a name that changes with the
+source, the compiler and what the processor can do; where there is no such folder, each process
+compiles for itself. ``CXX`` names another compiler than ``c++``.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("native_attention.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
+# A compiler that takes longer is none: it takes about six seconds.
+PATIENCE_S = 120
+
+
+class Missing(Exception):
+    """Why there is no compiled code."""
+
+
+@torch.compiler.assume_constant_result
+def is_available() -> bool:
+    """Whether there is compiled code for this processor; the first call may compile it."""
+    return complaint() is None
+
+
+def complaint() -> str | None:
+    """Why there is no compiled code; None if there is."""
+    found = _found()
+    return found if isinstance(found, str) else None
+
+
+def library() -> ctypes.CDLL:
+    """The compiled code.
+
+    Raises:
+        RuntimeError: there is none, and why.
+    """
+    found = _found()
+    if isinstance(found, str):
+        raise RuntimeError(f"attention could not be compiled: {found}")
+    return found
+
+
+@cache
+def _found() -> ctypes.CDLL | str:
+    """The compiled code, or why there is none."""
+    try:
+        return _load()
+    except (Missing, OSError, subprocess.SubprocessError) as error:
+        return " ".join(str(error).split())
+
+
+def _load() -> ctypes.CDLL:
+    """The compiled code, compiled if it is not kept, or if what is kept is damaged."""
+    if sys.platform == "win32":
+        raise Missing("not on Windows")
+    arm = platform.machine().lower() in ("aarch64", "arm64")
+    command = [_compiler(), *FLAGS, "-mcpu=native" if arm else "-march=native"]
+    folder = _own_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="invformer-") as scratch:
+            return ctypes.CDLL(str(_compile(command, Path(scratch) / "attention.so")))
+    kept = folder / f"attention-{_fingerprint(command)}.so"
+    try:
+        return ctypes.CDLL(str(kept))
+    except OSError:
+        return ctypes.CDLL(str(_compile(command, kept)))
+
+
+def _compiler() -> str:
+    """``$CXX``, or the first compiler on the path."""
+    asked = os.environ.get("CXX")
+    for name in (asked,) if asked else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise Missing(f"{asked or 'a C++ compiler'} is not on the path")
+
+
+def _fingerprint(command: list[str]) -> str:
+    """Of the source, of the flags, and of the compiler with all it would use of this processor."""
+    macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+    parts = (SOURCE.read_text("utf-8"), " ".join(command), macros)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _own_folder() -> Path | None:
+    """Where compiled code is kept: a folder that nobody else can write to, or none."""
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base) / "invformer"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError):  # a RuntimeError: nobody's home
+        return None
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return folder if is_own and os.access(folder, os.W_OK) else None
+
+
+def _compile(command: list[str], target: Path) -> Path:
+    """Under another name first: several processes may compile at once, and any may be killed."""
+    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=target.parent)
+    os.close(handle)
+    try:
+        _run([*command, "-shared", str(SOURCE), "-o", unfinished])
+        os.replace(unfinished, target)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+    return target
+
+
+def _run(command: list[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        Missing: it failed, with its first error.
+    """
+    english = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace", env=english,
+        stdin=subprocess.DEVNULL, timeout=PATIENCE_S,
+    )  # fmt: skip
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        errors = [line for line in lines if "error" in line.lower()]
+        raise Missing(f"{command[0]} failed: {(errors or lines or ['no reason'])[0]:.300}")
+    return done.stdout

@@ -1,0 +1,450 @@
+// Causal attention with a bias of the lag, and its gradients, on the vector units of a CPU.
+//
+//     Y = P V,   P = softmax_j S,   S_ij = s q_i·k_j + column_j + b(i − j),   j ≤ i
+//
+// with s = 1/√d and no column for dot products; for tied L2 attention k = v = q − q_0, s = 2/√d and
+// column_j = −‖k_j‖²/√d, and Y gets q_0 back. Rows of P exist for a block of queries at a time and
+// are computed again in the backward pass, from log Σ_j exp S_ij (Dao et al. 2022): memory is linear
+// in N. With P and dP = dY Vᵀ,
+//
+//     dS = P∘(dP − rowsum(P∘dP)),   dq = s dS k,   dk = s dSᵀ q,   dv = Pᵀ dY,   db(lag) = Σ_i dS_{i, i−lag}
+//
+// and for L2 dq is the sum of all three, less s (Σ_i dS_ij) k_j of the column.
+//
+// A pair of sample and head is one thread's; every sum has one order, so that results depend neither
+// on the number of threads, nor on the batch, nor on later tokens. Built by native.py; no headers of
+// torch, so that this takes seconds.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <new>
+
+namespace {
+
+// Vectors of the compiler's own kind: GCC and Clang make of them what the processor has. ROWS rows of
+// two vectors each are the sums that a product keeps in registers.
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64, ROWS = 12;
+#elif defined(__AVX__)
+constexpr int VECTOR_BYTES = 32, ROWS = 6;
+#else
+constexpr int VECTOR_BYTES = 16, ROWS = 12;
+#endif
+// Queries whose logits exist at a time: two matrices of such rows are to stay in the second-level cache.
+constexpr int64_t BLOCK = 24;
+
+template <typename T> struct Format;
+template <> struct Format<float> {
+  using Integer = int32_t;
+  typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
+  typedef float InMemory __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
+  typedef Integer Integers __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int FRACTION = 23, BIAS = 127, TERMS = 8;
+  static constexpr float LN2_HIGH = 0x1.63p-1f, LN2_LOW = -0x1.bd0106p-13f;
+};
+template <> struct Format<double> {
+  using Integer = int64_t;
+  typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
+  typedef double InMemory __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
+  typedef Integer Integers __attribute__((vector_size(VECTOR_BYTES)));
+  static constexpr int FRACTION = 52, BIAS = 1023, TERMS = 14;
+  static constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
+};
+
+template <typename T> using Vector = typename Format<T>::Vector;
+template <typename T> constexpr int64_t LANES = VECTOR_BYTES / sizeof(T);
+template <typename T> constexpr int64_t PANEL = 2 * LANES<T>;
+
+template <typename T> inline Vector<T> load(const T* at) {
+  return *reinterpret_cast<const typename Format<T>::InMemory*>(at);
+}
+template <typename T> inline void store(T* at, Vector<T> x) {
+  *reinterpret_cast<typename Format<T>::InMemory*>(at) = x;
+}
+template <typename T> inline T sum(Vector<T> x) {
+  T total = 0;
+  for (int lane = 0; lane < LANES<T>; ++lane) total += x[lane];
+  return total;
+}
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// A matrix in memory: entry (i, j) lies at data[i * row + j * column].
+template <typename T> struct Matrix {
+  T* data;
+  int64_t row, column = 1;
+  T* at(int64_t i, int64_t j = 0) const { return data + i * row + j * column; }
+  Matrix from(int64_t i) const { return {at(i), row, column}; }
+  Matrix transposed() const { return {data, column, row}; }
+};
+
+// Memory of one thread: everything that one pair needs, taken piece by piece.
+template <typename T> struct Room {
+  T* next;
+  T* take(int64_t n) {
+    T* taken = next;
+    next += round_up(n, LANES<T>);
+    return taken;
+  }
+};
+
+// The same for all threads, had before they start: a thread has nobody to tell that there is none.
+template <typename T> struct Rooms {
+  int64_t each;
+  T* data;
+  Rooms(int64_t threads, int64_t each)
+      : each(round_up(each, 64)),
+        data(static_cast<T*>(std::aligned_alloc(64, threads * this->each * sizeof(T)))) {
+    if (!data) throw std::bad_alloc();
+  }
+  ~Rooms() { std::free(data); }
+  Rooms(const Rooms&) = delete;
+  Room<T> of_this_thread() const { return {data + omp_get_thread_num() * each}; }
+};
+
+// ---- products ----------------------------------------------------------------------------------
+
+// C (R rows of V vectors) = or += A B, with C in registers. The rows of B and C lie in memory as they
+// are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are.
+template <typename T, int R, int V>
+inline void tile(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t inner, bool add) {
+  Vector<T> total[R][V];
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) total[r][v] = add ? load(c.at(r, v * LANES<T>)) : Vector<T>{};
+  for (int64_t k = 0; k < inner; ++k) {
+    Vector<T> row[V];
+    for (int v = 0; v < V; ++v) row[v] = load(b.at(k, v * LANES<T>));
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < V; ++v) total[r][v] += *a.at(r, k) * row[v];
+  }
+  for (int r = 0; r < R; ++r)
+    for (int v = 0; v < V; ++v) store(c.at(r, v * LANES<T>), total[r][v]);
+}
+
+template <typename T, int V>
+inline void strip(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, int64_t inner,
+                  bool add) {
+  int64_t r = 0;
+  for (; r + ROWS <= rows; r += ROWS) tile<T, ROWS, V>(c.from(r), a.from(r), b, inner, add);
+  for (; r + 4 <= rows; r += 4) tile<T, 4, V>(c.from(r), a.from(r), b, inner, add);
+  for (; r < rows; ++r) tile<T, 1, V>(c.from(r), a.from(r), b, inner, add);
+}
+
+// C = or += A B for (rows, inner) and (inner, columns); columns is a multiple of LANES.
+template <typename T>
+void multiply(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, int64_t inner,
+              int64_t columns, bool add) {
+  for (int64_t j = 0; j < columns; j += PANEL<T>) {
+    Matrix<T> to{c.at(0, j), c.row};
+    Matrix<const T> from{b.at(0, j), b.row};
+    if (j + PANEL<T> <= columns) strip<T, 2>(to, a, from, rows, inner, add);
+    else strip<T, 1>(to, a, from, rows, inner, add);
+  }
+}
+
+// ---- one pair of sample and head ---------------------------------------------------------------
+
+template <typename T> struct Sizes {
+  int64_t tokens, channels;
+  int64_t width = round_up(channels, LANES<T>);   // of a row of channels, zeros at its end
+  int64_t keys = round_up(tokens, PANEL<T>);      // of a row of logits
+  int64_t row = keys + LANES<T>;                  // apart: not a power of two, which caches dislike
+  int64_t rows() const { return tokens * width; }      // of channels of all tokens
+  int64_t panels() const { return keys * channels; }   // their transpose
+  int64_t logits() const { return BLOCK * row; }       // of a block
+  T scale(bool l2) const { return (l2 ? 2 : 1) / std::sqrt(T(channels)); }
+};
+
+// Rows of channels, less `centre` if there is one, times `scale`.
+template <typename T>
+void copy_rows(T* out, Matrix<const T> x, const T* centre, T scale, Sizes<T> size) {
+  for (int64_t i = 0; i < size.tokens; ++i, out += size.width) {
+    const T* const x_i = x.at(i);
+    if (centre)
+      for (int64_t c = 0; c < size.channels; ++c) out[c] = scale * (x_i[c] - centre[c]);
+    else
+      for (int64_t c = 0; c < size.channels; ++c) out[c] = scale * x_i[c];
+    std::fill(out + size.channels, out + size.width, T(0));
+  }
+}
+
+// The way back.
+template <typename T> void write_rows(Matrix<T> x, const T* rows, T scale, Sizes<T> size) {
+  for (int64_t i = 0; i < size.tokens; ++i, rows += size.width) {
+    T* const x_i = x.at(i);
+    for (int64_t c = 0; c < size.channels; ++c) x_i[c] = scale * rows[c];
+  }
+}
+
+// The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
+template <typename T> void copy_panels(T* out, const T* rows, Sizes<T> size) {
+  for (int64_t first = 0; first < size.keys; first += PANEL<T>, out += PANEL<T> * size.channels)
+    for (int64_t j = 0; j < PANEL<T>; ++j)
+      for (int64_t c = 0; c < size.channels; ++c)
+        out[c * PANEL<T> + j] = first + j < size.tokens ? rows[(first + j) * size.width + c] : T(0);
+}
+
+// x_i·y_j for some rows i and the first `keys` tokens j.
+template <typename T>
+void multiply_panels(Matrix<T> s, const T* x, const T* panels, int64_t rows, int64_t keys,
+                     Sizes<T> size) {
+  for (int64_t j = 0; j < keys; j += PANEL<T>)
+    multiply<T>({s.at(0, j), s.row}, {x, size.width}, {panels + j * size.channels, PANEL<T>}, rows,
+                size.channels, PANEL<T>, false);
+}
+
+// exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
+// Taylor polynomial of r. Zero where it is below the root of the smallest normal number: products
+// with such weights leave the normal numbers, which costs a hundred times as much.
+template <typename T> inline Vector<T> exponential(Vector<T> x) {
+  using F = Format<T>;
+  const T least = T(-0.5 * 0.6931471805599453 * (F::BIAS - 1));
+  const T shift = T(1.5) * T(int64_t(1) << F::FRACTION);  // its last bits count units
+  Vector<T> bounded = x < least ? Vector<T>{} + least : x;
+  Vector<T> shifted = bounded * T(1.4426950408889634) + shift, n = shifted - shift;
+  Vector<T> r = (bounded - n * F::LN2_HIGH) - n * F::LN2_LOW;
+  Vector<T> y{};
+  T factorial = 1;
+  T inverse[F::TERMS];
+  for (int k = 0; k < F::TERMS; factorial *= ++k) inverse[k] = 1 / factorial;
+  for (int k = F::TERMS - 1; k > 1; --k) y = y * r + inverse[k];
+  y = y * (r * r) + r + T(1);
+  auto power = ((typename F::Integers)shifted << F::FRACTION) +
+               (typename F::Integer(F::BIAS) << F::FRACTION);
+  return x < least ? Vector<T>{} : y * (Vector<T>)power;
+}
+
+// s_j += column_j + b(i − j) for all j ≤ i, with b(lag) at by_lag[−lag]; the largest of them.
+template <typename T> inline T complete(T* s, const T* column, const T* by_lag, int64_t i) {
+  const T* bias = by_lag - i;
+  Vector<T> most = Vector<T>{} - std::numeric_limits<T>::infinity();
+  int64_t j = 0;
+  for (; j + LANES<T> <= i + 1; j += LANES<T>) {
+    Vector<T> x = load(s + j) + load(bias + j);
+    if (column) x += load(column + j);
+    store(s + j, x);
+    most = most > x ? most : x;
+  }
+  T largest = -std::numeric_limits<T>::infinity();
+  for (int lane = 0; lane < LANES<T>; ++lane) largest = most[lane] > largest ? most[lane] : largest;
+  for (; j <= i; ++j) {
+    s[j] += bias[j] + (column ? column[j] : T(0));
+    largest = s[j] > largest ? s[j] : largest;
+  }
+  return largest;
+}
+
+// s_j ← exp(s_j − shift) for j ≤ i, zero from there to `keys`; their sum.
+template <typename T> inline T exponentials(T* s, T shift, int64_t i, int64_t keys) {
+  int64_t seen = round_up(i + 1, LANES<T>);
+  for (int64_t j = i + 1; j < seen; ++j) s[j] = -std::numeric_limits<T>::infinity();
+  Vector<T> total{};
+  for (int64_t j = 0; j < seen; j += LANES<T>) {
+    Vector<T> p = exponential<T>(load(s + j) - shift);
+    store(s + j, p);
+    total += p;
+  }
+  for (int64_t j = seen; j < keys; j += LANES<T>) store(s + j, Vector<T>{});
+  return sum<T>(total);
+}
+
+// What logits are made of, rows of channels and panels of their transpose.
+template <typename T> struct Logits {
+  Sizes<T> size;
+  T *keys, *queries, *panels, *columns, *lags;
+  const T* column = nullptr;
+  const T* by_lag;  // b(lag) lies at by_lag[−lag]
+
+  static int64_t room(Sizes<T> size) {
+    return 2 * size.rows() + size.panels() + 2 * size.keys;
+  }
+  Logits(Sizes<T> size, Room<T>& room)
+      : size(size), keys(room.take(size.rows())), queries(room.take(size.rows())),
+        panels(room.take(size.panels())), columns(room.take(size.keys)), lags(room.take(size.keys)),
+        by_lag(lags + size.tokens - 1) {}
+
+  void set(Matrix<const T> q, Matrix<const T> k, const T* bias, bool l2) {
+    const T scale = size.scale(l2);
+    copy_rows(keys, k, l2 ? k.data : nullptr, T(1), size);
+    copy_rows(queries, q, l2 ? q.data : nullptr, scale, size);
+    copy_panels(panels, keys, size);
+    for (int64_t lag = 0; lag < size.tokens; ++lag) lags[size.tokens - 1 - lag] = bias[lag];
+    if (!l2) return;
+    column = columns;
+    for (int64_t j = 0; j < size.tokens; ++j) {
+      const T* k_j = keys + j * size.width;
+      T square = 0;
+      for (int64_t c = 0; c < size.channels; ++c) square += k_j[c] * k_j[c];
+      columns[j] = -scale / 2 * square;
+    }
+  }
+
+  // s q_i·k_j of a block of queries.
+  void products(Matrix<T> s, int64_t first, int64_t rows, int64_t visible) const {
+    multiply_panels(s, queries + first * size.width, panels, rows, visible, size);
+  }
+};
+
+// ---- forward and backward ----------------------------------------------------------------------
+
+// (B, H, N, d) by its strides; channels lie together.
+template <typename T> struct Heads {
+  T* data;
+  int64_t sample, head, token;
+  Matrix<T> of(int64_t b, int64_t h) const { return {data + b * sample + h * head, token}; }
+};
+
+template <typename T> struct Call {
+  int64_t samples, heads;
+  Sizes<T> size;
+  bool l2;
+  int threads;
+};
+
+template <typename T>
+void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias, Heads<T> y,
+             T* log_mass, Call<T> call) {
+  const auto size = call.size;
+  const bool l2 = call.l2;
+  const int64_t tokens = size.tokens, width = size.width;
+  const Rooms<T> rooms(call.threads, Logits<T>::room(size) + size.logits() +
+                                         2 * BLOCK * width + (l2 ? 0 : size.rows()));
+#pragma omp parallel num_threads(call.threads)
+  {
+    auto room = rooms.of_this_thread();
+    Logits<T> logits(size, room);
+    const Matrix<T> p{room.take(size.logits()), size.row}, mean{room.take(BLOCK * width), width};
+    T* const mass = room.take(BLOCK);
+    T* const values = l2 ? logits.keys : room.take(size.rows());
+#pragma omp for schedule(dynamic)
+    for (int64_t pair = 0; pair < call.samples * call.heads; ++pair) {
+      const int64_t b = pair / call.heads, h = pair % call.heads;
+      const Matrix<T> of_y = y.of(b, h);
+      const T* centre = l2 ? q.of(b, h).data : nullptr;
+      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2);
+      if (!l2) copy_rows<T>(values, v.of(b, h), nullptr, T(1), size);
+      for (int64_t first = 0; first < tokens; first += BLOCK) {
+        const int64_t end = std::min(first + BLOCK, tokens), visible = round_up(end, PANEL<T>);
+        logits.products(p, first, end - first, visible);
+        for (int64_t i = first; i < end; ++i) {
+          T* const p_i = p.at(i - first);
+          const T largest = complete(p_i, logits.column, logits.by_lag, i);
+          mass[i - first] = exponentials(p_i, largest, i, visible);
+          log_mass[pair * tokens + i] = largest + std::log(mass[i - first]);
+        }
+        multiply<T>(mean, {p.data, p.row}, {values, width}, end - first, end, width, false);
+        for (int64_t i = first; i < end; ++i) {
+          T *const y_i = of_y.at(i), *const mean_i = mean.at(i - first);
+          const T share = 1 / mass[i - first];
+          for (int64_t c = 0; c < size.channels; ++c)
+            y_i[c] = share * mean_i[c] + (l2 ? centre[c] : T(0));
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,
+              const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, Call<T> call) {
+  const auto size = call.size;
+  const bool l2 = call.l2;
+  const int64_t tokens = size.tokens, width = size.width, all = size.rows();
+  const Rooms<T> rooms(call.threads, Logits<T>::room(size) + 2 * size.logits() + 2 * all +
+                                         3 * size.keys + (l2 ? 0 : 3 * all + size.panels()));
+#pragma omp parallel num_threads(call.threads)
+  {
+    auto room = rooms.of_this_thread();
+    Logits<T> logits(size, room);
+    const Matrix<T> p{room.take(size.logits()), size.row}, ds{room.take(size.logits()), size.row};
+    T* const received = room.take(size.keys);     // Σ_i dS_ij
+    T* const by_lag = room.take(2 * size.keys);   // the gradient of b(lag) at [tokens − 1 − lag]
+    T* const g = room.take(all);                  // dY
+    // Tied, all three gradients are one sum, and s k is at hand as the queries.
+    T* const to_q = room.take(all);
+    T* const to_k = l2 ? to_q : room.take(all);
+    T* const to_v = l2 ? to_q : room.take(all);
+    T* const values = l2 ? nullptr : room.take(all);
+    T* const panels = l2 ? logits.panels : room.take(size.panels());
+    const T* const keys = l2 ? logits.queries : logits.keys;
+#pragma omp for schedule(dynamic)
+    for (int64_t pair = 0; pair < call.samples * call.heads; ++pair) {
+      const int64_t b = pair / call.heads, h = pair % call.heads;
+      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2);
+      copy_rows<T>(g, dy.of(b, h), nullptr, T(1), size);
+      if (!l2) {
+        copy_rows<T>(values, v.of(b, h), nullptr, T(1), size);
+        copy_panels(panels, values, size);
+      }
+      for (T* total : {to_q, to_k, to_v}) std::fill_n(total, all, T(0));
+      std::fill_n(received, size.keys, T(0));
+      std::fill_n(by_lag, 2 * size.keys, T(0));
+      for (int64_t first = 0; first < tokens; first += BLOCK) {
+        const int64_t end = std::min(first + BLOCK, tokens), visible = round_up(end, PANEL<T>);
+        const int64_t rows = end - first, at = first * width;
+        logits.products(p, first, rows, visible);
+        multiply_panels(ds, g + at, panels, rows, visible, size);
+        for (int64_t i = first; i < end; ++i) {
+          T *p_i = p.at(i - first), *ds_i = ds.at(i - first), *of_lag = by_lag + tokens - 1 - i;
+          complete(p_i, logits.column, logits.by_lag, i);
+          exponentials(p_i, log_mass[pair * tokens + i], i, visible);
+          Vector<T> products{};
+          for (int64_t j = 0; j < visible; j += LANES<T>) products += load(p_i + j) * load(ds_i + j);
+          const T mean = sum<T>(products);
+          for (int64_t j = 0; j < visible; j += LANES<T>) {
+            const Vector<T> x = load(p_i + j) * (load(ds_i + j) - mean);
+            store(ds_i + j, x);
+            store(of_lag + j, load(of_lag + j) + x);
+            if (l2) store(received + j, load(received + j) + x);
+          }
+        }
+        const Matrix<const T> p_t{p.data, 1, p.row}, ds_t{ds.data, 1, ds.row};
+        multiply<T>({to_q + at, width}, {ds.data, ds.row}, {keys, width}, rows, end, width, true);
+        multiply<T>({to_k, width}, ds_t, {logits.queries + at, width}, end, rows, width, true);
+        multiply<T>({to_v, width}, p_t, {g + at, width}, end, rows, width, true);
+      }
+      if (l2) {
+        for (int64_t i = 0; i < tokens; ++i)
+          for (int64_t c = 0; c < size.channels; ++c)
+            to_q[i * width + c] -= received[i] * logits.queries[i * width + c];
+      } else {
+        write_rows(dk.of(b, h), to_k, T(1), size);
+        write_rows(dv.of(b, h), to_v, T(1), size);
+      }
+      write_rows(dq.of(b, h), to_q, l2 ? T(1) : size.scale(false), size);
+      for (int64_t lag = 0; lag < tokens; ++lag) dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];
+    }
+  }
+}
+
+}  // namespace
+
+// Each returns whether there was enough memory.
+#define EXPORT(T, NAME)                                                                            \
+  bool NAME##_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,         \
+                      Heads<T> y, T* log_mass, int64_t samples, int64_t heads, int64_t tokens,     \
+                      int64_t channels, bool l2, int threads) try {                                \
+    forward<T>(q, k, v, bias, y, log_mass, {samples, heads, {tokens, channels}, l2, threads});     \
+    return true;                                                                                   \
+  } catch (const std::bad_alloc&) {                                                                \
+    return false;                                                                                  \
+  }                                                                                                \
+  bool NAME##_backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v,    \
+                       const T* bias, const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv,    \
+                       T* dbias, int64_t samples, int64_t heads, int64_t tokens, int64_t channels, \
+                       bool l2, int threads) try {                                                 \
+    backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias,                                    \
+                {samples, heads, {tokens, channels}, l2, threads});                                \
+    return true;                                                                                   \
+  } catch (const std::bad_alloc&) {                                                                \
+    return false;                                                                                  \
+  }
+
+extern "C" {
+EXPORT(float, float32)
+EXPORT(double, float64)
+}
