@@ -69,7 +69,8 @@ def parse() -> argparse.Namespace:
                         help="of the forward pass on CUDA; a CPU uses float32")  # fmt: skip
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="default: the CPU, then a GPU if there is one")  # fmt: skip
-    parser.add_argument("--kernel", choices=["auto", "math", "native", "blocked", "flex"], default="auto",
+    parser.add_argument("--kernel", default="auto",
+                        choices=["auto", "math", "native", "blocked", "flex"],
                         help="what the attention of all models but plain runs on, such as flex on "
                         "a GPU")  # fmt: skip
     parser.add_argument("--compile", action="store_true",
