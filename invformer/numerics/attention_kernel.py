@@ -178,7 +178,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         plain = precise or short or bias.by_lag is None
         if plain or torch._C._are_functorch_transforms_active():
             return "math"
-        if on_cpu and _occupies_threads(q) and native.is_available():
+        if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"
         least = LONG_FOR_ONE_CHANNEL if bias.is_zero else LONG
         fused = on_cpu and low_rank and q.shape[-2] >= least
@@ -215,11 +215,6 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             "attention kernel 'flex' has no backward pass on the CPU: choose 'blocked' or 'auto'"
         )
     return kernel
-
-
-def _occupies_threads(q: Tensor) -> bool:
-    """Whether half of the threads or more get a pair of sample and head, which are never split."""
-    return 2 * math.prod(q.shape[:-2]) >= torch.get_num_threads()
 
 
 @contextmanager

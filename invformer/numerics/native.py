@@ -16,10 +16,12 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-SOURCE = Path(__file__).with_name("native_attention.cpp")
+SOURCES = sorted(Path(__file__).with_name("cpp").iterdir())
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 # A compiler that takes longer is none: it takes about six seconds.
@@ -42,16 +44,35 @@ def complaint() -> str | None:
     return found if isinstance(found, str) else None
 
 
-def library() -> ctypes.CDLL:
-    """The compiled code.
+def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+    """Run the compiled function of this name for numbers of this format.
 
     Raises:
-        RuntimeError: there is none, and why.
+        RuntimeError: there is no compiled code, and why.
+        MemoryError: it needs more memory than there is.
     """
     found = _found()
     if isinstance(found, str):
-        raise RuntimeError(f"attention could not be compiled: {found}")
-    return found
+        raise RuntimeError(f"there is no compiled code: {found}")
+    function = getattr(found, f"{str(dtype).removeprefix('torch.')}_{name}")
+    function.restype = ctypes.c_bool
+    if not function(*arguments):
+        raise MemoryError(f"not enough memory for {name}")
+
+
+def occupies_threads(parts: int) -> bool:
+    """Whether so many parts, none of which is split, are work for half of the threads or more."""
+    return 2 * parts >= torch.get_num_threads()
+
+
+def threads_for(parts: int) -> ctypes.c_int:
+    """As many threads as PyTorch uses, and no more than parts."""
+    return ctypes.c_int(max(1, min(torch.get_num_threads(), parts)))
+
+
+def pointer(t: Tensor) -> ctypes.c_void_p:
+    """Where its numbers are; they have to stay there for the time of a call."""
+    return ctypes.c_void_p(t.data_ptr())
 
 
 @cache
@@ -72,8 +93,8 @@ def _load() -> ctypes.CDLL:
     folder = _own_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="invformer-") as scratch:
-            return ctypes.CDLL(str(_compile(command, Path(scratch) / "attention.so")))
-    kept = folder / f"attention-{_fingerprint(command)}.so"
+            return ctypes.CDLL(str(_compile(command, Path(scratch) / "invformer.so")))
+    kept = folder / f"invformer-{_fingerprint(command)}.so"
     try:
         return ctypes.CDLL(str(kept))
     except OSError:
@@ -92,7 +113,7 @@ def _compiler() -> str:
 def _fingerprint(command: list[str]) -> str:
     """Of the source, of the flags, and of the compiler with all it would use of this processor."""
     macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
-    parts = (SOURCE.read_text("utf-8"), " ".join(command), macros)
+    parts = (*(source.read_text("utf-8") for source in SOURCES), " ".join(command), macros)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -114,7 +135,8 @@ def _compile(command: list[str], target: Path) -> Path:
     handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=target.parent)
     os.close(handle)
     try:
-        _run([*command, "-shared", str(SOURCE), "-o", unfinished])
+        units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
+        _run([*command, "-shared", *units, "-o", unfinished])
         os.replace(unfinished, target)
     finally:
         Path(unfinished).unlink(missing_ok=True)

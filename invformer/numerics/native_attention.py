@@ -1,7 +1,7 @@
 """The ``native`` kernel: causal attention with a bias of the lag, compiled for this processor.
 
 Forward and backward of :func:`.attention_kernel.attend` on a CPU in memory linear in N, by
-``native_attention.cpp``, which says how. Results depend neither on the number of threads nor on the
+``cpp/attention.cpp``, which says how. Results depend neither on the number of threads nor on the
 batch.
 """
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from invformer.numerics import native
+from invformer.numerics.native import pointer
 
 
 class _Heads(ctypes.Structure):
@@ -34,7 +35,7 @@ def native_attention(q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor) -> tuple[T
     y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
     q, k, v = (_with_channels_together(t) for t in (q, k, v))
     of = (_heads(t) for t in (q, k, v))
-    _call("forward", q, *of, _pointer(by_lag), _heads(y), _pointer(log_mass), l2=False)
+    _call("forward", q, *of, pointer(by_lag), _heads(y), pointer(log_mass), l2=False)
     return y, log_mass
 
 
@@ -47,7 +48,7 @@ def native_l2_attention(q: Tensor, by_lag: Tensor) -> tuple[Tensor, Tensor]:
     y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
     q = _with_channels_together(q)
     of = [_heads(q)] * 3
-    _call("forward", q, *of, _pointer(by_lag), _heads(y), _pointer(log_mass), l2=True)
+    _call("forward", q, *of, pointer(by_lag), _heads(y), pointer(log_mass), l2=True)
     return y, log_mass
 
 
@@ -60,8 +61,8 @@ def native_attention_backward(
     dbias = torch.empty_like(log_mass)
     dy, q, k, v = (_with_channels_together(t) for t in (dy, q, k, v))
     of, to = (_heads(t) for t in (dy, q, k, v)), (_heads(t) for t in (dq, dk, dv))
-    made_of = (_pointer(by_lag), _pointer(log_mass))
-    _call("backward", q, *of, *made_of, *to, _pointer(dbias), l2=False)
+    made_of = (pointer(by_lag), pointer(log_mass))
+    _call("backward", q, *of, *made_of, *to, pointer(dbias), l2=False)
     return dq, dk, dv, dbias.sum(0)
 
 
@@ -73,27 +74,20 @@ def native_l2_attention_backward(
     dq, dbias = _token_by_token(q), torch.empty_like(log_mass)
     dy, q = _with_channels_together(dy), _with_channels_together(q)
     of, to = (_heads(dy), *[_heads(q)] * 3), (_heads(dq), NOTHING, NOTHING)
-    made_of = (_pointer(by_lag), _pointer(log_mass))
-    _call("backward", q, *of, *made_of, *to, _pointer(dbias), l2=True)
+    made_of = (pointer(by_lag), pointer(log_mass))
+    _call("backward", q, *of, *made_of, *to, pointer(dbias), l2=True)
     return dq, dbias.sum(0)
 
 
 def _call(direction: str, q: Tensor, *arguments: _Heads | ctypes.c_void_p, l2: bool) -> None:
-    """The compiled function of this name and of the precision of q."""
-    function = getattr(native.library(), f"{str(q.dtype).removeprefix('torch.')}_{direction}")
-    function.restype = ctypes.c_bool
-    threads = max(1, min(torch.get_num_threads(), len(q) * q.shape[1]))
-    sizes = (ctypes.c_int64(n) for n in q.shape)
-    if not function(*arguments, *sizes, ctypes.c_bool(l2), ctypes.c_int(threads)):
-        raise MemoryError(f"attention of shape {tuple(q.shape)} on {threads} threads")
+    """The compiled function for the precision of q."""
+    sizes = [ctypes.c_int64(n) for n in q.shape]
+    threads = native.threads_for(len(q) * q.shape[1])
+    native.call(f"attention_{direction}", q.dtype, *arguments, *sizes, ctypes.c_bool(l2), threads)
 
 
 def _heads(t: Tensor) -> _Heads:
     return _Heads(t.data_ptr(), *t.stride()[:3])
-
-
-def _pointer(t: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(t.data_ptr())
 
 
 def _with_channels_together(t: Tensor) -> Tensor:

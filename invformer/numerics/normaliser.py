@@ -17,7 +17,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics import native_normaliser
 from invformer.numerics.host import has_answer_at_hand
+from invformer.numerics.native_normaliser import KrylovSpace
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
@@ -87,23 +89,40 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
     margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
     tall = [tall_side(w.to(product_dtype)) for w in weights]
     tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
+    counts = [len(w) for w in tall]
     with without_autocast(weights[0].device):
-        tall, grams, log_scale = _grams_of_trace_one(tall)
-        by_trial = (
-            has_answer_at_hand(grams)
-            and grams.shape[-1] >= TRIAL_SIZE
-            and bool(log_scale.isfinite().all())
-        )
-        log_bound, rights = (_trial if by_trial else _gram_iteration)(grams, num_steps)
-        bounds = (log_bound / 2 + log_scale).exp() * (1 + margin)
-        bounds = bounds.clamp(min=torch.finfo(dtype).tiny)
-        counts = [len(w) for w in tall]
+        log_norms, rights, lefts = _log_norms(tall, num_steps)
+        bounds = log_norms.exp() * (1 + margin)
+        bounds = bounds.to(product_dtype).clamp(min=torch.finfo(dtype).tiny)
         per_weight = (t.to(dtype).split(counts) for t in (bounds, rights))
-        lefts = (left.to(dtype) for left in _unit_images(tall, rights.split(counts)))
         return [
             _as_shaped(weight, *found)
-            for weight, *found in zip(weights, *per_weight, lefts, strict=True)
+            for weight, *found in zip(
+                weights, *per_weight, (left.to(dtype) for left in lefts), strict=True
+            )
         ]
+
+
+def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
+    matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
+    is_large, compiled = tall[0].shape[-1] >= TRIAL_SIZE, native_normaliser.can_take(matrices)
+    if compiled and not is_large:
+        found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
+        lefts = iter(found.lefts)
+        return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
+    if compiled:
+        num_vectors = min(NUM_VECTORS, tall[0].shape[-1])
+        grams, log_scale, space = native_normaliser.krylov(matrices, num_vectors, _start(tall[0]))
+        if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in (2 * log_scale).exp().tolist()):
+            log_bound, rights = _trial(grams, space, num_steps)
+            return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
+    tall, grams, log_scale = _grams_of_trace_one(tall)
+    if is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all()):
+        log_bound, rights = _trial(grams, _lanczos(grams), num_steps)
+    else:
+        log_bound, rights = _gram_iteration(grams, num_steps)
+    return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
 
 
 def _unit_images(tall: list[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
@@ -206,7 +225,7 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     return mean + ((size - 1) / size * variance).sqrt()
 
 
-def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+def _trial(g: Tensor, space: KrylovSpace, num_steps: int) -> tuple[Tensor, Tensor]:
     """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
 
     Where the residual promised too much, b is the largest that may be; where that fails, squarings.
@@ -214,7 +233,7 @@ def _trial(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
     A factorisation in working precision of size r goes through for b down to λ₁ less some r
     roundings, seen up to 2 r ε: b is lifted by as much.
     """
-    theta, vector, residual = _lanczos(g)
+    theta, vector, residual = _ritz(g, space)
     largest = theta * (1 + LARGEST_LIFT)
     bound = theta * (1 + (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT))
     failed = _without_factor(bound, g)
@@ -237,16 +256,20 @@ def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
     return failed
 
 
-def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
+def _start(like: Tensor) -> Tensor:
+    """A vector without structure, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape[-1], generator=generator, dtype=torch.float64).to(like)
 
-    The space starts at G times a fixed vector without structure. Vectors are made orthogonal to the
-    two before them only: the others they may meet again where a Ritz value has converged (Paige
-    1980), which copies that value. θ and the residual are those of v itself.
+
+def _lanczos(g: Tensor) -> KrylovSpace:
+    """A Krylov space of symmetric G that starts at G times a fixed vector.
+
+    Vectors are made orthogonal to the two before them only: the others they may meet again where a
+    Ritz value has converged (Paige 1980), which copies that value.
     """
     size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
-    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    vectors, alongs, besides = [unit(_images(g, start.to(g).expand(len(g), -1)))], [], []
+    vectors, alongs, besides = [unit(_images(g, _start(g).expand(len(g), -1)))], [], []
     for _ in range(min(NUM_VECTORS, size)):
         w = _images(g, vectors[-1])
         alongs.append((w * vectors[-1]).sum(-1, keepdim=True))
@@ -258,10 +281,18 @@ def _lanczos(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         lost = beside <= 8 * epsilon * alongs[-1].abs()
         besides.append(beside.masked_fill(lost, 0))
         vectors.append(w / beside.masked_fill(lost, torch.inf))
-    tridiagonal = torch.diag_embed(torch.cat(alongs, -1))
-    tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(torch.cat(besides[:-1], -1))
+    return KrylovSpace(torch.stack(vectors[:-1], -2), torch.cat(alongs, -1), torch.cat(besides, -1))
+
+
+def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
+    """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
+
+    θ and the residual are those of v itself, however orthogonal the vectors of the space are.
+    """
+    tridiagonal = torch.diag_embed(space.alongs)
+    tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(space.besides[:, :-1])
     weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
-    vector = unit((weights.mT @ torch.stack(vectors[:-1], -2)).squeeze(-2))
+    vector = unit((weights.mT @ space.vectors).squeeze(-2))
     image = _images(g, vector)
     theta = torch.linalg.vecdot(image, vector)
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)

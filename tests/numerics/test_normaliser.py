@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from invformer.numerics import normaliser
+from invformer.numerics import native, native_normaliser, normaliser
+from invformer.numerics.native_normaliser import KrylovSpace
 from invformer.numerics.normaliser import gram_normaliser, gram_normalisers
 from invformer.numerics.precision import denormals_flushed
 from tests.problems import matrix_with, trained_like
@@ -31,6 +32,15 @@ ZOO = {
     "tiny": lambda: 1e-12 * torch.randn(16, 16),
     "huge": lambda: 1e12 * torch.randn(16, 16),
 }
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds with compiled code and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native_normaliser, "can_take", lambda weights: False)
+    elif not native.is_available():
+        pytest.skip(f"{native.complaint()}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -154,16 +164,16 @@ def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
 ) -> None:
     weights = [matrix_with(torch.linspace(1, end, 256), 256, 300) for end in (0.1, 0.5, 0.9)]
     expected = gram_normalisers(weights)
-    lanczos = normaliser._lanczos
+    ritz = normaliser._ritz
 
-    def too_sure(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        theta, vector, residual = lanczos(g)
+    def too_sure(g: torch.Tensor, space: KrylovSpace) -> tuple[torch.Tensor, ...]:
+        theta, vector, residual = ritz(g, space)
         return theta, vector, 0 * residual
 
     def never(*args: object) -> None:
         raise AssertionError("squarings")
 
-    monkeypatch.setattr(normaliser, "_lanczos", too_sure)
+    monkeypatch.setattr(normaliser, "_ritz", too_sure)
     monkeypatch.setattr(normaliser, "_gram_iteration", never)
     for weight, (sigma, *_), (before, *_) in zip(
         weights, gram_normalisers(weights), expected, strict=True
