@@ -12,6 +12,8 @@ import torch
 # Shorter probes save nothing: what is left is the cost of starting operations.
 SHORTEST = 16
 MOST_SEQUENCES = 4
+# What a choice is to take of the budget, by prices that move by some percent from look to look.
+AIM = 0.85
 # A share between these multiples of the budget is as good as the budget.
 TOLERATED = (1 / 3, 1.2)
 # Steps and looks that a median is taken of.

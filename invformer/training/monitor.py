@@ -12,6 +12,7 @@ from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
 from invformer.nn.branch_jacobians import branch_jacobians
 from invformer.nn.lipschitz_probe import OWN_TOKEN, LipschitzProbe
 from invformer.nn.probe_budget import (
+    AIM,
     Choice,
     Clock,
     Ledger,
@@ -194,7 +195,7 @@ class LipschitzMonitor(L.Callback):
             elif price is not None and rest is not None and self.every is None:
                 # The same probe as often as fits by what it took lately: nothing has to be timed.
                 size = self.choice.size
-                choice = choose({size: price}, rest, self.budget, self.local_every)
+                choice = choose({size: price}, rest, AIM * self.budget, self.local_every)
                 if choice.every < self.choice.every:
                     self.adopt(module, choice, price, rest)
             self.ledger.forget()
@@ -213,14 +214,14 @@ class LipschitzMonitor(L.Callback):
         prices: dict[Size, Price] = {}
         for size in self.sizes:
             price = self.time_look(module, Choice(size, self.every or 1))
-            is_dear = price.per_step(self.every or 1, self.local_every) > self.budget * rest
+            is_dear = price.per_step(self.every or 1, self.local_every) > AIM * self.budget * rest
             if is_dear and not prices and self.every is None:  # it will leave out steps
                 price = self.time_look(module, Choice(size, MOST_POWER_STEPS))
             prices[size] = price
             if is_dear:
                 break
         prices, rest = trainer.strategy.broadcast((prices, rest))
-        choice = choose(prices, rest, self.budget, self.local_every, self.every)
+        choice = choose(prices, rest, AIM * self.budget, self.local_every, self.every)
         price = prices[choice.size]
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice, first_steps=choice.size.length)

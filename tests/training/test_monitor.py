@@ -289,6 +289,7 @@ class VirtualTime:
         self.step, self.look, self.local = 1.0, look, local
         self.measuring = 0.0
         monkeypatch.setattr(probe_budget.time, "thread_time", lambda: self.now)
+        monkeypatch.setattr(monitor_module, "AIM", 1.0)  # prices do not move here
         for where, name, kind in (
             (CharLanguageModel, "optimizer_step", "step"),
             (monitor_module, "lipschitz_row", "look"),
@@ -316,6 +317,18 @@ def test_the_recorded_overhead_is_all_that_the_monitor_takes(
     share = rows_of(run)[-1]["perf/monitor_overhead"]
     assert share == pytest.approx(clock.measuring / 12, rel=1e-12)
     assert share == pytest.approx(0.125 * 4 / 6 + 0.5 * 2 / 6, rel=1e-12)
+
+
+def test_a_choice_leaves_room_in_the_budget_for_prices_that_move(
+    text_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    VirtualTime(monkeypatch, look=0.25)
+    monkeypatch.setattr(monitor_module, "AIM", 0.5)
+    run = run_with(
+        text_file, "monitor.budget=0.25", "trainer.val_every=100", "trainer.max_steps=12"
+    )
+    fit_module.fit(run)
+    assert rows_of(run)[-1]["perf/monitor_overhead"] <= 0.5 * 0.25
 
 
 def test_validations_that_take_the_budget_leave_nothing_for_the_steps_between_them(
