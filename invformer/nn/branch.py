@@ -46,6 +46,8 @@ class LipschitzBranch(nn.Module):
 
     # Whether one number is its local bound in token_max and in frobenius.
     has_one_local_bound = False
+    # Whether it takes every token by itself.
+    is_token_wise = False
     correction: Tensor
     _frozen: Any = None
     _shared: Any = None

@@ -89,6 +89,8 @@ class ContractiveConvolutionalFeedForward(ContractiveFeedForward):
     Source: ours, docs/numerics.md §16.
     """
 
+    is_token_wise = False
+
     def __init__(
         self, d_model: int, d_ff: int, lipschitz_target: float, kernel: int, **options: Any
     ) -> None:

@@ -107,6 +107,7 @@ class ContractiveFeedForward(LipschitzBranch):
 
     # Tokens that a hidden unit sees: its own and those before.
     kernel = 1
+    is_token_wise = True
     has_one_local_bound = True
 
     def __init__(

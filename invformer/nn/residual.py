@@ -84,7 +84,8 @@ class InvertibleResidual(nn.Module):
             options: passed to :func:`invformer.numerics.fixed_point.invert_residual`; ``compact``
                 unless they say otherwise.
         """
-        options = {"compact": True, "evidence": True, **options}
+        token_wise = self.branch.is_token_wise
+        options = {"compact": True, "evidence": True, "token_wise": token_wise, **options}
         exact = self.exact() if options["evidence"] else None
         inner_size = self.branch.inner_size(options["norm"], y.shape[-2])
         return invert_residual(self.added, y, residual_map=exact, inner_size=inner_size, **options)

@@ -36,6 +36,7 @@ from invformer.numerics.residual_equation import (
     ResidualEquation,
     residual_equation,
 )
+from invformer.numerics.token_wise import approach
 
 Method = Literal["picard", "anderson", "auto", "newton_krylov", "sequential"]
 # Picard steps that ``auto`` takes before it calls a sample slow. A step of Anderson's costs about
@@ -74,6 +75,7 @@ def invert_residual(
     linearise: Callable[[Tensor], LinearMap] | None = None,
     chunk_size: int = 1,
     compact: bool = False,
+    token_wise: bool = False,
     polish: bool = False,
     evidence: bool = True,
     throw: bool = True,
@@ -132,6 +134,8 @@ def invert_residual(
         chunk_size: tokens solved for at a time by ``sequential``.
         compact: leave solved samples out of the batch. f must then accept any batch size;
             kernels may round differently for it.
+        token_wise: f takes every token by itself, whatever sequences there are. Picard then moves
+            only the tokens that have not arrived, where ``norm`` is the largest of theirs.
         polish: continue in float64 with the residual map; the value is then float64.
         evidence: measure in float64 and bound the error. Without, CONVERGED speaks of the residual
             in y's precision, nothing is proven (``error_bound`` is infinite), and below float64 an
@@ -178,6 +182,8 @@ def invert_residual(
         solver = _Solver(method, linearise, max_steps, chunk_size)
         if polish:
             equation, state = solver.solve_and_polish(equation, atol, rtol)
+        elif token_wise and solver.goes_by_tokens(equation):
+            equation, state = solver.solve_by_tokens(equation)
         else:
             state = solver.solve(equation, refused_or_running(equation))
         solution = _conclude(equation, state, first_residual, y.shape)
@@ -210,6 +216,24 @@ class _Solver:
                 return iterate(equation, NewtonKrylov(jacobian), self.max_steps, status)
             case "sequential":
                 return self.solve_in_time(equation, status)
+
+    def goes_by_tokens(self, equation: ResidualEquation) -> bool:
+        """Whether tokens of a token-wise f may be left where they are, one by one."""
+        plain = self.method in ("picard", "auto") and self.max_steps is None
+        largest = equation.norm != "frobenius" and equation.contraction == "global"
+        solvable = not bool(equation.tolerance_below_precision().any())
+        return plain and largest and equation.lipschitz_bound is not None and solvable
+
+    def solve_by_tokens(self, equation: ResidualEquation) -> tuple[ResidualEquation, State]:
+        """First every token as far as it has to go, then whole sequences from there."""
+        start = approach(equation)
+        if start is None:
+            return equation, self.solve(equation, refused_or_running(equation))
+        state = self.solve(start.equation, refused_or_running(start.equation))
+        state.num_steps = state.num_steps + start.num_steps
+        state.num_evaluations = state.num_evaluations + start.num_steps
+        state.observed_rate = torch.maximum(state.observed_rate, start.observed_rate)
+        return start.equation, state
 
     def solve_slow_ones_faster(self, equation: ResidualEquation, status: Tensor) -> State:
         """Picard while its steps are few, then Anderson from where the others stand."""
@@ -283,7 +307,7 @@ def _conclude(
     """Measure every final iterate, converged or not, and bound its error."""
     evidence = s.evidence
     if evidence is None or not bool(evidence.known.all()):
-        evidence = equation.measure(s.x, s.fx, s.size)
+        evidence = equation.measure(s.x, s.fx, s.r, s.size)
         s.num_evaluations += 0 if equation.exact_residual else 1
     _, residual, rounding, token_residual, output_error = evidence
     broken = (s.status == InversionStatus.NOT_CONTRACTIVE) | (s.status == InversionStatus.NONFINITE)

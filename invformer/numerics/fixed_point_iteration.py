@@ -275,9 +275,10 @@ def _confirm(equation: ResidualEquation, s: State) -> None:
     s.num_evaluations += candidates
     rows = candidates.nonzero().squeeze(1) if equation.compact else s.row
     if len(rows) < len(s.row):
-        found = equation.of(rows).measure(s.x[rows], s.fx[rows], s.size[rows]).among(s.row, rows)
+        some = s.x[rows], s.fx[rows], s.r[rows], s.size[rows]
+        found = equation.of(rows).measure(*some).among(s.row, rows)
     else:
-        found = equation.measure(s.x, s.fx, s.size)
+        found = equation.measure(s.x, s.fx, s.r, s.size)
     total = found.residual + found.rounding
     confirmed = candidates & equation.within_tolerance(s.length, total)
     s.evidence = _collected(s.evidence, found._replace(known=confirmed))

@@ -142,22 +142,29 @@ class ResidualEquation:
         r = (self.y - x).sub_(fx)
         return fx, r, self.size(r)
 
-    def measure(self, x: Tensor, fx: Tensor, size: Tensor) -> "Evidence":
+    def measure(self, x: Tensor, fx: Tensor, r: Tensor, size: Tensor) -> "Evidence":
         """The residual at x in full precision, where f is fx in the working one.
 
         Args:
             x: iterates.
             fx: f(x).
+            r: y − x − f(x) in the working precision: the answer, if that is full or nothing is to
+                be proven.
             size: ‖x‖ + ‖f(x)‖.
         """
         gap = self.gap
+        if self.y.dtype == torch.float64 or (self.y.dtype == torch.float32 and not self.evidence):
+            return self._evidence(token_norm(r, self.norm).double(), size, gap)
         precise, value = x.to(self.residual_dtype), fx
         if not self.exact_residual:
             value = self.precise_f(precise)
             if gap is None:
                 gap = self.size(fx.to(torch.float64, copy=True).sub_(value))
         residual = self.y.to(torch.float64, copy=True).sub_(precise).sub_(value)
-        tokens = token_norm(residual, self.norm)
+        return self._evidence(token_norm(residual, self.norm), size, gap)
+
+    def _evidence(self, tokens: Tensor, size: Tensor, gap: Tensor | None) -> "Evidence":
+        """From the residuals of all tokens."""
         return Evidence(
             torch.ones_like(size, dtype=torch.bool),
             sequence_norm(tokens, self.norm),

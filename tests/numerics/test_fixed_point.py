@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -939,3 +941,77 @@ def test_polish_refuses_a_map_that_cannot_do_float64() -> None:
             norm="token_max",
             polish=True,
         )
+
+
+def token_wise_map(scale: float = 0.5, width: int = 6):
+    """tanh of permuted channels, and how many tokens each evaluation was asked for."""
+    rotation = torch.eye(width)[torch.randperm(width)]
+    asked = []
+
+    def f(x: Tensor) -> Tensor:
+        asked.append(x.shape[0] * x.shape[1])
+        return scale * (x @ rotation).tanh()
+
+    return f, asked
+
+
+@pytest.mark.parametrize("norm", ["token_max", "entry_max", "frobenius"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("evidence", [True, False])
+def test_tokens_that_have_arrived_wait_for_the_others(
+    norm: Norm, dtype: torch.dtype, evidence: bool
+) -> None:
+    # Far out tanh hardly changes: those tokens arrive after two steps.
+    x = torch.cat([0.1 * torch.randn(3, 4, 6), 30 + torch.randn(3, 16, 6)], 1).to(dtype)
+    torch.set_default_dtype(dtype)
+    f, asked = token_wise_map()
+    y = x + f(x)
+    kept = y.clone()
+    solve = partial(invert_residual, f, y, lipschitz_bound=0.5, norm=norm, evidence=evidence)
+    asked.clear()
+    whole = solve()
+    of_whole = sum(asked)
+    asked.clear()
+    by_tokens = solve(token_wise=True)
+    assert torch.equal(y, kept)
+    assert by_tokens.converged.all()
+    asked_for = 1e-8 if dtype == torch.float64 else 4e-3
+    torch.testing.assert_close(by_tokens.value, whole.value, rtol=0, atol=asked_for)
+    error = vector_norm((by_tokens.value - x).double(), norm)
+    if evidence:
+        assert (error <= by_tokens.error_bound).all()
+    else:
+        assert by_tokens.error_bound.isinf().all()
+    assert (by_tokens.observed_rate <= 0.5).all()
+    if norm == "frobenius":  # a sequence's norm is not that of its largest token
+        assert sum(asked) == of_whole
+    else:
+        assert sum(asked) < 0.7 * of_whole
+
+
+def test_a_constant_that_single_tokens_disprove_is_found_out_as_before() -> None:
+    f, _ = token_wise_map(0.9)
+    x = 0.01 * torch.randn(2, 5, 6)
+    options: dict[str, Any] = {"lipschitz_bound": 0.3, "norm": "token_max", "throw": False}
+    solve = partial(invert_residual, f, x + f(x), **options)
+    for solution in (solve(), solve(token_wise=True)):
+        assert (solution.status == InversionStatus.NOT_CONTRACTIVE).all()
+        assert solution.error_bound.isinf().all()
+
+
+def test_a_token_that_is_no_number_is_one_samples_trouble() -> None:
+    f, _ = token_wise_map()
+    y = torch.randn(2, 5, 6)
+    y[1, 3, 2] = math.nan
+    solution = invert_residual(
+        f, y, lipschitz_bound=0.5, norm="token_max", token_wise=True, throw=False
+    )
+    assert solution.status.tolist() == [InversionStatus.CONVERGED, InversionStatus.NONFINITE]
+
+
+def test_a_sequence_that_arrived_before_it_started_is_left_alone() -> None:
+    f, asked = token_wise_map(0.0)
+    y = torch.randn(2, 5, 6)
+    solution = invert_residual(f, y, lipschitz_bound=0.5, norm="token_max", token_wise=True)
+    assert torch.equal(solution.value, y)
+    assert len(asked) == 1
