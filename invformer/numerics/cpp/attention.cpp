@@ -4,33 +4,36 @@
 //
 // with s = 1/√d and no column for dot products; for tied L2 attention k = v = q − q_0, s = 2/√d and
 // column_j = −‖k_j‖²/√d, and Y gets q_0 back. Rows of P exist for a block of queries at a time and
-// are computed again in the backward pass, from log Σ_j exp S_ij (Dao et al. 2022): memory is linear
-// in N. With P and dP = dY Vᵀ,
+// are computed again in the backward pass, from log Σ_j exp S_ij (Dao et al. 2022): memory is
+// linear in N. With P and dP = dY Vᵀ,
 //
-//     dS = P∘(dP − rowsum(P∘dP)),   dq = s dS k,   dk = s dSᵀ q,   dv = Pᵀ dY,   db(lag) = Σ_i dS_{i, i−lag}
+//     dS = P∘(dP − rowsum(P∘dP)),  dq = s dS k,  dk = s dSᵀ q,  dv = Pᵀ dY,
+//     db(lag) = Σ_i dS_{i, i−lag}
 //
 // and for L2 dq is the sum of all three, less s (Σ_i dS_ij) k_j of the column.
 //
-// A pair of sample and head is one thread's; every sum has one order, so that results depend neither
-// on the number of threads, nor on the batch, nor on later tokens.
+// A pair of sample and head is one thread's; every sum has one order, so that results depend
+// neither on the number of threads, nor on the batch, nor on later tokens.
 
 #include "vectors.h"
 
 namespace {
 
-// Queries whose logits exist at a time: two matrices of such rows are to stay in the second-level cache.
+// Queries whose logits exist at a time: two matrices of such rows are to stay in a second-level
+// cache. Anything from 12 to 60 was as fast.
 constexpr int64_t BLOCK = 24;
 
 // ---- one pair of sample and head ---------------------------------------------------------------
 
-template <typename T> struct Sizes {
+template <typename T>
+struct Sizes {
   int64_t tokens, channels;
-  int64_t width = round_up(channels, LANES<T>);   // of a row of channels, zeros at its end
-  int64_t keys = round_up(tokens, PANEL<T>);      // of a row of logits
-  int64_t row = keys + LANES<T>;                  // apart: not a power of two, which caches dislike
-  int64_t rows() const { return tokens * width; }      // of channels of all tokens
-  int64_t panels() const { return keys * channels; }   // their transpose
-  int64_t logits() const { return BLOCK * row; }       // of a block
+  int64_t width = round_up(channels, LANES<T>);  // of a row of channels, zeros at its end
+  int64_t keys = round_up(tokens, PANEL<T>);     // of a row of logits
+  int64_t row = keys + LANES<T>;  // from one to the next: no power of two, which caches dislike
+  int64_t rows() const { return tokens * width; }     // of channels, all together
+  int64_t panels() const { return keys * channels; }  // of their transpose
+  int64_t logits() const { return BLOCK * row; }
   T scale(bool l2) const { return (l2 ? 2 : 1) / std::sqrt(T(channels)); }
 };
 
@@ -48,7 +51,8 @@ void copy_rows(T* out, Matrix<const T> x, const T* centre, T scale, Sizes<T> siz
 }
 
 // The way back.
-template <typename T> void write_rows(Matrix<T> x, const T* rows, T scale, Sizes<T> size) {
+template <typename T>
+void write_rows(Matrix<T> x, const T* rows, T scale, Sizes<T> size) {
   for (int64_t i = 0; i < size.tokens; ++i, rows += size.width) {
     T* const x_i = x.at(i);
     for (int64_t c = 0; c < size.channels; ++c) x_i[c] = scale * rows[c];
@@ -56,7 +60,8 @@ template <typename T> void write_rows(Matrix<T> x, const T* rows, T scale, Sizes
 }
 
 // The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
-template <typename T> void copy_panels(T* out, const T* rows, Sizes<T> size) {
+template <typename T>
+void copy_panels(T* out, const T* rows, Sizes<T> size) {
   for (int64_t first = 0; first < size.keys; first += PANEL<T>, out += PANEL<T> * size.channels)
     for (int64_t j = 0; j < PANEL<T>; ++j)
       for (int64_t c = 0; c < size.channels; ++c)
@@ -75,7 +80,8 @@ void multiply_panels(Matrix<T> s, const T* x, const T* panels, int64_t rows, int
 // exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
 // Taylor polynomial of r. Zero where it is below the root of the smallest normal number: products
 // with such weights leave the normal numbers, which costs a hundred times as much.
-template <typename T> inline Vector<T> exponential(Vector<T> x) {
+template <typename T>
+inline Vector<T> exponential(Vector<T> x) {
   using F = Format<T>;
   const T least = T(-0.5 * 0.6931471805599453 * (F::BIAS - 1));
   const T shift = T(1.5) * T(int64_t(1) << F::FRACTION);  // its last bits count units
@@ -94,7 +100,8 @@ template <typename T> inline Vector<T> exponential(Vector<T> x) {
 }
 
 // s_j += column_j + b(i − j) for all j ≤ i, with b(lag) at by_lag[−lag]; the largest of them.
-template <typename T> inline T complete(T* s, const T* column, const T* by_lag, int64_t i) {
+template <typename T>
+inline T complete(T* s, const T* column, const T* by_lag, int64_t i) {
   const T* bias = by_lag - i;
   Vector<T> most = Vector<T>{} - std::numeric_limits<T>::infinity();
   int64_t j = 0;
@@ -114,7 +121,8 @@ template <typename T> inline T complete(T* s, const T* column, const T* by_lag, 
 }
 
 // s_j ← exp(s_j − shift) for j ≤ i, zero from there to `keys`; their sum.
-template <typename T> inline T exponentials(T* s, T shift, int64_t i, int64_t keys) {
+template <typename T>
+inline T exponentials(T* s, T shift, int64_t i, int64_t keys) {
   int64_t seen = round_up(i + 1, LANES<T>);
   for (int64_t j = i + 1; j < seen; ++j) s[j] = -std::numeric_limits<T>::infinity();
   Vector<T> total{};
@@ -128,18 +136,21 @@ template <typename T> inline T exponentials(T* s, T shift, int64_t i, int64_t ke
 }
 
 // What logits are made of, rows of channels and panels of their transpose.
-template <typename T> struct Logits {
+template <typename T>
+struct Logits {
   Sizes<T> size;
   T *keys, *queries, *panels, *columns, *lags;
   const T* column = nullptr;
   const T* by_lag;  // b(lag) lies at by_lag[−lag]
 
-  static int64_t room(Sizes<T> size) {
-    return 2 * size.rows() + size.panels() + 2 * size.keys;
-  }
+  static int64_t room(Sizes<T> size) { return 2 * size.rows() + size.panels() + 2 * size.keys; }
   Logits(Sizes<T> size, Room<T>& room)
-      : size(size), keys(room.take(size.rows())), queries(room.take(size.rows())),
-        panels(room.take(size.panels())), columns(room.take(size.keys)), lags(room.take(size.keys)),
+      : size(size),
+        keys(room.take(size.rows())),
+        queries(room.take(size.rows())),
+        panels(room.take(size.panels())),
+        columns(room.take(size.keys)),
+        lags(room.take(size.keys)),
         by_lag(lags + size.tokens - 1) {}
 
   void set(Matrix<const T> q, Matrix<const T> k, const T* bias, bool l2) {
@@ -167,13 +178,15 @@ template <typename T> struct Logits {
 // ---- forward and backward ----------------------------------------------------------------------
 
 // (B, H, N, d) by its strides; channels lie together.
-template <typename T> struct Heads {
+template <typename T>
+struct Heads {
   T* data;
   int64_t sample, head, token;
   Matrix<T> of(int64_t b, int64_t h) const { return {data + b * sample + h * head, token}; }
 };
 
-template <typename T> struct Call {
+template <typename T>
+struct Call {
   int64_t samples, heads;
   Sizes<T> size;
   bool l2;
@@ -186,8 +199,8 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
   const auto size = call.size;
   const bool l2 = call.l2;
   const int64_t tokens = size.tokens, width = size.width;
-  const Rooms<T> rooms(call.threads, Logits<T>::room(size) + size.logits() +
-                                         2 * BLOCK * width + (l2 ? 0 : size.rows()));
+  const Rooms<T> rooms(call.threads, Logits<T>::room(size) + size.logits() + 2 * BLOCK * width +
+                                         (l2 ? 0 : size.rows()));
 #pragma omp parallel num_threads(call.threads)
   {
     auto room = rooms.of_this_thread();
@@ -224,8 +237,9 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
 }
 
 template <typename T>
-void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,
-              const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, Call<T> call) {
+void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v,
+              const T* bias, const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias,
+              Call<T> call) {
   const auto size = call.size;
   const bool l2 = call.l2;
   const int64_t tokens = size.tokens, width = size.width, all = size.rows();
@@ -236,9 +250,9 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
     auto room = rooms.of_this_thread();
     Logits<T> logits(size, room);
     const Matrix<T> p{room.take(size.logits()), size.row}, ds{room.take(size.logits()), size.row};
-    T* const received = room.take(size.keys);     // Σ_i dS_ij
-    T* const by_lag = room.take(2 * size.keys);   // the gradient of b(lag) at [tokens − 1 − lag]
-    T* const g = room.take(all);                  // dY
+    T* const received = room.take(size.keys);    // Σ_i dS_ij
+    T* const by_lag = room.take(2 * size.keys);  // the gradient of b(lag) at [tokens − 1 − lag]
+    T* const g = room.take(all);                 // dY
     // Tied, all three gradients are one sum, and s k is at hand as the queries.
     T* const to_q = room.take(all);
     T* const to_k = l2 ? to_q : room.take(all);
@@ -268,7 +282,8 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
           complete(p_i, logits.column, logits.by_lag, i);
           exponentials(p_i, log_mass[pair * tokens + i], i, visible);
           Vector<T> products{};
-          for (int64_t j = 0; j < visible; j += LANES<T>) products += load(p_i + j) * load(ds_i + j);
+          for (int64_t j = 0; j < visible; j += LANES<T>)
+            products += load(p_i + j) * load(ds_i + j);
           const T mean = sum<T>(products);
           for (int64_t j = 0; j < visible; j += LANES<T>) {
             const Vector<T> x = load(p_i + j) * (load(ds_i + j) - mean);
@@ -291,7 +306,8 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
         write_rows(dv.of(b, h), to_v, T(1), size);
       }
       write_rows(dq.of(b, h), to_q, l2 ? T(1) : size.scale(false), size);
-      for (int64_t lag = 0; lag < tokens; ++lag) dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];
+      for (int64_t lag = 0; lag < tokens; ++lag)
+        dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];
     }
   }
 }
@@ -299,24 +315,25 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
 }  // namespace
 
 // Each returns whether there was enough memory.
-#define EXPORT(T, NAME)                                                                            \
-  bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,         \
-                      Heads<T> y, T* log_mass, int64_t samples, int64_t heads, int64_t tokens,     \
-                      int64_t channels, bool l2, int threads) try {                                \
-    forward<T>(q, k, v, bias, y, log_mass, {samples, heads, {tokens, channels}, l2, threads});     \
-    return true;                                                                                   \
-  } catch (const std::bad_alloc&) {                                                                \
-    return false;                                                                                  \
-  }                                                                                                \
-  bool NAME##_attention_backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v,    \
-                       const T* bias, const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv,    \
-                       T* dbias, int64_t samples, int64_t heads, int64_t tokens, int64_t channels, \
-                       bool l2, int threads) try {                                                 \
-    backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias,                                    \
-                {samples, heads, {tokens, channels}, l2, threads});                                \
-    return true;                                                                                   \
-  } catch (const std::bad_alloc&) {                                                                \
-    return false;                                                                                  \
+#define EXPORT(T, NAME)                                                                        \
+  bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v,          \
+                                const T* bias, Heads<T> y, T* log_mass, int64_t samples,       \
+                                int64_t heads, int64_t tokens, int64_t channels, bool l2,      \
+                                int threads) try {                                             \
+    forward<T>(q, k, v, bias, y, log_mass, {samples, heads, {tokens, channels}, l2, threads}); \
+    return true;                                                                               \
+  } catch (const std::bad_alloc&) {                                                            \
+    return false;                                                                              \
+  }                                                                                            \
+  bool NAME##_attention_backward(                                                              \
+      Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,  \
+      const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, int64_t samples,     \
+      int64_t heads, int64_t tokens, int64_t channels, bool l2, int threads) try {             \
+    backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias,                                \
+                {samples, heads, {tokens, channels}, l2, threads});                            \
+    return true;                                                                               \
+  } catch (const std::bad_alloc&) {                                                            \
+    return false;                                                                              \
   }
 
 extern "C" {

@@ -1,8 +1,9 @@
 // What layers need of ‖W‖₂ once a step: Gram matrices, their squarings, a Krylov space.
 //
-// normaliser.py says what for. Matrices are taken one at a time, each by one thread that keeps it in
-// its cache, and of symmetric products only half is computed. W is tall here, (rows, n), whatever way
-// it lies in memory; it is scaled by a power of two, exactly, so that squares stay in range.
+// normaliser.py says what for. Matrices are taken one at a time, each by one thread that keeps it
+// in its cache, and of symmetric products only half is computed. W is tall here, (rows, n),
+// whatever way it lies in memory; it is scaled by a power of two, exactly, so that squares stay in
+// range.
 
 #include "vectors.h"
 
@@ -13,14 +14,17 @@ constexpr int64_t DEPTH = 128;
 
 // W, whose entry (k, c) lies at data[k * row + c * column], one of which is 1, and where
 // its left vector goes.
-template <typename T> struct Weight {
+template <typename T>
+struct Weight {
   const T* data;
   int64_t rows, row, column;
   T* left;
 };
 
-// A matrix as panels of PANEL columns, each with its rows one after the other; zeros beyond the last.
-template <typename T> struct Panels {
+// A matrix as panels of PANEL columns, each with its rows one after the other; zeros beyond the
+// last.
+template <typename T>
+struct Panels {
   T* data;
   int64_t rows, columns;
   T* panel(int64_t first_column) const { return data + first_column * rows; }
@@ -31,7 +35,8 @@ template <typename T> struct Panels {
 };
 
 // The largest |W_kc|, not a number where one of them is infinite or none.
-template <typename T> T largest_entry(Weight<T> w, int64_t n) {
+template <typename T>
+T largest_entry(Weight<T> w, int64_t n) {
   Vector<T> most{}, least{}, zero{};
   int64_t i = 0;
   for (; i + LANES<T> <= w.rows * n; i += LANES<T>) {
@@ -41,7 +46,8 @@ template <typename T> T largest_entry(Weight<T> w, int64_t n) {
     zero += x * T(0);
   }
   T largest = 0, nothing = sum<T>(zero);
-  for (int lane = 0; lane < LANES<T>; ++lane) largest = std::max({largest, most[lane], -least[lane]});
+  for (int lane = 0; lane < LANES<T>; ++lane)
+    largest = std::max({largest, most[lane], -least[lane]});
   for (; i < w.rows * n; ++i) {
     largest = std::max(largest, std::abs(w.data[i]));
     nothing += w.data[i] * T(0);
@@ -49,7 +55,8 @@ template <typename T> T largest_entry(Weight<T> w, int64_t n) {
   return largest + nothing;
 }
 
-template <typename T> void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) {
+template <typename T>
+void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) {
   for (int64_t first = 0; first < out.columns; first += PANEL<T>) {
     T* const panel = out.panel(first);
     const int64_t columns = std::clamp<int64_t>(n - first, 0, PANEL<T>);
@@ -68,7 +75,8 @@ template <typename T> void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) 
 }
 
 // out = AᵀA: the blocks on and below the diagonal, and their mirror images.
-template <typename T> void gram(Panels<T> out, Panels<T> a) {
+template <typename T>
+void gram(Panels<T> out, Panels<T> a) {
   constexpr int64_t P = PANEL<T>;
   for (int64_t first = 0; first < a.rows; first += DEPTH) {
     const int64_t depth = std::min(DEPTH, a.rows - first);
@@ -84,13 +92,15 @@ template <typename T> void gram(Panels<T> out, Panels<T> a) {
           out.panel(i)[(j + c) * P + r] = out.panel(j)[(i + r) * P + c];
 }
 
-template <typename T> double trace(Panels<T> m) {
+template <typename T>
+double trace(Panels<T> m) {
   double total = 0;
   for (int64_t i = 0; i < m.columns; ++i) total += m.at(i, i);
   return total;
 }
 
-template <typename T> double sum_of_squares(Panels<T> m) {
+template <typename T>
+double sum_of_squares(Panels<T> m) {
   double total = 0;
   for (int64_t at = 0; at < m.size(); at += PANEL<T>) {
     const auto x = load(m.data + at), y = load(m.data + at + LANES<T>);
@@ -99,29 +109,34 @@ template <typename T> double sum_of_squares(Panels<T> m) {
   return total;
 }
 
-template <typename T> void multiply_by(Panels<T> m, T factor) {
+template <typename T>
+void multiply_by(Panels<T> m, T factor) {
   for (int64_t at = 0; at < m.size(); ++at) m.data[at] *= factor;
 }
 
 // out = M x for a row of panels: out_c = Σ_k M_kc x_k, M symmetric or not.
-template <typename T> void pull(T* out, Panels<T> m, const T* x) {
+template <typename T>
+void pull(T* out, Panels<T> m, const T* x) {
   for (int64_t j = 0; j < m.columns; j += PANEL<T>)
     tile<T, 1, 2>({out + j, 1}, {x, 1}, {m.panel(j), PANEL<T>}, m.rows, false);
 }
 
-template <typename T> double length(const T* x, int64_t n) {
+template <typename T>
+double length(const T* x, int64_t n) {
   double total = 0;
   for (int64_t i = 0; i < n; ++i) total += double(x[i]) * x[i];
   return std::sqrt(total);
 }
 
-template <typename T> void to_unit(T* x, int64_t n) {
+template <typename T>
+void to_unit(T* x, int64_t n) {
   const double l = length(x, n);
   for (int64_t i = 0; i < n; ++i) x[i] = l > 0 ? T(x[i] / l) : T(0);
 }
 
 // The power of two that W is divided by, or not a number where W is none, or infinite, or zero.
-template <typename T> double scale_of(Weight<T> w, int64_t n) {
+template <typename T>
+double scale_of(Weight<T> w, int64_t n) {
   const T largest = largest_entry(w, n);
   if (!(largest > 0)) return std::numeric_limits<double>::quiet_NaN();
   int exponent;
@@ -143,14 +158,16 @@ double gram_of_trace_one(Panels<T> g, Panels<T> copied, Weight<T> w, int64_t n, 
 
 // λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F² (Wolkowicz & Styan
 // 1980), with what rounding may have cancelled.
-template <typename T> double wolkowicz_styan(Panels<T> m, int64_t n) {
+template <typename T>
+double wolkowicz_styan(Panels<T> m, int64_t n) {
   const double r = n, mean = trace(m) / r, squares = sum_of_squares(m);
   const double lost = n > 1 ? 8 * std::numeric_limits<T>::epsilon() * squares : 0;
   const double variance = std::max(squares - r * mean * mean, 0.0) + lost;
   return mean + std::sqrt((r - 1) / r * variance);
 }
 
-template <typename T> struct Group {
+template <typename T>
+struct Group {
   const Weight<T>* weights;
   int64_t count, n;
   int threads;
@@ -162,8 +179,8 @@ template <typename T> struct Group {
   }
 };
 
-// For every W the log of a bound on ‖W‖₂, by Gram matrices squared so many times, and unit vectors v,
-// a column of the last one, and W v/‖W v‖. Zero has −∞ and zeros; what is no number has none.
+// For every W the log of a bound on ‖W‖₂, by Gram matrices squared so many times, and unit vectors
+// v, a column of the last one, and W v/‖W v‖. Zero has −∞ and zeros; what is no number has none.
 template <typename T>
 void squarings(Group<T> group, int times, int rescale_every, double* log_norms, T* rights) {
   const int64_t columns = group.columns(), n = group.n;
@@ -215,12 +232,12 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
   }
 }
 
-// For every W its G as a whole matrix, log ‖W‖_F, and a Krylov space of G: unit vectors v_0 = G start
-// and so on, made orthogonal to the two before them, α_s = v_sᵀ G v_s and β_s, the length of what is
-// new in G v_s: zero, and so the next vector, where that is rounding.
+// For every W its G as a whole matrix, log ‖W‖_F, and a Krylov space of G: unit vectors v_0 = G
+// start and so on, made orthogonal to the two before them, α_s = v_sᵀ G v_s and β_s, the length of
+// what is new in G v_s: zero, and so the next vector, where that is rounding.
 template <typename T>
-void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* log_scales, T* vectors,
-            T* alongs, T* besides) {
+void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* log_scales,
+            T* vectors, T* alongs, T* besides) {
   const int64_t columns = group.columns(), n = group.n;
   const Rooms<T> rooms(group.threads, (group.most_rows() + columns + 4) * columns);
 #pragma omp parallel for num_threads(group.threads) schedule(dynamic)
@@ -262,22 +279,22 @@ void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* l
 }  // namespace
 
 // Each returns whether there was enough memory.
-#define EXPORT(T, NAME)                                                                            \
-  bool NAME##_squarings(const Weight<T>* weights, int64_t count, int64_t n, int times,             \
-                        int rescale_every, double* log_norms, T* rights, int threads) try {        \
-    squarings<T>({weights, count, n, threads}, times, rescale_every, log_norms, rights);           \
-    return true;                                                                                   \
-  } catch (const std::bad_alloc&) {                                                                \
-    return false;                                                                                  \
-  }                                                                                                \
-  bool NAME##_krylov(const Weight<T>* weights, int64_t count, int64_t n, int num_vectors,          \
-                     const T* start, T* grams, double* log_scales, T* vectors, T* alongs,          \
-                     T* besides, int threads) try {                                                \
-    krylov<T>({weights, count, n, threads}, num_vectors, start, grams, log_scales, vectors,        \
-              alongs, besides);                                                                    \
-    return true;                                                                                   \
-  } catch (const std::bad_alloc&) {                                                                \
-    return false;                                                                                  \
+#define EXPORT(T, NAME)                                                                     \
+  bool NAME##_squarings(const Weight<T>* weights, int64_t count, int64_t n, int times,      \
+                        int rescale_every, double* log_norms, T* rights, int threads) try { \
+    squarings<T>({weights, count, n, threads}, times, rescale_every, log_norms, rights);    \
+    return true;                                                                            \
+  } catch (const std::bad_alloc&) {                                                         \
+    return false;                                                                           \
+  }                                                                                         \
+  bool NAME##_krylov(const Weight<T>* weights, int64_t count, int64_t n, int num_vectors,   \
+                     const T* start, T* grams, double* log_scales, T* vectors, T* alongs,   \
+                     T* besides, int threads) try {                                         \
+    krylov<T>({weights, count, n, threads}, num_vectors, start, grams, log_scales, vectors, \
+              alongs, besides);                                                             \
+    return true;                                                                            \
+  } catch (const std::bad_alloc&) {                                                         \
+    return false;                                                                           \
   }
 
 extern "C" {

@@ -12,8 +12,8 @@
 
 namespace {
 
-// Vectors of the compiler's own kind: GCC and Clang make of them what the processor has. ROWS rows of
-// two vectors each are the sums that a product keeps in registers.
+// Vectors of the compiler's own kind: GCC and Clang make of them what the processor has. ROWS rows
+// of two vectors each are the sums that a product keeps in registers.
 #if defined(__AVX512F__)
 constexpr int VECTOR_BYTES = 64, ROWS = 8;
 #elif defined(__AVX__)
@@ -21,8 +21,10 @@ constexpr int VECTOR_BYTES = 32, ROWS = 4;
 #else
 constexpr int VECTOR_BYTES = 16, ROWS = 8;
 #endif
-template <typename T> struct Format;
-template <> struct Format<float> {
+template <typename T>
+struct Format;
+template <>
+struct Format<float> {
   using Integer = int32_t;
   typedef float Vector __attribute__((vector_size(VECTOR_BYTES)));
   typedef float InMemory __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
@@ -30,7 +32,8 @@ template <> struct Format<float> {
   static constexpr int FRACTION = 23, BIAS = 127, TERMS = 8;
   static constexpr float LN2_HIGH = 0x1.63p-1f, LN2_LOW = -0x1.bd0106p-13f;
 };
-template <> struct Format<double> {
+template <>
+struct Format<double> {
   using Integer = int64_t;
   typedef double Vector __attribute__((vector_size(VECTOR_BYTES)));
   typedef double InMemory __attribute__((vector_size(VECTOR_BYTES), aligned(8), may_alias));
@@ -39,17 +42,23 @@ template <> struct Format<double> {
   static constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
 };
 
-template <typename T> using Vector = typename Format<T>::Vector;
-template <typename T> constexpr int64_t LANES = VECTOR_BYTES / sizeof(T);
-template <typename T> constexpr int64_t PANEL = 2 * LANES<T>;
+template <typename T>
+using Vector = typename Format<T>::Vector;
+template <typename T>
+constexpr int64_t LANES = VECTOR_BYTES / sizeof(T);
+template <typename T>
+constexpr int64_t PANEL = 2 * LANES<T>;
 
-template <typename T> inline Vector<T> load(const T* at) {
+template <typename T>
+inline Vector<T> load(const T* at) {
   return *reinterpret_cast<const typename Format<T>::InMemory*>(at);
 }
-template <typename T> inline void store(T* at, Vector<T> x) {
+template <typename T>
+inline void store(T* at, Vector<T> x) {
   *reinterpret_cast<typename Format<T>::InMemory*>(at) = x;
 }
-template <typename T> inline T sum(Vector<T> x) {
+template <typename T>
+inline T sum(Vector<T> x) {
   T total = 0;
   for (int lane = 0; lane < LANES<T>; ++lane) total += x[lane];
   return total;
@@ -57,7 +66,8 @@ template <typename T> inline T sum(Vector<T> x) {
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // A matrix in memory: entry (i, j) lies at data[i * row + j * column].
-template <typename T> struct Matrix {
+template <typename T>
+struct Matrix {
   T* data;
   int64_t row, column = 1;
   T* at(int64_t i, int64_t j = 0) const { return data + i * row + j * column; }
@@ -66,7 +76,8 @@ template <typename T> struct Matrix {
 };
 
 // Memory of one thread: everything that one pair needs, taken piece by piece.
-template <typename T> struct Room {
+template <typename T>
+struct Room {
   T* next;
   T* take(int64_t n) {
     T* taken = next;
@@ -76,7 +87,8 @@ template <typename T> struct Room {
 };
 
 // The same for all threads, had before they start: a thread has nobody to tell that there is none.
-template <typename T> struct Rooms {
+template <typename T>
+struct Rooms {
   int64_t each;
   T* data;
   Rooms(int64_t threads, int64_t each)
@@ -89,8 +101,8 @@ template <typename T> struct Rooms {
   Room<T> of_this_thread() const { return {data + omp_get_thread_num() * each}; }
 };
 
-// C (R rows of V vectors) = or += A B, with C in registers. The rows of B and C lie in memory as they
-// are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are.
+// C (R rows of V vectors) = or += A B, with C in registers. The rows of B and C lie in memory as
+// they are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are.
 template <typename T, int R, int V>
 inline void tile(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t inner, bool add) {
   Vector<T> total[R][V];
@@ -122,8 +134,10 @@ void multiply(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t rows, i
   for (int64_t j = 0; j < columns; j += PANEL<T>) {
     Matrix<T> to{c.at(0, j), c.row};
     Matrix<const T> from{b.at(0, j), b.row};
-    if (j + PANEL<T> <= columns) strip<T, 2>(to, a, from, rows, inner, add);
-    else strip<T, 1>(to, a, from, rows, inner, add);
+    if (j + PANEL<T> <= columns)
+      strip<T, 2>(to, a, from, rows, inner, add);
+    else
+      strip<T, 1>(to, a, from, rows, inner, add);
   }
 }
 
