@@ -194,9 +194,11 @@ class LipschitzMonitor(L.Callback):
                 self.calibrate(trainer, module)
             elif price is not None and rest is not None and self.every is None:
                 # The same probe as often as fits by what it took lately: nothing has to be timed.
+                # Less often only if it did take too much.
                 size = self.choice.size
                 choice = choose({size: price}, rest, AIM * self.budget, self.local_every)
-                if choice.every < self.choice.every:
+                too_much = share is not None and share > self.budget
+                if choice.every < self.choice.every or too_much:
                     self.adopt(module, choice, price, rest)
             self.ledger.forget()
 
