@@ -184,7 +184,7 @@ def blocked_attention(
     """
     rows, blocks = _plan(q)
     logits = _dot_product(q, k, toeplitz(by_lag, rows))
-    y, p, values = _token_by_token(q), _room_to_keep(q, blocks, keep), v.flatten(0, 1)
+    y, p, values = token_by_token(q), _room_to_keep(q, blocks, keep), v.flatten(0, 1)
     for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
         block.of_samples(y).copy_(block.by_sample(torch.bmm(weights, block.keys(values))))
     return y, p
@@ -204,7 +204,7 @@ def blocked_l2_attention(
     k = torch.sub(q, first, out=q.new_empty(q.shape))
     column = torch.linalg.vecdot(k, k).mul_(-1 / math.sqrt(q.shape[-1]))
     logits = _l2(k, column, toeplitz(by_lag, rows))
-    y, p = _token_by_token(q), _room_to_keep(q, blocks, keep)
+    y, p = token_by_token(q), _room_to_keep(q, blocks, keep)
     for block, weights in _weights_of_blocks(logits, blocks, p, known=False):
         mean = block.by_sample(torch.bmm(weights, block.keys(logits.k)))
         torch.add(mean, block.of_samples(first, slice(None)), out=block.of_samples(y))
@@ -250,7 +250,7 @@ def blocked_l2_attention_backward(
         block.keys(received).add_(ds.sum(-2))
         block.of_bias(dbias).add_(sum_of_first(block.by_sample(ds)))
     received = received.view(*column.shape, 1)
-    dq = _token_by_token(k)
+    dq = token_by_token(k)
     torch.addcmul(dk.view(k.shape), received, k, value=-logits.scale, out=dq)
     return dq, sum_by_lag(dbias)
 
@@ -280,7 +280,7 @@ def _gradients_of_blocks(
         yield block, weights, g, ds
 
 
-def _token_by_token(x: Tensor) -> Tensor:
+def token_by_token(x: Tensor) -> Tensor:
     """Room for (B, H, N, d), in memory (B, N, H, d): as the tokens that heads are parts of."""
     batch, heads, tokens, d_head = x.shape
     return x.new_empty(batch, tokens, heads, d_head).transpose(1, 2)
@@ -306,13 +306,13 @@ def sum_of_first(t: Tensor) -> Tensor:
 
 @blocked_attention.register_fake
 def _(q, k, v, by_lag, keep):
-    return _token_by_token(q), _room_to_keep(q, _plan(q)[1], keep)
+    return token_by_token(q), _room_to_keep(q, _plan(q)[1], keep)
 
 
 @blocked_l2_attention.register_fake
 def _(q, by_lag, keep):
     p, column = _room_to_keep(q, _plan(q)[1], keep), q.new_empty(q.shape[:-1])
-    return _token_by_token(q), p, q.new_empty(q.shape), column
+    return token_by_token(q), p, q.new_empty(q.shape), column
 
 
 @blocked_attention_backward.register_fake
@@ -322,7 +322,7 @@ def _(dy, q, k, v, by_lag, p):
 
 @blocked_l2_attention_backward.register_fake
 def _(dy, by_lag, p, k, column):
-    return _token_by_token(k), torch.empty_like(by_lag)
+    return token_by_token(k), torch.empty_like(by_lag)
 
 
 def _keep_inputs(ctx, inputs, output) -> None:

@@ -219,17 +219,20 @@ class _Solver:
 
     def goes_by_tokens(self, equation: ResidualEquation) -> bool:
         """Whether tokens of a token-wise f may be left where they are, one by one."""
-        plain = self.method in ("picard", "auto") and self.max_steps is None
+        plain = self.method in ("picard", "auto")
         largest = equation.norm != "frobenius" and equation.contraction == "global"
         solvable = not bool(equation.tolerance_below_precision().any())
         return plain and largest and equation.lipschitz_bound is not None and solvable
 
     def solve_by_tokens(self, equation: ResidualEquation) -> tuple[ResidualEquation, State]:
         """First every token as far as it has to go, then whole sequences from there."""
-        start = approach(equation)
+        allowed = math.inf if self.max_steps is None else self.max_steps
+        start = approach(equation, int(min(PICARD_STEPS, allowed)))
         if start is None:
             return equation, self.solve(equation, refused_or_running(equation))
-        state = self.solve(start.equation, refused_or_running(start.equation))
+        left = None if self.max_steps is None else self.max_steps - start.num_steps
+        rest = replace(self, max_steps=left)
+        state = rest.solve(start.equation, refused_or_running(start.equation))
         state.num_steps = state.num_steps + start.num_steps
         state.num_evaluations = state.num_evaluations + start.num_steps
         state.observed_rate = torch.maximum(state.observed_rate, start.observed_rate)

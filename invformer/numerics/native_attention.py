@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from invformer.numerics import native
+from invformer.numerics.blocked_attention import token_by_token
 from invformer.numerics.native import pointer
 
 
@@ -32,7 +33,7 @@ NOTHING = _Heads()
 @torch.library.custom_op("invformer::native_attention", mutates_args=())
 def native_attention(q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ/√d + b) v, and log Σ_j exp S_ij of every query; causal, all (B, H, N, d)."""
-    y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
+    y, log_mass = token_by_token(q), q.new_empty(q.shape[:-1])
     q, k, v = (_with_channels_together(t) for t in (q, k, v))
     of = (_heads(t) for t in (q, k, v))
     _call("forward", q, *of, pointer(by_lag), _heads(y), pointer(log_mass), l2=False)
@@ -45,7 +46,7 @@ def native_l2_attention(q: Tensor, by_lag: Tensor) -> tuple[Tensor, Tensor]:
 
     Keys and values are differences from the first token.
     """
-    y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
+    y, log_mass = token_by_token(q), q.new_empty(q.shape[:-1])
     q = _with_channels_together(q)
     of = [_heads(q)] * 3
     _call("forward", q, *of, pointer(by_lag), _heads(y), pointer(log_mass), l2=True)
@@ -57,7 +58,7 @@ def native_attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor, log_mass: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and by_lag."""
-    dq, dk, dv = (_token_by_token(q) for _ in range(3))
+    dq, dk, dv = (token_by_token(q) for _ in range(3))
     dbias = torch.empty_like(log_mass)
     dy, q, k, v = (_with_channels_together(t) for t in (dy, q, k, v))
     of, to = (_heads(t) for t in (dy, q, k, v)), (_heads(t) for t in (dq, dk, dv))
@@ -71,7 +72,7 @@ def native_l2_attention_backward(
     dy: Tensor, q: Tensor, by_lag: Tensor, log_mass: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of q, which is queries, keys and values, and of by_lag."""
-    dq, dbias = _token_by_token(q), torch.empty_like(log_mass)
+    dq, dbias = token_by_token(q), torch.empty_like(log_mass)
     dy, q = _with_channels_together(dy), _with_channels_together(q)
     of, to = (_heads(dy), *[_heads(q)] * 3), (_heads(dq), NOTHING, NOTHING)
     made_of = (pointer(by_lag), pointer(log_mass))
@@ -95,30 +96,24 @@ def _with_channels_together(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
-def _token_by_token(x: Tensor) -> Tensor:
-    """Room for (B, H, N, d), in memory (B, N, H, d): as the tokens that heads are parts of."""
-    batch, heads, tokens, d_head = x.shape
-    return x.new_empty(batch, tokens, heads, d_head).transpose(1, 2)
-
-
 @native_attention.register_fake
 def _(q, k, v, by_lag):
-    return _token_by_token(q), q.new_empty(q.shape[:-1])
+    return token_by_token(q), q.new_empty(q.shape[:-1])
 
 
 @native_l2_attention.register_fake
 def _(q, by_lag):
-    return _token_by_token(q), q.new_empty(q.shape[:-1])
+    return token_by_token(q), q.new_empty(q.shape[:-1])
 
 
 @native_attention_backward.register_fake
 def _(dy, q, k, v, by_lag, log_mass):
-    return (*(_token_by_token(q) for _ in range(3)), torch.empty_like(by_lag))
+    return (*(token_by_token(q) for _ in range(3)), torch.empty_like(by_lag))
 
 
 @native_l2_attention_backward.register_fake
 def _(dy, q, by_lag, log_mass):
-    return _token_by_token(q), torch.empty_like(by_lag)
+    return token_by_token(q), torch.empty_like(by_lag)
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -111,17 +111,17 @@ def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list
         found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
         lefts = iter(found.lefts)
         return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
+    space = None
     if compiled:
-        num_vectors = min(NUM_VECTORS, tall[0].shape[-1])
-        grams, log_scale, space = native_normaliser.krylov(matrices, num_vectors, _start(tall[0]))
-        if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in (2 * log_scale).exp().tolist()):
-            log_bound, rights = _trial(grams, space, num_steps)
-            return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
-    tall, grams, log_scale = _grams_of_trace_one(tall)
-    if is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all()):
-        log_bound, rights = _trial(grams, _lanczos(grams), num_steps)
-    else:
+        grams, log_scale, space = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
+    if space is None or not _are_in_range((2 * log_scale).exp()):
+        tall, grams, log_scale = _grams_of_trace_one(tall)
+        by_trial = is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all())
+        space = _lanczos(grams) if by_trial else None
+    if space is None:
         log_bound, rights = _gram_iteration(grams, num_steps)
+    else:
+        log_bound, rights = _trial(grams, space, num_steps)
     return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
 
 
@@ -157,7 +157,7 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
     if has_answer_at_hand(tall[0]):
         grams = _grams(tall)
         traces = _traces(grams)
-        if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist()):
+        if _are_in_range(traces):
             return tall, grams.div_(traces[:, None, None]), traces.log() / 2
     tiny = torch.finfo(tall[0].dtype).tiny
     scales = [w.abs().amax((-2, -1)).clamp(min=tiny) for w in tall]
@@ -165,6 +165,11 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
     grams = _grams(tall)
     traces = _traces(grams).clamp(min=tiny)
     return tall, grams.div_(traces[:, None, None]), torch.cat(scales).log() + traces.log() / 2
+
+
+def _are_in_range(traces: Tensor) -> bool:
+    """Whether squares of all matrices with these traces of WᵀW can be taken as they are."""
+    return all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist())
 
 
 def _traces(m: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ from invformer.numerics.residual_equation import ResidualEquation
 SAFETY = 0.8
 # Below this share of tokens it pays to pick out those that are not there yet.
 FEW = 0.8
-MOST_STEPS = 40
 
 
 class Start(NamedTuple):
@@ -28,11 +27,12 @@ class Start(NamedTuple):
     observed_rate: Tensor
 
 
-def approach(equation: ResidualEquation) -> Start | None:
+def approach(equation: ResidualEquation, most_steps: int) -> Start | None:
     """Picard steps, each of the tokens only that have not arrived.
 
     Args:
         equation: of a token-wise f with a global c, in a norm that is the largest of the tokens'.
+        most_steps: how many at most.
 
     Returns:
         None if a token did not come nearer as fast as c says: rounding, an f with NaN, or a c that
@@ -43,9 +43,10 @@ def approach(equation: ResidualEquation) -> Start | None:
     x, fx, r = equation.start, equation.value_at_start, equation.start_residual
     left = token_norm(r, equation.norm)
     rate = torch.zeros_like(equation.size_of_y)
+    length = equation.size_of_y if equation.starts_at_y else equation.size(x)
     own, num_steps = False, 0
-    while num_steps < MOST_STEPS:
-        allowed = SAFETY * equation.margin * equation.tolerance(equation.size(x))
+    while num_steps < most_steps:
+        allowed = SAFETY * equation.margin * equation.tolerance(length)
         rows = (left > allowed[:, None]).flatten().nonzero().squeeze(1)
         if not len(rows):
             break
@@ -55,9 +56,11 @@ def approach(equation: ResidualEquation) -> Start | None:
             x = x + r
             fx, r, residual = equation.look(x)
             left, own = token_norm(r, equation.norm), False
-            sizes = 2 * (equation.size(x) + residual) + equation.size_of_y
-            lengths = before.amax(-1).double(), residual
-            rate = torch.maximum(rate, equation.observed_rate(*lengths, 2 * sizes))
+            moved = before.amax(-1).double()
+            size = equation.largest_size(length, moved)
+            length = equation.size(x)
+            size = size + equation.largest_size(length, residual)
+            rate = torch.maximum(rate, equation.observed_rate(moved, residual, size))
         else:
             if not own:  # the caller's tensors stay as they are
                 x, fx, r = (t.clone(memory_format=torch.contiguous_format) for t in (x, fx, r))

@@ -175,6 +175,11 @@ class LipschitzMonitor(L.Callback):
         }
         return row if share is None else row | {"perf/monitor_overhead": share}
 
+    @property
+    def aim(self) -> float:
+        """The share of a step that a choice is made for."""
+        return AIM * self.budget
+
     def keep_budget(self, trainer: L.Trainer, module: CharLanguageModel) -> None:
         """Choose after the first few steps; now and then see whether that was right."""
         assert self.ledger is not None
@@ -196,7 +201,7 @@ class LipschitzMonitor(L.Callback):
                 # The same probe as often as fits by what it took lately: nothing has to be timed.
                 # Less often only if it did take too much.
                 size = self.choice.size
-                choice = choose({size: price}, rest, AIM * self.budget, self.local_every)
+                choice = choose({size: price}, rest, self.aim, self.local_every)
                 too_much = share is not None and share > self.budget
                 if choice.every < self.choice.every or too_much:
                     self.adopt(module, choice, price, rest)
@@ -216,14 +221,14 @@ class LipschitzMonitor(L.Callback):
         prices: dict[Size, Price] = {}
         for size in self.sizes:
             price = self.time_look(module, Choice(size, self.every or 1))
-            is_dear = price.per_step(self.every or 1, self.local_every) > AIM * self.budget * rest
+            is_dear = price.per_step(self.every or 1, self.local_every) > self.aim * rest
             if is_dear and not prices and self.every is None:  # it will leave out steps
                 price = self.time_look(module, Choice(size, MOST_POWER_STEPS))
             prices[size] = price
             if is_dear:
                 break
         prices, rest = trainer.strategy.broadcast((prices, rest))
-        choice = choose(prices, rest, AIM * self.budget, self.local_every, self.every)
+        choice = choose(prices, rest, self.aim, self.local_every, self.every)
         price = prices[choice.size]
         if choice.size != self.choice.size:
             self.probe = self.new_probe(module, choice, first_steps=choice.size.length)

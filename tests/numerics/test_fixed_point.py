@@ -1015,3 +1015,19 @@ def test_a_sequence_that_arrived_before_it_started_is_left_alone() -> None:
     solution = invert_residual(f, y, lipschitz_bound=0.5, norm="token_max", token_wise=True)
     assert torch.equal(solution.value, y)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 500])
+def test_a_limit_of_steps_is_one_for_tokens_too(max_steps: int) -> None:
+    f, asked = token_wise_map()
+    x = torch.cat([0.1 * torch.randn(2, 4, 6), 30 + torch.randn(2, 16, 6)], 1)
+    y = x + f(x)
+    options: dict[str, Any] = {"lipschitz_bound": 0.5, "norm": "token_max", "throw": False}
+    solve = partial(invert_residual, f, y, max_steps=max_steps, **options)
+    whole, by_tokens = solve(), solve(token_wise=True)
+    assert torch.equal(by_tokens.status, whole.status)
+    assert (by_tokens.num_steps <= max_steps).all()
+    assert by_tokens.converged.all() == (max_steps == 500)
+    asked.clear()
+    solve(token_wise=True)
+    assert max_steps < 500 or sum(asked) < 0.7 * len(asked) * y.shape[0] * y.shape[1]

@@ -315,25 +315,21 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
 }  // namespace
 
 // Each returns whether there was enough memory.
-#define EXPORT(T, NAME)                                                                        \
-  bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v,          \
-                                const T* bias, Heads<T> y, T* log_mass, int64_t samples,       \
-                                int64_t heads, int64_t tokens, int64_t channels, bool l2,      \
-                                int threads) try {                                             \
-    forward<T>(q, k, v, bias, y, log_mass, {samples, heads, {tokens, channels}, l2, threads}); \
-    return true;                                                                               \
-  } catch (const std::bad_alloc&) {                                                            \
-    return false;                                                                              \
-  }                                                                                            \
-  bool NAME##_attention_backward(                                                              \
-      Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias,  \
-      const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, int64_t samples,     \
-      int64_t heads, int64_t tokens, int64_t channels, bool l2, int threads) try {             \
-    backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias,                                \
-                {samples, heads, {tokens, channels}, l2, threads});                            \
-    return true;                                                                               \
-  } catch (const std::bad_alloc&) {                                                            \
-    return false;                                                                              \
+#define EXPORT(T, NAME)                                                                       \
+  bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v,         \
+                                const T* bias, Heads<T> y, T* log_mass, int64_t samples,      \
+                                int64_t heads, int64_t tokens, int64_t channels, bool l2,     \
+                                int threads) {                                                \
+    const Call<T> call{samples, heads, {tokens, channels}, l2, threads};                      \
+    return had_memory_for([&] { forward<T>(q, k, v, bias, y, log_mass, call); });             \
+  }                                                                                           \
+  bool NAME##_attention_backward(                                                             \
+      Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias, \
+      const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, int64_t samples,    \
+      int64_t heads, int64_t tokens, int64_t channels, bool l2, int threads) {                \
+    const Call<T> call{samples, heads, {tokens, channels}, l2, threads};                      \
+    return had_memory_for(                                                                    \
+        [&] { backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias, call); });          \
   }
 
 extern "C" {

@@ -134,11 +134,11 @@ void to_unit(T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] = l > 0 ? T(x[i] / l) : T(0);
 }
 
-// The power of two that W is divided by, or not a number where W is none, or infinite, or zero.
+// The power of two that W is divided by; zero where W is, and no number where it is none.
 template <typename T>
 double scale_of(Weight<T> w, int64_t n) {
   const T largest = largest_entry(w, n);
-  if (!(largest > 0)) return std::numeric_limits<double>::quiet_NaN();
+  if (!(largest > 0)) return largest;
   int exponent;
   std::frexp(largest, &exponent);
   // Neither it nor its inverse leaves the normal numbers.
@@ -195,12 +195,10 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
     Panels<T> other{room.take(columns * columns), columns, columns};
     T *const v = room.take(columns), *const right = rights + i * n;
     const double scale = scale_of(w, n);
-    if (std::isnan(scale)) {
-      const T largest = largest_entry(w, n);
-      const T nothing = largest == 0 ? T(0) : std::numeric_limits<T>::quiet_NaN();
-      log_norms[i] = largest == 0 ? -std::numeric_limits<double>::infinity() : double(nothing);
-      std::fill_n(right, n, nothing);
-      std::fill_n(w.left, w.rows, nothing);
+    if (!(scale > 0)) {
+      log_norms[i] = std::log(scale);
+      std::fill_n(right, n, T(scale));
+      std::fill_n(w.left, w.rows, T(scale));
       continue;
     }
     const double log_scale = gram_of_trace_one(g, copied, w, n, scale);
@@ -244,8 +242,8 @@ void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* l
   for (int64_t i = 0; i < group.count; ++i) {
     const Weight<T> w = group.weights[i];
     const double scale = scale_of(w, n);
-    log_scales[i] = scale;
-    if (std::isnan(scale)) continue;
+    log_scales[i] = std::log(scale);
+    if (!(scale > 0)) continue;
     auto room = rooms.of_this_thread();
     const Panels<T> copied{room.take(w.rows * columns), w.rows, columns};
     const Panels<T> g{room.take(columns * columns), columns, columns};
@@ -279,22 +277,19 @@ void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* l
 }  // namespace
 
 // Each returns whether there was enough memory.
-#define EXPORT(T, NAME)                                                                     \
-  bool NAME##_squarings(const Weight<T>* weights, int64_t count, int64_t n, int times,      \
-                        int rescale_every, double* log_norms, T* rights, int threads) try { \
-    squarings<T>({weights, count, n, threads}, times, rescale_every, log_norms, rights);    \
-    return true;                                                                            \
-  } catch (const std::bad_alloc&) {                                                         \
-    return false;                                                                           \
-  }                                                                                         \
-  bool NAME##_krylov(const Weight<T>* weights, int64_t count, int64_t n, int num_vectors,   \
-                     const T* start, T* grams, double* log_scales, T* vectors, T* alongs,   \
-                     T* besides, int threads) try {                                         \
-    krylov<T>({weights, count, n, threads}, num_vectors, start, grams, log_scales, vectors, \
-              alongs, besides);                                                             \
-    return true;                                                                            \
-  } catch (const std::bad_alloc&) {                                                         \
-    return false;                                                                           \
+#define EXPORT(T, NAME)                                                                           \
+  bool NAME##_squarings(const Weight<T>* weights, int64_t count, int64_t n, int times,            \
+                        int rescale_every, double* log_norms, T* rights, int threads) {           \
+    const Group<T> group{weights, count, n, threads};                                             \
+    return had_memory_for([&] { squarings<T>(group, times, rescale_every, log_norms, rights); }); \
+  }                                                                                               \
+  bool NAME##_krylov(const Weight<T>* weights, int64_t count, int64_t n, int num_vectors,         \
+                     const T* start, T* grams, double* log_scales, T* vectors, T* alongs,         \
+                     T* besides, int threads) {                                                   \
+    const Group<T> group{weights, count, n, threads};                                             \
+    return had_memory_for([&] {                                                                   \
+      krylov<T>(group, num_vectors, start, grams, log_scales, vectors, alongs, besides);          \
+    });                                                                                           \
   }
 
 extern "C" {

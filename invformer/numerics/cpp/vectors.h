@@ -101,6 +101,15 @@ struct Rooms {
   Room<T> of_this_thread() const { return {data + omp_get_thread_num() * each}; }
 };
 
+// Whether there was enough memory for some work.
+template <typename Work>
+bool had_memory_for(Work work) try {
+  work();
+  return true;
+} catch (const std::bad_alloc&) {
+  return false;
+}
+
 // C (R rows of V vectors) = or += A B, with C in registers. The rows of B and C lie in memory as
 // they are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are.
 template <typename T, int R, int V>
