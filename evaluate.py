@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
-from invformer.console import outlive_console
+from invformer.config.schema import EvaluateConfig
 from invformer.errors import CheckpointError
-from invformer.exit import guarded, stop_on_signals
-from invformer.schema import EvaluateConfig
+from invformer.runs.console import outlive_console
+from invformer.runs.exit import guarded, stop_on_signals
 
 
 def main() -> None:
@@ -23,9 +23,9 @@ def main() -> None:
     def work() -> None:
         # The heavy imports wait until it is known that there is something to evaluate.
         require_path(config.checkpoint)
-        from invformer.build.evaluation import evaluate_checkpoint
+        from invformer.assemble.evaluation import evaluate_checkpoint
         from invformer.evaluation.report import print_table, write_json
-        from invformer.numerics.host import keep_freed_memory
+        from invformer.kernels.host import keep_freed_memory
 
         keep_freed_memory()
         report, path = evaluate_checkpoint(config)

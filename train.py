@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from invformer.config import parse_or_exit
-from invformer.console import outlive_console
-from invformer.exit import guarded, stop_on_signals
-from invformer.ranks import Supervisor, end_with_supervisor, is_rank
-from invformer.schema import TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.runs.console import outlive_console
+from invformer.runs.exit import guarded, stop_on_signals
+from invformer.runs.ranks import Supervisor, end_with_supervisor, is_rank
 
 
 def main() -> None:
@@ -26,8 +26,8 @@ def main() -> None:
             Supervisor(config.trainer.devices, config.trainer.rank_timeout).run()
             return
         # The heavy imports wait until the configuration is known to be valid.
-        from invformer.build.run import build_run
-        from invformer.numerics.host import keep_freed_memory, leave_new_memory_unfilled
+        from invformer.assemble.run import build_run
+        from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
         from invformer.numerics.precision import denormals_flushed
         from invformer.training.fit import fit
 

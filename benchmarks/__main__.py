@@ -18,9 +18,9 @@ from benchmarks.plots import plot_growth
 from benchmarks.run import Setting, environment, load, measure_case, measure_compiled
 from benchmarks.suite import suite
 from benchmarks.table import table
-from invformer.console import outlive_console
-from invformer.numerics.host import compiler_complaint, keep_freed_memory
+from invformer.kernels.host import compiler_complaint, keep_freed_memory
 from invformer.numerics.precision import denormals_flushed
+from invformer.runs.console import outlive_console
 
 RESULTS = Path(__file__).parent / "results"
 MOST_THREADS = 1024

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.plain import PlainTransformer
+from invformer.kernels.attention import Kernel
 from invformer.nn import (
     BoundedAttention,
     CharTransformer,
@@ -25,7 +26,6 @@ from invformer.nn import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.transformer import CharEmbedding
-from invformer.numerics.attention_kernel import Kernel
 
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 VOCABULARY = {character: index for index, character in enumerate(sorted(set(TEXT)))}

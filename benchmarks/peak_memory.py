@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.models import Case, build
 from benchmarks.tasks import Training
-from invformer.numerics.attention_kernel import Kernel
+from invformer.kernels.attention import Kernel
 
 STATUS = Path("/proc/self/status")
 STEPS = 2

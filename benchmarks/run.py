@@ -25,8 +25,8 @@ from benchmarks.tasks import (
     Work,
 )
 from benchmarks.timing import Spread, in_turns, paired
-from invformer.numerics import native
-from invformer.numerics.attention_kernel import Kernel
+from invformer.kernels import native
+from invformer.kernels.attention import Kernel
 
 Row = dict[str, Any]
 # The monitor at every step and every branch, at so many characters of one window.

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from benchmarks.models import Case, windows
+from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, InvertibleStack, certify, frozen_weights
-from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 
 Work = Callable[[], object]

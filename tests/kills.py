@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.runs import DROPOUT, difference, options
+from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import Zygote
 
 FAST = "tests.runs:without_plots"
 MODULE = "invformer.training.module:CharLanguageModel"
-DIRECTORY = "invformer.checkpoint.directory"
+DIRECTORY = "invformer.runs.checkpoint_directory"
 # Where a run may kill itself, and how often it comes by there.
 PLACES = {
     f"{MODULE}.training_step": 28,
@@ -20,13 +20,13 @@ PLACES = {
     "invformer.training.module:refresh_normalisers": 30,
     f"{MODULE}.validation_step": 16,
     f"{MODULE}.on_validation_epoch_end": 4,
-    "invformer.training.run_log:JsonLinesSink.__call__": 28,
+    "invformer.runs.run_log:JsonLinesSink.__call__": 28,
     f"{DIRECTORY}:write_file": 20,
     f"{DIRECTORY}:sync_folder": 12,
     f"{DIRECTORY}:keep_only": 4,
     "os:rename": 6,
     "os:replace": 4,
-    "invformer.build.run:build_callbacks": 1,
+    "invformer.assemble.run:build_callbacks": 1,
 }
 
 

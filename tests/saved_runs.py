@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from invformer.checkpoint.content import write_checkpoint
 from invformer.config import to_dict
+from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.nn.transformer import CharTransformer
-from invformer.schema import TrainConfig
+from invformer.runs.checkpoint import write_checkpoint
 
 NO_STATE: dict[str, Any] = {
     "epoch": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": [],

@@ -15,16 +15,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from invformer.build.evaluation import evaluate_checkpoint
-from invformer.build.run import build_run
-from invformer.checkpoint.content import Checkpoint, newest_checkpoint
+from invformer.assemble.evaluation import evaluate_checkpoint
+from invformer.assemble.run import build_run
 from invformer.config import load_config
+from invformer.config.schema import EvaluateConfig, TrainConfig
 from invformer.data.corpora import load_corpus
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.schema import EvaluateConfig, TrainConfig
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
+from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
-from invformer.training.run_log import read_rows
 
 ROOT = Path(__file__).parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))

@@ -9,7 +9,7 @@ import torch
 
 from invformer import errors
 from invformer.config import load_config
-from invformer.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import EvaluateConfig, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -154,7 +154,7 @@ def main() -> None:
     import matplotlib.figure
     import torch
 
-    import invformer.build.run
+    import invformer.assemble.run
     import invformer.training.fit  # noqa: F401
 
     assert matplotlib.figure

@@ -9,8 +9,8 @@ import zlib
 from pathlib import Path
 from typing import IO, NoReturn
 
-from invformer.checkpoint.content import MEMORY
 from invformer.errors import DataError
+from invformer.runs.checkpoint import MEMORY
 
 # Bytes that are read of what does not say how many it has, or was not typed: the largest corpus
 # here has half a gigabyte, and bytes, text and tokens are in memory at once.

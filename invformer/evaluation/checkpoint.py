@@ -4,9 +4,9 @@ import logging
 import os
 from pathlib import Path
 
-from invformer.checkpoint.content import Checkpoint, newest_checkpoint, open_checkpoint
-from invformer.checkpoint.directory import CHECKPOINTS, MANIFEST, NAME
 from invformer.errors import CheckpointError
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from invformer.runs.checkpoint_directory import CHECKPOINTS, MANIFEST, NAME
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation
+from invformer.lipschitz.branch_jacobians import residual_branches
+from invformer.lipschitz.probe import LipschitzProbe, Measured
+from invformer.lipschitz.tracking import TrackedNorm
 from invformer.nn.branch import LipschitzBranch, frozen_weights
-from invformer.nn.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches, certified_branches, certify
-from invformer.nn.lipschitz_probe import LipschitzProbe, Measured
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
-from invformer.numerics.tracking import TrackedNorm
 
 Row = dict[str | tuple[str, ...], Tensor | float]
 NORMS_MEASURED: tuple[TrackedNorm, ...] = ("token_max", "frobenius")

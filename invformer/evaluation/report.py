@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from invformer.console import printable
 from invformer.errors import StorageError
+from invformer.runs.console import printable
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.bounds import contractive, kim, local
+from invformer.kernels.attention import Kernel, attend, attend_l2
 from invformer.nn.branch import (
     PER_SPECTRAL_NORM,
     LipschitzBranch,
@@ -35,8 +37,6 @@ from invformer.nn.spectral import (
     write_to,
 )
 from invformer.numerics import l2_attention as core
-from invformer.numerics.attention_kernel import Kernel, attend, attend_l2
-from invformer.numerics.bounds import contractive, kim, local
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         d_model: width D.
         num_heads: H, a divisor of D.
         position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class L2Attention(TiedL2Attention):
         d_model: width D.
         num_heads: H, a divisor of D.
         position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
     """
 
     def __init__(
@@ -271,7 +271,7 @@ class ContractiveL2Attention(TiedL2Attention):
         lipschitz_target: c in (0, 1).
         certificate: which of the two constants is held at c.
         output_channels: channels the output map writes to at initialisation (None: all).
-        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
         initial_output: size of the output map's entries at initialisation.
     """
 
@@ -366,7 +366,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
         position: causal mask or relative position bias.
         lipschitz_target: c in (0, 1).
         certificate: whose bound divides.
-        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
     """
 
     def __init__(

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.bounds import bounded
+from invformer.kernels.attention import Kernel, attend
 from invformer.nn.attention import AttentionCache, merge_heads, split_heads
 from invformer.nn.branch import LipschitzBranch, affine, cast
 from invformer.nn.channel_metric import Metrics
@@ -19,9 +21,7 @@ from invformer.nn.spectral import (
     write_to,
 )
 from invformer.numerics import bounded_attention as core
-from invformer.numerics.attention_kernel import Kernel, attend
 from invformer.numerics.ball import into_ball
-from invformer.numerics.bounds import bounded
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import advance, delay
@@ -70,7 +70,7 @@ class BoundedAttention(LipschitzBranch):
         position: causal mask or position bias.
         lipschitz_target: c in (0, 1).
         output_channels: channels the output map writes to at initialisation (None: all).
-        kernel: what the attention runs on (:mod:`invformer.numerics.attention_kernel`).
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
         initial_output: size of the output map's entries at initialisation.
         certificate: which of the two constants is held at c.
         strictly_causal: whether tokens see only those before them. Lag 0 of ``position`` is then

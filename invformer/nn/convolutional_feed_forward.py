@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.bounds import layers
 from invformer.nn.attention import AttentionCache
 from invformer.nn.channel_metric import Metrics
 from invformer.nn.feed_forward import (
@@ -17,7 +18,6 @@ from invformer.nn.feed_forward import (
     FeedForwardWeights,
     without_sharpness,
 )
-from invformer.numerics.bounds import layers
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import windows
 

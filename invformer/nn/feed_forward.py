@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from invformer.bounds import layers, local
 from invformer.nn.branch import (
     PER_SPECTRAL_NORM,
     LipschitzBranch,
@@ -25,7 +26,6 @@ from invformer.nn.spectral import (
     scaled_weights,
     write_to,
 )
-from invformer.numerics.bounds import layers, local
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.rounding import sum_up

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from invformer.numerics.attention_kernel import LogitBias, LowRank
-from invformer.numerics.blocked_attention import toeplitz
+from invformer.kernels.attention import LogitBias, LowRank
+from invformer.kernels.blocked import toeplitz
 
 SLOPES = (2.0, 1.0, 0.4, 0.1)
 NEAREST = 3.0

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.numerics.normaliser import Normalisation, gram_normaliser, gram_normalisers
+from invformer.kernels.normaliser import Normalisation, gram_normaliser, gram_normalisers
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
@@ -20,7 +20,7 @@ INITIAL_OUTPUT = 0.1
 class SpectralNormalised(nn.Module):
     """Ŵ = W / σ̄(W) with σ̄ ≥ ‖W‖₂, for a matrix or a batch of matrices.
 
-    σ̄ (:mod:`invformer.numerics.normaliser`) is above the norm and needs no state: it is a
+    σ̄ (:mod:`invformer.kernels.normaliser`) is above the norm and needs no state: it is a
     function of W alone, so copies, averages and resumed runs agree without carrying vectors along.
     The gradient is that of σ = uᵀWv at the leading singular pair, which comes with it;
     the small gap σ̄ − uᵀWv is treated as a constant (Miyato et al. 2018 do the same with u and v).

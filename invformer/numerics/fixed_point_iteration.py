@@ -11,7 +11,7 @@ from torch import Tensor
 
 from invformer.numerics.acceleration import Picard, Proposer
 from invformer.numerics.fixed_point_solution import InversionStatus
-from invformer.numerics.host import has_answer_at_hand
+from invformer.numerics.precision import has_answer_at_hand
 from invformer.numerics.residual_equation import Contraction, Evidence, ResidualEquation
 
 # Without a global constant a residual may grow for a while and still converge; beyond these factors

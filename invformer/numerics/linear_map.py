@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.attention_kernel import only
+from invformer.kernels.attention import only
 
 SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*batch tokens width"]]
 

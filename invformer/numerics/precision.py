@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import Tensor
 
 # Smallest relative residual ‖y − x − f(x)‖ / ‖y‖ that Transformer blocks were seen to reach, by the
 # format the iterates are stored in. Asking for less never ends.
@@ -68,3 +69,8 @@ def denormals_flushed() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+def has_answer_at_hand(number: Tensor) -> bool:
+    """True if a number can be read without waiting for its device."""
+    return number.device.type == "cpu"

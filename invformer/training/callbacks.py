@@ -16,11 +16,11 @@ from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.nn.certificate import Certificate, enforce
-from invformer.training.checkpoint_io import METADATA
+from invformer.runs.checkpoint_io import METADATA
+from invformer.runs.run_log import Row, RunLog
+from invformer.runs.saving import replace_file
+from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel, non_finite
-from invformer.training.run_log import Row, RunLog
-from invformer.training.saving import replace_file
-from invformer.training.sharding import is_sharded
 
 
 class Flush(L.Callback):

@@ -7,19 +7,19 @@ from typing import Protocol
 import lightning as L
 import torch
 
-from invformer.checkpoint.content import Checkpoint
-from invformer.console import printable
+from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
+from invformer.kernels import native
 from invformer.nn.branch import frozen_weights
 from invformer.nn.spectral import set_manual_refresh
-from invformer.numerics import native
-from invformer.schema import TrainConfig
+from invformer.runs.checkpoint import Checkpoint
+from invformer.runs.console import printable
+from invformer.runs.run_directory import RunDirectory
+from invformer.runs.saving import Checkpoints
+from invformer.runs.wandb_sink import WandbSink
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
-from invformer.training.run_directory import RunDirectory
-from invformer.training.saving import Checkpoints
-from invformer.training.wandb_sink import WandbSink
 
 REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 

@@ -13,15 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import at_least_single, first_character_nats, window_nats
-from invformer.nn.probe_budget import Clock, Ledger
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.host import has_answer_at_hand
-from invformer.training.collective import mean_of_processes
-from invformer.training.guard import UpdateGuard
-from invformer.training.metrics import BitsPerChar
-from invformer.training.run_log import RunLog
-from invformer.training.sharding import (
+from invformer.numerics.precision import has_answer_at_hand
+from invformer.runs.collective import mean_of_processes
+from invformer.runs.run_log import RunLog
+from invformer.runs.sharding import (
     clip_parts,
     gather,
     is_sharded,
@@ -29,6 +26,9 @@ from invformer.training.sharding import (
     norms_of_whole,
     shard,
 )
+from invformer.training.guard import UpdateGuard
+from invformer.training.metrics import BitsPerChar
+from invformer.training.probe_budget import Clock, Ledger
 from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)

@@ -9,9 +9,13 @@ from torch import Tensor
 
 from invformer.errors import CheckpointError
 from invformer.evaluation.lipschitz import Row, lipschitz_row, local_bound_row
-from invformer.nn.branch_jacobians import branch_jacobians
-from invformer.nn.lipschitz_probe import OWN_TOKEN, LipschitzProbe
-from invformer.nn.probe_budget import (
+from invformer.lipschitz.branch_jacobians import branch_jacobians
+from invformer.lipschitz.probe import OWN_TOKEN, LipschitzProbe
+from invformer.numerics.linear_map import LinearMap
+from invformer.runs.run_log import RunLog
+from invformer.training.callbacks import is_last_step, is_step_boundary
+from invformer.training.module import CharLanguageModel
+from invformer.training.probe_budget import (
     AIM,
     Choice,
     Clock,
@@ -23,10 +27,6 @@ from invformer.nn.probe_budget import (
     is_due,
     probe_sizes,
 )
-from invformer.numerics.linear_map import LinearMap
-from invformer.training.callbacks import is_last_step, is_step_boundary
-from invformer.training.module import CharLanguageModel
-from invformer.training.run_log import RunLog
 
 # Step 0 allocates and compiles; the next ones are timed, then the probe is chosen.
 CALIBRATE_AT = 6

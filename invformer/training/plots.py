@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invformer.errors import StorageError
-from invformer.training.run_log import read_rows
+from invformer.runs.run_log import read_rows
 
 if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is something to draw
     from matplotlib.axes import Axes

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.checkpoint.content import LEARNING, PREFIX
 from invformer.errors import CheckpointError
+from invformer.runs.checkpoint import LEARNING, PREFIX
 
 
 class WeightAverage:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 
-from invformer import schema
+from invformer.config import schema
 from invformer.data import corpora
 from invformer.data.corpora import SPLITS, Corpus, load_corpus
 from invformer.errors import DataError

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.checkpoint.content import STATE_TENSORS, WEIGHTS, write_checkpoint
-from invformer.checkpoint.directory import MANIFEST
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import find_checkpoint
+from invformer.runs.checkpoint import STATE_TENSORS, WEIGHTS, write_checkpoint
+from invformer.runs.checkpoint_directory import MANIFEST
 from tests.saved_runs import NO_STATE
 
 BEST, NEWEST = "step-00000004", "step-00000006"

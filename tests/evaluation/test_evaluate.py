@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import evaluate
-from invformer.build.evaluation import evaluate_checkpoint
-from invformer.build.saved_model import untrained
+from invformer.assemble.evaluation import evaluate_checkpoint
+from invformer.assemble.saved_model import untrained
 from invformer.config import load_config
+from invformer.config.schema import EvaluateConfig, TrainConfig
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation import report as reporting
 from invformer.evaluation.report import write_json
 from invformer.nn.transformer import CharTransformer
-from invformer.schema import EvaluateConfig, TrainConfig
 from tests.saved_runs import save_run
 
 TEXT = "".join(f"{i} and {i} is {i + i}; " for i in range(300))

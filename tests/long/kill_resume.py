@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.kills import FAST, Killed, kill_and_resume
-from tests.runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 from tests.zygote import Zygote
 
 MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}

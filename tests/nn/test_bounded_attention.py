@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch.func import jacrev
 
+from invformer.bounds import bounded
+from invformer.lipschitz.branch_jacobians import branch_jacobians, residual_branches
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import frozen_weights
-from invformer.nn.branch_jacobians import branch_jacobians, residual_branches
 from invformer.nn.certificate import certify
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.bounded_attention import to_ball
-from invformer.numerics.bounds import bounded
 from tests.nn.builders import contractive_model, random_tokens, trained_a_little
 
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from invformer.errors import NonFiniteError
+from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import (
     CausalMask,
     CharTransformer,
@@ -21,7 +22,6 @@ from invformer.nn import (
     enforce,
 )
 from invformer.nn.activation_norm import ChannelAffine
-from invformer.nn.lipschitz_probe import LipschitzProbe
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,

@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 
-from invformer.build.model import build_model
+from invformer.assemble.model import build_model
+from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.nn import certify, enforce, frozen_weights
@@ -15,7 +16,6 @@ from invformer.nn.branch import affine
 from invformer.nn.channel_metric import INITIAL_LOUDNESS, ChangeOfMetric, ChannelMetric
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
-from invformer.schema import ModelConfig
 from tests.nn.builders import (
     SEQ_LEN,
     VOCAB,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from invformer.bounds.layers import ACTIVATION_SLOPE
 from invformer.errors import NonFiniteError
 from invformer.evaluation.inversion import invert_text
 from invformer.nn import (
@@ -24,7 +25,6 @@ from invformer.nn import (
 )
 from invformer.nn.convolutional_feed_forward import ContractiveConvolutionalFeedForward
 from invformer.nn.transformer import CharEmbedding, CharTransformer
-from invformer.numerics.bounds.layers import ACTIVATION_SLOPE
 from tests.nn.builders import contractive_model, random_tokens, trained_a_little
 
 WIDTH, TOKENS, SYMBOLS, TARGET = 16, 16, 60, 0.9

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from invformer.evaluation.lipschitz import measured_branches
-from invformer.nn.branch_jacobians import branch_jacobians
+from invformer.lipschitz.branch_jacobians import branch_jacobians
 from invformer.nn.certificate import NoCertificateError, certified_branches, certify
 from invformer.nn.residual import InvertibleResidual
 from invformer.numerics.linear_map import dense_jacobian, linearise

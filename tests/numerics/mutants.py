@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from invformer.numerics.bounds import contractive, kim, layers
+from invformer.bounds import contractive, kim, layers
 from invformer.numerics.lambert_w import phi_inverse_upper
 from invformer.numerics.spectral_norm import power_iteration, spectral_norm_bound
 from tests.problems import (

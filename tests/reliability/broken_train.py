@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import train
-from invformer.ranks import is_rank
-from tests.runs import without_plots
+from invformer.runs.ranks import is_rank
+from tests.small_runs import without_plots
 
 STEP = 6
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 from tests.zygote import Zygote
 
 MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from invformer.errors import DataError, Interrupted
-from invformer.exit import guarded, stop_on_signals
-from invformer.ranks import Supervisor, end_with_supervisor, hear_to_stop, is_rank, tell
+from invformer.runs.exit import guarded, stop_on_signals
+from invformer.runs.ranks import Supervisor, end_with_supervisor, hear_to_stop, is_rank, tell
 
 
 def rank(behaviour: str, folder: Path) -> None:

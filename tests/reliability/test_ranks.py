@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import DROPOUT, difference, options
+from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import ROOT
 
 PROGRAM = "tests.reliability.rank_program"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from invformer.checkpoint.content import newest_checkpoint
+from invformer.runs.checkpoint import newest_checkpoint
 from tests.reliability.conftest import FAST
-from tests.runs import difference, options, without_plots
+from tests.small_runs import difference, options, without_plots
 from tests.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
@@ -22,15 +22,17 @@ PLACES = {
     "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
     "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 6, TERM)],
     "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 15, INT)],
-    "in a checkpoint's write": [("invformer.checkpoint.directory:write_file", 8, TERM)],
-    "in the last checkpoint's write": [("invformer.checkpoint.directory:write_file", 17, TERM)],
+    "in a checkpoint's write": [("invformer.runs.checkpoint_directory:write_file", 8, TERM)],
+    "in the last checkpoint's write": [
+        ("invformer.runs.checkpoint_directory:write_file", 17, TERM)
+    ],
     "twice": [
         (f"{MODULE}:CharLanguageModel.training_step", 16, TERM),
         (f"{MODULE}:refresh_normalisers", 20, INT),
     ],
     "twice, the second time while the state is being saved": [
         (f"{MODULE}:CharLanguageModel.training_step", 4, TERM),
-        ("invformer.checkpoint.directory:write_file", 2, INT),
+        ("invformer.runs.checkpoint_directory:write_file", 2, INT),
     ],
 }
 
@@ -57,7 +59,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
 
 @pytest.mark.parametrize("number", [INT, TERM])
 @pytest.mark.parametrize(
-    "place", ["invformer.build.run:build_data", "invformer.build.run:build_callbacks"]
+    "place", ["invformer.assemble.run:build_data", "invformer.assemble.run:build_callbacks"]
 )
 def test_a_run_stopped_while_it_starts_ends_at_once_in_one_line(
     zygote: Zygote, root: Path, place: str, number: int

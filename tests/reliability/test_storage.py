@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from invformer.checkpoint.content import newest_checkpoint
+from invformer.runs.checkpoint import newest_checkpoint
 from tests.reliability.conftest import FAST
-from tests.runs import DROPOUT, difference, options, without_plots, write_text
+from tests.small_runs import DROPOUT, difference, options, without_plots, write_text
 from tests.zygote import ROOT, Zygote
 
 WRITES = 9  # files written before the disk is full: one checkpoint, and a part of the next
@@ -19,7 +19,7 @@ WRITES = 9  # files written before the disk is full: one checkpoint, and a part 
 
 def full_after_a_while() -> None:
     """Called in a run before it starts: from some file on, nothing longer than 1 KiB is taken."""
-    from invformer.checkpoint import directory
+    from invformer.runs import checkpoint_directory as directory
 
     without_plots()
     write, written = directory.write_file, []

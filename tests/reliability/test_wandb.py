@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fake_wandb import FakeServer, refused
-from tests.runs import DROPOUT, difference, options, without_plots
+from tests.small_runs import DROPOUT, difference, options, without_plots
 from tests.zygote import Zygote
 
 KEY = "5ec2e7" * 6 + "abcd"
@@ -16,7 +16,7 @@ TOKEN = "hf_5ec2e7secret5ec2e7"
 
 def impatient() -> None:
     """Called in a run before it starts: short with the server, patient with a busy machine."""
-    from invformer.training import wandb_sink
+    from invformer.runs import wandb_sink
 
     patient()
     wandb_sink.SERVER_SECONDS = 1.0
@@ -24,7 +24,7 @@ def impatient() -> None:
 
 def patient() -> None:
     """Likewise, for a server that answers."""
-    from invformer.training import wandb_sink
+    from invformer.runs import wandb_sink
 
     without_plots()
     wandb_sink.SERVER_SECONDS = 60.0
@@ -138,8 +138,8 @@ def test_a_client_process_that_dies_takes_nothing_with_it(
 
 def mortal() -> None:
     """Called in a run before it starts: W&B's own process is killed before the last step."""
-    from invformer.training.wandb_sink import WandbSink
-    from tests.runs import STEPS
+    from invformer.runs.wandb_sink import WandbSink
+    from tests.small_runs import STEPS
 
     patient()
     log = WandbSink.__call__

@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.build.model import build_model
+from invformer.assemble.model import build_model
+from invformer.bounds import jasmin, local
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.config.section import from_plain
 from invformer.data.vocabulary import Vocabulary
 from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
-from invformer.numerics.bounds import jasmin, local
 from invformer.numerics.linear_map import dense_jacobian
-from invformer.schema import TrainConfig
-from invformer.section import from_plain
-from invformer.studies import attention_distribution
-from invformer.studies.attention_distribution import (
+from studies import attention_distribution
+from studies.attention_distribution import (
     SCALES,
     STUDY,
     Case,
@@ -36,7 +36,7 @@ from invformer.studies.attention_distribution import (
     summarise,
     tightness_by_group,
 )
-from invformer.studies.layer_bounds import (
+from studies.layer_bounds import (
     Layer,
     compare,
     dot_product_terms,
@@ -44,8 +44,8 @@ from invformer.studies.layer_bounds import (
     l2_jasmin_bound,
     sensitivity,
 )
-from invformer.studies.regularised_training import attention_inputs
-from invformer.studies.study import main
+from studies.regularised_training import attention_inputs
+from studies.study import main
 from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.studies import breaking
-from invformer.studies.breaking import FORMULAS, STUDY, Case, Result, measure
-from invformer.studies.study import main
+from studies import breaking
+from studies.breaking import FORMULAS, STUDY, Case, Result, measure
+from studies.study import main
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from invformer.config import load_config
 from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.studies import depth_stability
-from invformer.studies.depth_stability import (
+from studies import depth_stability
+from studies.depth_stability import (
     STUDY,
     Case,
     Kind,
@@ -26,7 +26,7 @@ from invformer.studies.depth_stability import (
     train,
     verdict,
 )  # fmt: skip
-from invformer.studies.study import main
+from studies.study import main
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)

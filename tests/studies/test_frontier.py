@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from invformer.build.model import build_model
+from invformer.assemble.model import build_model
 from invformer.config import load_config
+from invformer.config.schema import Attention, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import training_windows
-from invformer.nn.branch_jacobians import residual_branches
+from invformer.lipschitz.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches
 from invformer.nn.residual import MetricBlock
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.schema import Attention, ModelConfig, OptimConfig, TrainConfig
-from invformer.studies import frontier
-from invformer.studies.frontier import (
+from invformer.training.optimizers import build_optimizer, warmup_cosine
+from studies import frontier
+from studies.frontier import (
     BETAS,
     GRAD_CLIP,
     STUDY,
@@ -35,9 +36,8 @@ from invformer.studies.frontier import (
     text_of,
     train,
 )  # fmt: skip
-from invformer.studies.study import main, scale_words
-from invformer.studies.text import read_text
-from invformer.training.optimizers import build_optimizer, warmup_cosine
+from studies.study import main, scale_words
+from studies.text import read_text
 
 CPU = torch.device("cpu")
 TINY = [

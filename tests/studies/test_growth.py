@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.build.model import build_model
+from invformer.assemble.model import build_model
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.nn.attention import DotProductAttention
 from invformer.nn.position_bias import CausalMask
 from invformer.numerics.linear_map import dense_jacobian
-from invformer.schema import TrainConfig
-from invformer.studies import growth, measured_layers
-from invformer.studies.growth import STUDY, Attention, Case, Options, cases, measure
-from invformer.studies.power_law import fit
-from invformer.studies.study import main, run
+from studies import growth, measured_layers
+from studies.growth import STUDY, Attention, Case, Options, cases, measure
+from studies.power_law import fit
+from studies.study import main, run
 from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")

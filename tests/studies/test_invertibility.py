@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.build.model import build_model
+from invformer.assemble.model import build_model
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.config.section import from_plain
 from invformer.data.vocabulary import Vocabulary
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
-from invformer.schema import TrainConfig
-from invformer.section import from_plain
-from invformer.studies import invertibility
-from invformer.studies.invertibility import (
+from studies import invertibility
+from studies.invertibility import (
     REACHED,
     STUDY,
     Case,
@@ -27,7 +27,7 @@ from invformer.studies.invertibility import (
     reconstruction_errors,
     summarise,
 )  # fmt: skip
-from invformer.studies.study import main
+from studies.study import main
 from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from invformer.bounds import castin
 from invformer.errors import ConfigurationError
-from invformer.numerics.bounds import castin
-from invformer.studies import mass_splitting
-from invformer.studies.mass_splitting import STUDY, Case, Kind, Options, cases, measure
-from invformer.studies.study import main, run
+from studies import mass_splitting
+from studies.mass_splitting import STUDY, Case, Kind, Options, cases, measure
+from studies.study import main, run
 
 CPU = torch.device("cpu")
 THIRDS = torch.full((3,), 1 / 3, dtype=torch.float64)

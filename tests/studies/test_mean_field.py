@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from invformer.errors import ConfigurationError
-from invformer.studies import mean_field
-from invformer.studies.mean_field import STUDY, Case, Options, cases, measure
-from invformer.studies.study import main, run
+from studies import mean_field
+from studies.mean_field import STUDY, Case, Options, cases, measure
+from studies.study import main, run
 
 CPU = torch.device("cpu")
 

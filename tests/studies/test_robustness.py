@@ -12,8 +12,8 @@ from invformer.config import load_config
 from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
-from invformer.studies import robustness
-from invformer.studies.attacks import (
+from studies import robustness
+from studies.attacks import (
     attack_at_radius,
     logits_of,
     margins,
@@ -23,7 +23,7 @@ from invformer.studies.attacks import (
     unit,
     window_nats,
 )
-from invformer.studies.certified_radius import (
+from studies.certified_radius import (
     NORMS,
     BallNorm,
     certified_radii,
@@ -31,8 +31,8 @@ from invformer.studies.certified_radius import (
     plain_radii,
     read_out_constant,
 )
-from invformer.studies.regularised_training import train, validation_windows
-from invformer.studies.robustness import (
+from studies.regularised_training import train, validation_windows
+from studies.robustness import (
     NOTHING,
     STUDY,
     Case,
@@ -43,8 +43,8 @@ from invformer.studies.robustness import (
     examine,
     summarise,
 )
-from invformer.studies.study import main
-from invformer.studies.text import read_text
+from studies.study import main
+from studies.text import read_text
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invformer.config import load_config
+from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
-from invformer.section import Section, option, section
-from invformer.studies import __main__ as listing
-from invformer.studies import study as runner
-from invformer.studies.study import (
+from studies import __main__ as listing
+from studies import study as runner
+from studies.study import (
     Measured,
     RowFile,
     Study,
@@ -49,7 +49,7 @@ class TextSection(Section):
 class Options(StudyOptions):
     """Square numbers."""
 
-    program: ClassVar[str] = "-m invformer.studies.squares"
+    program: ClassVar[str] = "-m studies.squares"
     paper: ClassVar[Mapping[str, Any]] = {"numbers": [1, 10, 100], "text.name": "published"}
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
@@ -285,7 +285,7 @@ def test_the_paper_scale_changes_defaults_and_not_what_was_asked_for() -> None:
 def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     options = load_config([*scale_words(Options, argv), *argv], Options)
     python, module, name, *words = shlex.split(options.command())
-    assert (python, module, name) == ("python", "-m", "invformer.studies.squares")
+    assert (python, module, name) == ("python", "-m", "studies.squares")
     assert load_config([*scale_words(Options, words), *words], Options) == options
     assert len(words) == len(argv)
 
@@ -416,7 +416,7 @@ def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
 ) -> None:
     words = ["wandb=false", f"out={tmp_path}", "num_steps=1000000", "num_threads=1", "shapes=[]"]
     study = subprocess.Popen(
-        [sys.executable, "-m", "invformer.studies.tightness", *words],
+        [sys.executable, "-m", "studies.tightness", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )  # fmt: skip
@@ -433,7 +433,7 @@ def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
 def test_a_signal_ends_the_imports_of_a_study_in_one_line(name: str) -> None:
     # What ``python -m`` does with the package before it imports the study.
     program = (
-        "import os, signal, sys; sys.argv = ['-m']; import invformer.studies; "
+        "import os, signal, sys; sys.argv = ['-m']; import studies; "
         f"os.kill(os.getpid(), signal.{name}); import time; time.sleep(60)"
     )
     done = subprocess.run(
@@ -466,12 +466,12 @@ def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[st
 
 def test_a_misspelt_study_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main(["tightnes"]) == 2
-    assert "run python -m invformer.studies.tightness" in capsys.readouterr().err
+    assert "run python -m studies.tightness" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
-    module = importlib.import_module(f"invformer.studies.{name}")
+    module = importlib.import_module(f"studies.{name}")
     schema = module.STUDY.options
     assert load_config([], schema).folder == Path("checkpoints", "studies", name)
     published = ["scale=paper"]
@@ -480,6 +480,6 @@ def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
-    study = importlib.import_module(f"invformer.studies.{name}").STUDY
+    study = importlib.import_module(f"studies.{name}").STUDY
     columns = [f.name for part in (study.case, study.result) for f in fields(part)]
     assert len(set(columns)) == len(columns)

@@ -7,12 +7,12 @@ import torch
 
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
+from invformer.lipschitz.power_iteration import power_iteration_estimate
 from invformer.nn.attention import attention_jacobian, paper_output_map, project
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
-from invformer.numerics.local_lipschitz import power_iteration_estimate
-from invformer.studies.study import main
-from invformer.studies.tightness import (
+from studies.study import main
+from studies.tightness import (
     STUDY,
     Case,
     FrobeniusGain,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.runs.run_log import RunLog
 from invformer.training.callbacks import Flush
-from invformer.training.run_log import RunLog
 
 BRANCH = "lipschitz/token_max/block_00/attention"
 

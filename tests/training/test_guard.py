@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.build.run import Run, build_run
+from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
 from invformer.errors import NonFiniteError
-from invformer.schema import TrainConfig
 from invformer.training.fit import fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
-from tests.runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 from tests.zygote import ROOT
 
 BAD_STEP, LAST_SAVED = 9, 7
@@ -137,7 +137,7 @@ def test_the_skipping_itself_changes_no_bit(
 
 def newest_step(run: Run) -> int:
     """The step of the last checkpoint in the run's folder."""
-    from invformer.checkpoint.content import newest_checkpoint
+    from invformer.runs.checkpoint import newest_checkpoint
 
     found, refused = newest_checkpoint(run.directory.checkpoints)
     assert found is not None

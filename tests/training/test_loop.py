@@ -12,16 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import deterministic
 
-from invformer.build.run import build_run
+from invformer.assemble.run import build_run
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.kernels import normaliser
 from invformer.nn.spectral import SpectralNormalised
-from invformer.numerics import normaliser
-from invformer.schema import TrainConfig
+from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.module import CharLanguageModel
-from invformer.training.run_log import read_rows
 from tests.host_syncs import HostSyncs
-from tests.runs import losses
+from tests.small_runs import losses
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))

@@ -14,13 +14,22 @@ from hypothesis import strategies as st
 
 import invformer.training.fit as fit_module
 import invformer.training.monitor as monitor_module
-from invformer.build.run import Run, build_run
+from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import lipschitz_row
-from invformer.nn import probe_budget
-from invformer.nn.lipschitz_probe import LipschitzProbe
-from invformer.nn.probe_budget import (
+from invformer.kernels import normaliser
+from invformer.lipschitz.power_iteration import power_iteration_estimate
+from invformer.lipschitz.probe import LipschitzProbe
+from invformer.lipschitz.tracking import Tracker
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.runs.run_log import RunLog, read_rows
+from invformer.training import probe_budget
+from invformer.training.module import CharLanguageModel
+from invformer.training.monitor import MOST_POWER_STEPS, LipschitzMonitor
+from invformer.training.probe_budget import (
     Choice,
     Clock,
     Ledger,
@@ -32,15 +41,6 @@ from invformer.nn.probe_budget import (
     looks_per_step,
     probe_sizes,
 )
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.numerics import normaliser
-from invformer.numerics.linear_map import dense_jacobian
-from invformer.numerics.local_lipschitz import power_iteration_estimate
-from invformer.numerics.tracking import Tracker
-from invformer.schema import TrainConfig
-from invformer.training.module import CharLanguageModel
-from invformer.training.monitor import MOST_POWER_STEPS, LipschitzMonitor
-from invformer.training.run_log import RunLog, read_rows
 from tests.host_syncs import HostSyncs
 from tests.nn.builders import VOCAB, contractive_model, random_tokens
 

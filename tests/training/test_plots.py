@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from invformer.errors import StorageError
+from invformer.runs.run_log import JsonLinesSink
 from invformer.training.plots import (
     Branch,
     branches_of,
@@ -21,7 +22,6 @@ from invformer.training.plots import (
     read_curves,
     running_mean,
 )
-from invformer.training.run_log import JsonLinesSink
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BOUNDS = {

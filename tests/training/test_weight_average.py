@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from invformer.build.run import build_run
-from invformer.checkpoint.content import LEARNING, PREFIX, newest_checkpoint
-from invformer.checkpoint.tensors import specs_of
+from invformer.assemble.run import build_run
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
 from invformer.nn import certify
-from invformer.schema import TrainConfig
+from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
+from invformer.runs.run_log import read_rows
+from invformer.runs.tensors import specs_of
 from invformer.training.fit import fit
-from invformer.training.run_log import read_rows
 from invformer.training.weight_average import WeightAverage
 from tests.training.test_loop import ROOT, arguments
 

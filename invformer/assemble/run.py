@@ -1,0 +1,298 @@
+"""From a configuration to a training run."""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+
+from invformer.assemble.machine import commit, refuse_missing_hardware, training_device
+from invformer.assemble.model import build_model
+from invformer.config import command_line, to_dict, to_yaml
+from invformer.config.schema import DataConfig, TrainConfig, TrainerConfig
+from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.datamodule import TextDataModule
+from invformer.data.vocabulary import Vocabulary
+from invformer.nn.transformer import CharTransformer
+from invformer.runs.checkpoint import Checkpoint
+from invformer.runs.checkpoint_directory import sweep
+from invformer.runs.checkpoint_io import DirectoryCheckpointIO
+from invformer.runs.collective import backends
+from invformer.runs.interruption import Interruption
+from invformer.runs.ranks import DIRECTORY, tell
+from invformer.runs.resume import resume_point
+from invformer.runs.run_directory import RunDirectory, open_run, write_config
+from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
+from invformer.runs.saving import Checkpoints, RandomState
+from invformer.runs.sharding import ShardedStrategy
+from invformer.runs.tensors import specs_of
+from invformer.runs.wandb_sink import WandbSink
+from invformer.training.callbacks import (
+    CertificateKeeper,
+    Flush,
+    InversionMonitor,
+    LastValidation,
+    StepProgress,
+)
+from invformer.training.module import CharLanguageModel
+from invformer.training.monitor import LipschitzMonitor
+from invformer.training.optimizers import build_optimizer, warmup_cosine
+from invformer.training.probe_budget import MOST_SEQUENCES
+
+START_SECONDS = 120.0  # in which a process loads what it needs
+FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything one training run consists of."""
+
+    config: TrainConfig
+    directory: RunDirectory
+    module: CharLanguageModel
+    data: TextDataModule
+    trainer: L.Trainer
+    wandb: WandbSink | None
+    resume: Checkpoint | None
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """The text a configuration names, in its splits."""
+    return load_corpus(
+        config.name,
+        config.path,
+        val_fraction=config.val_fraction,
+        test_fraction=config.test_fraction,
+        max_characters=config.max_characters,
+    )
+
+
+def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:
+    """The corpus, its vocabulary from the training split alone, and its windows."""
+    corpus = read_corpus(config)
+    return TextDataModule(
+        corpus,
+        Vocabulary.from_text(corpus.train),
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        eval_batch_size=eval_batch_size,
+        seed=seed,
+    )
+
+
+def build_run(config: TrainConfig) -> Run:
+    """Data, model, callbacks and trainer of one run, in a folder of its own."""
+    quieten()
+    trainer_config = config.trainer
+    if trainer_config.num_threads is not None:
+        torch.set_num_threads(trainer_config.num_threads)
+    refuse_missing_hardware(config)
+    data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
+    directory = open_directory(config)
+    metadata = build_metadata(config, data)
+    resume = resume_point(directory.checkpoints, metadata)
+    if is_first_process():
+        if directory.resumed:
+            write_config(directory.path, to_dict(config))
+        directory.config.write_text(to_yaml(config), encoding="utf-8")
+    wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
+    if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
+        metadata["wandb_run_id"] = run_id
+    run_log = build_run_log(directory, wandb, resume) if is_first_process() else RunLog([])
+    L.seed_everything(config.run.seed, verbose=False)
+    optim = config.optim
+    module = CharLanguageModel(
+        starting_model(config, data),
+        lambda m: build_optimizer(
+            m, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
+            betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
+        ),
+        lambda o: warmup_cosine(
+            o, config.warmup_steps, trainer_config.max_steps, optim.min_lr_fraction
+        ),
+        run_log,
+        metadata,
+        optim.grad_clip,
+        optim.ema_decay,
+    )  # fmt: skip
+    trainer = L.Trainer(
+        max_steps=trainer_config.max_steps,
+        val_check_interval=trainer_config.val_every * trainer_config.accumulate,
+        check_val_every_n_epoch=None,
+        accelerator=trainer_config.accelerator,
+        devices=trainer_config.devices,
+        precision=trainer_config.precision,
+        accumulate_grad_batches=trainer_config.accumulate,
+        deterministic=trainer_config.deterministic,
+        callbacks=build_callbacks(config, directory, module, data, run_log, resume),
+        # On a cluster too: its scheduler starts this program once, and Lightning's own requeueing
+        # would save behind our back.
+        plugins=[DirectoryCheckpointIO(specs_of(module.state_dict())), LightningEnvironment()],
+        strategy=build_strategy(trainer_config),
+        logger=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=trainer_config.progress,
+        enable_model_summary=False,
+        default_root_dir=directory.path,
+    )
+    return Run(config, directory, module, data, trainer, wandb, resume)
+
+
+def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer:
+    """The model that training begins with, in the precision that its weights are kept in.
+
+    Lightning's plugin converts it only after a checkpoint was restored, which would round the
+    checkpoint's weights to single precision first.
+    """
+    trainer = config.trainer
+    model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
+    model.initialise(data.first_batch(trainer.devices * trainer.accumulate)[0])
+    model.stack.checkpoint_activations = trainer.checkpoint_activations
+    if trainer.precision == "64-true":
+        model.double()
+    if trainer.compile:
+        for block in model.stack.blocks:
+            block.compile()
+    return model
+
+
+def build_strategy(config: TrainerConfig) -> Strategy | str:
+    """One device, or as many processes as devices.
+
+    Their supervisor (``invformer.runs.ranks``) finds a hanging process within the timeout. This
+    longer timeout also covers the start of the processes.
+    """
+    if config.devices == 1:
+        return "auto"
+    timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
+    backend = backends(training_device(config))
+    if config.strategy == "fsdp":
+        return ShardedStrategy(config.devices, timeout, backend)
+    return DDPStrategy(timeout=timeout, process_group_backend=backend)
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that was started by hand, not one of its ranks."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def open_directory(config: TrainConfig) -> RunDirectory:
+    """The run's folder, opened by the first process and handed to the ranks it starts."""
+    if not is_first_process():
+        return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
+    directory = open_run(
+        Path(os.path.expanduser(config.run.root)),
+        config.run.name,
+        f"{config.model.name}-{config.data.name}",
+        to_dict(config),
+        config.run.resume,
+    )
+    sweep(directory.checkpoints)
+    os.environ[DIRECTORY] = str(directory.path.absolute())
+    tell(directory=os.environ[DIRECTORY])
+    return directory
+
+
+def build_callbacks(
+    config: TrainConfig,
+    directory: RunDirectory,
+    module: CharLanguageModel,
+    data: TextDataModule,
+    run_log: RunLog,
+    resume: Checkpoint | None,
+) -> list[L.Callback]:
+    """Monitors first, then the flush that sends what they recorded, then checkpoints."""
+    monitor = config.monitor
+    callbacks: list[L.Callback] = [RandomState()]
+    num_sequences = monitor.num_sequences or MOST_SEQUENCES
+    probe = data.probe("train", num_sequences) if monitor.enabled else None
+    if probe is not None:
+        callbacks.append(
+            LipschitzMonitor(
+                probe, run_log, norms=tuple(monitor.norms),
+                budget=monitor.budget, every=monitor.every,
+                sequences=monitor.num_sequences, length=monitor.probe_length,
+                local_every=config.trainer.val_every,
+                num_steps=monitor.num_steps, seed=config.run.seed,
+            )
+        )  # fmt: skip
+    if module.model.is_invertible:
+        dtype = FORWARD_DTYPE[config.trainer.precision]
+        keeper = CertificateKeeper(directory.certificate, run_log, dtype)
+        callbacks.append(keeper)
+        if monitor.enabled and monitor.inversion:
+            text = data.probe("val", monitor.inversion_sequences)
+            callbacks.append(InversionMonitor(text, run_log, keeper))
+    batch = config.data.batch_size * config.trainer.accumulate * config.trainer.devices
+    characters = batch * config.data.seq_len
+    evidence = directory.path / "violation.json"
+    callbacks.append(Flush(run_log, monitor.flush_every, characters, evidence, probe))
+    callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
+    if config.trainer.progress:
+        callbacks.append(StepProgress(run_log))
+    callbacks += [LastValidation(), Interruption()]
+    return callbacks
+
+
+def build_wandb(
+    config: TrainConfig,
+    directory: RunDirectory,
+    metadata: dict[str, Any],
+    resume: Checkpoint | None,
+) -> WandbSink | None:
+    """The W&B run, unless there shall be none."""
+    logger = config.logger
+    if logger.name == "none" or logger.mode == "disabled":
+        return None
+    return WandbSink(
+        directory.path,
+        name=directory.path.name,
+        config=metadata,
+        project=logger.project,
+        mode=logger.mode,
+        entity=logger.entity,
+        group=logger.group,
+        tags=[*logger.tags, config.model.name, config.data.name],
+        run_id=None if resume is None else resume.metadata.get("wandb_run_id"),
+    )
+
+
+def build_run_log(
+    directory: RunDirectory, wandb: WandbSink | None, resume: Checkpoint | None
+) -> RunLog:
+    """metrics.jsonl always, W&B where there is a run."""
+    first_step = 0 if resume is None else resume.step
+    sinks: list[Sink] = [JsonLinesSink(directory.metrics, first_step)]
+    if wandb is not None:
+        sinks.append(wandb)
+    return RunLog(sinks)
+
+
+def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:
+    """What a checkpoint says about itself, in plain values."""
+    return {
+        "config": to_dict(config),
+        "command": command_line(config),
+        "commit": commit(),
+        "vocabulary": data.vocabulary.to_dict(),
+        "data_sha256": data.corpus.sha256,
+        "data_source": data.corpus.source,
+        "versions": {"torch": str(torch.__version__), "lightning": str(L.__version__)},
+    }
+
+
+def quieten() -> None:
+    """Keep the frameworks' advertisements and advice out of the user's terminal."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(f"{name}.utilities.rank_zero").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")

@@ -1,0 +1,225 @@
+"""Lipschitz constants of attention in the unit ball: global and local, in token_max and frobenius.
+
+    Y_i = Σ_j P_ij v_j,  P_i = softmax_j(τ q_i·k_j + b_ij),  q, k, v = ψ(X W_Q), ψ(X W_K), ψ(X W_V)
+
+with ψ(z) = z/√(1 + ‖z‖²), whose Jacobian has the norm ρ(u) = √(1 − ‖u‖²) at u = ψ(z).
+
+**Theorem.** In token_max, for every mask and bias and every number of tokens, with σ the spectral
+norms of the three matrices,
+
+    Lip(Y) ≤ L = √(σ_V² + τ² max(σ_Q, σ_K)²).
+
+Proof. Let ‖dx_j‖ ≤ 1, and E, Cov belong to row P_i. Then, with s² = E‖v‖² and κ² = E‖k‖²,
+
+    dY_i = E[dv] + τ Cov(v, k) dq_i + τ E[(v − Y_i)(q_i·dk)].
+    ‖E[dv]‖                  ≤ σ_V E ρ(v)                  ≤ σ_V √(1 − s²)           (Jensen)
+    ‖Cov(v, k) dq_i‖         ≤ √(E‖v − Y_i‖²) √(E‖k‖²) σ_Q ρ(q_i)   ≤ s κ σ_Q √(1 − ‖q_i‖²)
+    ‖E[(v − Y_i)(q_i·dk)]‖   ≤ ‖q_i‖ σ_K E[‖v − Y_i‖ ρ(k)]          ≤ s √(1 − κ²) σ_K ‖q_i‖
+
+The last two sum to at most s √(κ² σ_Q² + (1 − κ²) σ_K²) ≤ s max(σ_Q, σ_K) by Cauchy–Schwarz on
+(√(1 − ‖q‖²), ‖q‖), and σ_V √(1 − s²) + s τ max(σ_Q, σ_K) ≤ L by the same on (√(1 − s²), s).  ∎
+
+The constant depends neither on N nor on the bias. The three lines above are also the local bound,
+with the numbers of the text at hand in place of the suprema. Heads compose as in ``contractive``.
+
+**Theorem (own token).** If only x_i moves, then ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V].
+
+Proof. With p = P_ii the sums above have one term left: dY_i = p dv_i + τ Cov(v, k) dq_i
++ τ p (v_i − Y_i)(q_i·dk_i). Let s² = E‖v − Y_i‖², and δ the distance of v_i from the mean of the
+other values: p‖v_i − Y_i‖ = p(1 − p)δ, and s² ≥ p(1 − p)δ², so p‖v_i − Y_i‖ ≤ s/2. Hence, by
+Cauchy–Schwarz on (√(1 − ‖q_i‖²), ‖q_i‖), the last two terms are at most
+s τ √(‖dz_Q‖² + ‖dz_K‖²/4), z the projections. The first is at most p ρ(v_i)‖dz_V‖, and
+s² + p²ρ(v_i)² ≤ p‖v_i‖² + (1 − p) + p(1 − ‖v_i‖²) = 1: Cauchy–Schwarz again.  ∎
+
+Where a token does not see itself, only the query term is left: dY_i = τ Cov(v, k) dq_i, and
+‖dY_i‖ ≤ ‖dx_i T‖ with T = τ W_Q, whatever keys and values are: ‖Cov(v, k)‖₂ ≤ 1 in unit balls.
+
+Here heads share their input: ‖∂F_i/∂x_i‖₂ ≤ ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂ for any w, without √H.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.bounds.contractive import one_input_for_all, one_input_per_head
+from invformer.bounds.local import outward
+from invformer.numerics.bounded_attention import AttentionPoint
+from invformer.numerics.rounding import product_up, sqrt_up, sum_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+
+def head_gains(
+    w_qkv: Float[Tensor, "3 heads width d_head"], temperature: Float[Tensor, "heads"]
+) -> list[float]:
+    """L of every head, rounded up.
+
+    Args:
+        w_qkv: W_Q, W_K and W_V.
+        temperature: τ ≥ 0.
+    """
+    query, key, value = spectral_norm_bound(w_qkv).tolist()
+    taus = temperature.detach().double().tolist()
+    gains = []
+    for q, k, v, tau in zip(query, key, value, taus, strict=True):
+        logit = product_up(tau, max(q, k))
+        gains.append(sqrt_up(sum_up(product_up(v, v), product_up(logit, logit))))
+    return gains
+
+
+def token_max_bound(
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    temperature: Float[Tensor, "heads"],
+    g: Float[Tensor, "heads d_head width_out"],
+) -> float:
+    """Lip(X ↦ Σ_h Y^h G_h) in token_max ≤ min_w ‖[L_h G_h/w_h]_h‖₂ √(Σ_h w_h²).
+
+    Args:
+        w_qkv: W_Q, W_K and W_V per head.
+        temperature: τ per head.
+        g: output maps G_h, every constant folded in.
+
+    Returns:
+        The bound, for any mask, bias and number of tokens.
+
+    Source: ours; the theorem above.
+    """
+    return one_input_per_head(head_gains(w_qkv, temperature), g)
+
+
+def causal_bound(
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    temperature: Float[Tensor, "heads"],
+    g: Float[Tensor, "heads d_head width_out"],
+    weights: list[float],
+    strictly_causal: bool = False,
+) -> float:
+    """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, T_h = [τ W_Q, τ W_K/2, W_V]_h.
+
+    The diagonal blocks of a causal Jacobian, earlier tokens held fixed: it is *not* a Lipschitz
+    constant of F. The token_max constant bounds them too, and is returned if it is smaller.
+
+    Args:
+        w_qkv: W_Q, W_K and W_V per head.
+        temperature: τ per head.
+        g: output maps G_h, every constant folded in.
+        weights: w_h to try besides ‖T_h‖₂, such as what G_h was divided by.
+        strictly_causal: a token does not see itself, so that T_h = τ W_Q.
+
+    Returns:
+        The bound, for any causal mask, bias and number of tokens.
+
+    Source: ours; the theorem above.
+    """
+    query, key, value = w_qkv.detach().double()
+    tau = temperature.detach().double()[:, None, None]
+    own = tau * query if strictly_causal else torch.cat([tau * query, tau / 2 * key, value], dim=-1)
+    apart = one_input_for_all([1.0] * len(own), own, g, weights)
+    # Products with τ round every entry by 2⁻⁵³ of itself.
+    apart = product_up(apart, 1 + 2.0**-50 * own.shape[-2])
+    return min(apart, token_max_bound(w_qkv, temperature, g))
+
+
+def frobenius_bound(
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    temperature: Float[Tensor, "heads"],
+    g: Float[Tensor, "heads d_head width_out"],
+    num_tokens: int,
+) -> float:
+    """Lip in frobenius ≤ √N Lip in token_max: ‖dF‖_F² ≤ N max_i ‖dF_i‖² and max_j ‖dx_j‖ ≤ ‖dX‖_F.
+
+    Args:
+        num_tokens: N, the longest sequence. The others as in :func:`token_max_bound`.
+    """
+    return product_up(sqrt_up(float(num_tokens)), token_max_bound(w_qkv, temperature, g))
+
+
+def entry_max_bound(
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    temperature: Float[Tensor, "heads"],
+    g: Float[Tensor, "heads d_head width_out"],
+) -> float:
+    """Lip in entry_max ≤ √D Lip in token_max: ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞ for every token."""
+    width = float(w_qkv.shape[-2])
+    return product_up(sqrt_up(width), token_max_bound(w_qkv, temperature, g))
+
+
+def token_max_local_bound(
+    at: AttentionPoint,
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+    strictly_causal: bool = False,
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in token_max at a text: per token and head the three terms of the proof, then the heads.
+
+    With a_i^h the sum of the terms: the least of max_i Σ_h a_i^h ‖G_h‖ and
+    ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²), b_h = max_i a_i^h.
+
+    Args:
+        at: projections and attention weights at the text.
+        w_qkv: W_Q, W_K and W_V.
+        g: output maps.
+        strictly_causal: keys and values in ``at`` are those of the token before, zero at first.
+
+    Returns:
+        One bound per sequence.
+
+    Source: ours; the theorem above.
+    """
+    gain, output = comparison(at, w_qkv, strictly_causal).sum(-1), g.double()
+    worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
+    apart = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
+    rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
+    stacked = (worst[..., None, None] * output).flatten(-3, -2)
+    return outward(torch.minimum(apart, rows * spectral_norm_bound(stacked)), at.q.u)
+
+
+def frobenius_local_bound(
+    at: AttentionPoint,
+    w_qkv: Float[Tensor, "3 heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+    strictly_causal: bool = False,
+    tight: bool = False,
+) -> Float[Tensor, "*batch"]:
+    """‖J‖₂ at a text ≤ ‖B‖₂, B_ij = Σ_h ‖G_h‖₂ B_ij^h ≥ the norm of the Jacobian's block (i, j).
+
+    Args:
+        tight: take ‖B‖₂; otherwise √(largest row sum · largest column sum), which is above it.
+            The others as in :func:`token_max_local_bound`.
+    """
+    output = spectral_norm_bound(g.double())[:, None, None]
+    blocks = (comparison(at, w_qkv, strictly_causal) * output).sum(-3)
+    if tight:
+        return outward(spectral_norm_bound(blocks), at.q.u)
+    rows, columns = blocks.sum(-1).amax(-1), blocks.sum(-2).amax(-1)
+    return outward((rows * columns).sqrt(), at.q.u)
+
+
+def comparison(
+    at: AttentionPoint, w_qkv: Float[Tensor, "3 heads width d_head"], strictly_causal: bool
+) -> Float[Tensor, "*batch heads tokens tokens"]:
+    """B_ij ≥ ‖∂Y_i/∂x_j‖₂ per head: P_ij (σ_V ρ(v_j) + τ σ_K ‖q_i‖ρ(k_j)‖v_j − Y_i‖), and on the
+    diagonal also τ σ_Q ρ(q_i) √(E‖v − Y_i‖² E‖k − E k‖²). In float64.
+    """
+    query, key, value = spectral_norm_bound(w_qkv)[..., None, None]
+    p = at.p.double()
+    p = p / p.sum(-1, keepdim=True)
+    u_q, u_k, u_v = (point.u.double() for point in (at.q, at.k, at.v))
+    rho_q, rho_k, rho_v = (point.rho.double() for point in (at.q, at.k, at.v))
+    temperature = at.temperature.double()
+    apart = square_distances(p @ u_v, u_v)
+    spread_v = (p * apart).sum(-1, keepdim=True)
+    spread_k = (p * square_distances(p @ u_k, u_k)).sum(-1, keepdim=True)
+    length = torch.linalg.vector_norm(u_q, dim=-1, keepdim=True)
+    along_key = temperature * key * length * rho_k.mT * apart.sqrt()
+    at_query = temperature * query * rho_q * (spread_v * spread_k).sqrt()
+    of_others = p * (value * rho_v.mT + along_key)
+    if strictly_causal:  # column j is token j − 1; the first is no token's
+        of_others = torch.nn.functional.pad(of_others, (0, 1))[..., 1:]
+    return of_others + torch.diag_embed(at_query.squeeze(-1))
+
+
+def square_distances(a: Tensor, b: Tensor) -> Tensor:
+    """‖a_i − b_j‖² of points in the unit ball, from above: cancellation is absolute."""
+    square = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
+    slack = 16 * sum(a.shape[-2:]) * torch.finfo(a.dtype).eps
+    return (square - 2 * a @ b.mT).clamp_min(0) + slack

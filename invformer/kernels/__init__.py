@@ -1,0 +1,1 @@
+"""What attention and the normaliser run on; every kernel gives equal results."""

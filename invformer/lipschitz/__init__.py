@@ -1,0 +1,1 @@
+"""Local Lipschitz constants: Jacobian products of branches, and power iteration on them."""

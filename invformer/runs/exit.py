@@ -1,0 +1,115 @@
+"""How a program ends: 0, or one line on standard error and the exit code that belongs to it."""
+
+import errno
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import FrameType
+
+from invformer.errors import InvformerError, RankLost
+from invformer.runs.console import printable
+from invformer.runs.ranks import hear_to_stop, is_rank, tell
+
+# What an allocator says that raises a plain RuntimeError: PyTorch's on the CPU, the C++ library's,
+# and CUDA's libraries.
+OUT_OF_MEMORY = (
+    "DefaultCPUAllocator", "not enough memory", "can't allocate memory", "out of memory",
+    "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
+)  # fmt: skip
+STORAGE = {
+    getattr(errno, name, None)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM")
+}
+# What is said by whoever waits for a process that is gone.
+LOST = (
+    "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed by peer",
+    "Connection reset by peer", "Broken pipe", "Timed out waiting", "/gloo/", "Socket Timeout",
+)  # fmt: skip
+
+
+def guarded(work: Callable[[], None], debug: bool) -> int:
+    """Run the program's work and turn whatever ends it into an exit code.
+
+    Args:
+        work: what the program does.
+        debug: show the traceback as well as the one line.
+
+    Returns:
+        0 when done; the error's own code; 7 for a full or read-only disk; 8 without memory; 9 when
+        another process of the run is gone; 130 after SIGINT; 1 for a bug.
+    """
+    try:
+        work()
+    except KeyboardInterrupt:
+        return report("interrupted", 128 + signal.SIGINT)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        # Python wraps whatever ends the making of a class, and an import may be making one.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return report("interrupted", 128 + signal.SIGINT)
+        return report(*explained(error))
+    return 0
+
+
+def explained(error: Exception) -> tuple[str, int]:
+    """What to say about an exception, and its exit code."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, InvformerError):
+        return str(error), error.exit_code
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY))
+    ):
+        return (
+            "out of memory: lower data.batch_size or data.seq_len, or model.d_model if the model "
+            "itself is too large; in an evaluation evaluate.batch_size, "
+            f"evaluate.lipschitz_sequences or evaluate.inversion_sequences ({text:.160})",
+            8,
+        )
+    if is_rank() and isinstance(error, RuntimeError) and any(words in text for words in LOST):
+        return f"another process of the run is gone ({text:.160})", RankLost.exit_code
+    if isinstance(error, OSError) and error.errno in STORAGE:
+        return f"{error.filename or 'the run folder'}: {error.strerror}", 7
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"a bug in invformer: {text:.300} ({where}); repeat with --debug and report it", 1
+
+
+def report(message: str, exit_code: int) -> int:
+    """Print the one line and hand back the code; a rank leaves the printing to its supervisor."""
+    line = printable(" ".join(message.split()))
+    if not tell(end=exit_code, message=line):
+        print(f"error: {line}", file=sys.stderr)
+    return exit_code
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT, as a type of its own.
+
+    A plain KeyboardInterrupt that passes through code executed from a string, as imports of torch
+    are, makes Python end ``python -m`` by the signal later on, whatever the exit code.
+    """
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """What SIGINT does where a program has something to say about it: a handler."""
+    raise Interrupted
+
+
+def stop_on_signals() -> None:
+    """End at once on a signal to stop, with one line: for as long as nothing is to be saved.
+
+    The training loop replaces these handlers while it runs (see ``training.interruption``).
+    """
+    hear_to_stop(_stop)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    # Not an exception, which whatever is being imported or waited for might swallow.
+    name = signal.Signals(number).name
+    report(f"stopped by {name}; what was saved stays, the same command continues", 128 + number)
+    os._exit(128 + number)

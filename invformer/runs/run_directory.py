@@ -1,0 +1,192 @@
+"""The folder a run leaves behind: made once, continued or refused, never overwritten."""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from invformer.config import to_dict
+from invformer.config.schema import TrainConfig
+from invformer.errors import CheckpointError, StorageError
+from invformer.runs.checkpoint_directory import CHECKPOINTS
+from invformer.runs.run_lock import LOCK, lock_run
+
+# What may differ between a run and its continuation: it changes no number that was computed.
+# That the text behind another path is the same is checked by itself.
+MAY_CHANGE = (
+    "data.path", "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
+    "trainer.sample_length",
+)  # fmt: skip
+CONFIG = "config.json"
+PARTIAL_CONFIG = f"{CONFIG}.partial"
+CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
+BEFORE_TRAINING = {PARTIAL_CONFIG, LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb"}
+MUST_STAY = ("run.seed",)
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths inside one run's folder.
+
+    Attributes:
+        path: the folder.
+        resumed: whether it existed before.
+    """
+
+    path: Path
+    resumed: bool
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration as YAML."""
+        return self.path / CONFIG_YAML
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line, one line per optimiser step."""
+        return self.path / METRICS
+
+    @property
+    def certificate(self) -> Path:
+        """The latest certificate."""
+        return self.path / "certificate.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.path / CHECKPOINTS
+
+
+def open_run(
+    root: Path, name: str | None, default_name: str, config: Mapping[str, Any], resume: bool
+) -> RunDirectory:
+    """Make a new run folder, or reopen one for the same configuration; keep other processes out.
+
+    Args:
+        root: folder that holds the runs.
+        name: the run's name; None picks ``default_name`` with the time, a name nobody has.
+        default_name: readable beginning of such a name.
+        config: the resolved configuration as a plain dict; kept beside the run.
+        resume: whether an existing run may be continued.
+
+    Raises:
+        CheckpointError: the run exists and may not be continued with this configuration, or another
+            process is at it.
+        StorageError: the folder cannot be written.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if name is None:
+            return RunDirectory(fresh_folder(root, default_name, config), resumed=False)
+        path = root / name
+        if not path.exists() or has_nothing_to_lose(path):
+            path.mkdir(exist_ok=True)
+            lock_run(path)
+            if has_nothing_to_lose(path):  # still, now that nobody else is at it
+                write_config(path, config)
+                return RunDirectory(path, resumed=False)
+    except OSError as error:
+        raise StorageError(f"{root}: cannot create a run folder ({error.strerror})") from error
+    if not resume:
+        raise CheckpointError(
+            f"{path} exists: choose another run.name, or run.resume=true to continue it"
+        )
+    refuse_other_configuration(path, config)
+    lock_run(path)
+    return RunDirectory(path, resumed=True)
+
+
+def has_nothing_to_lose(path: Path) -> bool:
+    """Whether a folder is what a process leaves that ended while it made it, or before it trained.
+
+    That is: no checkpoint, no metrics, and nothing that a run does not make before its first step.
+    """
+    names = {file.name for file in path.iterdir()} if path.is_dir() else {""}
+    if names <= {PARTIAL_CONFIG, LOCK}:
+        return True
+    if not names <= BEFORE_TRAINING or saved_configuration(path) is None:
+        return False
+    run = RunDirectory(path, resumed=True)
+    return not any(run.checkpoints.glob("*")) and not (
+        run.metrics.exists() and run.metrics.stat().st_size
+    )
+
+
+def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
+    """A folder that did not exist, named after the model, the data and the time."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(100):
+        suffix = f"-{attempt}" if attempt else ""
+        path = root / f"{default_name}-{stamp}{suffix}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        lock_run(path)
+        write_config(path, config)
+        return path
+    raise StorageError(f"{root}: a hundred runs named {default_name}-{stamp} exist; set run.name")
+
+
+def write_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Keep the configuration for the comparison that a continuation needs."""
+    partial = path / PARTIAL_CONFIG
+    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path / CONFIG)
+
+
+def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
+    """Compare with the configuration the run was started with.
+
+    Raises:
+        CheckpointError: naming every key that differs, or what is missing.
+    """
+    before = saved_configuration(path)
+    if before is None:
+        raise CheckpointError(
+            f"{path} exists but holds no run that can be continued: choose another run.name"
+        )
+    if differing := differing_keys(before, config):
+        raise CheckpointError(
+            f"{path} was started with another configuration ({'; '.join(differing)}): "
+            "choose another run.name, or repeat the old values to continue it"
+        )
+
+
+def saved_configuration(path: Path) -> dict[str, Any] | None:
+    """The configuration a run was started with; None if the folder is not that of a run."""
+    try:
+        saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return saved if isinstance(saved, dict) and "model" in saved else None
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two configurations of one run and may not, in words.
+
+    A key that did not exist yet when the run began has its default: whoever adds one gives it a
+    default that changes nothing.
+    """
+    new = dict(flatten(now))
+    old = {key: default for key, default in DEFAULTS.items() if key in new} | dict(flatten(before))
+    return [
+        f"{key} was {old.get(key)!r:.60}, now {new.get(key)!r:.60}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested dict with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+DEFAULTS = dict(flatten(to_dict(TrainConfig())))

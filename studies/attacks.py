@@ -1,0 +1,154 @@
+"""Attacks: projected gradient ascent on embeddings, and characters replaced at random."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.norms import divide
+from studies.certified_radius import INWARD, BallNorm
+
+
+def pgd(
+    model: CharTransformer,
+    x: Float[Tensor, "windows tokens width"],
+    targets: Int[Tensor, "windows tokens"],
+    norm: BallNorm,
+    radius: Float[Tensor, " windows"],
+    num_steps: int,
+    objective: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> Float[Tensor, "windows tokens width"]:
+    """The worst of the points that projected gradient ascent visits in balls around X.
+
+    Steps of a quarter of the radius along the gradient's steepest ascent direction of the norm,
+    from the centre; windows do not influence each other.
+
+    Args:
+        model: in float64.
+        x: centres.
+        targets: the characters to be predicted.
+        norm: of the balls.
+        radius: of each window's ball.
+        num_steps: gradient steps.
+        objective: of (logits, targets), one number per window; the mean loss by default.
+
+    Returns:
+        For every window the visited point with the largest objective, the centre included.
+    """
+    objective = objective or window_nats
+    step = torch.zeros_like(x)
+    best, best_value = x, torch.full_like(radius, -math.inf)
+    with torch.enable_grad():
+        for index in range(num_steps + 1):
+            moved = (x + step).requires_grad_()
+            value = objective(logits_of(model, moved), targets)
+            better = value.detach() > best_value
+            best = torch.where(better[:, None, None], moved.detach(), best)
+            best_value = torch.where(better, value.detach(), best_value)
+            if index == num_steps:
+                break
+            gradient = torch.autograd.grad(value.sum(), moved)[0]
+            ahead = step + radius[:, None, None] / 4 * unit(gradient, norm)
+            step = project_to_ball(ahead, norm, radius)
+    return best
+
+
+def unit(x: Float[Tensor, "windows tokens width"], norm: BallNorm) -> Tensor:
+    """The direction of length one in the norm along which a gradient x ascends fastest."""
+    dims = -1 if norm == "token_max" else (-2, -1)
+    return divide(x, torch.linalg.vector_norm(x, dim=dims, keepdim=True))
+
+
+def project_to_ball(
+    step: Float[Tensor, "windows tokens width"], norm: BallNorm, radius: Float[Tensor, " windows"]
+) -> Float[Tensor, "windows tokens width"]:
+    """The nearest perturbation inside the ball (a hair inside: x + step is rounded)."""
+    dims = -1 if norm == "token_max" else (-2, -1)
+    length = torch.linalg.vector_norm(step, dim=dims, keepdim=True)
+    limit = (radius * INWARD)[:, None, None]
+    return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
+
+
+def attack_at_radius(
+    model: CharTransformer,
+    x: Float[Tensor, "windows tokens width"],
+    targets: Int[Tensor, "windows tokens"],
+    clean: Float[Tensor, "windows tokens vocab"],
+    correct: Bool[Tensor, "windows tokens"],
+    norm: BallNorm,
+    radii: Float[Tensor, "windows tokens"],
+    num_steps: int,
+) -> tuple[int, float]:
+    """PGD on the margin of each window's last correct position, with that position's own radius.
+
+    Returns:
+        How many predictions changed, and the largest share of a margin that was lost.
+    """
+    number = torch.arange(correct.shape[1], device=x.device)
+    position = torch.where(correct, number, -1).amax(-1)
+    chosen = position >= 0
+    if not chosen.any():
+        return 0, 0.0
+    rows = torch.arange(int(chosen.sum()), device=x.device)
+    x, targets, clean = x[chosen], targets[chosen], clean[chosen]
+    position, radius = position[chosen], radii[chosen, position[chosen]]
+
+    def lost(logits: Tensor, targets: Tensor) -> Tensor:
+        return -margins(logits, targets)[rows, position]
+
+    moved = pgd(model, x, targets, norm, radius, num_steps, lost)
+    before = margins(clean, targets)[rows, position]
+    after = margins(logits_of(model, moved), targets)[rows, position]
+    return int((after < 0).sum()), ((before - after) / before).amax().item()
+
+
+def replace_characters(
+    model: CharTransformer,
+    windows: Int[Tensor, "windows tokens"],
+    targets: Int[Tensor, "windows tokens"],
+    correct: Bool[Tensor, "windows tokens"],
+    share: float,
+    generator: torch.Generator,
+) -> tuple[float, float, float]:
+    """Replace characters by uniform ones with probability ``share``; the targets stay the same."""
+    chance = torch.rand(windows.shape, generator=generator).to(windows.device)
+    vocab_size = model.head.out_features
+    others = torch.randint(vocab_size, windows.shape, generator=generator).to(windows.device)
+    logits = logits_of(model, model.embedding(torch.where(chance < share, others, windows)))
+    return left_over(logits, targets, correct)
+
+
+def left_over(
+    logits: Float[Tensor, "windows tokens vocab"], targets: Tensor, correct: Tensor
+) -> tuple[float, float, float]:
+    """Nats, accuracy, and the share of formerly correct positions that are wrong now."""
+    still = logits.argmax(-1) == targets
+    flips = (correct & ~still).sum() / correct.sum().clamp_min(1)
+    return nats_of(logits, targets), still.double().mean().item(), flips.item()
+
+
+def logits_of(
+    model: CharTransformer, x: Float[Tensor, "windows tokens width"]
+) -> Float[Tensor, "windows tokens vocab"]:
+    """Logits for an input of the stack."""
+    return model.predict(model.stack(x))
+
+
+def window_nats(logits: Tensor, targets: Tensor) -> Float[Tensor, " windows"]:
+    """Mean nats per character of each window."""
+    return nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
+
+
+def nats_of(logits: Tensor, targets: Tensor) -> float:
+    """Mean nats per character."""
+    return window_nats(logits, targets).mean().item()
+
+
+def margins(logits: Tensor, targets: Tensor) -> Float[Tensor, "windows tokens"]:
+    """The target's logit minus the largest other one."""
+    at = targets.unsqueeze(-1)
+    others = logits.scatter(-1, at, -torch.inf).amax(-1)
+    return logits.gather(-1, at).squeeze(-1) - others

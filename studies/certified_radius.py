@@ -1,0 +1,94 @@
+"""How far the input of a model's stack can move before a prediction changes, proven.
+
+    m_ij = logit_y − logit_j,   radius_i = min_j m_ij / (‖W_y − W_j‖₂ L)
+
+for a position i with a correct prediction y: L bounds how far what the head reads moves, and W_y is
+the head's row of character y. All in float64, rounded down.
+"""
+
+import math
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from invformer.bounds.layers import layer_norm_bound
+from invformer.nn.certificate import certify
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.rounding import product_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+BallNorm = Literal["token_max", "frobenius"]
+NORMS: tuple[BallNorm, ...] = get_args(BallNorm)
+
+INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
+ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
+
+
+def feature_constants(model: CharTransformer) -> dict[BallNorm, float]:
+    """L with ‖z_i − z′_i‖₂ ≤ L ‖X − X′‖ for every position i, per norm; empty without certificate.
+
+    z is what the head reads. One token's length is at most either norm of Z, and token_max is at
+    most frobenius: so a token_max constant serves balls in frobenius, never the other way round.
+    """
+    if not model.is_invertible:
+        return {}
+    totals = {norm: certify(model, norm, dtype=torch.float64).total for norm in NORMS}
+    token_max, frobenius = totals["token_max"], totals["frobenius"]
+    if token_max is None or frobenius is None:
+        return {}
+    last = read_out_constant(model)
+    return {
+        "token_max": product_up(token_max, last),
+        "frobenius": product_up(min(token_max, frobenius), last),
+    }
+
+
+def read_out_constant(model: CharTransformer) -> float:
+    """Lipschitz constant of what stands between the stack and the head, per token."""
+    norm: nn.Module = model.norm
+    if isinstance(norm, nn.LayerNorm):
+        return layer_norm_bound(norm.weight, norm.normalized_shape[0], norm.eps, "token_max")
+    return 1.0
+
+
+def head_norm(model: CharTransformer) -> float:
+    """‖W‖₂ of the head, from above."""
+    return spectral_norm_bound(model.head.weight).item()
+
+
+def certified_radii(
+    model: CharTransformer,
+    logits: Float[Tensor, "windows tokens vocab"],
+    correct: Bool[Tensor, "windows tokens"],
+    constant: float,
+) -> Float[Tensor, "windows tokens"]:
+    """min_j (logit_y − logit_j)/(‖W_y − W_j‖₂ L), rounded down; 0 where y is not correct.
+
+    Args:
+        model: in float64.
+        logits: at the clean input.
+        correct: where the largest logit is the target's.
+        constant: L, from the stack's input to what the head reads.
+
+    Returns:
+        No perturbation of the sequence shorter than this changes the prediction at the position.
+    """
+    best, y = logits.max(-1)
+    distances = torch.cdist(
+        model.head.weight, model.head.weight, compute_mode="donot_use_mm_for_euclid_dist"
+    )
+    gaps = best.unsqueeze(-1) - logits - ROUNDING * logits.abs().amax()
+    radii = (gaps / (distances[y] * constant)).scatter(-1, y.unsqueeze(-1), torch.inf)
+    return torch.where(correct, radii.amin(-1).clamp_min(0) * INWARD, 0.0)
+
+
+def plain_radii(
+    model: CharTransformer, logits: Tensor, correct: Tensor, constant: float
+) -> Float[Tensor, "windows tokens"]:
+    """margin/(√2 ‖W‖₂ L), rounded down, margin = largest − second logit; 0 where not correct."""
+    best, second = logits.topk(2, dim=-1).values.unbind(-1)
+    whole = math.sqrt(2) * product_up(constant, head_norm(model))
+    gaps = (best - second - ROUNDING * logits.abs().amax()).clamp_min(0)
+    return torch.where(correct, gaps / whole * INWARD, 0.0)

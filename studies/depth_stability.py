@@ -1,0 +1,397 @@
+"""Kim et al. 2021, §5.4: which models still train as they get deeper, at one fixed learning rate.
+
+Every model kind is trained from scratch at every depth by Adam with a constant learning rate, no
+warm-up, no clipping and no dropout, on the same batches; then validation nats per character are
+taken. A run has failed if it stopped at a non-finite loss or ended no better than the frequencies
+of single characters; one that is better by less than ``CLEAR`` nats is named with its margin, as it
+has hardly learnt anything. The paper: dot product fails beyond 10 layers, tied L2 and
+Contractive-L2 train up to 18. Its learning rate and the place of its LayerNorm are not known to us,
+so dot product and L2 stand here in both orders: LN before each branch (``dot_product``, ``l2``) and
+after each sum (``…_post``), as in Vaswani et al. 2017. The causal variant of contractive L2
+attention, attention in the unit ball and branches that see their inputs in a ball (``…_ball``,
+``model.input_radius``) are not the paper's. Windows of one text instead of sentences.
+
+``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
+takes one large GPU for days; resume it at will.
+"""
+
+# ruff: noqa: RUF009  # option() and section() return dataclass fields
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.assemble.model import build_model
+from invformer.config.schema import MANY, Attention, Certificate, Corpus, ModelConfig
+from invformer.config.section import option, section
+from invformer.data.windows import evaluation_windows
+from invformer.errors import DataError
+from invformer.evaluation.likelihood import score
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.nn.transformer import CharTransformer, PreNormBlock
+from studies import training
+from studies.study import (
+    Outcome,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    main,
+    panels,
+)
+from studies.text import Text, TextConfig, read_text
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Figure
+
+Kind = Literal[
+    "dot_product",
+    "dot_product_post",
+    "l2",
+    "l2_post",
+    "contractive",
+    "contractive_causal",
+    "contractive_bounded",
+    "contractive_ball",
+    "contractive_bounded_ball",
+]
+
+# Nats per character: a run that is ahead of single characters by less has hardly trained.
+CLEAR = 0.05
+# Inputs of the branches of kinds in a ball, in units of √D.
+BALL = 2.0
+# The network of a kind and its certificate.
+NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
+    "dot_product": ("dot_product", None),
+    "l2": ("l2", None),
+    "contractive": ("contractive_l2", "token_max"),
+    "contractive_causal": ("contractive_l2", "causal"),
+    "contractive_bounded": ("contractive_bounded", "token_max"),
+}
+# Kinds the paper does not have.
+OURS = (
+    "contractive_causal",
+    "contractive_bounded",
+    "contractive_ball",
+    "contractive_bounded_ball",
+)
+
+# Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
+# verified; the text says only that dot product failed beyond 10 layers and that the best are close.
+PAPER_DEPTHS = (2, 4, 6, 8, 10, 12, 14, 16, 18)
+PAPER_NATS: dict[str, tuple[float, ...]] = {
+    "dot_product": (1.061, 1.032, 1.021, 1.017, 1.025),
+    "l2": (1.168, 1.040, 1.023, 1.024, 1.019, 1.008, 1.018, 1.027, 1.034),
+    "contractive": (1.246, 1.135, 1.103, 1.079, 1.072, 1.060, 1.039, 1.029, 1.031),
+}
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Train every model kind at every depth with one fixed learning rate."""
+
+    program: ClassVar[str] = "-m studies.depth_stability"
+    paper: ClassVar[Mapping[str, Any]] = {
+        "depths": [2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 32, 48, 64],
+        "d_model": 512,
+        "num_heads": 8,
+        "seq_len": 288,
+        "batch_size": 64,
+        "num_steps": 20_000,
+        "lr": 1e-4,
+        "data.name": "ptb",
+        "data.max_characters": None,
+        "data.val_characters": 1_000_000,
+    }
+    kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
+    depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", within="[1, 1e3]")
+    d_model: int = option(32, "width, channels", within="[1, 1e5]")
+    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
+    seq_len: int = option(32, "context, characters", within="[2, 1e5]")
+    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
+    num_steps: int = option(100, "optimiser steps", within=MANY)
+    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
+    lipschitz_target: float = option(0.7, "c of the contractive kinds", within="(0, 1)")
+    position_bias: bool = option(True, "learned relative position bias (the paper has none)")
+    data: TextConfig = section(TextConfig)
+
+    def check(self) -> None:
+        """Heads divide the width."""
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and everything about its training."""
+
+    kind: Kind
+    num_layers: int
+    d_model: int
+    num_heads: int
+    seq_len: int
+    batch_size: int
+    num_steps: int
+    lr: float
+    lipschitz_target: float
+    position_bias: bool
+    corpus: Corpus
+    path: str | None
+    max_characters: int | None
+    val_characters: int
+    sha256: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the training ended.
+
+    Attributes:
+        val_nats: validation nats per character; NaN after a non-finite loss.
+        train_nats: mean training loss over the last steps.
+        unigram_nats: what the training text's character frequencies score on the same characters.
+        largest_gradient: largest gradient norm over all steps.
+        steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
+    """
+
+    val_nats: float
+    train_nats: float
+    unigram_nats: float
+    largest_gradient: float
+    steps_taken: int
+
+    @property
+    def margin(self) -> float:
+        """Nats per character ahead of single characters' frequencies."""
+        return self.unigram_nats - self.val_nats
+
+    @property
+    def failed(self) -> bool:
+        """Not finite, or no better than single characters' frequencies."""
+        return not self.val_nats < self.unigram_nats
+
+
+def text_of(case: Case) -> Text:
+    """The text of a case."""
+    return read_text(case.corpus, case.path, case.max_characters, case.val_characters)
+
+
+def cases(options: Options) -> list[Case]:
+    """Every kind at every depth, shallow ones first."""
+    data = options.data
+    text = read_text(data.name, data.path, data.max_characters, data.val_characters)
+    if len(text.train) <= options.seq_len:
+        raise DataError(
+            f"seq_len={options.seq_len}: the training text has {len(text.train)} characters"
+        )
+    return [
+        Case(
+            kind=kind, num_layers=depth, d_model=options.d_model, num_heads=options.num_heads,
+            seq_len=options.seq_len, batch_size=options.batch_size, num_steps=options.num_steps,
+            lr=options.lr, lipschitz_target=options.lipschitz_target,
+            position_bias=options.position_bias, corpus=data.name, path=data.path,
+            max_characters=data.max_characters, val_characters=data.val_characters,
+            sha256=text.sha256, seed=options.seed,
+        )
+        for depth in options.depths
+        for kind in options.kinds
+    ]  # fmt: skip
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Train one model and score it."""
+    text = text_of(case)
+    model, trained = train(case, device)
+    windows = evaluation_windows(text.val, case.seq_len, batch_size=case.batch_size)
+    return Result(
+        val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
+        train_nats=trained.final_nats,
+        unigram_nats=witten_bell_nats(text.train, text.val, 1, vocab_size=text.vocab_size),
+        largest_gradient=trained.largest_gradient,
+        steps_taken=len(trained.losses),
+    )
+
+
+def build_kind(case: Case, vocab_size: int) -> CharTransformer:
+    """A fresh model of the kind, in float32."""
+    name, certificate = NETWORKS[case.kind.removesuffix("_post").removesuffix("_ball")]
+    config = ModelConfig(
+        name=name, certificate=certificate, d_model=case.d_model,
+        num_heads=case.num_heads, num_layers=case.num_layers, position_bias=case.position_bias,
+        lipschitz_target=case.lipschitz_target,
+        input_radius=BALL if case.kind.endswith("_ball") else None,
+        activation_norm=True, channel_metric=False,
+    )  # fmt: skip
+    model = build_model(config, vocab_size, case.seq_len)
+    if case.kind.endswith("_post"):
+        for index, block in enumerate(model.stack.blocks):
+            assert isinstance(block, PreNormBlock)
+            attention, feed_forward = block.attention.inner, block.feed_forward.inner
+            model.stack.blocks[index] = PostNormBlock(attention, feed_forward, case.d_model)
+    return model.float()
+
+
+class PostNormBlock(nn.Module):
+    """x ↦ LN(x + attention(x)), x ↦ LN(x + feed_forward(x)), as in Vaswani et al. 2017.
+
+    Args:
+        attention: any attention map.
+        feed_forward: any per-token map.
+        d_model: width D.
+    """
+
+    def __init__(self, attention: nn.Module, feed_forward: nn.Module, d_model: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_norm = nn.LayerNorm(d_model)
+        self.feed_forward = feed_forward
+        self.feed_forward_norm = nn.LayerNorm(d_model)
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Apply both residual branches."""
+        x = self.attention_norm(x + self.attention(x))
+        return self.feed_forward_norm(x + self.feed_forward(x))
+
+
+def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
+    """Adam at a constant learning rate, until the steps are done or the loss is not finite."""
+    text = text_of(case)
+    torch.manual_seed(case.seed)
+    model = build_kind(case, text.vocab_size).to(device)
+    optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
+    return model, training.train(
+        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
+        seed=case.seed, what=f"{case.kind}, {case.num_layers} layers",
+    )  # fmt: skip
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Who trained how deep."""
+    table = [
+        {
+            "kind": case.kind,
+            "layers": case.num_layers,
+            "val nats (ours)": result.val_nats,
+            "single characters": result.unigram_nats,
+            "trained (ours)": "no" if result.failed else "yes",
+            "test nats (paper, PTB, recalled)": paper_nats(case),
+            "trained (paper)": paper_trained(case),
+        }
+        for case, result in rows
+    ]
+    failures: dict[Kind, list[int]] = {case.kind: [] for case, _ in rows}
+    for case, result in rows:
+        if result.failed:
+            failures[case.kind].append(case.num_layers)
+    deepest = max(case.num_layers for case, _ in rows)
+    ours = f"up to {deepest} layers: " + "; ".join(
+        f"{kind} fails at {', '.join(map(str, sorted(depths)))}" if depths else f"{kind} trains"
+        for kind, depths in failures.items()
+    )
+    if hardly := [named(c, r) for c, r in rows if not r.failed and r.margin < CLEAR]:
+        ours += f"; hardly trained, ahead of single characters by nats: {', '.join(hardly)}"
+    outcome, why = verdict(failures, deepest)
+    close = [(r.margin, c) for c, r in rows if not r.failed]
+    if close:
+        margin, case = min(close, key=lambda pair: pair[0])
+        why += (
+            f"; nearest to failing among the others is {case.kind} at {case.num_layers} layers, "
+            f"{margin:.2g} nats better than single characters (one seed)"
+        )
+    paper = (
+        "dot product fails to train beyond 10 layers; tied L2 and Contractive-L2 train up to 18, "
+        "the deepest tried; best test nats very similar (Penn Treebank, D = 512)"
+    )
+    return Summary(table, paper, ours, outcome, why)
+
+
+def named(case: Case, result: Result) -> str:
+    """A run and how far it is ahead of single characters, in nats per character."""
+    return f"{case.kind} at {case.num_layers} ({result.margin:.2g})"
+
+
+def verdict(failures: Mapping[Kind, list[int]], deepest: int) -> tuple[Outcome, str]:
+    """What the failures of each kind say about the paper's claim."""
+    dot_product = sorted(k for k in failures if k.startswith("dot_product") and failures[k])
+    others = sorted(k for k in failures if not k.startswith("dot_product") and failures[k])
+    small = "at this size and number of steps, which are not the paper's"
+    if deepest <= 10 or len({kind.startswith("dot_product") for kind in failures}) < 2:
+        return "not in the paper", (
+            "the claim needs more than 10 layers and both the dot product and another attention"
+        )
+    if others:
+        named = ", ".join(others)
+        return "not reproduced", f"{named} also failed at some depth, {small}"
+    if not dot_product:
+        return "not reproduced", f"dot product trained at every depth, {small}"
+    spared = sorted(k for k in failures if k.startswith("dot_product") and not failures[k])
+    if spared:
+        why = (
+            f"{', '.join(dot_product)} fails and {', '.join(spared)} does not, {small}: where the "
+        )
+        return "partly reproduced", why + "LayerNorm stands decides as much as the attention does"
+    return "reproduced", f"only dot product fails, {small}"
+
+
+def paper_nats(case: Case) -> float | None:
+    """The paper's value for a kind and a depth."""
+    values: dict[int, float] = dict(
+        zip(PAPER_DEPTHS, PAPER_NATS.get(paper_kind(case.kind), ()), strict=False)
+    )
+    return values.get(case.num_layers)
+
+
+def paper_trained(case: Case) -> str | None:
+    """Whether the paper's model of this kind trained at this depth."""
+    if case.num_layers > max(PAPER_DEPTHS) or case.kind in OURS:
+        return None
+    return "no" if case.kind.startswith("dot_product") and case.num_layers > 10 else "yes"
+
+
+def paper_kind(kind: Kind) -> str:
+    """The paper's model that a kind stands for; its order of LayerNorm is unknown."""
+    return kind.removesuffix("_post")
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Nats against depth, ours and the paper's; a cross is a model that did not train."""
+    figure, (ours, paper) = panels(1, 2)
+    for index, kind in enumerate(dict.fromkeys(case.kind for case, _ in rows)):
+        points = sorted((c.num_layers, r) for c, r in rows if c.kind == kind)
+        style = style_of(kind, index)
+        ours.plot([d for d, _ in points], [r.val_nats for _, r in points], label=kind, **style)
+        failed = [(d, r.unigram_nats) for d, r in points if r.failed]
+        ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
+    unigram = rows[0][1].unigram_nats
+    ours.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
+    for index, (kind, nats) in enumerate(PAPER_NATS.items()):
+        paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **style_of(kind, index))
+    text, steps = rows[0][0].corpus, rows[0][0].num_steps
+    ours.set(ylabel="validation nats per character", title=f"ours: {text}, {steps} steps")
+    paper.set(ylabel="test nats per character", title="Kim et al. 2021: Penn Treebank (recalled)")
+    for axes in (ours, paper):
+        axes.set(xlabel="blocks")
+        axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure
+
+
+def style_of(kind: str, index: int) -> dict[str, Any]:
+    """Marker and line of a kind: dashed with LayerNorm after the sum, dotted in a ball."""
+    line = "--" if kind.endswith("_post") else ":" if kind.endswith("_ball") else "-"
+    marker = "^" if kind.startswith("contractive") else "s" if kind.startswith("l2") else "o"
+    return {"color": str(0.1 * index), "linestyle": line, "marker": marker, "fillstyle": "none"}
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

@@ -1,0 +1,625 @@
+"""The price of a certificate: bits per character against the Lipschitz constants of the branches.
+
+Every model is trained under every certificate, target c, optimiser, depth, learning rate and seed,
+on the same batches, with the schedule and the clipping of ``train.py``. Then, on the trained model:
+
+    bpc         bits per character of the whole validation split, each character once
+    certified   the largest proven bound of any residual branch, or of its diagonal blocks under a
+                causal certificate, in the norm of the certificate
+    estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
+    inversion   characters recovered from the top of the stack, and what that costs
+
+A baseline has neither certificate nor c: such combinations are trained once. The best learning rate
+of a configuration, and the best configuration, are chosen on the split they are scored on,
+baselines and certified alike. The paper: Kim et al. 2021, whose contractive models are far behind
+at equal depth.
+
+The default is 12 small trainings: baselines, and models under token_max at two c, in metrics of
+their own as ``train.py`` has them, with both optimisers. docs/results.md has the command of a grid
+of 114: causal certificates, strictly causal attention and ActNorm besides.
+
+``scale=paper``: the sizes of nanoGPT's CPU recipe on Tiny Shakespeare; five c, three depths, both
+optimisers, two learning rates and three seeds make 2232 trainings. Resume it at will; the same
+command with ``num_seeds=1`` trains and draws a third of it.
+"""
+
+# ruff: noqa: RUF009  # option() and section() return dataclass fields
+
+import itertools
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor
+
+from invformer.assemble.model import build_model
+from invformer.config.schema import MANY, Attention, Corpus, ModelConfig
+from invformer.config.schema import Certificate as CertificateName
+from invformer.config.section import option, section
+from invformer.data.windows import evaluation_windows
+from invformer.errors import DataError
+from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.likelihood import score
+from invformer.evaluation.lipschitz import require_sandwich
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.lipschitz.probe import LipschitzProbe
+from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import certified_branches, enforce
+from invformer.nn.transformer import CharTransformer
+from invformer.training.optimizers import build_optimizer, warmup_cosine
+from studies import training
+from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
+from studies.study import Rows, Study, StudyOptions, Summary, main, panels
+from studies.text import WholeTextConfig, read_text
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Axes, Figure
+
+Optimiser = Literal["adamw", "muon"]
+
+LN2 = math.log(2)
+NGRAM_ORDER = 5
+BETAS = (0.9, 0.99)  # these two as train.py has them
+GRAD_CLIP = 1.0
+MARKERS = "osD^vP*X"
+LINES = ("-", "--", ":", "-.")
+TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Train certified and unconstrained models and hold their loss against their constants."""
+
+    program: ClassVar[str] = "-m studies.frontier"
+    paper: ClassVar[Mapping[str, Any]] = {
+        "certificates": ["token_max", "causal"],
+        "strictly_causal": [False, True],
+        "channel_metric": [False, True],
+        "lipschitz_targets": [0.3, 0.5, 0.7, 0.9, 0.97],
+        "optimisers": ["adamw", "muon"],
+        "depths": [2, 4, 8],
+        "num_seeds": 3,
+        "lr": [4e-3, 8e-3],
+        "d_model": 128,
+        "seq_len": 64,
+        "batch_size": 12,
+        "num_steps": 2000,
+        "data.name": "tiny_shakespeare",
+        "data.max_characters": None,
+        "data.val_fraction": 0.1,
+        "data.test_fraction": 0.0,
+    }
+    models: list[Attention] = option(list(get_args(Attention)), "attention maps")
+    certificates: list[CertificateName] = option(
+        ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
+    )
+    strictly_causal: list[bool] = option(
+        [False], "whether tokens of contractive_bounded see only those before them"
+    )
+    channel_metric: list[bool] = option(
+        [True], "whether branches of contractive models contract in metrics of their own"
+    )
+    lipschitz_targets: list[float] = option(
+        [0.5, 0.97], "c of the contractive models", within="(0, 1)"
+    )
+    optimisers: list[Optimiser] = option(["adamw", "muon"], "optimisers")
+    depths: list[int] = option([2], "numbers of blocks", within="[1, 1e3]")
+    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
+    lr: list[float] = option(
+        [8e-3], "peak learning rates of AdamW, the best counts", within="(0, 10]"
+    )
+    muon_lr: list[float] = option([2e-2], "the same of Muon, with each lr", within="(0, 10]")
+    weight_decay: float = option(0.0, "decoupled weight decay", within="[0, 100]")
+    d_model: int = option(48, "width, channels", within="[1, 1e5]")
+    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
+    seq_len: int = option(64, "context, characters", within="[2, 1e5]")
+    batch_size: int = option(12, "windows per batch", within="[1, 1e6]")
+    num_steps: int = option(400, "optimiser steps", within=MANY)
+    stride: int | None = option(
+        None, "characters between scored windows; null is seq_len", within="[1, 1e5]"
+    )
+    num_windows: int = option(
+        4, "validation windows for estimates and inversion", within="[1, 1e4]"
+    )
+    probe_steps: int = option(100, "power iteration steps per estimate", within=MANY)
+    data: WholeTextConfig = section(WholeTextConfig)
+
+    def check(self) -> None:
+        """Heads divide the width, and no character falls between two windows."""
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
+        if self.stride is not None and self.stride > self.seq_len:
+            self.refuse("stride", f"{self.stride} is more than seq_len={self.seq_len}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, everything about its training, and how it is measured.
+
+    ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
+    """
+
+    model: Attention
+    certificate: CertificateName | None
+    strictly_causal: bool
+    channel_metric: bool
+    lipschitz_target: float | None
+    optimiser: Optimiser
+    num_layers: int
+    seed: int
+    lr: float
+    muon_lr: float | None
+    weight_decay: float
+    d_model: int
+    num_heads: int
+    seq_len: int
+    batch_size: int
+    num_steps: int
+    stride: int
+    num_windows: int
+    probe_steps: int
+    corpus: Corpus
+    path: str | None
+    max_characters: int | None
+    val_fraction: float
+    test_fraction: float
+    sha256: str
+
+    @property
+    def is_certified(self) -> bool:
+        """Whether the model is contractive."""
+        return self.certificate is not None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one trained model is worth; NaN where the training lost its numbers.
+
+    Attributes:
+        nats: per character of the whole validation split.
+        bpc: the same in bits.
+        train_nats: mean training loss over the last steps.
+        ngram_nats: of a Witten–Bell 5-gram of the same training text on the same characters.
+        num_characters: how many were scored.
+        num_parameters: of the model.
+        steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
+        norm: in which the certificate is stated; empty for baselines.
+        kind: global, or causal where the bounds are those of the diagonal Jacobian blocks.
+        certified: largest bound of any branch, or of its diagonal blocks where ``kind`` is causal,
+            in ``norm``; None for baselines.
+        certified_token_max: largest bound of a branch's Lipschitz constant in token_max, which is
+            what ``estimate`` is held against.
+        certified_total: bound of the whole stack in ``norm``; None unless ``kind`` is global.
+        estimate: largest local constant of any branch at the windows, in token_max, from below.
+        residual: how far the worst estimate is from stationary, relative to its value.
+        recovered: share of the windows' characters that inversion returns as they were.
+        evaluations: of every branch, bottom first, by the inversion of the worst window.
+    """
+
+    nats: float
+    bpc: float
+    train_nats: float
+    ngram_nats: float
+    num_characters: int
+    num_parameters: int
+    steps_taken: int
+    norm: str
+    kind: str
+    certified: float | None
+    certified_token_max: float | None
+    certified_total: float | None
+    estimate: float
+    residual: float
+    recovered: float | None
+    evaluations: list[int]
+
+    @property
+    def failed(self) -> bool:
+        """Whether the training lost its numbers."""
+        return not math.isfinite(self.nats)
+
+
+def text_of(case: Case) -> tuple[Any, ...]:
+    """The text of a case, in the words of :func:`read_text`: the validation split is whole."""
+    shares = case.val_fraction, case.test_fraction
+    return case.corpus, case.path, case.max_characters, None, *shares
+
+
+def cases(options: Options) -> list[Case]:
+    """The whole grid, one seed after the other; what would be the same training stands once."""
+    data = options.data
+    shares = data.val_fraction, data.test_fraction
+    text = read_text(data.name, data.path, data.max_characters, None, *shares)
+    for split, tokens in (("training", text.train), ("validation", text.val)):
+        if len(tokens) <= options.seq_len:
+            raise DataError(
+                f"seq_len={options.seq_len}: the {split} text has {len(tokens)} characters"
+            )
+    seeds = range(options.seed, options.seed + options.num_seeds)
+    found = [
+        Case(
+            model=model, certificate=certificate, strictly_causal=strictly, channel_metric=metric,
+            lipschitz_target=target, optimiser=optimiser, num_layers=depth, seed=seed, lr=lr,
+            muon_lr=muon_lr, weight_decay=options.weight_decay, d_model=options.d_model,
+            num_heads=options.num_heads, seq_len=options.seq_len, batch_size=options.batch_size,
+            num_steps=options.num_steps, stride=options.stride or options.seq_len,
+            num_windows=options.num_windows, probe_steps=options.probe_steps, corpus=data.name,
+            path=data.path, max_characters=data.max_characters, val_fraction=data.val_fraction,
+            test_fraction=data.test_fraction, sha256=text.sha256,
+        )
+        for seed, depth, model in itertools.product(seeds, options.depths, options.models)
+        for certificate, strictly, metric, target in constraints(model, options)
+        for optimiser, lr, muon_lr in rates(options)
+    ]  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def constraints(
+    model: Attention, options: Options
+) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
+    """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
+    if not is_contractive(model):
+        yield None, False, False, None
+        return
+    is_bounded = model == "contractive_bounded"
+    for certificate, strictly, metric, target in itertools.product(
+        options.certificates,
+        options.strictly_causal if is_bounded else [False],
+        options.channel_metric,
+        options.lipschitz_targets,
+    ):
+        # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
+        is_tied_only = is_bounded and certificate.startswith("kim_")
+        yield "token_max" if is_tied_only else certificate, strictly, metric, target
+
+
+def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
+    """Every optimiser with its learning rates: AdamW has one, Muon two."""
+    for optimiser in options.optimisers:
+        muon = options.muon_lr if optimiser == "muon" else [None]
+        for lr, muon_lr in itertools.product(options.lr, muon):
+            yield optimiser, lr, muon_lr
+
+
+def is_contractive(model: Attention) -> bool:
+    """Whether a model can be certified."""
+    return model.startswith("contractive")
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Train one model, then score, certify, probe and invert it."""
+    text = read_text(*text_of(case))
+    model, trained = train(case, device)
+    model.eval()
+    lost = Result(
+        nats=math.nan, bpc=math.nan, train_nats=trained.final_nats,
+        ngram_nats=ngram_nats(*text_of(case)), num_characters=len(text.val),
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        steps_taken=len(trained.losses), norm="", kind="", certified=None, certified_token_max=None,
+        certified_total=None, estimate=math.nan, residual=math.nan, recovered=None, evaluations=[],
+    )  # fmt: skip
+    if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
+        return lost
+    certificate = enforce(model) if case.is_certified else None
+    windows = evaluation_windows(text.val, case.seq_len, case.stride, case.batch_size)
+    likelihood = score(model, windows, device)
+    probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
+    estimate, residual, bound = local_constant(model, probe, case.probe_steps)
+    result = replace(
+        lost, nats=likelihood.nats, bpc=likelihood.bpc, estimate=estimate, residual=residual
+    )
+    if certificate is None:
+        return result
+    _, report = invert_text(model, probe, certificate, dtype=torch.float64)
+    return replace(
+        result, norm=certificate.norm, kind=certificate.kind, certified=certificate.bound_max,
+        certified_token_max=bound, certified_total=certificate.total,
+        recovered=report.characters_recovered,
+        evaluations=[report.num_evaluations[name] for name in certificate.per_branch],
+    )  # fmt: skip
+
+
+def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
+    """A fresh model of the case, trained as ``train.py`` would with these options."""
+    text = read_text(*text_of(case))
+    torch.manual_seed(case.seed)
+    config = ModelConfig(
+        name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
+        channel_metric=case.channel_metric, activation_norm=not case.channel_metric,
+        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
+        lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
+    )  # fmt: skip
+    model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
+    optimiser = build_optimizer(
+        model, case.optimiser, lr=case.lr, muon_lr=case.muon_lr or 0.0, betas=BETAS,
+        weight_decay=case.weight_decay,
+    )  # fmt: skip
+    warmup_steps = min(100, case.num_steps // 10 + 1)
+    return model, training.train(
+        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
+        seed=case.seed, schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
+        grad_clip=GRAD_CLIP, what=f"{case.model}, {case.num_layers} layers",
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=2)
+def ngram_nats(*text: Any) -> float:
+    """Nats per character under a Witten–Bell n-gram; takes what :func:`read_text` takes."""
+    found = read_text(*text)
+    return witten_bell_nats(found.train, found.val, NGRAM_ORDER, vocab_size=found.vocab_size)
+
+
+def spread_windows(
+    tokens: Integer[Tensor, "characters"], seq_len: int, count: int
+) -> Integer[Tensor, "count seq_len"]:
+    """Windows at equal distances over a whole text: its beginning may be its easiest part."""
+    starts = torch.linspace(0, len(tokens) - seq_len, count, dtype=torch.float64).long()
+    return tokens[starts[:, None] + torch.arange(seq_len)].long()
+
+
+def local_constant(
+    model: CharTransformer, windows: Integer[Tensor, "count seq_len"], num_steps: int
+) -> tuple[float, float, float | None]:
+    """The largest local constant of any branch, its residual, and the bound they are all below.
+
+    In token_max; the bound, None for baselines, is that of the branches' Lipschitz constants.
+
+    Raises:
+        CertificateViolation: a branch's estimate exceeds its own bound.
+    """
+    with frozen_weights(model):
+        probe = LipschitzProbe(model, windows, ("token_max",), num_steps)
+        estimates = probe.estimate()["token_max"]
+        bounds = certified_branches(model, "token_max")
+    for name, estimate in estimates.items():
+        pair = {"estimate": estimate.value.max().item(), "bound": bounds.get(name)}
+        require_sandwich(f"token_max/{name}", pair)
+    values = torch.stack([estimate.value for estimate in estimates.values()])
+    residuals = torch.stack([estimate.residual for estimate in estimates.values()])
+    largest = values.argmax()
+    bound = max(bounds.values()) if bounds else None
+    return values.flatten()[largest].item(), residuals.flatten()[largest].item(), bound
+
+
+# --- the seeds of every configuration together ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Point:
+    """One configuration at its best learning rate, over its seeds.
+
+    Attributes:
+        case: the configuration, with its first seed.
+        results: of the seeds whose training did not fail, or of all if every one did.
+        num_seeds: how many were trained.
+    """
+
+    case: Case
+    results: list[Result]
+    num_seeds: int
+
+    @property
+    def num_failed(self) -> int:
+        """Seeds whose training lost its numbers."""
+        return self.num_seeds - sum(not result.failed for result in self.results)
+
+    @property
+    def nats(self) -> float:
+        """Mean over the seeds."""
+        return self.mean("nats")
+
+    def values(self, name: str) -> list[float]:
+        """A field of every seed's result."""
+        return [getattr(result, name) for result in self.results]
+
+    def mean(self, name: str) -> float:
+        """Mean of a field over the seeds."""
+        return math.fsum(self.values(name)) / len(self.results)
+
+    def range(self, name: str) -> float:
+        """Largest minus smallest value of a field."""
+        return max(self.values(name)) - min(self.values(name))
+
+    @property
+    def label(self) -> str:
+        """Model and certificate, whether tokens see only those before them, and metrics."""
+        strictly = "strictly" if self.case.strictly_causal else None
+        metric = "metric" if self.case.channel_metric else None
+        return " ".join(filter(None, (self.case.model, self.case.certificate, strictly, metric)))
+
+    def __str__(self) -> str:
+        c, depth = self.case.lipschitz_target, self.case.num_layers
+        target = "" if c is None else f" c={c:g}"
+        return f"{self.label}{target}, {self.case.optimiser}, {depth} layers"
+
+
+def points_of(rows: Rows[Case, Result]) -> list[Point]:
+    """Every configuration at the learning rate with the fewest failures, then the fewest nats."""
+    trials: dict[Case, list[Result]] = {}
+    for case, result in rows:
+        trials.setdefault(replace(case, seed=rows[0][0].seed), []).append(result)
+    best: dict[Case, Point] = {}
+    for case, results in trials.items():
+        finite = [result for result in results if not result.failed]
+        point = Point(case, finite or results, len(results))
+        key = replace(case, lr=0.0, muon_lr=None)
+        best[key] = min(best.get(key, point), point, key=preference)
+    return list(best.values())
+
+
+def preference(point: Point) -> tuple[int, float]:
+    """Fewest failed seeds first, then the smallest loss; a NaN comes last."""
+    return point.num_failed, math.inf if math.isnan(point.nats) else point.nats
+
+
+def best_of(points: Sequence[Point], certified: bool) -> Point | None:
+    """The best certified or the best unconstrained configuration; None if none has a loss."""
+    kept = [p for p in points if p.case.is_certified == certified and math.isfinite(p.nats)]
+    return min(kept, key=preference, default=None)
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every configuration, and the best certified beside the best unconstrained one."""
+    points = points_of(rows)
+    best = {
+        depth: best_of([p for p in points if p.case.num_layers == depth], certified=False)
+        for depth in dict.fromkeys(p.case.num_layers for p in points)
+    }
+    table = [table_line(point, best[point.case.num_layers]) for point in points]
+    case, result = rows[0]
+    gaps = [
+        f"{certified.nats - free.nats:+.3f} at {depth}"
+        for depth, free in best.items()
+        if (certified := best_of([p for p in points if p.case.num_layers == depth], True)) and free
+    ]
+    ours = (
+        f"{headline(best_of(points, True), best_of(points, False))}; gap in nats by layers: "
+        f"{', '.join(gaps) or 'not run'}; {NGRAM_ORDER}-gram {result.ngram_nats:.3f} nats; "
+        f"{case.corpus}, all {result.num_characters} validation characters once, context "
+        f"{case.seq_len} with stride {case.stride}, {case.num_steps} steps"
+    )
+    failed = sum(point.num_failed for point in points)
+    why = (
+        "no frontier is published; learning rates and best rows are chosen on the split they are "
+        f"scored on, {points[0].num_seeds} seed{'s' if points[0].num_seeds > 1 else ''} each; "
+        f"{failed} of the best learning rates' trainings failed"
+    )
+    return Summary(table, paper_in_words(), ours, "not in the paper", why)
+
+
+def table_line(point: Point, free: Point | None) -> dict[str, Any]:
+    """One configuration, mean over its seeds, beside the best unconstrained one of its depth."""
+    case, certified = point.case, point.case.is_certified and not point.results[0].failed
+    return {
+        "model": case.model,
+        "certificate": case.certificate,
+        "strictly causal": case.strictly_causal if case.model == "contractive_bounded" else None,
+        "metric": case.channel_metric if case.is_certified else None,
+        "c": case.lipschitz_target,
+        "optimiser": case.optimiser,
+        "layers": case.num_layers,
+        "lr": case.lr,
+        "muon lr": case.muon_lr,
+        "seeds (failed)": f"{point.num_seeds} ({point.num_failed})",
+        "parameters": point.results[0].num_parameters,
+        "nats": point.nats,
+        "range": point.range("nats") if len(point.results) > 1 else None,
+        "bpc": point.mean("bpc"),
+        "gap, nats": None if free is None else point.nats - free.nats,
+        "certified": max(point.values("certified")) if certified else None,
+        "in norm": f"{point.results[0].norm}, {point.results[0].kind}" if certified else None,
+        "estimate, token_max": point.mean("estimate"),
+        "recovered": min(point.values("recovered")) if certified else None,
+        "evaluations": max(max(r.evaluations) for r in point.results) if certified else None,
+    }
+
+
+def headline(certified: Point | None, free: Point | None) -> str:
+    """The best of both kinds and the gap between them."""
+    words = [
+        f"best {kind} {'not run' if point is None else in_words(point)}"
+        for kind, point in (("certified", certified), ("unconstrained", free))
+    ]
+    if certified and free:
+        gap = certified.nats - free.nats
+        words.append(f"gap {gap:+.3f} nats, {gap / LN2:+.3f} bpc")
+    return "; ".join(words)
+
+
+def in_words(point: Point) -> str:
+    """A configuration with its loss and its constants."""
+    proven = ""
+    if point.case.is_certified:
+        kind = "diagonal blocks" if point.results[0].kind == "causal" else "branches"
+        proven = f", {kind} ≤ {max(point.values('certified')):.4f} in {point.results[0].norm}"
+    return (
+        f"{point.nats:.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, estimate "
+        f"{point.mean('estimate'):.3g} in token_max)"
+    )
+
+
+def paper_in_words() -> str:
+    """How far the published contractive model is behind dot product at the same depth."""
+    pairs = zip(PAPER_DEPTHS, PAPER_NATS["contractive"], PAPER_NATS["dot_product"], strict=False)
+    gaps = ", ".join(f"{ours - dot:+.3f} at {depth}" for depth, ours, dot in pairs)
+    return f"contractive against dot product, nats by layers: {gaps} (Penn Treebank, recalled)"
+
+
+# --- the picture ---------------------------------------------------------------------------------
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Bits per character against the bound and against the estimate, which proves nothing.
+
+    A marker is a model under a certificate, filled for AdamW and hollow for Muon; a line joins the
+    targets c at one depth. Bars span the seeds. Baselines have no bound: lines across that panel,
+    with markers at its edges.
+    """
+    points = [p for p in points_of(rows) if math.isfinite(p.nats)]
+    figure, (proven, measured) = panels(1, 2)
+    labels = list(dict.fromkeys(p.label for p in points))
+    depths = list(dict.fromkeys(p.case.num_layers for p in points))
+    curves: dict[tuple[str, Optimiser, int], list[Point]] = {}
+    for point in points:
+        key = (point.label, point.case.optimiser, point.case.num_layers)
+        curves.setdefault(key, []).append(point)
+    for (label, optimiser, depth), curve in curves.items():
+        style: dict[str, Any] = {
+            "color": str(round(0.6 * labels.index(label) / max(1, len(labels) - 1), 2)),
+            "marker": MARKERS[labels.index(label) % len(MARKERS)],
+            "linestyle": LINES[depths.index(depth) % len(LINES)],
+            "fillstyle": "full" if optimiser == "adamw" else "none",
+            "label": f"{label}, {optimiser}, {depth} layers",
+        }
+        curve.sort(key=lambda point: point.case.lipschitz_target or 0.0)
+        draw_curve(measured, curve, "estimate", style)
+        if curve[0].case.is_certified:
+            draw_curve(proven, curve, "certified", style)
+        else:
+            height = curve[0].mean("bpc")
+            ends, across = ([0, 1], [height, height]), proven.get_yaxis_transform()
+            proven.plot(*ends, transform=across, clip_on=False, **style)
+    case, result = rows[0]
+    for axes in (proven, measured):
+        axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
+        axes.set(ylabel="bits per character, whole validation split")
+    proven.set(
+        xlabel="largest certified bound: of branches;\n"
+        "of diagonal blocks under a causal certificate",
+        title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}",
+    )
+    label = "1 (an estimate below it proves nothing)"
+    measured.axvline(1.0, color="0.7", linestyle=":", label=label)
+    measured.set(
+        xlabel="largest local constant of a branch,\ntoken_max, estimate from below", xscale="log"
+    )
+    inside = [x for x in TICKS if measured.get_xlim()[0] <= x <= measured.get_xlim()[1]]
+    measured.set_xticks(inside, [f"{x:g}" for x in inside])
+    measured.minorticks_off()
+    handles, names = measured.get_legend_handles_labels()
+    figure.set_figheight(figure.get_figheight() + 0.06 * len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
+    return figure
+
+
+def draw_curve(axes: "Axes", curve: Sequence[Point], name: str, style: Mapping[str, Any]) -> None:
+    """Bits per character against a field of the results, means with bars over the seeds."""
+    x, y = ([point.mean(field) for point in curve] for field in (name, "bpc"))
+    axes.plot(x, y, **style)
+    for point in curve:
+        if len(point.results) > 1:
+            across, up = point.values(name), point.values("bpc")
+            middle = point.mean(name), point.mean("bpc")
+            axes.plot([min(across), max(across)], [middle[1]] * 2, color=style["color"])
+            axes.plot([middle[0]] * 2, [min(up), max(up)], color=style["color"])
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

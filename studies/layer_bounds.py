@@ -1,0 +1,182 @@
+"""Upper bounds on the Jacobian of one attention layer at its input, beside the true norm.
+
+A layer is taken apart into heads (differentiably, so that a bound can also be trained), every local
+bound that applies to its kind is evaluated next to the global ones, and Lanczos gives the truth;
+all in ``frobenius``. The bound of Yudin et al. 2025 is carried over to tied L2 attention here.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.bounds import castin, jasmin, kim, local
+from invformer.lipschitz.power_iteration import lanczos_estimate
+from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, project
+from invformer.numerics.l2_attention import attention_weights
+from invformer.numerics.linear_map import linearise
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+Layer = DotProductAttention | TiedL2Attention
+
+LANCZOS_STEPS = 300
+LANCZOS_RTOL = 1e-6  # the value's relative error is of the order of its square
+ONE_HOT = 0.9  # a row with a larger weight counts as one-hot
+FORMS: tuple[Literal["paper", "centred"], ...] = ("paper", "centred")
+
+
+class Heads(NamedTuple):
+    """Weights and activations of one attention layer, per head (of an L2 layer, k = v = q).
+
+    F(X) = Σ_h P^h v^h W_o^h with P^h = softmax(logits of q^h and k^h).
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    p: Tensor
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor
+
+
+def heads_of(layer: Layer, z: Float[Tensor, "*batch tokens width"]) -> Heads:
+    """What a layer computes at its input, head by head; differentiable."""
+    bias = layer.position(z.shape[-2]).to(z.dtype)
+    if isinstance(layer, TiedL2Attention):
+        w_q, g = layer.weights()
+        q = project(z, w_q)
+        return Heads(q, q, q, attention_weights(q, bias), w_q, w_q, w_q, g)
+    w_q, w_k, w_v = (
+        part.unflatten(0, (layer.num_heads, -1)).mT for part in layer.qkv.weight.chunk(3)
+    )
+    w_o = layer.out.weight.mT.unflatten(0, (layer.num_heads, -1))
+    q, k, v = (project(z, w) for w in (w_q, w_k, w_v))
+    p = (q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1)
+    return Heads(q, k, v, p, w_q, w_k, w_v, w_o)
+
+
+def dot_product_terms(heads: Heads) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """The query and key terms of (P^h v^h)_h of dot-product attention from above; differentiable.
+
+    query = (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
+    key   = (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½
+    """
+    q, k, v, p = heads[:4]
+    s = math.sqrt(q.shape[-1])
+    second = (p @ (v.unsqueeze(-1) * k.unsqueeze(-2)).flatten(-2)).unflatten(-1, (v.shape[-1], -1))
+    cross = second - (p @ v).unsqueeze(-1) * (p @ k).unsqueeze(-2)
+    query = (cross @ heads.w_q.mT.unsqueeze(-3)).square().sum((-2, -1))
+    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0)
+    pull = (q @ heads.w_k.mT).square().sum(-1)
+    key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
+    tiny = torch.finfo(q.dtype).tiny  # the square root is then differentiable at zero
+    query, key = (t.sum(-2).amax(-1).clamp_min(tiny).sqrt() / s for t in (query, key))
+    return query, key
+
+
+def sensitivity(layer: Layer, z: Float[Tensor, "batch tokens width"]) -> Float[Tensor, ""]:
+    """Mean query and key terms of the layer's ``fast`` local bound: how much P reacts to X."""
+    heads = heads_of(layer, z)
+    if isinstance(layer, TiedL2Attention):
+        return jasmin.sensitivity_regulariser(heads.q, heads.p, heads.w_q)
+    query, key = dot_product_terms(heads)
+    return (query + key).mean()
+
+
+class Comparison(NamedTuple):
+    """One layer at several sequences."""
+
+    truth: list[float]
+    residual: float
+    bounds: dict[str, list[float]]
+    one_hot: float
+
+
+def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Comparison:
+    """Every bound of the layer and the truth at its input, in ``frobenius``."""
+    jacobian = layer.linearise(z) if isinstance(layer, TiedL2Attention) else linearise(layer, z)
+    truth = lanczos_estimate(jacobian, max_steps=LANCZOS_STEPS, rtol=LANCZOS_RTOL)
+    heads = heads_of(layer, z)
+    l2 = isinstance(layer, TiedL2Attention)
+    bounds = l2_bounds(layer, heads) if l2 else dot_product_bounds(heads, z)
+    values = {name: as_tensor(bound, z).tolist() for name, bound in bounds.items()}
+    one_hot = (heads.p[..., 1:, :].amax(-1) > ONE_HOT).double().mean().item()
+    return Comparison(truth.value.tolist(), truth.residual.max().item(), values, one_hot)
+
+
+def as_tensor(bound: Tensor | float, z: Tensor) -> Tensor:
+    """A global bound once per sequence; a local one as it is."""
+    return torch.as_tensor(bound, dtype=torch.float64, device=z.device).expand(len(z))
+
+
+def l2_bounds(layer: TiedL2Attention, heads: Heads) -> dict[str, Tensor | float]:
+    """The bounds of tied L2 attention, the closest first.
+
+    ``kim`` is Theorem 3.2 of Kim et al. 2021 as printed, which needs W^V and W^O; ``certificate``
+    is the sharper global bound of this library.
+    """
+    q, p, w_q, g = heads.q, heads.p, heads.w_q, heads.w_o
+    bounds: dict[str, Tensor | float] = {
+        "tight": local.tight_local_bound(q, p, w_q, g),
+        "comparison": local.comparison_local_bound(q, p, w_q, g),
+        "fast": local.fast_local_bound(q, p, w_q, g),
+        "g1": l2_jasmin_bound(heads),
+        "certificate": layer.lipschitz_bound("frobenius"),
+    }
+    if isinstance(layer, L2Attention):
+        mass = layer.position.log_mass_per_row().amax(-1)
+        w_o = layer.w_o.flatten(0, 1)
+        bounds["kim"] = kim.frobenius_bound(w_q, layer.w_v, w_o, mass, q.shape[-2])
+    return bounds
+
+
+def l2_jasmin_bound(heads: Heads) -> Float[Tensor, "*batch"]:
+    """Theorem 3 of Yudin et al. carried over to tied L2 attention, frobenius.
+
+    Per head, for P q: ‖P‖‖W‖ + (2/s) max_i g_1(P_i) ‖q_c‖ (‖Z_c‖ + (‖Z_c‖² + N max_j ‖z_cj‖²)^½),
+    Z = q Wᵀ, the index c for tokens minus their mean: up to row constants
+    dL_ij = (2/s)(dq_i·q_j + (q_i − q_j)·dq_j), and ‖dP‖_F ≤ max_i ‖S(P_i)‖ ‖dL‖_F.
+    """
+    q, p, w = heads.q, heads.p, heads.w_q
+    centred = q - q.mean(-2, keepdim=True)
+    z = centred @ w.mT
+    size = spectral_norm_bound(z)
+    longest = z.square().sum(-1).amax(-1)
+    reach = size + (size.square() + q.shape[-2] * longest).sqrt()
+    reaction = 2 / math.sqrt(q.shape[-1]) * jasmin.softmax_jacobian_bound(p).amax(-1)
+    value = spectral_norm_bound(p) * spectral_norm_bound(w)
+    per_head = value + reaction * spectral_norm_bound(centred) * reach
+    rounded = per_head * (1 + 1e-13 * sum(q.shape[-2:]))
+    return castin.multi_head_bound(heads.w_o.mT, rounded)
+
+
+def dot_product_bounds(heads: Heads, z: Tensor) -> dict[str, Tensor | float]:
+    """The bounds of dot-product attention, the closest first; there is no global one.
+
+    ``g1`` is Theorem 3 of Yudin et al. 2025, ``g1_centred`` ours; ``ball`` holds for all tokens no
+    longer than these (Castin et al. 2024, Theorem 3.3, in its triangle form).
+    """
+    a = heads.w_q @ heads.w_k.mT / math.sqrt(heads.q.shape[-1])
+    outputs = heads.w_o.mT
+    norm_a, norm_v = spectral_norm_bound(a), spectral_norm_bound(heads.w_v)
+    radii = z.norm(dim=-1).amax(-1)
+    ball = z.new_tensor(
+        [
+            [
+                castin.ball_bound(a_h, v_h, radius, z.shape[-2])
+                for a_h, v_h in zip(norm_a.tolist(), norm_v.tolist(), strict=True)
+            ]
+            for radius in radii.tolist()
+        ]
+    )
+    g1 = {form: jasmin.attention_bound(z, heads.p, a, heads.w_v, form) for form in FORMS}
+    return {
+        "fast": local.dot_product_local_bound(*heads),
+        "g1_centred": castin.multi_head_bound(outputs, g1["centred"]),
+        "g1": castin.multi_head_bound(outputs, g1["paper"]),
+        "ball": castin.multi_head_bound(outputs, ball),
+    }

@@ -1,0 +1,423 @@
+"""Castin et al. 2024 (v1): when an attack that duplicates tokens beats one that only moves them.
+
+The local constant of attention at a measure Σ m_j δ_{x_j} with every atom free to be duplicated
+first is max(‖Df_m(X)‖_m, max_i ‖B_i‖), B_i the derivative of row i through its own query alone:
+
+    dot product   B_i = V Cov_i A
+    tied L2       B_i = (2/√d) Σ_j P_ij (u_j − ū_i)(y_j − ȳ_i)ᵀ Wᵀ,   y = Wᵀx, u = Gᵀy
+
+(closed form ours). Splitting pays exactly where the second part is larger.
+
+``random``  the closed form against brute force: every atom cut into 2 or 3, evenly or not, and the
+            Jacobian of the longer measure by automatic differentiation.
+``grid``    D = 1, three atoms, the first fixed: where on the plane (x₂, x₃) splitting pays.
+``finite``  the example 2, 1, −3 with A = V = 1: what a vanishing mass gains by a finite jump, which
+            neither of the two describes (a lower bound on the constant of F for W₂).
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.bounds import castin
+from invformer.bounds.castin import MassSplitting
+from invformer.config.section import option
+from invformer.numerics.linear_map import SequenceMap, dense_jacobian
+from studies.study import (
+    Outcome,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    main,
+    panels,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Axes, Figure
+
+Part = Literal["random", "grid", "finite"]
+Kind = Literal["dot_product", "l2"]
+DTYPE = torch.float64
+TIE = 1e-9  # a relative gain below this is rounding
+AGREEMENT = 1e-10  # what counts as agreement of closed form and brute force
+NUM_JUMPS = 2001  # destinations of the vanishing mass
+GRID_CHUNK = 512  # grid points decomposed at a time
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """The closed form of mass splitting against brute force, and where splitting pays."""
+
+    program: ClassVar[str] = "-m studies.mass_splitting"
+    paper: ClassVar[Mapping[str, Any]] = {"grid": 201, "first_atoms": [0.0, 0.5, 1.0, 2.0, 4.0]}
+    num_measures: int = option(400, "random measures per kind of attention", within="[1, 1e6]")
+    grid: int = option(81, "points per axis of the plane of two atoms", within="[2, 1000]")
+    radius: float = option(4.0, "R of the grid, in units of X", within="[1e-6, 100]")
+    eigenvalues: list[float] = option(
+        [-1.0, 1.0], "A of the dot-product grids (D = 1)", within="[-1e3, 1e3]"
+    )
+    first_atoms: list[float] = option([0.0, 1.0, 4.0], "the atom that stays fixed, in units of X")
+    first_masses: list[float] = option(
+        [0.5], "its mass; the other two share the rest equally", within="[1e-9, 1)"
+    )
+
+    def check(self) -> None:
+        """The fixed atom lies within R."""
+        for x in self.first_atoms:
+            if not abs(x) <= self.radius:
+                self.refuse("first_atoms", f"{x!r} is not within the radius {self.radius:g}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One set of measures.
+
+    ``count`` is the number of measures, or the points per axis; ``parameter`` is A for D = 1.
+    """
+
+    part: Part
+    kind: Kind
+    parameter: float
+    radius: float
+    first: float
+    first_mass: float
+    count: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """What splitting gains.
+
+    Attributes:
+        error: largest relative difference between closed form and brute force; NaN if not compared.
+        share: share of the measures where splitting beats moving.
+        gain: largest splitting/moving of all measures.
+        jump: for ``finite``, the slope of the jump over moving; NaN elsewhere.
+        winners: for ``grid``, the positions in the flattened grid where splitting beats moving.
+    """
+
+    error: float
+    share: float
+    gain: float
+    jump: float
+    winners: list[int]
+
+
+def cases(options: Options) -> list[Case]:
+    """Both kinds of attention at random and on the grid, then the example."""
+    seed, m, radius = options.seed, options.num_measures, options.radius
+    attentions: list[tuple[Kind, float]] = [("dot_product", a) for a in options.eigenvalues]
+    return [
+        Case("random", "dot_product", 0.0, 0.0, 0.0, 0.0, m, seed),
+        Case("random", "l2", 0.0, 0.0, 0.0, 0.0, m, seed),
+        *(
+            Case("grid", kind, parameter, radius, first, mass, options.grid, 0)
+            for kind, parameter in [*attentions, ("l2", 1.0)]
+            for mass in options.first_masses
+            for first in options.first_atoms
+        ),
+        Case("finite", "dot_product", 1.0, 3.0, 2.0, 1 / 3, 3, 0),
+    ]
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """One set of measures; tiny matrices, so always on the CPU."""
+    del device
+    match case.part:
+        case "random":
+            return compare(case)
+        case "grid":
+            return survey(case)
+        case "finite":
+            return jump(case)
+
+
+# --- closed form against brute force -------------------------------------------------------------
+
+
+def compare(case: Case) -> Result:
+    """Random measures: the closed form, and the measure with its atoms duplicated."""
+    generator = torch.Generator().manual_seed(case.seed)
+    error, gain, wins = 0.0, 0.0, 0
+    for index in progress(range(case.count), f"measures {case.kind}"):
+        x, mass, first, second = random_measure(index, generator)
+        if case.kind == "dot_product":
+            found = castin.mass_splitting(x, mass, first, second)
+        else:
+            found = l2_mass_splitting(x, mass, first, second)
+        brute = duplicated_constant(case.kind, x, mass, first, second, shares(index))
+        error = max(error, abs(brute / found.value.item() - 1))
+        ratio = (found.splitting / found.moving).item()
+        gain, wins = max(gain, ratio), wins + (ratio > 1 + TIE)
+    return Result(error, wins / case.count, gain, math.nan, [])
+
+
+def random_measure(index: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Two to four atoms in one to three dimensions, uneven masses, and two square matrices."""
+    numbers = {"generator": generator, "dtype": DTYPE}
+    n, width = 2 + index % 3, 1 + index // 3 % 3
+    x = (0.5 + 2 * torch.rand((), **numbers)) * torch.randn(n, width, **numbers)
+    mass = torch.rand(n, **numbers) + 0.02
+    first, second = torch.randn(2, width, width, **numbers)
+    return x, mass / mass.sum(), first, second
+
+
+def shares(index: int) -> Float[Tensor, "copies"]:
+    """How an atom is cut: into 2 or 3, evenly or not."""
+    cuts = ([0.5, 0.5], [0.3, 0.7], [1 / 3, 1 / 3, 1 / 3], [0.1, 0.3, 0.6])
+    return torch.tensor(cuts[index % 4], dtype=DTYPE)
+
+
+def duplicated_constant(
+    kind: Kind, x: Tensor, mass: Tensor, first: Tensor, second: Tensor, share: Tensor
+) -> float:
+    """‖Df_m‖_m of the measure with every atom cut up, by automatic differentiation and an SVD."""
+    copies = x.repeat_interleave(len(share), 0)
+    weight = (mass[:, None] * share).flatten()
+    form = dot_product_map if kind == "dot_product" else l2_map
+    jacobian = dense_jacobian(form(weight, first, second), copies)
+    root = weight.sqrt().repeat_interleave(x.shape[1])
+    return torch.linalg.matrix_norm(root[:, None] * jacobian / root, 2).item()
+
+
+def dot_product_map(mass: Tensor, a: Tensor, v: Tensor) -> SequenceMap:
+    """f(X)_i = V Σ_j P_ij x_j, P_ij ∝ m_j exp(x_jᵀ A x_i)."""
+    return lambda x: (x @ a.mT @ x.mT + mass.log()).softmax(-1) @ x @ v.mT
+
+
+def l2_map(mass: Tensor, w: Tensor, g: Tensor) -> SequenceMap:
+    """f(X)_i = Gᵀ Σ_j P_ij y_j, y = Wᵀ x, P_ij ∝ m_j exp(−‖y_i − y_j‖²/√d)."""
+
+    def attend(x: Tensor) -> Tensor:
+        y = x @ w
+        square = (y[:, None] - y[None, :]).square().sum(-1)
+        return (mass.log() - square / math.sqrt(w.shape[1])).softmax(-1) @ y @ g
+
+    return attend
+
+
+def l2_mass_splitting(
+    x: Float[Tensor, "*batch atoms width"],
+    mass: Float[Tensor, "atoms"],
+    w: Float[Tensor, "width d_head"],
+    g: Float[Tensor, "d_head width"],
+) -> MassSplitting:
+    """max(‖Df_m(X)‖_m, max_i ‖B_i‖) for one head of tied L2 attention.
+
+    Blocks, with y = Wᵀx, u = Gᵀy, ū and ȳ the means under P_i (columns act on perturbations):
+
+        J_ij = P_ij (WG)ᵀ + δ_ij B_i − (2/√d) P_ij (u_j − ū_i)(y_j − y_i)ᵀ Wᵀ
+
+    Args:
+        x: atoms.
+        mass: their masses, positive.
+        w: W^Q of the head.
+        g: its output map.
+
+    Returns:
+        Both constants and the larger.
+
+    Source:
+        ours; the blocks follow Kim et al. 2021, arXiv 2006.04710.
+    """
+    y = x @ w
+    u = y @ g
+    scale = 2 / math.sqrt(w.shape[1])
+    gap = y.unsqueeze(-3) - y.unsqueeze(-2)  # (i, j): y_j − y_i
+    p = (mass.log() - gap.square().sum(-1) * scale / 2).softmax(-1)
+    u_offset = u.unsqueeze(-3) - (p @ u).unsqueeze(-2)
+    y_offset = y.unsqueeze(-3) - (p @ y).unsqueeze(-2)
+    own = scale * (p.unsqueeze(-1) * u_offset).mT @ y_offset @ w.mT
+    value = (w @ g).mT
+    key = scale * u_offset.unsqueeze(-1) * (gap @ w.mT).unsqueeze(-2)
+    return from_blocks(p[..., None, None] * (value - key), own, mass)
+
+
+def from_blocks(
+    blocks: Float[Tensor, "*batch atoms atoms width width"],
+    own: Float[Tensor, "*batch atoms width width"],
+    mass: Float[Tensor, "atoms"],
+) -> MassSplitting:
+    """Both constants from the shared blocks (i, j) and the query blocks i of the Jacobian."""
+    eye = torch.eye(len(mass), dtype=mass.dtype)[..., None, None]
+    root = (mass[:, None] / mass).sqrt()[..., None, None]
+    whole = root * (blocks + eye * own.unsqueeze(-3))
+    moving = torch.linalg.matrix_norm(whole.transpose(-3, -2).flatten(-4, -3).flatten(-2), 2)
+    splitting = torch.linalg.matrix_norm(own, 2).amax(-1)
+    return MassSplitting(moving, splitting, torch.maximum(moving, splitting))
+
+
+# --- where splitting pays ------------------------------------------------------------------------
+
+
+def survey(case: Case) -> Result:
+    """Every point of the grid: moving against splitting."""
+    parts = [ratios(case, x) for x in grid_measures(case).split(GRID_CHUNK)]
+    ratio = torch.cat(parts)
+    wins = ratio > 1 + TIE
+    return Result(
+        error=math.nan,
+        share=wins.double().mean().item(),
+        gain=ratio.max().item(),
+        jump=math.nan,
+        winners=wins.nonzero().flatten().tolist(),
+    )
+
+
+def grid_measures(case: Case) -> Float[Tensor, "points three one"]:
+    """The first atom, x₂, x₃ for (x₂, x₃) on the square [−R, R]², x₃ running fastest."""
+    line = torch.linspace(-case.radius, case.radius, case.count, dtype=DTYPE)
+    second, third = torch.meshgrid(line, line, indexing="ij")
+    first = torch.full_like(second, case.first)
+    return torch.stack([first, second, third], -1).flatten(0, 1).unsqueeze(-1)
+
+
+def ratios(case: Case, x: Float[Tensor, "points three one"]) -> Float[Tensor, "points"]:
+    """splitting/moving of three atoms."""
+    rest = (1 - case.first_mass) / 2
+    mass = torch.tensor([case.first_mass, rest, rest], dtype=DTYPE)
+    if case.kind == "l2":
+        one = torch.ones(1, 1, dtype=DTYPE)
+        found = l2_mass_splitting(x, mass, one, one)
+    else:
+        found = scalar_mass_splitting(x, mass, case.parameter)
+    return found.splitting / found.moving
+
+
+def scalar_mass_splitting(
+    x: Float[Tensor, "*batch atoms one"], mass: Float[Tensor, "atoms"], a: float
+) -> MassSplitting:
+    """:func:`invformer.bounds.castin.mass_splitting` for D = 1, V = 1, in batches."""
+    p = castin.dot_product_weights(x, torch.full((1, 1), a, dtype=x.dtype), mass=mass)
+    offset = x.mT - p @ x  # (i, j): x_j − m_i
+    own = a * (p * offset.square()).sum(-1)[..., None, None]
+    return from_blocks((p * (1 + a * offset * x))[..., None, None], own, mass)
+
+
+def jump(case: Case) -> Result:
+    """A vanishing mass of an atom that jumps: max |Γ(x′) − Γ(x_i)|/|x′ − x_i|, A = V = 1."""
+    x = torch.tensor([[2.0], [1.0], [-3.0]], dtype=DTYPE)
+    mass, one = torch.full((3,), 1 / 3, dtype=DTYPE), torch.ones(1, 1, dtype=DTYPE)
+    found = castin.mass_splitting(x, mass, one, one)
+    goal = torch.linspace(-case.radius, case.radius, NUM_JUMPS, dtype=DTYPE)[:, None]
+
+    def attend(z: Tensor) -> Tensor:
+        return (z @ x.mT + mass.log()).softmax(-1) @ x
+
+    distance = goal - x.T
+    slope = ((attend(goal) - attend(x).T) / distance).abs()[distance.abs() > TIE].max()
+    gain = (found.splitting / found.moving).item()
+    return Result(math.nan, float(gain > 1 + TIE), gain, (slope / found.moving).item(), [])
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Agreement with brute force, and how often splitting pays."""
+    table = [
+        {
+            "part": case.part,
+            "attention": case.kind,
+            "A": case.parameter if case.part != "random" else math.nan,
+            "R": case.radius if case.part == "grid" else math.nan,
+            "first atom": case.first if case.part == "grid" else math.nan,
+            "its mass": case.first_mass if case.part == "grid" else math.nan,
+            "measures": case.count**2 if case.part == "grid" else case.count,
+            "error to brute force": result.error,
+            "splitting pays in %": 100 * result.share,
+            "splitting/moving, largest": result.gain,
+            "jump/moving": result.jump,
+        }
+        for case, result in rows
+    ]
+    compared = [r.error for c, r in rows if c.part == "random"]
+    error = max(compared, default=math.nan)
+    surveys: dict[str, list[float]] = {}
+    for case, result in rows:
+        if case.part == "grid":
+            name = "L2" if case.kind == "l2" else f"A={case.parameter:g}"
+            surveys.setdefault(name, []).append(100 * result.share)
+    areas = [f"{name} {min(s):.2g} to {max(s):.2g} %" for name, s in surveys.items()]
+    gain = max((r.gain for c, r in rows if c.kind == "dot_product"), default=math.nan)
+    jumps = max((r.jump for c, r in rows if c.part == "finite"), default=math.nan)
+    paper = (
+        "v1 of the paper shows that splitting can beat moving, in well-defined areas for D = 1; "
+        "its numbers and its closed form are not published"
+    )
+    ours = (
+        f"closed form within {error:.0e} of brute force; splitting pays on the grid: "
+        f"{', '.join(areas) or 'not run'}; largest splitting/moving {gain:.3f}"
+    )
+    agrees = error <= AGREEMENT
+    if compared and not agrees:
+        why = "the closed form and brute force disagree, so one of them is wrong"
+        return Summary(table, paper, ours, "not reproduced", why)
+    outcome, why = verdict(rows)
+    why += (
+        f". A finite jump of a vanishing mass gains {jumps:.2f} where splitting gains nothing: "
+        "neither number is the constant for W2"
+    )
+    return Summary(table, paper, ours, outcome, why)
+
+
+def verdict(rows: Rows[Case, Result]) -> tuple[Outcome, str]:
+    """Whether splitting beats moving on the dot product's grids, if there were any."""
+    l2_pays = any(r.share > 0 for c, r in rows if c.kind == "l2")
+    l2_grid = any(c.part == "grid" and c.kind == "l2" for c, _ in rows)
+    where = f"at random{' and on the grid' if l2_grid else ''}"
+    shares = [r.share for c, r in rows if c.part == "grid" and c.kind == "dot_product"]
+    if not shares:
+        return "not in the paper", (
+            "the claim is about dot-product attention on a grid, and none was among the cases; "
+            f"for tied L2 splitting {'beats' if l2_pays else 'never beats'} moving {where}"
+        )
+    pays = max(shares) > 0
+    l2 = "also" if l2_pays else f"never, {where},"
+    return "reproduced" if pays else "not reproduced", (
+        f"splitting {'beats' if pays else 'never beats'} moving for dot-product attention on the "
+        f"grid and {l2} for tied L2; the share depends on the fixed atom, which the paper's figure "
+        "cannot be compared in"
+    )
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """One map per grid, black where splitting beats moving."""
+    surveys = [(c, r) for c, r in rows if c.part == "grid"]
+    columns = max(1, len({(c.first, c.first_mass) for c, _ in surveys}))
+    figure, axes = panels(max(1, -(-len(surveys) // columns)), columns)
+    for one, (case, result) in zip(axes, surveys, strict=False):
+        draw_survey(one, case, result)
+    return figure
+
+
+def draw_survey(axes: "Axes", case: Case, result: Result) -> None:
+    """The plane of the second and the third atom."""
+    won = torch.zeros(case.count**2, dtype=torch.bool)
+    won[result.winners] = True
+    extent = (-case.radius, case.radius, -case.radius, case.radius)
+    picture = won.view(case.count, case.count).T.tolist()
+    axes.imshow(picture, cmap="Greys", vmin=0, vmax=1, origin="lower", extent=extent)
+    name = "tied L2, W = G = 1" if case.kind == "l2" else f"dot product, A = {case.parameter:g}"
+    axes.set(
+        xlabel="atom x₂ (units of X)", ylabel="atom x₃ (units of X)",
+        title=f"{name}; x₁ = {case.first:g} of mass {case.first_mass:.2g}\n"
+        f"black, {100 * result.share:.2g} %: splitting beats moving",
+    )  # fmt: skip
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

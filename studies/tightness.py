@@ -1,0 +1,449 @@
+"""Kim et al. 2021, Fig. 1: how near tied L2 attention comes to its Lipschitz bound, by ascent on X.
+
+‖J_F(X)‖ is maximised over X by Adam from many starts, all in one batch. Every value found is the
+gain of one vector, hence a lower bound on Lip(F), to be held against the theorem's upper bound in
+the same norm. With D = H = 1 and unit weights the worst configuration is known in closed form.
+
+In entry_max and token_max a norm of J is the norm of one of its rows, so only the row that is
+largest at present is differentiated, at a cost linear in N; which one that is, is looked up every
+``refresh_every`` steps. With D = 1 both norms are the same number.
+
+``scale=paper``: 50 starts (the paper's number), N up to 1000 in more points, more steps.
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from invformer.bounds import contractive, kim
+from invformer.config.schema import MANY
+from invformer.config.section import option
+from invformer.nn.attention import attention_jacobian, paper_output_map, project, unproject
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm
+from studies.study import Rows, Study, StudyOptions, Summary, main, panels, progress
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Figure
+
+SHAPE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
+NUM_DIRECTION_STEPS = 5  # of the power method that finds a row's worst output direction
+CLOSED_FORM_STEPS = 200  # of a ternary search on an interval of length 10: far below rounding
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Maximise the Jacobian's norm over X and compare with the theorem's bound."""
+
+    program: ClassVar[str] = "-m studies.tightness"
+    paper: ClassVar[Mapping[str, Any]] = {
+        "sizes": [100, 150, 200, 300, 400, 500, 600, 700, 800, 900, 1000],
+        "frobenius_sizes": [10, 30, 100, 300],
+        "num_starts": 50,
+        "num_steps": 2000,
+    }
+    sizes: list[int] = option(
+        [100, 200, 400, 1000], "N in entry_max, D = H = 1, tokens", within="[2, 1e5]"
+    )
+    frobenius_sizes: list[int] = option(
+        [10, 30, 100], "N in frobenius, D = H = 1, tokens", within="[2, 1e4]"
+    )
+    shapes: list[str] = option(
+        ["2x1", "2x2", "4x2", "8x4"], "DxH with unit weights, in all three norms; [] for none"
+    )
+    shape_tokens: int = option(50, "N for these shapes, tokens", within="[2, 1e4]")
+    num_starts: int = option(20, "starts of the ascent, the best counts", within="[1, 1e5]")
+    num_steps: int = option(600, "Adam steps", within=MANY)
+    lr: float = option(0.1, "learning rate of Adam on X", within="(0, 10]")
+    spread: float = option(
+        10.0, "starts are uniform on [-s, s], s uniform up to this", within="(0, 1e6]"
+    )
+    refresh_every: int = option(40, "steps between two looks for the largest row", within=MANY)
+
+    def check(self) -> None:
+        """Shapes read DxH, and heads divide the width."""
+        for shape in self.shapes:
+            match = SHAPE.fullmatch(shape)
+            if match is None or int(match[1]) % int(match[2]):
+                self.refuse("shapes", f"{shape!r} is not DxH, such as 4x2, with H a divisor of D")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One maximisation; the weights are W^Q_h = W^V_h = columns of I, W^O = I."""
+
+    norm: Norm
+    num_tokens: int
+    d_model: int
+    num_heads: int
+    num_starts: int
+    num_steps: int
+    lr: float
+    spread: float
+    refresh_every: int
+    seed: int
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether D = H = 1, the paper's setting."""
+        return self.d_model == 1
+
+
+@dataclass(frozen=True)
+class Result:
+    """Both sides of Lip(F), in the norm of the case.
+
+    Attributes:
+        lower: the largest norm of J_F(X) that any start reached.
+        median: the median over the starts.
+        upper: the theorem's bound: Kim et al. 2021 in entry_max and frobenius, ours in token_max.
+        closed_form: what the worst configuration for D = H = 1 attains; NaN elsewhere.
+    """
+
+    lower: float
+    median: float
+    upper: float
+    closed_form: float
+
+
+def cases(options: Options) -> list[Case]:
+    """The paper's curve, the other norm at D = H = 1, and the other shapes in every norm."""
+    norms: tuple[Norm, ...] = ("entry_max", "token_max", "frobenius")
+    settings: list[tuple[Norm, int, int, int]] = [
+        *(("entry_max", n, 1, 1) for n in options.sizes),
+        *(("frobenius", n, 1, 1) for n in options.frobenius_sizes),
+    ]
+    for shape, norm in itertools.product(options.shapes, norms):
+        d_model, num_heads = map(int, shape.split("x"))
+        settings.append((norm, options.shape_tokens, d_model, num_heads))
+    return [
+        Case(
+            *setting, num_starts=options.num_starts, num_steps=options.num_steps, lr=options.lr,
+            spread=options.spread, refresh_every=options.refresh_every, seed=options.seed,
+        )
+        for setting in settings
+    ]  # fmt: skip
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Ascend from every start and evaluate the bounds."""
+    w_q, w_v, w_o = unit_weights(case.d_model, case.num_heads)
+    g = paper_output_map(w_q, w_v, w_o)
+    reached = ascend(case, starts(case).to(device), w_q.to(device), g.to(device))
+    n = case.num_tokens
+    match case.norm:
+        case "entry_max":
+            upper = kim.entry_max_bound(w_q, w_v, w_o.flatten(0, 1), n)
+        case "token_max":
+            upper = contractive.token_max_bound(w_q, g, n)
+        case "frobenius":
+            upper = kim.frobenius_bound(w_q, w_v, w_o.flatten(0, 1), n, n)
+    has_closed_form = case.is_scalar and case.norm != "frobenius"
+    closed_form = worst_row_sum(n) if has_closed_form else math.nan
+    return Result(reached.max().item(), reached.median().item(), upper, closed_form)
+
+
+def unit_weights(d_model: int, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """W^Q = W^V (H, D, d) and W^O (H, d, D): every head reads and writes its own channels."""
+    blocks = torch.eye(d_model, dtype=torch.float64).unflatten(0, (num_heads, -1))
+    return blocks.mT, blocks.mT, blocks
+
+
+def starts(case: Case) -> Float[Tensor, "starts tokens width"]:
+    """X ~ U[−s, s] with s ~ U[0, spread], one s per start, as in the paper."""
+    generator = torch.Generator().manual_seed(case.seed)
+    uniform = {"generator": generator, "dtype": torch.float64}
+    s = case.spread * torch.rand(case.num_starts, 1, 1, **uniform)
+    x = torch.rand(case.num_starts, case.num_tokens, case.d_model, **uniform)
+    return s * (2 * x - 1)
+
+
+def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "starts"]:
+    """The largest ‖J_F(X)‖ met on the way up from every start."""
+    x = x.clone().requires_grad_()
+    optimiser = torch.optim.Adam([x], lr=case.lr, maximize=True)
+    best = x.new_zeros(case.num_starts)
+    gain: Gain = RowGain(case.norm, w_q, g, case.refresh_every)
+    if case.norm == "frobenius":
+        gain = FrobeniusGain(w_q, g)
+    for _ in progress(range(case.num_steps), f"ascent {case.norm} N={case.num_tokens}"):
+        gain.look(x.detach())
+        reached = gain(x)
+        best = torch.maximum(best, reached.detach())
+        optimiser.zero_grad()
+        reached.sum().backward()
+        optimiser.step()
+    return best
+
+
+class Gain:
+    """‖Jᵀu‖ in the dual norm for a u of dual norm one: at most ‖J‖, and equal for the best u."""
+
+    def look(self, x: Float[Tensor, "starts tokens width"]) -> None:
+        """Find a better u for the present X."""
+        raise NotImplementedError
+
+    def __call__(self, x: Float[Tensor, "starts tokens width"]) -> Float[Tensor, "starts"]:
+        """The gain at X, differentiable in X with u held fixed."""
+        raise NotImplementedError
+
+
+class RowGain(Gain):
+    """entry_max and token_max: u sits at one token, so ‖Jᵀu‖ takes one row of J.
+
+    Args:
+        norm: ``entry_max`` (u is a unit vector of one channel) or ``token_max`` (any direction).
+        w_q: W^Q, one matrix per head.
+        g: output maps G_h.
+        refresh_every: X moves so many steps under the same u.
+    """
+
+    def __init__(self, norm: Norm, w_q: Tensor, g: Tensor, refresh_every: int) -> None:
+        self.norm: Norm = norm
+        self.w_q = w_q
+        self.g = g
+        self.refresh_every = refresh_every
+        self.num_steps = 0
+
+    def look(self, x: Tensor) -> None:
+        """Every ``refresh_every`` steps: the token and the direction that J is largest for."""
+        if self.num_steps % self.refresh_every == 0:
+            found = [largest_row(sample, self.w_q, self.g, self.norm) for sample in x]
+            self.token = torch.tensor([token for token, _ in found], device=x.device)
+            self.direction = torch.stack([direction for _, direction in found])
+        self.num_steps += 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Σ_j ‖w_j‖_dual with w = Jᵀu."""
+        w = row_sensitivity(x, self.token, self.direction, self.w_q, self.g)
+        return dual_norm(w, self.norm)
+
+
+class FrobeniusGain(Gain):
+    """frobenius: u is the leading left singular vector, followed by power iteration on J Jᵀ.
+
+    Args:
+        w_q: W^Q, one matrix per head.
+        g: output maps G_h.
+    """
+
+    def __init__(self, w_q: Tensor, g: Tensor) -> None:
+        self.w_q = w_q
+        self.g = g
+        self.u: Tensor | None = None
+
+    def look(self, x: Tensor) -> None:
+        """One step u ← J Jᵀu, more at the first X."""
+        steps = 1
+        u = self.u
+        if u is None:
+            generator = torch.Generator().manual_seed(0)
+            u = torch.randn(x.shape[1:], generator=generator, dtype=x.dtype).to(x).expand_as(x)
+            steps = NUM_DIRECTION_STEPS
+        jacobian = jacobian_at(x, self.w_q, self.g)
+        for _ in range(steps):
+            u = jacobian.jvp(jacobian.vjp(u))
+            u = u / torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)
+        self.u = u
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """‖Jᵀu‖_F."""
+        assert self.u is not None
+        w = jacobian_at(x, self.w_q, self.g).vjp(self.u)
+        return torch.linalg.vector_norm(w, dim=(-2, -1))
+
+
+def jacobian_at(x: Float[Tensor, "starts tokens width"], w_q: Tensor, g: Tensor) -> LinearMap:
+    """∂F/∂X without a mask."""
+    return attention_jacobian(x, w_q, g, x.new_zeros(1, x.shape[-2], x.shape[-2]))
+
+
+def row_sensitivity(
+    x: Float[Tensor, "#starts tokens width"],
+    token: Int[Tensor, "starts"],
+    direction: Float[Tensor, "starts width"],
+    w_q: Float[Tensor, "heads width d_head"],
+    g: Float[Tensor, "heads d_head width"],
+) -> Float[Tensor, "starts tokens width"]:
+    """w = ∇_X ⟨a, F(X)_i⟩, one row of J per start, at a cost linear in N.
+
+    With b = G_h a, t_j = P_ij ⟨b, q_j − Y_i⟩ per head:
+
+        w_j = [P_ij b + (2/√d) t_j (q_i − q_j) + δ_ij (2/√d) Σ_k t_k (q_k − q_i)] W^Q_hᵀ
+
+    Args:
+        x: X, one for all starts or one each.
+        token: i.
+        direction: a.
+        w_q: W^Q, one matrix per head.
+        g: output maps G_h.
+    """
+    q = project(x, w_q)
+    at = token[:, None, None, None]
+    gap = q - q.take_along_dim(at, dim=-2)  # q_j − q_i: distances are not computed by expansion
+    scale = 1 / math.sqrt(q.shape[-1])
+    p = (-scale * gap.square().sum(-1, keepdim=True)).softmax(-2)
+    b = torch.einsum("hde,se->shd", g, direction)[:, :, None]
+    t = p * ((gap - (p * gap).sum(-2, keepdim=True)) * b).sum(-1, keepdim=True)
+    own = torch.zeros_like(gap).scatter(-2, at.expand_as(b), (t * gap).sum(-2, keepdim=True))
+    return unproject(p * b + 2 * scale * (own - t * gap), w_q)
+
+
+def largest_row(
+    x: Float[Tensor, "tokens width"], w_q: Tensor, g: Tensor, norm: Norm
+) -> tuple[int, Float[Tensor, "width"]]:
+    """The token i and the direction a for which Σ_j ‖(Jᵀ(e_i ⊗ a))_j‖_dual is largest.
+
+    Exact in entry_max; in token_max the direction comes from a few steps of Boyd's method per row.
+    """
+    tokens = torch.arange(len(x), device=x.device)
+    axes = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    blocks = torch.stack(
+        [row_sensitivity(x[None], tokens, a.expand_as(x), w_q, g) for a in axes], dim=1
+    )  # (row, output channel, token, input channel)
+    if norm == "entry_max":
+        sums = dual_norm(blocks, norm)
+        row, channel = divmod(int(sums.argmax()), len(axes))
+        return row, axes[channel]
+    a = x.new_ones(x.shape) / math.sqrt(x.shape[-1])
+    for _ in range(NUM_DIRECTION_STEPS):
+        w = torch.einsum("rcje,rc->rje", blocks, a)
+        o = torch.einsum("rcje,rje->rc", blocks, torch.nn.functional.normalize(w, dim=-1))
+        a = torch.nn.functional.normalize(o, dim=-1)
+    row = int(dual_norm(torch.einsum("rcje,rc->rje", blocks, a), norm).argmax())
+    return row, a[row]
+
+
+def dual_norm(w: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
+    """Σ |w_jk| for ``entry_max``, Σ_j ‖w_j‖₂ for ``token_max``: the norm of w as a functional."""
+    return torch.linalg.vector_norm(w, ord=1 if norm == "entry_max" else 2, dim=-1).sum(-1)
+
+
+def worst_row_sum(num_tokens: int) -> float:
+    """max_a of the row sum at one token 0, half of the others at +a and half at −a (D = H = 1).
+
+    1 − 2p + 4pz with z = a², p = (N − 1)e^{−z}/(1 + (N − 1)e^{−z}); at z = u + 1, u = g(N − 1),
+    it is 4u + 1 − 2u/(u + 1), within 2 of the bound 4u + 1 (ours; exact for odd N).
+    """
+
+    def row_sum(z: float) -> float:
+        others = (num_tokens - 1) * math.exp(-z)
+        p = others / (1 + others)
+        return 1 - 2 * p + 4 * p * z
+
+    low, high = 0.5, 0.5 + math.log(num_tokens) + 10  # concave in between: ternary search
+    for _ in range(CLOSED_FORM_STEPS):
+        third = (high - low) / 3
+        if row_sum(low + third) < row_sum(high - third):
+            low += third
+        else:
+            high -= third
+    return row_sum(low)
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """The paper's curve first, then what its reviewers asked for."""
+    table = [
+        {
+            "norm": case.norm,
+            "D": case.d_model,
+            "H": case.num_heads,
+            "N": case.num_tokens,
+            "lower (ours)": result.lower,
+            "median of starts": result.median,
+            "closed form": result.closed_form,
+            "upper (theorem)": result.upper,
+            "lower/upper": result.lower / result.upper,
+        }
+        for case, result in rows
+    ]
+    curve = [(c, r) for c, r in rows if c.is_scalar and c.norm == "entry_max"]
+    violated = [case for case, result in rows if result.lower > result.upper]
+    lowers = ", ".join(f"{r.lower:.3f} (N={c.num_tokens})" for c, r in curve) or "not run"
+    uppers = ", ".join(f"{r.upper:.3f}" for _, r in curve) or "not run"
+    paper = (
+        "a figure without numbers: lower bound log N-like with the upper bound's slope; the "
+        f"theorem's upper bound is {uppers}"
+    )
+    if violated:
+        why = f"the bound is exceeded in {len(violated)} cases, so it or the code is wrong"
+        return Summary(table, paper, lowers, "not reproduced", why)
+    if not curve:
+        why = "the paper's setting (entry_max, D = H = 1) was not among the cases"
+        return Summary(table, paper, lowers, "not in the paper", why)
+    missed = max(1 - r.lower / r.closed_form for _, r in curve)
+    gap = max(r.upper - r.lower for _, r in curve)
+    near = missed < 0.01
+    reached = "is within" if near else "stays below the closed form by up to"
+    why = (
+        f"the ascent {reached} {100 * missed:.2f} %{' of the closed form' if near else ''} and at "
+        f"most {gap:.2f} below the bound, which it never exceeds, at every N"
+    )
+    if near and len(curve) > 1:
+        why += ": the factor 4 is exact as N grows"
+    if shares := shares_reached(rows):
+        why += (
+            f". Share of the bound reached elsewhere: {shares}; a small share says that the bound "
+            "is loose or the ascent weak, not which"
+        )
+    return Summary(table, paper, lowers, "reproduced" if near else "partly reproduced", why)
+
+
+def shares_reached(rows: Rows[Case, Result]) -> str:
+    """The range of lower/upper in every norm, outside the paper's curve."""
+    shares: dict[str, list[float]] = {}
+    for case, result in rows:
+        if not (case.is_scalar and case.norm == "entry_max"):
+            shares.setdefault(case.norm, []).append(result.lower / result.upper)
+    ranges = [f"{norm} {min(s):.2f} to {max(s):.2f}" for norm, s in shares.items()]
+    return ", ".join(ranges)
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Both sides of the constant against N; beside it, what share of the bound was reached."""
+    figure, (curves, shares) = panels(1, 2)
+    curve = sorted((c.num_tokens, r) for c, r in rows if c.is_scalar and c.norm == "entry_max")
+    n = [num_tokens for num_tokens, _ in curve]
+    lines: list[tuple[str, str, Callable[[Result], float]]] = [
+        ("k-", "upper: 4 g(N−1) + 1 (Kim et al., Theorem 3.2)", lambda r: r.upper),
+        ("k:", "closed form of the worst configuration", lambda r: r.closed_form),
+        ("ko", "lower: best start (ours)", lambda r: r.lower),
+        ("k_", "lower: median start (ours)", lambda r: r.median),
+    ]
+    for style, label, value in lines:
+        curves.plot(n, [value(r) for _, r in curve], style, label=label)
+    curves.set(
+        xlabel="tokens N", ylabel="Lipschitz constant, entry_max (no unit)", xscale="log",
+        title="D = H = 1, unit weights",
+    )  # fmt: skip
+    curves.legend(fontsize="small")
+    settings = sorted({(c.d_model, c.num_heads, c.num_tokens) for c, _ in rows})
+    for norm, marker in (("entry_max", "o"), ("token_max", "s"), ("frobenius", "^")):
+        points = [
+            (settings.index((c.d_model, c.num_heads, c.num_tokens)), r.lower / r.upper)
+            for c, r in rows
+            if c.norm == norm
+        ]
+        places, reached = zip(*points, strict=True) if points else ((), ())
+        shares.plot(places, reached, marker, color="k", fillstyle="none", label=norm)
+    names = [f"D={d} H={h} N={n}" for d, h, n in settings]
+    shares.set_xticks(range(len(names)), names, rotation=45, ha="right")
+    shares.set(ylabel="lower / upper, best start (no unit)", ylim=(0, 1), title="unit weights")
+    shares.legend()
+    return figure
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

@@ -1,0 +1,312 @@
+"""The token_max, frobenius, causal and anchored certificates: Jacobians, witnesses, ascent."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from invformer.bounds.contractive import (
+    anchored_causal_bound,
+    anchored_token_max_bound,
+    causal_bound,
+    causal_gain_bounds,
+    frobenius_bound,
+    token_max_bound,
+)
+from invformer.bounds.kim import frobenius_composite_bound, mean_gap_bounds
+from invformer.numerics.norms import vector_norm
+from invformer.numerics.spectral_norm import spectral_norm_bound
+from tests.problems import (
+    AttentionProblem,
+    anchored_attention,
+    attention_problems,
+    best_two_sided_gap,
+    diagonal_norm,
+    jacobian,
+    matrix_with,
+    norm_from_below,
+    plain_bias,
+    random_problem,
+    two_headed_problem,
+    two_sided_gain,
+    two_sided_problem,
+)
+
+
+def check_tied(problem: AttentionProblem) -> None:
+    jac = problem.jacobian()
+    w_q, g, log_mass = problem.w_q, problem.g, problem.log_mass()
+    assert norm_from_below(jac, "token_max") <= token_max_bound(w_q, g, log_mass)
+    assert diagonal_norm(jac) <= causal_bound(w_q, g, log_mass)
+    assert norm_from_below(jac, "frobenius") <= frobenius_bound(w_q, g, problem.log_mass_per_row())
+
+
+def check_anchored(problem: AttentionProblem) -> None:
+    w_k, w_v = torch.randn_like(problem.w_q), torch.randn_like(problem.w_q)
+    w_q, g, log_mass = problem.w_q, problem.g, problem.log_mass()
+    jac = jacobian(lambda x: anchored_attention(x, w_q, w_k, w_v, g, problem.bias), problem.x)
+    assert norm_from_below(jac, "token_max") <= anchored_token_max_bound(w_q, w_k, w_v, g, log_mass)
+    assert diagonal_norm(jac) <= anchored_causal_bound(w_q, w_v, g, log_mass)
+
+
+@given(attention_problems)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> None:
+    check_tied(problem)
+
+
+@given(attention_problems)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_no_dense_jacobian_of_anchored_attention_exceeds_its_certificate(
+    problem: AttentionProblem,
+) -> None:
+    check_anchored(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@given(attention_problems)
+@settings(max_examples=10_000, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_certificate_in_ten_thousand_cases(
+    problem: AttentionProblem,
+) -> None:
+    check_tied(problem)
+    check_anchored(problem)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_pair_of_inputs_is_spread_further_than_the_bound(seed: int) -> None:
+    problem = random_problem(seed, 2, 2, 6, causal=True, bias_scale=1.0)
+    other = problem.x + 10.0 ** -(seed % 4) * torch.randn_like(problem.x)
+    change = problem.map(other) - problem.map(problem.x)
+    for norm, bound in (
+        ("token_max", token_max_bound(problem.w_q, problem.g, problem.log_mass())),
+        ("frobenius", frobenius_bound(problem.w_q, problem.g, problem.log_mass_per_row())),
+    ):
+        assert vector_norm(change, norm) <= bound * vector_norm(other - problem.x, norm)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "d_head", "bias"), [(1, 1, 0.0), (1, 4, 0.0), (4, 3, 0.0), (2, 2, 2.0)]
+)
+def test_a_witness_reaches_85_percent_of_the_token_max_certificate(
+    num_heads: int, d_head: int, bias: float
+) -> None:
+    """One head excited: gain 4g + 1 − 2g/(1 + g) at s = 1 + g, a little more at the best s."""
+    n = 254 * math.exp(bias)
+    problem = two_sided_problem(255, best_two_sided_gap(n), num_heads, d_head, bias=bias)
+    bound = token_max_bound(problem.w_q, problem.g, problem.log_mass())
+    attained = norm_from_below(problem.last_row(), "token_max")
+    assert 0.85 * bound <= attained <= bound
+    norms = torch.linalg.matrix_norm(problem.w_q[0], 2) * torch.linalg.matrix_norm(problem.g[0], 2)
+    assert attained / norms.item() == pytest.approx(two_sided_gain(n, best_two_sided_gap(n)))
+
+
+def test_the_witness_gain_is_the_closed_form() -> None:
+    (g,) = mean_gap_bounds(255, 1)
+    problem = two_sided_problem(255, 1 + g)
+    attained = norm_from_below(problem.last_row(), "token_max")
+    unit = (problem.w_q.abs() * problem.g.abs()).item()
+    assert attained / unit == pytest.approx(4 * g + 1 - 2 * g / (1 + g), rel=1e-9)
+
+
+@pytest.mark.parametrize(("num_heads", "d_head", "bias"), [(1, 1, 0.0), (3, 4, 0.0), (2, 2, 2.0)])
+def test_a_witness_attains_the_causal_certificate(num_heads: int, d_head: int, bias: float) -> None:
+    """All logit gaps at 3/2 + W₀(n e^{−3/2}), the other tokens symmetric: equality."""
+    log_mass = torch.tensor([math.log(64) + bias])
+    (kappa,) = causal_gain_bounds(log_mass, 1)
+    problem = two_sided_problem(65, 1 + kappa / 2, num_heads, d_head, bias=bias)
+    block = problem.last_row()[0, :, -1]
+    attained = torch.linalg.matrix_norm(block, 2).item()
+    bound = causal_bound(problem.w_q, problem.g, problem.log_mass())
+    assert (1 - 1e-8) * bound <= attained <= bound
+
+
+def test_the_causal_certificate_is_no_global_constant() -> None:
+    problem = two_sided_problem(255, best_two_sided_gap(254))
+    attained = norm_from_below(problem.last_row(), "token_max")
+    assert attained > 1.8 * causal_bound(problem.w_q, problem.g, 255)
+
+
+def test_two_heads_that_look_at_different_tokens_need_the_root_of_their_number() -> None:
+    problem, gain = two_headed_problem(200)
+    bound = token_max_bound(problem.w_q, problem.g, problem.log_mass_per_row()[:, -1])
+    attained = norm_from_below(problem.last_row(), "token_max")
+    assert attained == pytest.approx(gain)
+    assert bound / math.sqrt(2) < attained <= bound
+
+
+def test_when_every_row_attends_to_one_token_frobenius_grows_like_root_n() -> None:
+    """X = 0 and the first token preferred tenfold: J is P, of norm about √N; K is κ √N."""
+    num_tokens, weight = 50, 10.0
+    bias = torch.full((1, num_tokens, num_tokens), -math.inf)
+    bias[0, :, 0] = math.log(weight)
+    bias[0].fill_diagonal_(0)
+    one = torch.ones(1, 1, 1)
+    problem = AttentionProblem(torch.zeros(num_tokens, 1), one, one, bias)
+    attained = norm_from_below(problem.jacobian(), "frobenius")
+    bound = frobenius_bound(one, one, problem.log_mass_per_row())
+    assert attained > math.sqrt(num_tokens) * weight / (1 + weight)
+    assert attained <= bound
+    assert bound < 7 * attained
+
+
+def test_the_normalised_layer_meets_its_target() -> None:
+    """G_h = c Ĝ_h/(√H κ_h σ_h) with ‖Ĝ‖₂ = 1 is certified at c, up to the excess of two norms."""
+    num_heads, d_head, c = 4, 8, 0.7
+    w_q = torch.randn(num_heads, 32, d_head)
+    unit = matrix_with(torch.ones(32), 32, 32).unflatten(0, (num_heads, d_head))
+    gain = 4 * mean_gap_bounds(64, 1)[0] + 1
+    sigma = torch.linalg.matrix_norm(w_q, 2)
+    g = c * unit / (math.sqrt(num_heads) * gain * sigma[:, None, None])
+    assert c <= token_max_bound(w_q, g, 64) <= c * (1 + 1e-5)
+
+
+def test_the_composition_never_loses_to_stacking_or_to_summing() -> None:
+    for seed in range(10):
+        torch.manual_seed(seed)
+        w_q = torch.randn(3, 6, 2) * torch.tensor([1.0, 10.0, 0.1])[:, None, None]
+        g = torch.randn(3, 2, 6) * torch.tensor([1.0, 0.01, 3.0])[:, None, None]
+        sigma, out = torch.linalg.matrix_norm(w_q, 2), torch.linalg.matrix_norm(g, 2)
+        kappa = 4 * mean_gap_bounds(9, 1)[0] + 1
+        stacked = math.sqrt(3) * torch.linalg.matrix_norm(
+            (kappa * sigma[:, None, None] * g).flatten(0, 1), 2
+        )
+        summed = (kappa * sigma * out).sum()
+        assert token_max_bound(w_q, g, 9) <= min(stacked, summed).item() * (1 + 1e-2)
+        assert token_max_bound(w_q, g, 9) <= summed.item() * (1 + 1e-12)
+
+
+def test_the_frobenius_bound_is_below_the_forms_it_replaces() -> None:
+    """Below √(Σ_i max_h …) with normalised heads, and below the composite form with √N."""
+    for seed in range(10):
+        problem = random_problem(seed, 3, 4, 20, causal=True, bias_scale=1.0)
+        rows = problem.log_mass_per_row()
+        kappa = torch.tensor([mean_gap_bounds(row, 3) for row in rows.unbind(-1)]).T * 4 + 1
+        sigma = torch.linalg.matrix_norm(problem.w_q, 2)
+        unit = (kappa.amax(-1) * sigma)[:, None, None] * problem.g
+        side_by_side = torch.cat((problem.w_q / sigma[:, None, None]).unbind(), -1)
+        replaced = (
+            torch.linalg.matrix_norm(unit.flatten(0, 1), 2)
+            * torch.linalg.matrix_norm(side_by_side, 2)
+            * (kappa / kappa.amax(-1, keepdim=True)).amax(0).square().sum().sqrt()
+        )
+        bound = frobenius_bound(problem.w_q, problem.g, rows)
+        assert bound <= replaced.item() * (1 + 1e-2)
+        assert bound <= frobenius_composite_bound(problem.w_q, problem.g, problem.log_mass(), 20)
+
+
+def test_heads_that_write_nothing_cost_nothing() -> None:
+    w_q, g = torch.randn(4, 8, 2), torch.randn(4, 2, 8)
+    g[1:] = 0
+    for bound in (token_max_bound, causal_bound):
+        assert bound(w_q, g, 10) == pytest.approx(bound(w_q[:1], g[:1], 10), rel=1e-6)
+    assert token_max_bound(w_q, 0 * g, 10) == pytest.approx(0, abs=1e-300)
+
+
+def test_shared_masses_may_be_given_once() -> None:
+    problem = random_problem(0, 3, 2, 6, causal=True)
+    rows = problem.log_mass_per_row()
+    for bound, mass in ((token_max_bound, rows[:, -1]), (frobenius_bound, rows)):
+        assert bound(problem.w_q, problem.g, mass[:1]) == bound(problem.w_q, problem.g, mass)
+
+
+def test_a_longer_row_never_lowers_a_certificate() -> None:
+    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    for bound in (token_max_bound, causal_bound):
+        values = [bound(w_q, g, n) for n in (1, 2, 3, 10, 1000)]
+        assert values == sorted(values)
+
+
+@pytest.mark.parametrize("where", ["w_q", "g", "bias"])
+def test_what_is_not_finite_gets_an_infinite_bound(where: str) -> None:
+    w_q, g, rows = torch.randn(2, 4, 2), torch.randn(2, 2, 4), torch.zeros(2, 5)
+    {"w_q": w_q, "g": g, "bias": rows}[where].view(-1)[4] = math.nan
+    assert token_max_bound(w_q, g, rows[:, -1]) == math.inf
+    assert causal_bound(w_q, g, rows[:, -1]) == math.inf
+    assert frobenius_bound(w_q, g, rows) == math.inf
+    assert anchored_token_max_bound(w_q, w_q, w_q, g, rows[:, -1]) == math.inf
+    assert anchored_causal_bound(w_q, w_q, g, rows[:, -1]) == math.inf
+
+
+@pytest.mark.wrong_shapes
+def test_masses_that_do_not_fit_the_heads_are_refused() -> None:
+    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    with pytest.raises(ValueError, match="one or 2"):
+        token_max_bound(w_q, g, torch.zeros(3))
+    with pytest.raises(ValueError, match="one or 2"):
+        frobenius_bound(w_q, g, torch.zeros(3, 7))
+    with pytest.raises(ValueError, match="float64"):
+        causal_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
+
+
+def test_a_head_that_attends_by_position_alone_has_gain_one_when_anchored() -> None:
+    w_q = torch.zeros(1, 4, 4)
+    eye = torch.eye(4)[None]
+    assert anchored_token_max_bound(w_q, w_q, eye, eye, 100) == pytest.approx(1)
+
+
+def test_the_anchor_survives_untied_keys_where_tied_attention_would_not() -> None:
+    """The blow-up of untied attention (N = 3, D = 1, W^K = W^Q/2) stays bounded with the anchor."""
+    one = torch.ones(1, 1, 1)
+    bound = anchored_token_max_bound(one, one / 2, one, one, 3)
+    for c in (1.0, 10.0, 100.0, 1000.0):
+        x = torch.tensor([[10 * c], [21 * c], [19 * c]])
+        jac = jacobian(
+            lambda x: anchored_attention(x, one, one / 2, one, one, plain_bias(1, 3, False)), x
+        )
+        assert norm_from_below(jac, "token_max") <= bound
+
+
+def ascend(gain: Callable[[Tensor], Tensor], x: Tensor, num_steps: int = 300) -> float:
+    """The largest gain that Adam on the tokens finds from x."""
+    x = x.clone().requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.05)
+    best = 0.0
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        value = gain(x)
+        (-value.log()).backward()
+        best = max(best, value.item())
+        optimizer.step()
+    return best
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(6))
+def test_ascending_the_jacobian_norm_stops_below_the_certificates(seed: int) -> None:
+    num_heads, d_head = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (1, 2)][seed]
+    problem = random_problem(seed, num_heads, d_head, 7, causal=True, bias_scale=1.0)
+    w_k, w_v = torch.randn_like(problem.w_q), torch.randn_like(problem.w_q)
+
+    def blockwise(jac: Tensor) -> Tensor:
+        return torch.linalg.matrix_norm(jac.movedim(1, 2)[-1], 2).sum()
+
+    def tied(x: Tensor) -> Tensor:
+        return blockwise(jacobian(problem.map, x))
+
+    def anchored(x: Tensor) -> Tensor:
+        return blockwise(
+            jacobian(
+                lambda x: anchored_attention(x, problem.w_q, w_k, w_v, problem.g, problem.bias), x
+            )
+        )
+
+    sigma, out = spectral_norm_bound(problem.w_q), spectral_norm_bound(problem.g)
+    mass = problem.log_mass()
+    summed = sum(
+        (4 * u + 1) * s * o
+        for u, s, o in zip(mean_gap_bounds(mass, num_heads), sigma, out, strict=True)
+    )
+    assert 0.3 * summed < ascend(tied, problem.x) <= summed
+    heads = [
+        anchored_token_max_bound(
+            *(w[h : h + 1] for w in (problem.w_q, w_k, w_v, problem.g)), m[None]
+        )
+        for h, m in enumerate(mass)
+    ]
+    assert ascend(anchored, problem.x) <= sum(heads)

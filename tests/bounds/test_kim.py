@@ -1,0 +1,166 @@
+"""Kim et al. 2021, Theorem 3.2, against dense Jacobians of the printed formula."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from invformer.bounds.kim import (
+    entry_max_bound,
+    entry_max_composite_bound,
+    frobenius_bound,
+    frobenius_composite_bound,
+    mean_gap_bounds,
+)
+from tests.problems import (
+    AttentionProblem,
+    attention_problems,
+    best_two_sided_gap,
+    jacobian,
+    l2_attention,
+    l2_attention_row,
+    norm_from_below,
+    paper_attention,
+    plain_bias,
+    two_sided_gain,
+)
+
+
+def paper_weights(problem: AttentionProblem) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """W^Q, W^V, W^O of the problem's sizes, and the G_h they amount to."""
+    w_q = problem.w_q
+    num_heads, width, d_head = w_q.shape
+    w_v = torch.randn(num_heads, width, d_head)
+    w_o = torch.randn(width, width)
+    g = w_q.mT @ w_v @ w_o.unflatten(0, (num_heads, d_head)) / math.sqrt(d_head)
+    return w_q, w_v, w_o, g
+
+
+def test_the_folded_output_map_is_the_printed_formula() -> None:
+    w_q, w_v, w_o = torch.randn(2, 6, 3), torch.randn(2, 6, 3), torch.randn(6, 6)
+    x, bias = torch.randn(5, 6), plain_bias(2, 5, causal=True)
+    g = w_q.mT @ w_v @ w_o.unflatten(0, (2, 3)) / math.sqrt(3)
+    torch.testing.assert_close(
+        l2_attention(x, w_q, g, bias), paper_attention(x, w_q, w_v, w_o, bias)
+    )
+
+
+def check_all_four(problem: AttentionProblem) -> None:
+    w_q, w_v, w_o, g = paper_weights(problem)
+    log_mass, num_tokens = problem.log_mass(), len(problem.x)
+    jac = jacobian(lambda x: l2_attention(x, w_q, g, problem.bias), problem.x)
+    entry_max = norm_from_below(jac, "entry_max")
+    frobenius = norm_from_below(jac, "frobenius")
+    assert entry_max <= entry_max_bound(w_q, w_v, w_o, log_mass)
+    assert entry_max <= entry_max_composite_bound(w_q, g, log_mass)
+    assert frobenius <= frobenius_bound(w_q, w_v, w_o, log_mass, num_tokens)
+    assert frobenius <= frobenius_composite_bound(w_q, g, log_mass, num_tokens)
+
+
+@given(attention_problems)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
+    check_all_four(problem)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@given(attention_problems)
+@settings(max_examples=10_000, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_bound_in_ten_thousand_cases(
+    problem: AttentionProblem,
+) -> None:
+    check_all_four(problem)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "best", "bound"),
+    [(100, 10.095, 11.515), (200, 12.093, 13.588), (400, 14.185, 15.739), (1000, 17.066, 18.682)],
+)
+def test_the_scalar_case_has_its_closed_form_optimum(
+    num_tokens: int, best: float, bound: float
+) -> None:
+    """D = H = 1, unit weights: one token at 0, the others at ±a as evenly as they can be."""
+    one = torch.ones(1, 1, 1)
+    a = math.sqrt(best_two_sided_gap(num_tokens - 1))
+    x = torch.full((num_tokens, 1), a)
+    x[1::2] = -a
+    x[-1] = 0
+    bias = plain_bias(1, num_tokens, causal=True)
+    last = num_tokens - 1
+    row = jacobian(lambda x: l2_attention_row(x, last, one, one, bias)[None], x)
+    assert norm_from_below(row, "entry_max") == pytest.approx(best, abs=1e-3)
+    assert two_sided_gain(last, a**2) == pytest.approx(best, abs=1e-3)
+    assert entry_max_bound(one, one, one[0], num_tokens) == pytest.approx(bound, abs=1e-3)
+    assert entry_max_composite_bound(one, one, num_tokens) == pytest.approx(bound, abs=1e-3)
+
+
+def test_the_exponent_of_the_query_norm_is_four() -> None:
+    """N = 2, D = H = 1, W^Q = 10, X = 0: ‖J‖₂ is 100, and F is quadratic in W^Q."""
+    w_q, one, bias = torch.full((1, 1, 1), 10.0), torch.ones(1, 1, 1), plain_bias(1, 2, False)
+    jac = jacobian(lambda x: paper_attention(x, w_q, one, one[0], bias), torch.zeros(2, 1))
+    assert norm_from_below(jac, "frobenius") == pytest.approx(100)
+    assert frobenius_bound(w_q, one, one[0], 2, num_tokens=2) == pytest.approx(298.9, abs=0.1)
+    for scale in (0.5, 2.0):
+        ratio = frobenius_bound(scale * w_q, one, one[0], 2, 2) / frobenius_bound(
+            w_q, one, one[0], 2, 2
+        )
+        assert ratio == pytest.approx(scale**2)
+
+
+def test_keeping_the_product_of_each_head_together_is_a_large_gain() -> None:
+    """Glorot weights at N = 288, D = 128, H = 4."""
+    num_heads, width, d_head = 4, 128, 32
+    limit = math.sqrt(3 / width)
+    w_q, w_v = limit * (2 * torch.rand(2, num_heads, width, d_head) - 1)
+    w_o = limit * (2 * torch.rand(width, width) - 1)
+    g = w_q.mT @ w_v @ w_o.unflatten(0, (num_heads, d_head)) / math.sqrt(d_head)
+    assert 20 * entry_max_composite_bound(w_q, g, 288) < entry_max_bound(w_q, w_v, w_o, 288)
+    assert frobenius_composite_bound(w_q, g, 288, 288) < frobenius_bound(w_q, w_v, w_o, 288, 288)
+
+
+def test_a_number_of_tokens_is_the_mass_without_a_bias() -> None:
+    log_mass = torch.tensor([math.log(63.0)])
+    (by_number,), (by_mass,) = mean_gap_bounds(64, 1), mean_gap_bounds(log_mass, 1)
+    assert by_number <= by_mass <= by_number * (1 + 1e-8)
+    assert mean_gap_bounds(1, 2) == [0, 0]
+    assert mean_gap_bounds(torch.tensor([-math.inf]), 3) == [0, 0, 0]
+
+
+def test_more_visible_tokens_never_lower_a_bound() -> None:
+    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    bounds = [entry_max_composite_bound(w_q, g, n) for n in (1, 2, 3, 10, 100, 10_000)]
+    assert bounds == sorted(bounds)
+
+
+def test_a_bias_that_is_not_finite_gets_an_infinite_bound() -> None:
+    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    for unknown in (math.nan, math.inf):
+        assert entry_max_composite_bound(w_q, g, torch.tensor([0.0, unknown])) == math.inf
+        assert frobenius_composite_bound(w_q, g, torch.tensor([unknown, 0.0]), 3) == math.inf
+
+
+def test_a_weight_that_is_not_finite_gets_an_infinite_bound() -> None:
+    w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
+    w_q[0, 1, 1] = math.nan
+    assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf
+    assert frobenius_bound(w_q, w_v, w_o, 5, 5) == math.inf
+    assert frobenius_composite_bound(w_q, w_q.mT, 5, 5) == math.inf
+    assert entry_max_composite_bound(w_q, w_q.mT, 5) == math.inf
+
+
+@pytest.mark.wrong_shapes
+def test_misuse_is_refused_in_one_line() -> None:
+    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
+    with pytest.raises(ValueError, match="always sees itself"):
+        entry_max_composite_bound(w_q, g, 0)
+    with pytest.raises(ValueError, match="float64"):
+        entry_max_composite_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
+    with pytest.raises(ValueError, match="one or 2"):
+        entry_max_composite_bound(w_q, g, torch.zeros(3))
+    with pytest.raises(ValueError, match="heads and d_head"):
+        entry_max_composite_bound(w_q, g[:1], 5)
+    with pytest.raises(ValueError, match="heads and d_head"):
+        frobenius_bound(w_q, torch.randn(2, 4, 3), torch.randn(6, 4), 5, 5)

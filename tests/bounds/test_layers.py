@@ -1,0 +1,191 @@
+"""Constants of per-token layers, and the outward rounding all certificates are composed with."""
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import mpmath
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
+from invformer.bounds.layers import (
+    ACTIVATION_SLOPE,
+    dropout_bound,
+    feed_forward_bound,
+    layer_norm_bound,
+    leaky_relu_slope,
+    linear_bound,
+)
+from invformer.numerics.norms import NORMS, Norm
+from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
+from tests.problems import jacobian, matrix_with, norm_from_below
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "tanh": torch.tanh,
+    "elu": F.elu,
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+def gelu(x: mpmath.mpf) -> mpmath.mpf:
+    return x * mpmath.ncdf(x)
+
+
+def gelu_tanh(x: mpmath.mpf) -> mpmath.mpf:
+    inner = mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
+    return x / 2 * (1 + mpmath.tanh(inner))
+
+
+def silu(x: mpmath.mpf) -> mpmath.mpf:
+    return x / (1 + mpmath.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "near"),
+    [("gelu", gelu, 1.4), ("gelu_tanh", gelu_tanh, 1.4), ("silu", silu, 2.4)],
+)
+def test_the_largest_slope_is_rounded_up_in_the_seventh_decimal(
+    name: str, function: Callable[[mpmath.mpf], mpmath.mpf], near: float
+) -> None:
+    with mpmath.workdps(40):
+        peak = mpmath.findroot(lambda x: mpmath.diff(function, x, 2), near)
+        largest = mpmath.diff(function, peak)
+        assert largest <= ACTIVATION_SLOPE[name] <= largest + mpmath.mpf("1e-7")
+
+
+@pytest.mark.parametrize("name", ACTIVATION_SLOPE)
+def test_no_slope_on_a_fine_grid_exceeds_the_constant(name: str) -> None:
+    x = torch.linspace(-12, 12, 100_001, requires_grad=True)
+    (slope,) = torch.autograd.grad(ACTIVATIONS[name](x).sum(), x)
+    assert 0.999 * ACTIVATION_SLOPE[name] < slope.abs().max() <= ACTIVATION_SLOPE[name]
+
+
+@pytest.mark.parametrize("a", [-3.0, -0.5, 0.01, 2.0])
+def test_leaky_relu_has_the_larger_of_its_two_slopes(a: float) -> None:
+    x = torch.tensor([-1.0, 1.0], requires_grad=True)
+    (slope,) = torch.autograd.grad(F.leaky_relu(x, a).sum(), x)
+    assert slope.abs().max() == leaky_relu_slope(a)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("seed", range(5))
+def test_a_feed_forward_is_never_steeper_than_its_bound(norm: Norm, seed: int) -> None:
+    torch.manual_seed(seed)
+    w_in, w_out, b = torch.randn(4, 9), torch.randn(9, 4), torch.randn(9)
+    for name, act in ACTIVATIONS.items():
+        jac = jacobian(lambda x, act=act: act(x @ w_in + b) @ w_out, 2 * torch.randn(3, 4))
+        assert norm_from_below(jac, norm) <= feed_forward_bound(w_in, w_out, name, norm)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_linear_layer_is_exactly_as_steep_as_its_bound(norm: Norm) -> None:
+    weight = torch.randn(5, 5)
+    jac = jacobian(lambda x: x @ weight, torch.randn(2, 5))
+    bound = linear_bound(weight, norm)
+    assert (1 - 1e-5) * bound <= norm_from_below(jac, norm) <= bound
+
+
+def test_an_aligned_relu_attains_the_feed_forward_bound() -> None:
+    rotation = matrix_with(torch.ones(6), 6, 6)
+    jac = jacobian(lambda x: F.relu(x @ rotation + 100) @ rotation.T, torch.zeros(2, 6))
+    for norm in ("token_max", "frobenius"):
+        bound = feed_forward_bound(rotation, rotation.T, "relu", norm)
+        assert (1 - 1e-5) * bound <= norm_from_below(jac, norm) <= bound
+
+
+def test_an_activation_without_a_known_slope_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"no largest slope is known for 'swoosh': choose one of relu"
+    ):
+        feed_forward_bound(torch.eye(2), torch.eye(2), "swoosh", "token_max")
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("eps", [1e-5, 1e-2])
+def test_layer_norm_is_never_steeper_than_its_bound(norm: Norm, eps: float) -> None:
+    for seed in range(40):
+        torch.manual_seed(seed)
+        gamma, width = torch.randn(6), 6
+        x = math.sqrt(eps) * 10 ** (2 * torch.rand(3, 1) - 1) * torch.randn(3, width)
+        jac = jacobian(lambda x, gamma=gamma: F.layer_norm(x, (6,), gamma, eps=eps), x)
+        assert norm_from_below(jac, norm) <= layer_norm_bound(gamma, width, eps, norm)
+
+
+@pytest.mark.parametrize("norm", ["token_max", "frobenius"])
+def test_a_constant_token_attains_the_layer_norm_bound(norm: Norm) -> None:
+    jac = jacobian(lambda x: F.layer_norm(x, (8,), eps=1e-5), torch.ones(1, 8))
+    assert norm_from_below(jac, norm) == pytest.approx(layer_norm_bound(None, 8, 1e-5, norm))
+    assert layer_norm_bound(None, 8, 1e-5, norm) == pytest.approx(316.2277660)
+
+
+def test_a_lone_channel_comes_within_a_third_of_the_entry_max_bound_of_layer_norm() -> None:
+    """x̄ = t e₁ less its mean, var = 2ε: the rank-one term is at its largest."""
+    width, eps = 16, 1e-2
+    x = torch.zeros(1, width)
+    x[0, 0] = math.sqrt(2 * eps * width**2 / (width - 1))
+    jac = jacobian(lambda x: F.layer_norm(x, (width,), eps=eps), x)
+    plain = jacobian(lambda x: F.layer_norm(x, (width,), eps=eps), torch.zeros(1, width))
+    bound = layer_norm_bound(None, width, eps, "entry_max")
+    assert 0.5 * bound < norm_from_below(plain, "entry_max") <= bound
+    assert norm_from_below(jac, "entry_max") <= bound
+
+
+def test_layer_norm_without_eps_has_no_bound() -> None:
+    with pytest.raises(ValueError, match="eps > 0"):
+        layer_norm_bound(None, 8, 0.0, "token_max")
+
+
+def test_dropout_scales_by_at_most_its_constant() -> None:
+    x = torch.ones(1000)
+    for p in (0.1, 0.5, 0.9):
+        assert F.dropout(x, p).max().item() <= dropout_bound(p) <= (1 + 1e-15) / (1 - p)
+    assert dropout_bound(0) == 1
+    for wrong in (1.0, -0.1, math.nan):
+        with pytest.raises(ValueError, match="0 <= p < 1"):
+            dropout_bound(wrong)
+
+
+sizes = st.floats(min_value=0, max_value=1e300, allow_subnormal=True)
+
+
+@given(st.lists(sizes, min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_sums_and_products_are_never_below_the_exact_ones(values: list[float]) -> None:
+    exact = [Fraction(v) for v in values]
+    assert sum_up(*values) == math.inf or Fraction(sum_up(*values)) >= sum(exact)
+    assert product_up(*values) == math.inf or Fraction(product_up(*values)) >= math.prod(exact)
+
+
+@given(sizes, st.floats(min_value=1e-300, max_value=1e300))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_quotients_and_roots_are_never_below_the_exact_ones(a: float, b: float) -> None:
+    quotient, root = quotient_up(a, b), sqrt_up(a)
+    assert quotient == math.inf or Fraction(quotient) * Fraction(b) >= Fraction(a)
+    assert Fraction(root) ** 2 >= Fraction(a)
+
+
+def test_round_up_covers_a_long_chain_of_roundings() -> None:
+    term = 1 / 3
+    total = 0.0
+    for _ in range(1000):
+        total += term
+    assert Fraction(round_up(total, 1000)) >= 1000 * Fraction(term)
+    assert round_up(total, 1000) <= total * (1 + 1e-12)
+
+
+def test_exact_results_stay_exact_and_the_unknown_becomes_infinite() -> None:
+    assert product_up(1, 2.5, 1) == 2.5
+    assert product_up(0.0, 3.0) == sum_up(0, 0.0) == sqrt_up(0.0) == 0
+    assert sum_up(0.5, 0) == 0.5
+    assert quotient_up(1, 0) == product_up(0.0, math.inf) == math.inf
+    for unknown in (round_up, product_up, sum_up, sqrt_up):
+        assert unknown(math.nan) == math.inf

@@ -1,0 +1,392 @@
+"""Local bounds: never below the true constant, close to it, and broken ones are caught."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.bounds import contractive, local
+from invformer.lipschitz.power_iteration import lanczos_estimate, power_iteration_estimate
+from invformer.numerics import l2_attention as core
+from invformer.numerics.lambert_w import phi_inverse
+from invformer.numerics.linear_map import dense_jacobian
+from tests.kernels.attention_cases import (
+    MASKS,
+    OUTPUT_MAPS,
+    AttentionCase,
+    attention_case,
+    logit_bias,
+)
+
+FROBENIUS_BOUNDS = {
+    "fast": local.fast_local_bound,
+    "tight": local.tight_local_bound,
+    "comparison": local.comparison_local_bound,
+}
+
+
+def bank(mask: str, output_map: str, **sizes: int) -> list[AttentionCase]:
+    """From diffuse attention to one-hot, Gaussian and clustered inputs."""
+    return [
+        attention_case(
+            seed, scale=scale, clustered=clustered, mask=mask, output_map=output_map, **sizes
+        )
+        for seed, scale in enumerate((0.3, 1.0, 2.0, 3.0, 5.0))
+        for clustered in (False, True)
+    ]
+
+
+def largest_singular_value(case: AttentionCase) -> float:
+    return float(torch.linalg.matrix_norm(dense_jacobian(case.f, case.x), 2))
+
+
+def token_max_witness(num_tokens: int = 101) -> AttentionCase:
+    """D = 1: a query at 0, half the others at r, half at −r, r² = 1 + g: a gain near 4g + 1."""
+    r = math.sqrt(1 + float(phi_inverse(torch.tensor(num_tokens - 1.0))))
+    x = torch.zeros(num_tokens, 1)
+    x[0 : num_tokens // 2], x[num_tokens // 2 : -1] = r, -r
+    one = torch.ones(1, 1, 1)
+    return AttentionCase(x, one, one, logit_bias("none", 1, num_tokens))
+
+
+def mass_at_the_first_token(num_tokens: int = 16) -> AttentionCase:
+    """D = 1, causal, one bias draws every row to token 1: ‖P‖ is about √N."""
+    bias = logit_bias("causal", 1, num_tokens)
+    bias[..., 0] += 20
+    one = torch.ones(1, 1, 1)
+    return AttentionCase(0.01 * torch.randn(num_tokens, 1), one, one, bias)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("output_map", OUTPUT_MAPS)
+def test_frobenius_bounds_are_above_the_true_constant_and_close_to_it(
+    mask: str, output_map: str
+) -> None:
+    for case in bank(mask, output_map):
+        true = largest_singular_value(case)
+        fast, tight, comparison = (float(b(*case.weights)) for b in FROBENIUS_BOUNDS.values())
+        assert true <= fast <= 6 * true
+        assert true <= tight <= 2.8 * true
+        assert true <= comparison
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("output_map", OUTPUT_MAPS)
+def test_token_max_estimate_local_bound_and_certificate_stand_in_this_order(
+    mask: str, output_map: str
+) -> None:
+    for case in bank(mask, output_map, num_tokens=12, d_model=8):
+        estimate = power_iteration_estimate(
+            case.jacobian(), "token_max", num_steps=20, num_restarts=3
+        )
+        bound = float(local.token_max_local_bound(*case.weights))
+        log_mass = case.log_mass_per_row.amax(-1)
+        certificate = contractive.token_max_bound(case.w_q, case.g, log_mass)
+        assert float(estimate.value) <= bound <= certificate
+        assert bound <= 6 * float(estimate.value)
+
+
+def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
+    case = token_max_witness()
+    row_sums = dense_jacobian(case.f, case.x).abs().sum(-1)
+    bound = local.token_max_local_bound(*case.weights)
+    torch.testing.assert_close(bound, row_sums.amax(), rtol=1e-9, atol=0)
+    certificate = 4 * float(phi_inverse(torch.tensor(100.0))) + 1
+    assert 0.87 * certificate < float(bound) < certificate
+
+
+def test_token_gains_bound_every_row_of_every_head() -> None:
+    case = attention_case(5, num_tokens=10, num_heads=4, scale=2.0, mask="causal and relative")
+    gains = local.token_gains(case.q, case.p)
+    for h in range(4):
+
+        def head(q: Tensor, h: int = h) -> Tensor:
+            return core.l2_attention(q.unsqueeze(0), case.bias[h : h + 1])[0]
+
+        dense = dense_jacobian(head, case.q[h]).reshape(10, 4, 10, 4)
+        blocks = torch.linalg.matrix_norm(dense.transpose(1, 2), 2)
+        assert (gains[h] >= torch.linalg.matrix_norm(dense.flatten(2), 2) / 10**0.5).all()
+        assert (gains[h] >= blocks.amax(-1)).all()
+        assert (gains[h] * (1 + 1e-9) >= blocks.sum(-1)).all()
+        mass = case.log_mass_per_row[h].exp()
+        assert (gains[h] <= (4 * phi_inverse(mass) + 1) * (1 + 1e-9)).all()
+
+
+def test_bounds_hold_on_inputs_that_ascend_towards_a_violation() -> None:
+    for mask in MASKS[:2]:
+        case = attention_case(7, num_tokens=6, d_model=4, num_heads=1, mask=mask)
+        x = case.x.clone().requires_grad_()
+        optimiser = torch.optim.Adam([x], lr=0.1)
+        for _ in range(60):
+            true = torch.linalg.matrix_norm(dense_jacobian(case.f, x), 2)
+            optimiser.zero_grad()
+            (-true).backward()
+            optimiser.step()
+        worst = replace(case, x=x.detach())
+        true = largest_singular_value(worst)
+        assert true > 1.3 * largest_singular_value(case)
+        bounds = [float(bound(*worst.weights)) for bound in FROBENIUS_BOUNDS.values()]
+        assert min(bounds) >= true
+        assert min(bounds) <= 1.7 * true
+
+
+def test_bounds_hold_for_tight_clusters_far_from_the_origin() -> None:
+    case = attention_case(8, num_tokens=8, d_model=8)
+    far = replace(case, x=1e-5 * case.x + 1e4)
+    near = replace(case, x=1e-5 * case.x)
+    for bound in (*FROBENIUS_BOUNDS.values(), local.token_max_local_bound):
+        torch.testing.assert_close(bound(*far.weights), bound(*near.weights), rtol=1e-6, atol=0)
+        assert float(bound(*far.weights)) >= largest_singular_value(near) / 8**0.5
+
+
+ALL_BOUNDS = {**FROBENIUS_BOUNDS, "token_max": local.token_max_local_bound}
+
+
+@pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_bounds_are_per_sample(name: str) -> None:
+    cases = bank("causal and relative", "gaussian", num_tokens=6, d_model=8)[:4]
+    w_q, g = cases[0].w_q, cases[0].g
+    batch = AttentionCase(torch.stack([c.x for c in cases]), w_q, g, cases[0].bias)
+    together = ALL_BOUNDS[name](*batch.weights)
+    assert together.shape == (4,)
+    for i, case in enumerate(cases):
+        alone = ALL_BOUNDS[name](*replace(case, w_q=w_q, g=g).weights)
+        torch.testing.assert_close(together[i], alone, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_single_precision_inputs_give_a_bound_in_double_rounded_outward(name: str) -> None:
+    case = attention_case(9, mask="causal")
+    rounded = [t.float() for t in case.weights]
+    bound = ALL_BOUNDS[name](*rounded)
+    exact = ALL_BOUNDS[name](*case.weights)
+    assert bound.dtype == torch.float64
+    assert exact <= bound <= exact * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_what_is_not_a_number_is_bounded_by_infinity(name: str) -> None:
+    case = attention_case(9)
+    broken = replace(case, x=torch.stack([case.x, torch.full_like(case.x, torch.nan)]))
+    bound = ALL_BOUNDS[name](*broken.weights)
+    assert bound[0].isfinite()
+    assert bound[1] == torch.inf
+
+
+@pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_a_single_token_and_silent_heads_are_no_special_case(name: str) -> None:
+    case = attention_case(10, num_tokens=1, mask="causal")
+    true = largest_singular_value(case)
+    assert true * (1 - 1e-12) <= float(ALL_BOUNDS[name](*case.weights)) <= 2 * true
+    silent = replace(case, g=torch.zeros_like(case.g))
+    assert float(ALL_BOUNDS[name](*silent.weights)) <= 1e-12
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def replace_property(name: str, value: Callable[[local._Moments], Tensor]) -> Break:
+    return lambda patch: patch.setattr(local._Moments, name, property(value))
+
+
+def scale_function(name: str, factor: float) -> Break:
+    original = getattr(local, name)
+    return lambda patch: patch.setattr(local, name, lambda *args: factor * original(*args))
+
+
+def scale_logits(patch: pytest.MonkeyPatch) -> None:
+    """1/s in place of 2/s."""
+    of = local._Moments.of
+
+    def twice_s(q: Tensor, p: Tensor) -> local._Moments:
+        at = of(q, p)
+        return replace(at, s=2 * at.s)
+
+    patch.setattr(local._Moments, "of", staticmethod(twice_s))
+
+
+def no_column_sums(patch: pytest.MonkeyPatch) -> None:
+    """‖P‖ = 1, as if P were doubly stochastic."""
+    original = local._row_normalised
+    patch.setattr(
+        local, "_row_normalised", lambda p: original(p) / original(p).sum(-2).amax().clamp_min(1)
+    )
+
+
+def one_factor_for_heads(patch: pytest.MonkeyPatch) -> None:
+    """max_h ‖G′_h‖ in place of the norm of the stacked G′."""
+
+    def wrong(w: Tensor, g: Tensor):
+        left = torch.linalg.qr(g.mT).R.mT
+        yield left, torch.ones(())
+
+    patch.setattr(local, "_output_factors", wrong)
+
+
+MUTANTS: dict[str, tuple[str, Break]] = {
+    "token_max without covariances": (
+        "token_max",
+        replace_property("covariance_norm", lambda at: torch.zeros_like(at.p[..., 0])),
+    ),
+    "token_max without the rank-one terms": (
+        "token_max",
+        replace_property("key_and_value_norms", lambda at: torch.ones_like(at.p)),
+    ),
+    "token_max with halved logits": ("token_max", scale_logits),
+    "token_max with half the distances": ("token_max", scale_function("_square_distances", 0.25)),
+    "fast without column sums": ("fast", no_column_sums),
+    "tight without column sums": ("tight", no_column_sums),
+    "fast with heads that do not add": ("fast", one_factor_for_heads),
+    "tight with heads that do not add": ("tight", one_factor_for_heads),
+    "tight without the query term": ("tight", scale_function("_tight_query_term", 0)),
+    "tight without the key term": ("tight", scale_function("_tight_key_term", 0)),
+    "tight with halved logits": ("tight", scale_logits),
+    "comparison without covariances": (
+        "comparison",
+        replace_property("covariance_norm", lambda at: torch.zeros_like(at.p[..., 0])),
+    ),
+    "comparison with halved logits": ("comparison", scale_logits),
+}
+
+
+def violations(name: str) -> int:
+    """How many witnesses a bound fails: ``token_max`` against an estimate, others against σ_max."""
+    count = 0
+    for case in witnesses():
+        true = largest_singular_value(case)
+        if name == "token_max":
+            estimate = power_iteration_estimate(case.jacobian(), "token_max", num_steps=20)
+            true = float(estimate.value)
+        count += float(ALL_BOUNDS[name](*case.weights)) < true * (1 - 1e-9)
+    return count
+
+
+def witnesses() -> list[AttentionCase]:
+    """Inputs on which one term or another is nearly all there is."""
+    one = torch.ones(1, 1, 1)
+    two = AttentionCase(torch.tensor([[0.0], [1.2]]), one, one, logit_bias("none", 1, 2))
+    three = AttentionCase(torch.tensor([[-2.0], [0.0], [2.0]]), one, one, logit_bias("none", 1, 3))
+    hidden = AttentionCase(
+        torch.tensor([[-2.0], [2.0], [0.0]]), one, one, logit_bias("causal", 1, 3)
+    )
+    same = attention_case(0, num_tokens=4, scale=0.01)
+    same = replace(same, w_q=same.w_q[:1].expand(2, -1, -1), g=same.g[:1].expand(2, -1, -1))
+    return [token_max_witness(21), mass_at_the_first_token(), two, three, hidden, same]
+
+
+def test_no_bound_is_violated_by_a_witness() -> None:
+    assert [violations(name) for name in ALL_BOUNDS] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_broken_bound_is_violated_by_a_witness(
+    mutant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, break_it = MUTANTS[mutant]
+    break_it(monkeypatch)
+    assert violations(name) > 0
+
+
+def test_the_query_and_key_terms_are_differentiable_even_where_they_vanish() -> None:
+    for x in (torch.randn(2, 5, 8), torch.zeros(2, 5, 8)):
+        case = replace(attention_case(0, num_tokens=5, d_model=8, mask="causal"), x=x)
+        w_q = case.w_q.clone().requires_grad_()
+        q = x.unsqueeze(-3) @ w_q
+        query, key = local.query_and_key_terms(q, core.attention_weights(q, case.bias), w_q)
+        (query + key).sum().backward()
+        assert w_q.grad is not None
+        assert w_q.grad.isfinite().all()
+
+
+def test_the_query_and_key_terms_bound_what_the_weights_add_to_the_jacobian() -> None:
+    case = attention_case(3, num_tokens=8, d_model=8, num_heads=2, scale=2.0)
+    p = case.p
+
+    def reaction(x: Tensor) -> Tensor:
+        """The heads' outputs with values held fixed."""
+        weights = core.attention_weights(x.unsqueeze(-3) @ case.w_q, case.bias)
+        return (weights @ case.q).transpose(-2, -3).flatten(-2)
+
+    def values(x: Tensor) -> Tensor:
+        return (p @ (x.unsqueeze(-3) @ case.w_q)).transpose(-2, -3).flatten(-2)
+
+    query, key = local.query_and_key_terms(case.q, p, case.w_q)
+    true = torch.linalg.matrix_norm(dense_jacobian(reaction, case.x), 2)
+    assert true <= query + key <= 4 * true
+    assert torch.linalg.matrix_norm(dense_jacobian(values, case.x), 2) > 0
+
+
+def feed_forward_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slopes of tanh at random inputs, both maps, and the exact norm per sequence."""
+    x, w_in, w_out = torch.randn(3, 5, 6), torch.randn(6, 10) / 2, torch.randn(10, 6) / 2
+    exact = [
+        torch.linalg.matrix_norm(dense_jacobian(lambda z: torch.tanh(z @ w_in) @ w_out, sample), 2)
+        for sample in x
+    ]
+    return 1 - torch.tanh(x @ w_in).square(), w_in, w_out, torch.stack(exact)
+
+
+def test_the_feed_forward_bound_is_exact_and_the_fast_one_above_it() -> None:
+    slope, w_in, w_out, exact = feed_forward_case()
+    bound = local.feed_forward_local_bound(slope, w_in, w_out)
+    assert (bound >= exact).all()
+    torch.testing.assert_close(bound, exact, rtol=1e-5, atol=0)
+    fast = local.feed_forward_fast_bound(slope, w_in, w_out)
+    assert (fast >= bound).all()
+    assert (fast <= 4 * exact).all()
+
+
+def test_the_feed_forward_bound_is_the_same_for_all_tokens_at_once_or_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slope, w_in, w_out, _ = feed_forward_case()
+    together = local.feed_forward_local_bound(slope, w_in, w_out)
+    assert together.shape == slope.shape[:1]
+    for numbers in (1, 2 * w_in.numel()):
+        monkeypatch.setattr(local, "CHUNK_ELEMENTS", numbers)
+        torch.testing.assert_close(local.feed_forward_local_bound(slope, w_in, w_out), together)
+
+
+def test_the_fast_feed_forward_bound_is_exact_for_constant_slopes_of_either_sign() -> None:
+    w_in, w_out = torch.randn(6, 10), torch.randn(10, 6)
+    for value in (0.7, -0.1):
+        bound = local.feed_forward_fast_bound(torch.full((5, 10), value), w_in, w_out)
+        exact = abs(value) * torch.linalg.matrix_norm(w_in @ w_out, 2)
+        torch.testing.assert_close(bound, exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 3.0])
+def test_the_dot_product_bound_is_above_the_true_constant(mask: str, scale: float) -> None:
+    heads, n, width, d_head = 2, 10, 8, 4
+    w_q, w_k, w_v = (torch.randn(heads, width, d_head) / width**0.5 for _ in range(3))
+    w_o = torch.randn(heads, d_head, width) / width**0.5
+    bias, x = logit_bias(mask, heads, n), scale * torch.randn(n, width)
+
+    def parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v = x @ w_q, x @ w_k, x @ w_v
+        return q, k, v, (q @ k.mT / d_head**0.5 + bias).softmax(-1)
+
+    def f(x: Tensor) -> Tensor:
+        _, _, v, p = parts(x)
+        return (p @ v @ w_o).sum(0)
+
+    true = torch.linalg.matrix_norm(dense_jacobian(f, x), 2)
+    bound = local.dot_product_local_bound(*parts(x), w_q, w_k, w_v, w_o)
+    assert true <= bound <= 8 * true
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("num_tokens", [64, 256])
+def test_frobenius_bounds_keep_their_quality_at_length(mask: str, num_tokens: int) -> None:
+    for scale in (0.3, 1.0, 2.0):
+        case = attention_case(
+            0, num_tokens=num_tokens, d_model=64, num_heads=4, scale=scale, mask=mask
+        )
+        true = float(lanczos_estimate(case.jacobian(), max_steps=300).value)
+        assert true <= float(local.fast_local_bound(*case.weights)) <= 6 * true
+        assert true <= float(local.tight_local_bound(*case.weights)) <= 2.8 * true

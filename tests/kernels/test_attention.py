@@ -1,0 +1,499 @@
+"""Every attention kernel against naive loops and against each other, derivatives included."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from invformer.kernels import native
+from invformer.kernels.attention import attend, attend_l2, causal_blocks, choose, only
+from invformer.kernels.blocked import (
+    blocked_attention,
+    blocked_l2_attention,
+    sum_by_lag,
+    toeplitz,
+)
+from invformer.kernels.native_attention import (
+    native_attention,
+    native_attention_backward,
+    native_l2_attention,
+    native_l2_attention_backward,
+)
+from invformer.nn.position_bias import (
+    CausalMask,
+    LinearPositionBias,
+    RelativePositionBias,
+    SinusoidalPositionBias,
+    VisibilityMask,
+    log_masses,
+)
+from invformer.numerics.causal_attention import causal_attention
+from invformer.numerics.linear_map import linearise
+
+BIASES = {
+    "none": lambda heads, tokens: CausalMask(tokens),
+    "table": RelativePositionBias,
+    "linear": LinearPositionBias,
+    "sinusoid": SinusoidalPositionBias,
+}
+needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
+FUSED = [
+    pytest.param(kernel, bias, marks=[needs_compiler] if kernel == "native" else [])
+    for bias in BIASES
+    for kernel in ("native", "blocked", "sdpa")
+    if (kernel, bias) != ("sdpa", "table")
+]
+
+
+def position(bias: str, heads: int, tokens: int, dtype: torch.dtype) -> CausalMask:
+    """A position bias that is not at its start value."""
+    made = BIASES[bias](heads, tokens).to(dtype)
+    for parameter in made.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return made
+
+
+def naive_l2(q: Tensor, by_lag: Tensor, rows: range) -> Tensor:
+    """Y_i = Σ_j P_ij q_j for some i of one sample, term by term in float64."""
+    q, by_lag = q.double(), by_lag.double()
+    heads, _, d = q.shape
+    y = torch.empty(heads, len(rows), d)
+    for h in range(heads):
+        for index, i in enumerate(rows):
+            seen = q[h, : i + 1]
+            bias = by_lag[h % len(by_lag), : i + 1].flip(0)
+            logits = bias - (seen - q[h, i]).square().sum(-1) / math.sqrt(d)
+            y[h, index] = logits.softmax(0) @ seen
+    return y
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize("d_head", [16, 128])
+@pytest.mark.parametrize(("kernel", "bias"), [*FUSED, ("math", "table")])
+def test_l2_attention_agrees_with_a_naive_loop_in_single_precision(
+    kernel: str, bias: str, d_head: int, scale: float
+) -> None:
+    tokens = 200
+    where = position(bias, 2, tokens, torch.float32)
+    q = scale * torch.randn(2, tokens, d_head, dtype=torch.float32)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    rows = range(0, tokens, 7)
+    expected = naive_l2(q, where.by_lag(tokens), rows)
+    assert (y[:, ::7] - expected).abs().max() < 1e-5 * scale
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+@pytest.mark.parametrize(("kernel", "bias"), [*FUSED, ("math", "table")])
+def test_bfloat16_input_gives_the_float32_result_to_bfloat16(
+    kernel: str, bias: str, scale: float
+) -> None:
+    tokens = 100
+    where = position(bias, 2, tokens, torch.float32)
+    q = (scale * torch.randn(2, tokens, 32)).to(torch.bfloat16)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    assert y.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        single = attend_l2(q.float(), where.logit_bias(tokens), kernel)
+    expected = naive_l2(q, where.by_lag(tokens), range(tokens))
+    if kernel != "math":  # whose last product autocast takes over
+        torch.testing.assert_close(single.double(), expected, rtol=0, atol=1e-5 * scale)
+    assert (y - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 33, 128, 129, 300])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_fused_kernels_have_the_values_and_gradients_of_the_plain_form(
+    kernel: str, bias: str, tokens: int
+) -> None:
+    if tokens == 1 and bias == "none":
+        pytest.skip("one token without a bias: nothing to differentiate")
+    where = position(bias, 3, tokens, torch.float64)
+    q, k, v, g = torch.randn(4, 2, 3, tokens, 8)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    for output, used in (
+        (lambda kind: attend_l2(q, where.logit_bias(tokens), kind), inputs[:1]),
+        (lambda kind: attend(q, k, v, where.logit_bias(tokens), kind), inputs),
+    ):
+        of = [*used, *where.parameters()]
+        y, expected = output(kernel), output("math")
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+        for got, wanted in zip(
+            torch.autograd.grad(y, of, g, allow_unused=True),
+            torch.autograd.grad(expected, of, g, allow_unused=True),
+            strict=True,
+        ):
+            if got is None or wanted is None:
+                assert tokens == 1
+                continue
+            torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("tokens", [32, 33, 300])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_an_empty_batch_has_empty_outputs_and_no_gradients_to_add(
+    kernel: str, bias: str, tokens: int
+) -> None:
+    where = position(bias, 3, tokens, torch.float64)
+    q, k, v = (torch.empty(0, 3, tokens, 8, requires_grad=True) for _ in range(3))
+    for output, used in (
+        (lambda: attend_l2(q, where.logit_bias(tokens), kernel), [q]),
+        (lambda: attend(q, k, v, where.logit_bias(tokens), kernel), [q, k, v]),
+    ):
+        y = output()
+        gradients = torch.autograd.grad(y.sum(), [*used, *where.parameters()])
+        assert y.shape == q.shape
+        assert [g.shape for g in gradients[: len(used)]] == [q.shape] * len(used)
+        assert all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_gradients_match_finite_differences(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 6, torch.float64)
+    q = torch.randn(1, 2, 6, 3, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: attend_l2(x, where.logit_bias(6), kernel), q)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_custom_operators_keep_their_promises_to_torch(keep: bool) -> None:
+    q, k, v = (torch.randn(2, 2, 40, 4, requires_grad=True) for _ in range(3))
+    by_lag = torch.randn(2, 40, requires_grad=True)
+    torch.library.opcheck(blocked_attention, (q, k, v, by_lag, keep))
+    torch.library.opcheck(blocked_l2_attention, (q, by_lag, keep))
+    if native.is_available():
+        torch.library.opcheck(native_attention, (q, k, v, by_lag))
+        torch.library.opcheck(native_l2_attention, (q, by_lag))
+    torch.library.opcheck(causal_attention, (q, k, v.detach() * torch.tensor([1, 1, 1, 0])))
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_no_output_or_gradient_reaches_across_the_causal_mask(kernel: str, bias: str) -> None:
+    tokens = 150
+    where = position(bias, 2, tokens, torch.float32)
+    q = torch.randn(1, 2, tokens, 16, dtype=torch.float32)
+    changed = q.clone()
+    changed[..., 90:, :] += 5
+    changed.requires_grad_()
+    before = attend_l2(q, where.logit_bias(tokens), kernel)
+    after = attend_l2(changed, where.logit_bias(tokens), kernel)
+    assert torch.equal(before[..., :90, :], after[..., :90, :])
+    (gradient,) = torch.autograd.grad(after[..., :90, :].sum(), changed)
+    assert (gradient[..., 90:, :] == 0).all()
+
+
+def test_weights_too_small_to_matter_are_zero_not_denormal() -> None:
+    tokens = 80
+    where = LinearPositionBias(1, tokens).float()
+    q = 3 * torch.randn(1, 1, tokens, 16, dtype=torch.float32, requires_grad=True)
+    _, p, *_ = blocked_l2_attention(q, where.by_lag(tokens).detach(), True)
+    assert ((p == 0) | (p > torch.finfo(torch.float32).tiny)).all()
+
+
+@pytest.mark.parametrize("attention", [attend, attend_l2])
+def test_no_zeros_are_made_for_the_gradient_of_weights_that_nobody_asked_for(attention) -> None:
+    tokens = 50
+    bias = position("table", 2, tokens, torch.float32).logit_bias(tokens)
+    q = torch.randn(8, 2, tokens, 16, dtype=torch.float32, requires_grad=True)
+    inputs = [q] if attention is attend_l2 else [q, q, q]
+    y = attention(*inputs, bias, "blocked").sum()
+    with torch.profiler.profile(record_shapes=True) as profile:
+        y.backward()
+    filled = [
+        e.input_shapes[0] for e in profile.events() if e.name in ("aten::fill_", "aten::zero_")
+    ]
+    assert filled
+    assert max(map(math.prod, filled)) < 8 * 2 * tokens * tokens
+
+
+@pytest.mark.parametrize("bias", ["linear", "sinusoid"])
+def test_low_rank_biases_multiply_out_to_the_bias_they_claim(bias: str) -> None:
+    tokens = 50
+    where = position(bias, 3, tokens, torch.float64)
+    low_rank = where.logit_bias(tokens).low_rank
+    assert low_rank is not None
+    product = (low_rank.left @ low_rank.right.mT).tril(-1)
+    torch.testing.assert_close(product, where(tokens).tril(-1).nan_to_num(0, 0, 0))
+
+
+@pytest.mark.parametrize("bias", BIASES)
+def test_the_mass_of_every_bias_is_the_sum_over_its_visible_lags(bias: str) -> None:
+    tokens = 30
+    where = position(bias, 3, tokens, torch.float64)
+    others = where(tokens).clone()
+    others.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
+    assert (where(tokens).diagonal(dim1=-2, dim2=-1) == 0).all()
+    torch.testing.assert_close(others.logsumexp(-1), where.log_mass_per_row())
+    torch.testing.assert_close(where.log_mass_per_row()[:, -1], where.log_mass().double())
+
+
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("lengths", [(30, 30), (30, 12)])
+def test_masses_of_several_biases_are_those_of_each(bias: str, lengths: tuple[int, ...]) -> None:
+    masks = [position(bias, 3, tokens, torch.float64) for tokens in lengths]
+    parameters = [p for mask in masks for p in mask.parameters()]
+    for p in parameters:
+        torch.nn.init.normal_(p)
+    found, expected = log_masses(masks), torch.stack([m.log_mass() for m in masks])
+    torch.testing.assert_close(found, expected)
+    if parameters:
+        by_hand = torch.autograd.grad(expected.square().sum(), parameters)
+        torch.testing.assert_close(torch.autograd.grad(found.square().sum(), parameters), by_hand)
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 9])
+def test_toeplitz_rows_and_sums_along_diagonals_are_adjoint(num_rows: int) -> None:
+    by_lag, t = torch.randn(2, 9, requires_grad=True), torch.randn(2, num_rows, 9)
+    rows = toeplitz(by_lag, num_rows)
+    lag = torch.arange(9 - num_rows, 9)[:, None] - torch.arange(9)
+    expected = by_lag[:, lag.clamp(min=0)].masked_fill(lag < 0, -math.inf)
+    assert torch.equal(rows, expected)
+    (pulled,) = torch.autograd.grad(rows, by_lag, t)
+    torch.testing.assert_close(sum_by_lag(t), pulled)
+
+
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES)
+def test_sequences_longer_than_the_certified_length_are_refused(bias) -> None:
+    where = bias(2, 8)
+    for ask in (where, where.logit_bias, partial(where.last_rows, 1)):
+        ask(8)
+        with pytest.raises(ValueError, match="9 tokens are more than the seq_len of 8"):
+            ask(9)
+
+
+def test_nothing_of_the_size_of_seq_len_squared_is_held() -> None:
+    for bias in BIASES.values():
+        where = bias(2, 8192)
+        held = [*where.parameters(), *where.buffers()]
+        assert all(t.numel() <= 2 * 8192 for t in held)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_kernels_compile_without_a_graph_break(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 40, torch.float32)
+    torch.compiler.reset()  # of one function only so many cases are compiled
+    compiled = torch.compile(
+        lambda x: attend_l2(x, where.logit_bias(40), kernel), fullgraph=True, backend="aot_eager"
+    )
+    q = torch.randn(1, 2, 40, 8, dtype=torch.float32, requires_grad=True)
+    y = compiled(q)
+    expected = attend_l2(q, where.logit_bias(40), kernel)
+    torch.testing.assert_close(y, expected)
+    g = torch.randn_like(y)
+    torch.testing.assert_close(*(torch.autograd.grad(out, q, g)[0] for out in (y, expected)))
+
+
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_checkpointed_attention_has_the_same_gradient(kernel: str, bias: str) -> None:
+    where = position(bias, 2, 40, torch.float64)
+    q = torch.randn(1, 2, 40, 8, requires_grad=True)
+
+    def value(x: Tensor) -> Tensor:
+        return attend_l2(x, where.logit_bias(40), kernel).square().sum()
+
+    again = torch.utils.checkpoint.checkpoint(value, q, use_reentrant=False)
+    (expected,) = torch.autograd.grad(value(q), q)
+    assert torch.equal(torch.autograd.grad(again, q)[0], expected)
+
+
+def test_derivatives_of_any_order_go_through_the_plain_form() -> None:
+    where = position("table", 2, 40, torch.float32)
+    x = torch.randn(1, 2, 40, 4, dtype=torch.float32)
+    jacobian = linearise(lambda q: attend_l2(q, where.logit_bias(40), "blocked"), x)
+    dx, g = torch.randn_like(x), torch.randn_like(x)
+    assert (jacobian.jvp(dx) * g).sum().item() == pytest.approx(
+        (jacobian.vjp(g) * dx).sum().item(), rel=1e-3
+    )
+    with only("math"):
+        plain = attend_l2(x, where.logit_bias(40), "blocked")
+    assert torch.equal(plain, attend_l2(x, where.logit_bias(40), "math"))
+
+
+@pytest.mark.compiles
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_flex_attention_agrees_in_its_forward_pass() -> None:
+    where = position("table", 2, 40, torch.float32)
+    q, k, v = torch.randn(3, 1, 2, 40, 16, dtype=torch.float32)
+    with torch.no_grad():
+        bias = where.logit_bias(40)
+        l2 = [attend_l2(q, bias, kernel) for kernel in ("flex", "math")]
+        dot = [attend(q, k, v, bias, kernel) for kernel in ("flex", "math")]
+    torch.testing.assert_close(*l2, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*dot, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("scale", [1.0, 3.0, 10.0])
+def test_flex_attention_of_bfloat16_is_the_float32_result_to_bfloat16(scale: float) -> None:
+    where = position("table", 2, 40, torch.float32)
+    q = (scale * torch.randn(2, 2, 40, 32)).bfloat16()
+    with torch.no_grad():
+        y = attend_l2(q, where.logit_bias(40), "flex")
+        expected = attend_l2(q.float(), where.logit_bias(40), "math")
+    assert y.dtype == torch.bfloat16
+    assert (y.float() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+def test_flex_attention_leaves_double_precision_and_empty_batches_to_the_plain_form() -> None:
+    where = position("table", 2, 40, torch.float64)
+    q = torch.randn(1, 2, 40, 8)
+    plain = attend_l2(q, where.logit_bias(40), "math")
+    assert torch.equal(attend_l2(q, where.logit_bias(40), "flex"), plain)
+    empty = attend_l2(q[:0].float(), where.float().logit_bias(40), "flex")
+    assert empty.shape == (0, 2, 40, 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 256, 300, 1024])
+def test_causal_blocks_are_those_of_the_mask(tokens: int) -> None:
+    found = causal_blocks(tokens, torch.device("cpu"))
+    expected = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, "cpu")
+    assert found.shape == expected.shape == (1, 1, tokens, tokens)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, others = (getattr(mask, f"{name}_num_blocks") for mask in (found, expected))
+        assert torch.equal(counts, others)
+        for row, count in enumerate(counts.flatten().tolist()):
+            mine, other = (
+                getattr(m, f"{name}_indices")[0, 0, row, :count].sort().values
+                for m in (found, expected)
+            )
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("tokens", "kernel"), [(512, "math"), (513, "blocked")])
+def test_away_from_the_cpu_long_sequences_run_in_linear_memory(tokens: int, kernel: str) -> None:
+    where = position("table", 2, tokens, torch.float32).to("meta")
+    q = torch.empty(1, 2, tokens, 16, device="meta", dtype=torch.float32, requires_grad=True)
+    assert choose("auto", q, where.logit_bias(tokens), l2=True) == kernel
+    assert attend_l2(q, where.logit_bias(tokens)).shape == q.shape
+
+
+def test_dot_products_without_a_bias_run_on_pytorchs_kernel_on_any_device() -> None:
+    where = position("none", 2, 40, torch.float32).to("meta")
+    q = torch.empty(1, 2, 40, 16, device="meta", dtype=torch.float32, requires_grad=True)
+    assert choose("auto", q, where.logit_bias(40)) == "sdpa"
+    for kernel in ("auto", "sdpa"):
+        assert attend(q, q, q, where.logit_bias(40), kernel).shape == q.shape
+    with pytest.raises(ValueError, match="for the CPU, not meta, but for dot products without"):
+        attend_l2(q, where.logit_bias(40), "sdpa")
+
+
+def test_flex_attention_refuses_heads_that_its_kernels_do_not_take() -> None:
+    where = position("table", 2, 40, torch.float32).to("meta")
+    q = torch.empty(1, 2, 40, 8, device="meta", dtype=torch.float32)
+    with pytest.raises(ValueError, match="at least 16 channels on meta, not 8: choose 'auto'"):
+        attend_l2(q, where.logit_bias(40), "flex")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "bias", "reason"),
+    [
+        ("sdpa", "table", "takes no bias table"),
+        ("flex", "table", "no backward pass on the CPU"),
+        ("warp", "table", "unknown attention kernel"),
+    ],
+)
+def test_an_impossible_choice_says_why_and_what_to_choose(
+    kernel: str, bias: str, reason: str
+) -> None:
+    where = position(bias, 2, 5, torch.float32)
+    q = torch.randn(1, 2, 5, 4, dtype=torch.float32, requires_grad=True)
+    with pytest.raises(ValueError, match=reason):
+        attend_l2(q, where.logit_bias(5), kernel)
+
+
+@pytest.mark.parametrize(
+    ("bias", "l2", "tokens", "kernel"),
+    [
+        ("table", True, 20, "math"), ("table", True, 40, "blocked"),
+        ("table", True, 4096, "blocked"),
+        ("none", False, 64, "sdpa"), ("none", True, 1023, "blocked"), ("none", True, 1024, "sdpa"),
+        ("linear", True, 1024, "blocked"), ("linear", False, 1024, "blocked"),
+        ("linear", True, 2048, "sdpa"), ("sinusoid", False, 2048, "sdpa"),
+    ],
+)  # fmt: skip
+def test_auto_is_the_kernel_that_was_measured_fastest(
+    bias: str, l2: bool, tokens: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = position(bias, 1, tokens, torch.float32)
+    q = torch.randn(1, 1, tokens, 4, dtype=torch.float32)
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    fastest = "math" if kernel == "math" else "native"
+    assert choose("auto", q, where.logit_bias(tokens), l2) == fastest
+    monkeypatch.setattr(native, "is_available", lambda: False)
+    assert choose("auto", q, where.logit_bias(tokens), l2) == kernel
+
+
+def test_threads_that_the_compiled_kernel_would_leave_idle_are_used_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    bias = position("table", 2, 40, torch.float32).logit_bias(40)
+    few, many = (torch.randn(n, 2, 40, 4, dtype=torch.float32) for n in (1, 2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert choose("auto", few, bias, l2=True) == "blocked"
+    assert choose("auto", many, bias, l2=True) == "native"
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compiled_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
+    dtype: torch.dtype,
+) -> None:
+    tokens, threads = 70, torch.get_num_threads()
+    by_lag = torch.randn(3, tokens, dtype=dtype)
+
+    def bits(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> list[Tensor]:
+        y, mass = native_attention(q, k, v, by_lag)
+        y_l2, mass_l2 = native_l2_attention(q, by_lag)
+        backward = native_attention_backward(g, q, k, v, by_lag, mass)
+        backward_l2 = native_l2_attention_backward(g, q, by_lag, mass_l2)
+        return [y, y_l2, *backward[:3], backward_l2[0], backward[3], backward_l2[1]]
+
+    inputs = torch.randn(4, 5, 3, tokens, 12, dtype=dtype)
+    whole = bits(*inputs)
+    alone = [bits(*inputs[:, i : i + 1]) for i in range(5)]
+    for i, expected in enumerate(whole[:6]):
+        assert torch.equal(torch.cat([each[i] for each in alone]), expected)
+    try:
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, bits(*inputs), whole))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_compiler
+def test_a_weight_that_is_not_a_number_stays_in_its_own_rows() -> None:
+    by_lag = torch.randn(1, 100, dtype=torch.float32)
+    q = torch.randn(2, 1, 100, 8, dtype=torch.float32)
+    q[1, :, 60, 3] = math.nan
+    y = native_l2_attention(q, by_lag)[0]
+    assert y[0].isfinite().all()
+    assert y[1, 0, :48].isfinite().all()
+    assert y[1, 0, 60:].isnan().any(-1).all()
+
+
+def test_a_mask_that_is_not_causal_runs_on_the_plain_form_only() -> None:
+    where = VisibilityMask(torch.ones(5, 5, dtype=torch.bool))
+    q = torch.randn(1, 2, 5, 4)
+    expected = attend_l2(q, where.logit_bias(5), "math")
+    assert torch.equal(attend_l2(q, where.logit_bias(5)), expected)
+    with pytest.raises(ValueError, match="needs a causal mask"):
+        attend_l2(q, where.logit_bias(5), "blocked")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [1024, 8192])
+@pytest.mark.parametrize(("kernel", "bias"), FUSED)
+def test_long_sequences_agree_with_a_naive_loop(kernel: str, bias: str, tokens: int) -> None:
+    where = position(bias, 1, tokens, torch.float32)
+    q = torch.randn(1, tokens, 16, dtype=torch.float32, requires_grad=True)
+    y = attend_l2(q, where.logit_bias(tokens), kernel)
+    y.sum().backward()
+    assert q.grad is not None
+    rows = range(0, tokens, 101)
+    expected = naive_l2(q.detach(), where.by_lag(tokens).detach(), rows)
+    assert (y.detach()[:, ::101] - expected).abs().max() < 1e-5

@@ -1,0 +1,169 @@
+"""What is compiled and when, where it is kept, and what there is without a compiler."""
+
+import ctypes
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.assemble.machine import refuse_missing_kernel
+from invformer.config import load_config
+from invformer.errors import ConfigurationError
+from invformer.kernels import native
+from invformer.kernels.attention import attend_l2, choose
+from invformer.kernels.native_attention import NOTHING, _call
+from tests.kernels.test_attention import needs_compiler, position
+
+# Stands in for a compiler: says what the processor can do, hands out a library, counts.
+STAND_IN = """#!/bin/sh
+for last; do :; done
+case "$*" in
+    *-dM*) cat "{folder}/processor" ;;
+    *) echo >> "{folder}/compiled"; cp "{library}" "$last" ;;
+esac
+"""
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The folder for what is compiled, not there yet; nothing found yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    native._found.cache_clear()
+    yield tmp_path / "cache" / "invformer"
+    native._found.cache_clear()
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a stand-in for a compiler."""
+    folder = tmp_path / "compiler"
+    folder.mkdir()
+    (folder / "processor").write_text("fast")
+    install(folder / "c++", STAND_IN.format(folder=folder, library=torch._C.__file__), monkeypatch)
+    return folder
+
+
+def install(path: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiler to use."""
+    path.write_text(program)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+
+
+def times_compiled(compiler: Path) -> int:
+    """How often so far."""
+    log = compiler / "compiled"
+    return len(log.read_text().splitlines()) if log.exists() else 0
+
+
+def complaint_of_another_process() -> str | None:
+    """What one that starts now would say."""
+    native._found.cache_clear()
+    return native.complaint()
+
+
+def test_code_is_compiled_once_for_all_processes(compiler: Path, kept: Path) -> None:
+    assert complaint_of_another_process() is None
+    assert complaint_of_another_process() is None
+    assert times_compiled(compiler) == 1
+    assert [path.suffix for path in kept.iterdir()] == [".so"]
+
+
+def test_code_is_compiled_again_for_another_processor(compiler: Path, kept: Path) -> None:
+    assert complaint_of_another_process() is None
+    (compiler / "processor").write_text("faster")
+    assert complaint_of_another_process() is None
+    assert times_compiled(compiler) == len(list(kept.iterdir())) == 2
+
+
+def test_damaged_code_is_compiled_again(
+    compiler: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert complaint_of_another_process() is None
+    (file,) = kept.iterdir()
+    elsewhere = kept.parent.parent / "elsewhere" / "invformer"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / file.name).write_bytes(b"half of it")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
+    assert complaint_of_another_process() is None
+    assert times_compiled(compiler) == 2
+    assert (elsewhere / file.name).read_bytes() == file.read_bytes()
+
+
+def test_processes_that_compile_at_once_do_not_disturb_each_other(
+    compiler: Path, kept: Path
+) -> None:
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(native._load())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    assert [path.suffix for path in kept.iterdir()] == [".so"]
+
+
+def test_code_that_others_could_have_put_there_is_not_run(compiler: Path, kept: Path) -> None:
+    kept.mkdir(parents=True)
+    kept.chmod(0o777)
+    assert complaint_of_another_process() is None
+    assert complaint_of_another_process() is None
+    assert times_compiled(compiler) == 2
+    assert not list(kept.iterdir())
+
+
+def test_without_a_place_to_keep_it_each_process_compiles_for_itself(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    assert complaint_of_another_process() is None
+    assert complaint_of_another_process() is None
+    assert times_compiled(compiler) == 2
+    assert not list(scratch.iterdir())
+
+
+def test_a_compiler_that_fails_says_why(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = "#!/bin/sh\necho note >&2; echo 'x.cpp:1: error: no such luck' >&2; exit 1\n"
+    install(tmp_path / "c++", failing, monkeypatch)
+    assert native.complaint() == f"{tmp_path}/c++ failed: x.cpp:1: error: no such luck"
+
+
+def test_a_compiler_that_hangs_is_none(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "PATIENCE_S", 0.2)
+    install(tmp_path / "c++", "#!/bin/sh\nexec sleep 60\n", monkeypatch)
+    assert "timed out after 0.2 seconds" in (native.complaint() or "")
+
+
+def test_without_a_compiler_attention_is_that_of_other_kernels(
+    kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    bias = position("table", 2, 40, torch.float32).logit_bias(40)
+    q = torch.randn(1, 2, 40, 8, dtype=torch.float32)
+    assert native.complaint() == "no-such-compiler is not on the path"
+    assert choose("auto", q, bias, l2=True) == "blocked"
+    torch.testing.assert_close(attend_l2(q, bias), attend_l2(q, bias, "math"))
+    with pytest.raises(ValueError, match=r"could not be compiled: no-such-compiler .* 'auto'"):
+        attend_l2(q, bias, "native")
+    config = load_config(["model.attention_kernel=native", "trainer.accelerator=cpu"])
+    with pytest.raises(ConfigurationError, match=r"no native here .no-such-compiler .* pick auto"):
+        refuse_missing_kernel(config)
+    with pytest.raises(RuntimeError, match="there is no compiled code: no-such-compiler"):
+        native.call("squarings", torch.float32)
+
+
+@needs_compiler
+def test_too_little_memory_is_an_error_of_its_own() -> None:
+    endless = torch.zeros(1, dtype=torch.float32).expand(1, 1, 2**44, 1)
+    nothing = ctypes.c_void_p()
+    with pytest.raises(MemoryError, match="not enough memory for attention_forward"):
+        _call("forward", endless, *[NOTHING] * 3, nothing, NOTHING, nothing, l2=True)

@@ -1,0 +1,218 @@
+"""The normaliser: above the norm and close, by squarings and by trial."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from invformer.kernels import native, native_normaliser, normaliser
+from invformer.kernels.native_normaliser import KrylovSpace
+from invformer.kernels.normaliser import gram_normaliser, gram_normalisers
+from invformer.numerics.precision import denormals_flushed
+from tests.problems import matrix_with, trained_like
+
+ZOO = {
+    "gaussian": lambda: torch.randn(48, 48),
+    "tall": lambda: torch.randn(300, 20),
+    "wide": lambda: torch.randn(20, 300),
+    "row": lambda: torch.randn(1, 9),
+    "column": lambda: torch.randn(9, 1),
+    "orthogonal": lambda: matrix_with(torch.ones(128), 128, 128),
+    "half rank": lambda: matrix_with(torch.cat([torch.ones(32), torch.zeros(32)]), 64, 64),
+    "close pair": lambda: matrix_with(torch.tensor([1, 1 - 1e-7, *[0.5] * 30]), 32, 40),
+    "trained": lambda: trained_like(96, 384),
+    "graded": lambda: matrix_with(10.0 ** -torch.arange(12.0), 12, 12),
+    "large": lambda: torch.randn(512, 256),
+    "large orthogonal": lambda: matrix_with(torch.ones(256), 256, 256),
+    "large cluster": lambda: matrix_with(
+        torch.cat([1 - 0.01 * torch.rand(100), torch.rand(156)]), 256, 300
+    ),
+    "large trained": lambda: trained_like(256, 400),
+    "tiny": lambda: 1e-12 * torch.randn(16, 16),
+    "huge": lambda: 1e12 * torch.randn(16, 16),
+}
+
+
+@pytest.fixture(autouse=True, params=["compiled", "torch"])
+def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything holds with compiled code and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(native_normaliser, "can_take", lambda weights: False)
+    elif not native.is_available():
+        pytest.skip(f"{native.complaint()}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ZOO)
+def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtype) -> None:
+    weight = ZOO[kind]().to(dtype)
+    sigma, u, v = gram_normaliser(weight)
+    truth = torch.linalg.matrix_norm(weight.double(), 2)
+    assert sigma.dtype == u.dtype == v.dtype == dtype
+    assert sigma.double() >= truth
+    worst = min(weight.shape) ** 0.5**9 - 1
+    assert sigma.double() <= truth * (1 + worst + 1e-4 + 3 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(
+        torch.stack([u.norm(), v.norm()]).double(),
+        torch.ones(2),
+        rtol=0,
+        atol=4 * torch.finfo(dtype).eps,
+    )
+
+
+@pytest.mark.parametrize("shape", [(20, 20), (12, 40), (40, 12)])
+def test_the_vectors_give_the_gradient_of_the_norm(shape: tuple[int, int]) -> None:
+    weight = trained_like(*shape).float().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.linalg.matrix_norm(weight, 2), weight)
+    _, u, v = gram_normaliser(weight)
+    torch.testing.assert_close(torch.outer(u, v), expected, rtol=0, atol=1e-5)
+
+
+def test_in_a_cluster_the_vectors_still_nearly_attain_the_norm() -> None:
+    for kind in ("orthogonal", "half rank", "close pair"):
+        weight = ZOO[kind]().float()
+        _, u, v = gram_normaliser(weight)
+        assert u @ weight @ v > 1 - 1e-5
+
+
+def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
+    weights = torch.randn(3, 10, 6)
+    for one, again in zip(gram_normaliser(weights), gram_normaliser(weights), strict=True):
+        assert torch.equal(one, again)
+    for i in range(3):
+        for batched, single in zip(
+            gram_normaliser(weights), gram_normaliser(weights[i]), strict=True
+        ):
+            torch.testing.assert_close(batched[i], single)
+
+
+def test_normalising_a_zero_matrix_divides_by_something() -> None:
+    sigma, u, v = gram_normaliser(torch.zeros(2, 3, 4, dtype=torch.float32))
+    assert (sigma > 0).all()
+    assert torch.equal(torch.zeros(2, 3, 4) / sigma[:, None, None], torch.zeros(2, 3, 4))
+    assert u.count_nonzero() == v.count_nonzero() == 0
+
+
+@contextmanager
+def bfloat16_products() -> Iterator[None]:
+    """The setting under which float32 products run in bfloat16 where the hardware can."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> None:
+    weight = torch.randn(64, 64, dtype=torch.float32)
+    expected = gram_normaliser(weight)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(gram_normaliser(weight)[0], expected)
+    with bfloat16_products():
+        torch.testing.assert_close(gram_normaliser(weight)[0], expected, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-22, 1e-15, 1e15, 1e18, 1e25, 1e36])
+@pytest.mark.parametrize("size", [20, 256])
+def test_what_a_square_would_push_out_of_the_format_is_scaled_first(
+    scale: float, size: int
+) -> None:
+    weight = torch.randn(2 * size, size, dtype=torch.float32)
+    sigma, u, v = gram_normaliser(weight)
+    scaled = gram_normaliser(weight * scale)
+    torch.testing.assert_close(scaled[0] / scale, sigma, rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.outer(*scaled[1:]), torch.outer(u, v), rtol=0, atol=1e-3)
+
+
+def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    squared = []
+    original = normaliser._gram_iteration
+
+    def counted(g: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        squared.append(len(g))
+        return original(g, num_steps)
+
+    monkeypatch.setattr(normaliser, "_gram_iteration", counted)
+    monkeypatch.setattr(normaliser, "LARGEST_LIFT", normaliser.LEAST_LIFT)
+    easy = matrix_with(torch.cat([torch.ones(1), torch.linspace(0.5, 0.1, 255)]), 256, 300)
+    hard = matrix_with(torch.linspace(1, 0.5, 256), 256, 300)
+    found = gram_normalisers([easy, hard])
+    assert squared == [1]
+    for weight, (sigma, u, v) in zip((easy, hard), found, strict=True):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.01
+        assert u @ weight @ v >= 0.99 * truth
+
+
+@pytest.mark.parametrize("num_steps", range(1, 10))
+def test_squarings_of_a_large_cluster_never_underflow(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normaliser, "TRIAL_SIZE", 1024)
+    weight = matrix_with(torch.cat([torch.ones(128), torch.full((384,), 0.995)]), 512, 512).float()
+    with denormals_flushed():
+        assert gram_normaliser(weight, num_steps)[0] >= torch.linalg.matrix_norm(weight.double(), 2)
+
+
+def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [matrix_with(torch.linspace(1, end, 256), 256, 300) for end in (0.1, 0.5, 0.9)]
+    expected = gram_normalisers(weights)
+    ritz = normaliser._ritz
+
+    def too_sure(g: torch.Tensor, space: KrylovSpace) -> tuple[torch.Tensor, ...]:
+        theta, vector, residual = ritz(g, space)
+        return theta, vector, 0 * residual
+
+    def never(*args: object) -> None:
+        raise AssertionError("squarings")
+
+    monkeypatch.setattr(normaliser, "_ritz", too_sure)
+    monkeypatch.setattr(normaliser, "_gram_iteration", never)
+    for weight, (sigma, *_), (before, *_) in zip(
+        weights, gram_normalisers(weights), expected, strict=True
+    ):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.005
+        assert abs(sigma - before) <= 0.005 * truth
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("size", [20, 256])
+def test_weights_that_were_lost_give_no_number(size: int, value: float) -> None:
+    weight = torch.randn(size, size)
+    weight[3, 4] = value
+    assert not gram_normaliser(weight)[0].isfinite()
+
+
+@pytest.mark.parametrize(("size", "gap"), [(64, 2e-5), (200, 2e-5), (255, 2e-5)])
+def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int, gap: float) -> None:
+    for seed in range(4):
+        torch.manual_seed(seed)
+        left, right = (torch.linalg.qr(torch.randn(size, size)).Q for _ in range(2))
+        values = torch.ones(size)
+        values[0] += gap
+        weight = ((left * values) @ right.mT).float()
+        bound, *_ = gram_normaliser(weight)
+        assert bound >= torch.linalg.svdvals(weight.double())[0]
+
+
+def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bound() -> None:
+    size = 512
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for seed, gap in ((0, 7e-5), (3, 5.6e-5), (5, 6e-5)):
+        torch.manual_seed(seed)
+        basis = torch.randn(size, size)
+        basis[:, 0] -= start * (start @ basis[:, 0]) / start.square().sum()
+        basis = torch.linalg.qr(basis).Q
+        values = torch.ones(size)
+        values[0] += gap
+        weight = ((basis * values) @ basis.mT).float()
+        bound, *_ = gram_normaliser(weight)
+        assert bound >= torch.linalg.svdvals(weight.double())[0]

@@ -1,0 +1,342 @@
+"""How programs end: one line on standard error and a code for everything that can go wrong."""
+
+import errno
+import logging
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+import evaluate
+import train
+from invformer import errors
+from invformer.assemble import evaluation
+from invformer.assemble.machine import refuse_missing_devices, refuse_missing_kernel
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.evaluation import report
+from invformer.kernels.host import compiler_complaint
+from invformer.runs.console import Console, PrintableFormatter, lasting
+from invformer.runs.exit import guarded
+from invformer.training import fit
+
+ROOT = Path(__file__).parents[2]
+
+
+def raising(error: BaseException) -> Callable[..., None]:
+    def work(*_: object) -> None:
+        raise error
+
+    return work
+
+
+EXECUTED = """
+import os, signal, sys
+from invformer.runs.exit import guarded, interrupt
+
+signal.signal(signal.SIGINT, interrupt)
+raise SystemExit(guarded(lambda: exec("os.kill(os.getpid(), signal.SIGINT)"), debug=False))
+"""
+
+
+def test_an_interrupt_of_code_executed_from_a_string_ends_a_module_with_130(tmp_path: Path) -> None:
+    (tmp_path / "executed.py").write_text(EXECUTED)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = subprocess.run(
+        [sys.executable, "-m", "executed"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+
+
+def interrupted_while_a_class_is_made() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise RuntimeError("Error calling __set_name__") from error
+
+
+FAILURES = {
+    "done": (lambda: None, 0, ""),
+    "a bug": (raising(KeyError("x")), 1, "a bug in invformer: KeyError: 'x' (test_exit.py:"),
+    "configuration": (raising(errors.ConfigurationError("model.x: no")), 2, "model.x: no"),
+    "data": (raising(errors.DataError("a.txt: no")), 3, "a.txt: no"),
+    "checkpoint": (raising(errors.CheckpointError("a: no")), 4, "a: no"),
+    "not finite": (raising(errors.NonFiniteError("step 3: no")), 5, "step 3: no"),
+    "violation": (raising(errors.CertificateViolation("step 3: no")), 6, "step 3: no"),
+    "storage": (raising(errors.StorageError("a: no")), 7, "a: no"),
+    "a full disk": (
+        raising(OSError(errno.ENOSPC, "No space left on device", "/a/b")),
+        7,
+        "/a/b: No",
+    ),
+    "a file limit": (raising(OSError(errno.EFBIG, "File too large")), 7, "File too large"),
+    "Python's memory": (raising(MemoryError()), 8, "out of memory: lower data.batch_size"),
+    "a device's memory": (
+        raising(torch.OutOfMemoryError("CUDA out of memory")),
+        8,
+        "out of memory",
+    ),
+    "the host's memory": (lambda: torch.empty(10**15), 8, "out of memory: lower data.batch_size"),
+    "a size beyond all memory": (lambda: torch.empty(2**62, 4), 8, "out of memory"),
+    "a lost rank": (raising(errors.RankLost("rank 1 died")), 9, "rank 1 died"),
+    "Ctrl-C": (raising(KeyboardInterrupt()), 130, "interrupted"),
+    "Ctrl-C in an import": (interrupted_while_a_class_is_made, 130, "interrupted"),
+    "SIGTERM": (raising(errors.Interrupted(15)), 143, "the state is saved"),
+    "two lines": (raising(errors.DataError("one\ntwo")), 3, "one two"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_whatever_happens_has_its_exit_code_and_at_most_one_line(
+    what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work, code, message = FAILURES[what]
+    assert guarded(work, debug=False) == code
+    captured = capsys.readouterr().err
+    assert message in captured
+    assert captured.count("\n") == (1 if code else 0)
+    assert captured.startswith("error: " if code else "")
+
+
+@pytest.mark.parametrize("what", ["a bug", "data", "the host's memory"])
+def test_debugging_adds_the_traceback(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    work, code, _ = FAILURES[what]
+    assert guarded(work, debug=True) == code
+    captured = capsys.readouterr().err
+    assert captured.startswith("Traceback")
+    assert captured.splitlines()[-1].startswith("error: ")
+
+
+def test_a_connection_error_outside_a_rank_is_no_lost_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
+    monkeypatch.delenv("INVFORMER_RANK_LINK", raising=False)
+    assert guarded(raising(error), debug=False) == 1
+    reading, writing = os.pipe()
+    monkeypatch.setenv("INVFORMER_RANK_LINK", f"{reading},{writing}")
+    assert guarded(raising(error), debug=False) == 9
+    assert b'"end": 9' in os.read(reading, 1000)  # said to the supervisor, not to the terminal
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "code"),
+    [(train, ["data=text_file", "data.path=missing"], 3), (evaluate, ["checkpoint=missing"], 4)],
+    ids=["train", "evaluate"],
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_both_programs_know_the_debug_flag(
+    program: ModuleType,
+    words: list[str],
+    code: int,
+    debug: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(program, "stop_on_signals", lambda: None)  # this process keeps its own
+    monkeypatch.setattr(sys, "argv", ["x", *words, *(["--debug"] if debug else [])])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == code
+    lines = capsys.readouterr().err.splitlines()
+    assert (len(lines) > 1) == debug
+    assert lines[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "auto"])
+def test_devices_that_are_not_there_are_a_configuration_error(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
+    with pytest.raises(errors.ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
+        refuse_missing_devices(config.trainer)
+    refuse_missing_devices(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]).trainer)
+
+
+@pytest.mark.parametrize("program", [["train.py"], ["-m", "studies"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_console_that_nobody_reads_costs_a_program_nothing(
+    program: list[str], unbuffered: str
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, *program, "--help"], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered}, text=True,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def a_pipe() -> tuple[int, int]:
+    """Reading end and writing end."""
+    return os.pipe()
+
+
+@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[int, int]]) -> None:
+    reader, writer = open_pair()
+    console = Console(writer)
+    assert console.write(b"read") == 4
+    assert os.read(reader, 4) == b"read"
+    os.close(reader)
+    assert console.write(b"lost") == 4
+    assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev
+    os.close(writer)
+
+
+def test_a_disk_that_takes_no_more_of_the_output_is_still_an_error() -> None:
+    with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left"):
+        Console(full.fileno()).write(b"x")
+
+
+@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+def test_a_lasting_stream_is_what_the_stream_was(
+    open_pair: Callable[[], tuple[int, int]],
+) -> None:
+    reader, writer = open_pair()
+    with open(writer, "w", encoding="latin-1", errors="backslashreplace") as stream:
+        same = lasting(stream)
+        for name in ("encoding", "errors", "line_buffering", "write_through"):
+            assert getattr(same, name) == getattr(stream, name)
+        assert same.isatty() == stream.isatty()
+        assert same.fileno() == stream.fileno()
+        same.close()
+    os.close(reader)
+
+
+def test_a_console_without_a_character_shows_its_number() -> None:
+    reader, writer = os.pipe()
+    with open(writer, "w", encoding="latin-1") as stream:
+        same = lasting(stream)
+        print("\u2264 \U0001f600 \u00e9", file=same)
+        same.close()
+    assert os.read(reader, 100) == b"\\u2264 \\U0001f600 \xe9\n"
+    os.close(reader)
+
+
+def test_what_an_error_or_a_warning_quotes_sends_a_terminal_no_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work() -> None:
+        raise errors.DataError("a\x1b]0;owned\x07b: no such file")
+
+    assert guarded(work, debug=False) == 3
+    assert capsys.readouterr().err == "error: a\\x1b]0;owned\\x07b: no such file\n"
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "%s", ("\x1b[31m",), None)
+    assert PrintableFormatter().format(record) == r"\x1b[31m"
+
+
+def test_the_report_is_on_disk_before_anything_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "evaluation.json"
+    monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, path))
+    monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", f"checkpoint={tmp_path}"])
+    with pytest.raises(SystemExit):
+        evaluate.main()
+    assert path.exists()
+
+
+COLOURED = "\x1b[31mred\x07 \x9b2J\r\x7f\tπ\n"
+SHOWN = r"\x1b[31mred\x07 \x9b2J\x0d\x7f" + "\tπ\n"
+
+
+def test_the_sample_of_a_run_sends_a_terminal_no_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
+    monkeypatch.setattr(fit, "generate_sample", lambda _: COLOURED)
+    monkeypatch.setattr(fit, "plot_run", lambda *_: [])
+    monkeypatch.setattr(fit, "checkpoints_of", lambda _: SimpleNamespace(best=1.0))
+    fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
+    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
+    assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED
+
+
+def test_the_sample_of_an_evaluation_sends_a_terminal_no_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report.print_table(
+        {
+            "checkpoint": "a", "step": 1, "bpc": 1.0, "nats": 1.0, "num_characters": 1,
+            "precision": "32-true",
+            "data": {"name": "text_file", "split": "val", "unknown_rate": 0.0},
+            "ngram": {"order": 5, "bpc": 1.0}, "context": {"seq_len": 8, "stride": 4},
+            "certificate": None, "inversion": None, "perf": {}, "local_lipschitz": {},
+            "sample": COLOURED,
+        }
+    )  # fmt: skip
+    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "accelerator", "gpus"),
+    [("flex", "cpu", 1), ("flex", "auto", 0), ("sdpa", "auto", 1)],
+)
+def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
+    kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
+    model = ["model.position_bias_form=linear"] if kernel == "sdpa" else []
+    config = load_config([*words, *model, f"model.attention_kernel={kernel}"])
+    with pytest.raises(errors.ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
+        build_run(config)
+    assert not (tmp_path / "runs").exists()
+    for fine in ("auto", "blocked", "math"):
+        refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+    plain = ["model=dot_product", "model.position_bias=false", "model.attention_kernel=sdpa"]
+    refuse_missing_kernel(load_config([*words[:1], *plain]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.deterministic=false"], None),
+        (["model.position_bias=false"], None),
+        ([], r"in any order; pick auto, or trainer\.deterministic=false"),
+        (["trainer.deterministic=false", "model.num_heads=16"], "at least 16 channels, not 8"),
+    ],
+)
+def test_flex_attention_is_refused_on_a_gpu_where_it_breaks_a_promise_or_has_no_kernel(
+    words: list[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = ["model.d_model=128", "model.attention_kernel=flex", "trainer.accelerator=auto"]
+    config = load_config([*asked, *words])
+    with pytest.raises(errors.ConfigurationError, match=message) if message else nullcontext():
+        refuse_missing_kernel(config)
+
+
+def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
+    monkeypatch.setattr(torch, "compile", lambda f: raising(RuntimeError(message)))
+    words = ["trainer.accelerator=cpu", f"run.root={tmp_path / 'runs'}", "trainer.compile=true"]
+    with pytest.raises(errors.ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
+        build_run(load_config(words))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
+    assert compiler_complaint(torch.device("cpu")) is None

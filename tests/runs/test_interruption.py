@@ -1,0 +1,145 @@
+"""What was measured before a signal is checked before the state is saved, in every process."""
+
+import json
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+import invformer.training.fit as fit_module
+import invformer.training.monitor as monitor_module
+from invformer.assemble.run import Run, build_run
+from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
+from invformer.lipschitz.probe import LipschitzProbe
+from invformer.runs import interruption
+from invformer.runs.collective import backends
+from invformer.runs.interruption import refuse_pending
+from invformer.runs.run_log import RunLog
+from invformer.training.callbacks import Flush
+from invformer.training.module import CharLanguageModel
+from tests.small_runs import options, write_text
+from tests.zygote import ROOT
+
+BRANCH = "lipschitz/token_max/block_00/attention"
+
+
+class StopAt(L.Callback):
+    """Sends the process signals as a batch ends."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr(fit_module, "plot_run", lambda *_: [])  # takes longer than the training
+    write_text(tmp_path)
+    return tmp_path
+
+
+def run_of(folder: Path, stop_at: int | None = None) -> Run:
+    """Eight steps and two validations, with nothing flushed between these."""
+    more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
+    run = build_run(load_config(options(folder, "a", *more), TrainConfig, ROOT))
+    if stop_at is not None:
+        run.trainer.callbacks.insert(0, StopAt(stop_at))  # type: ignore[attr-defined]
+    return run
+
+
+def exceed_bound(monkeypatch: pytest.MonkeyPatch, look: int) -> None:
+    """Let one look of the monitor, counted from zero, find a constant that is far too large."""
+    true_row = monitor_module.lipschitz_row
+    looks = iter(range(1000))
+
+    def row(probe: LipschitzProbe) -> dict:
+        found = true_row(probe)
+        if next(looks) == look:
+            (keys,) = (key for key in found if isinstance(key, tuple))
+            values = found[keys]
+            assert isinstance(values, Tensor)
+            values[keys.index(f"{BRANCH}/estimate")] = 99.0
+        return found
+
+    monkeypatch.setattr(monitor_module, "lipschitz_row", row)
+
+
+@pytest.mark.parametrize("stop_at", [1, 2, 3])  # after the last of these, in a validation
+def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_and_saves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
+) -> None:
+    exceed_bound(monkeypatch, look=1)
+    run = run_of(folder, stop_at)
+    with pytest.raises(CertificateViolation, match=f"step 1: {BRANCH}: estimate 99") as error:
+        fit_module.fit(run)
+    assert error.value.exit_code == 6
+    assert not run.directory.checkpoints.exists()
+    evidence = json.loads((run.directory.path / "violation.json").read_text())
+    assert evidence["step"] == 1
+    assert evidence["row"][f"{BRANCH}/estimate"] == 99.0
+
+
+@pytest.mark.parametrize("stop_at", [1, 3])
+def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at: int) -> None:
+    with pytest.raises(Interrupted) as error:
+        fit_module.fit(run_of(folder, stop_at))
+    assert error.value.exit_code == 143
+    run = run_of(folder)
+    assert run.resume is not None
+    assert run.resume.step == stop_at + 1
+    fit_module.fit(run)
+    assert run.trainer.global_step == 8
+
+
+def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_not_finite(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    run = run_of(folder, stop_at=5)
+    weight = run.module.model.head.weight
+    weight.register_hook(lambda g: g / 0 if run.trainer.global_step == 5 else g)
+    with pytest.raises(NonFiniteError, match=r"step 5: the gradient of head\.weight"):
+        fit_module.fit(run)
+    assert [path.name for path in run.directory.checkpoints.iterdir()] == ["step-00000004"]
+
+
+def rank(row: dict[str, float]) -> Any:
+    """A process of two, with a pending row."""
+    log = RunLog([])
+    log.record(3, row)
+    return SimpleNamespace(world_size=2, callbacks=[Flush(log, 25, 100, Path(os.devnull))])
+
+
+def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Mock(spec=CharLanguageModel)
+    sound, broken = {"train/nats": 1.0}, {"train/nats": float("nan")}
+    for other in (0, 1):
+        monkeypatch.setattr(
+            interruption, "largest_of_processes", lambda own, other=other: max(own, other)
+        )
+        with pytest.raises(RankLost, match="another process") if other else nullcontext():
+            refuse_pending(rank(sound), module)
+        with pytest.raises(NonFiniteError, match="step 3: train/nats is nan"):
+            refuse_pending(rank(broken), module)
+
+
+def test_processes_on_gpus_exchange_numbers_of_their_hosts_through_the_hosts() -> None:
+    assert backends(torch.device("cpu")) is None
+    assert backends(torch.device("cuda")) == "cpu:gloo,cuda:nccl"

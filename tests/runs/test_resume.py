@@ -1,0 +1,619 @@
+"""A run continues from its own newest whole checkpoint on its own text, or says why not."""
+
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from invformer.assemble.evaluation import evaluate_checkpoint
+from invformer.assemble.run import build_run
+from invformer.assemble.saved_model import load_model, untrained, weight_specs
+from invformer.config import load_config
+from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.data.corpora import load_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.report import print_table
+from invformer.runs.checkpoint import (
+    LEARNING,
+    MODEL,
+    STATE,
+    Checkpoint,
+    newest_checkpoint,
+    write_checkpoint,
+)
+from invformer.runs.run_log import read_rows
+from invformer.runs.tensors import specs_of
+from invformer.training.fit import fit
+from tests.runs.hostile import edit_json
+from tests.saved_runs import save_run
+
+ROOT = Path(__file__).parents[2]
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+def options(folder: Path, *more: str) -> list[str]:
+    return [
+        "data=text_file", f"data.path={folder / 'text.txt'}", "data.seq_len=16",
+        "data.batch_size=4", "model.d_model=12", "model.num_layers=1", "model.num_heads=2",
+        "trainer.max_steps=6", "trainer.val_every=2", "trainer.progress=false",
+        "trainer.sample_length=0", "logger.name=none", f"run.root={folder / 'runs'}", "run.name=a",
+        "trainer.num_threads=1", "trainer.accelerator=cpu", "monitor.inversion=false",
+        # Otherwise the clock decides what the monitor does:
+        "monitor.every=1", "monitor.num_sequences=1", "monitor.probe_length=16",
+        *more,
+    ]  # fmt: skip
+
+
+class StopAt(L.Callback):
+    """Sends the process a signal as a batch ends."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(folder: Path, *more: str, until: int | None = None, stop_at: int | None = None) -> Path:
+    run = build_run(load_config(options(folder, *more), TrainConfig, ROOT))
+    if stop_at is not None:
+        run.trainer.callbacks.insert(0, StopAt(stop_at))  # type: ignore[attr-defined]
+    if until is not None:
+        run.trainer.fit_loop.epoch_loop.max_steps = until
+    fit(run)
+    return run.directory.path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and a run of six steps that was never interrupted."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "text.txt").write_text(TEXT)
+    train(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, stopped after four steps."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("half")
+    (folder / "text.txt").write_text(TEXT)
+    train(folder, until=4)
+    return folder
+
+
+@pytest.fixture
+def folder(half_way: Path, tmp_path: Path) -> Path:
+    """A copy of the run that was stopped, on the very text."""
+    shutil.copytree(half_way / "runs", tmp_path / "runs")
+    shutil.copy(half_way / "text.txt", tmp_path)
+    config = tmp_path / "runs" / "a" / "config.json"
+    config.write_text(config.read_text().replace(str(half_way), str(tmp_path)))
+    for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir():
+        edit_json(path, MODEL, lambda m: m["config"]["data"].update(path=f"{tmp_path}/text.txt"))
+    return tmp_path
+
+
+def newest(folder: Path) -> Checkpoint:
+    found, _ = newest_checkpoint(folder / "runs" / "a" / "checkpoints")
+    assert found is not None
+    return found
+
+
+def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Weights, optimiser, schedule, random generators, positions, monitors: every bit of them."""
+    names = ("weights.safetensors", "state.safetensors", "state.json")
+    return {name: (checkpoint.path / name).read_bytes() for name in names}
+
+
+def losses(folder: Path, name: str = "a") -> list[str]:
+    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
+    return [row["train/nats"].hex() for row in rows]
+
+
+def test_a_stopped_run_ends_at_the_same_bits(whole: Path, folder: Path) -> None:
+    assert newest(folder).step == 4
+    train(folder)
+    assert contents(newest(folder)) == contents(newest(whole))
+    assert losses(folder) == losses(whole)
+
+
+def test_muon_with_dropout_resumes_at_the_same_bits(tmp_path: Path) -> None:
+    more = ["optim=muon", "model=dot_product", "model.d_model=12", "model.num_heads=2",
+            "model.num_layers=1", "model.dropout=0.1", "monitor.enabled=false"]  # fmt: skip
+    ends = []
+    for stops in ([None], [4, None]):
+        folder = tmp_path / f"{len(stops)}"
+        folder.mkdir()
+        (folder / "text.txt").write_text(TEXT)
+        for until in stops:
+            train(folder, *more, until=until)
+        ends.append(contents(newest(folder)))
+    assert ends[0] == ends[1]
+
+
+def test_averaged_weights_resume_at_the_same_bits_and_those_that_learn_are_not_touched(
+    whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "optim.ema_decay=0.9", "run.name=once")
+    train(tmp_path, "optim.ema_decay=0.9", until=4)
+    train(tmp_path, "optim.ema_decay=0.9")
+    once, _ = newest_checkpoint(tmp_path / "runs" / "once" / "checkpoints")
+    assert once is not None
+    assert contents(once) == contents(newest(tmp_path))
+    assert losses(tmp_path) == losses(whole)
+
+
+def test_a_run_in_double_precision_resumes_at_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    double = ("trainer.precision=64-true", "optim.ema_decay=0.9")
+    train(tmp_path, *double, "run.name=once")
+    train(tmp_path, *double, until=4)
+    train(tmp_path, *double)
+    assert_same(tmp_path)
+
+
+DROPOUT = ("model=dot_product", "model.dropout=0.2", "model.d_model=12", "model.num_heads=2",
+           "model.num_layers=1")  # fmt: skip
+
+
+@pytest.mark.parametrize("model", [("model.head_dropout=0.2",), DROPOUT])
+def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
+    tmp_path: Path, model: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = (*model, "trainer.accumulate=3", "monitor.enabled=false")
+    train(tmp_path, *more, "run.name=once")
+    with pytest.raises(Interrupted):
+        train(tmp_path, *more, stop_at=9)  # after the first batch of the fourth step
+    assert newest(tmp_path).step == 4
+    train(tmp_path, *more)
+    assert_same(tmp_path, STATE)  # where Lightning counts validations since the run was resumed
+
+
+def assert_same(folder: Path, *ignored: str) -> None:
+    """Whether the run that was stopped ended as the one that was trained at once."""
+    once, _ = newest_checkpoint(folder / "runs" / "once" / "checkpoints")
+    assert once is not None
+    one, other = contents(newest(folder)), contents(once)
+    assert [name for name in one if one[name] != other[name] and name not in ignored] == []
+    assert losses(folder) == losses(folder, "once")
+
+
+@pytest.mark.parametrize("more", [(), ("trainer.accumulate=3", "optim.ema_decay=0.9")])
+def test_a_run_ends_with_a_validation_and_a_checkpoint_wherever_its_last_step_is(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    more = (*more, "trainer.val_every=4")
+    train(tmp_path, *more, "run.name=once")
+    train(tmp_path, *more, until=4)
+    train(tmp_path, *more)
+    assert validated(tmp_path) == [3, 5]
+    assert newest(tmp_path).step == 6
+    assert newest(tmp_path).metadata["certificate"]["norm"] == "token_max"
+    assert_same(tmp_path)
+    rows = (tmp_path / "runs" / "a" / "metrics.jsonl").read_bytes()
+    left = newest(tmp_path).path
+    train(tmp_path, *more)
+    assert newest(tmp_path).path == left
+    assert (tmp_path / "runs" / "a" / "metrics.jsonl").read_bytes() == rows
+
+
+def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
+    assert validated(tmp_path) == [2]
+    train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
+    assert validated(tmp_path) == [2, 4, 6]
+
+
+def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    for optim in ("adamw", "muon"):
+        more = (f"optim={optim}", "monitor.enabled=false")
+        train(tmp_path, *more, f"run.name={optim}-once", "trainer.max_steps=9")
+        train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=6")
+        train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=9")
+        rates, wanted = learning_rates(tmp_path, optim), learning_rates(tmp_path, f"{optim}-once")
+        assert rates[6:] == wanted[6:]
+        assert rates[6] > 0
+
+
+def learning_rates(folder: Path, name: str) -> list[float]:
+    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
+    return [row["optim/lr"] for row in rows]
+
+
+def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "trainer.val_every=4", "run.name=once")
+    with pytest.raises(Interrupted):
+        train(tmp_path, "trainer.val_every=4", stop_at=5)
+    assert newest(tmp_path).step == 6
+    train(tmp_path, "trainer.val_every=4")
+    assert validated(tmp_path) == [3, 5]
+    assert_same(tmp_path, STATE)
+
+
+def validated(folder: Path) -> list[int]:
+    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
+    return [row["step"] for row in rows if "val/bpc" in row]
+
+
+def test_a_checkpoint_without_the_weights_that_learn_does_not_continue_an_average(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(tmp_path, "optim.ema_decay=0.9", until=4)
+    edit_json(newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
+    with pytest.raises(CheckpointError, match="learning_weights"):
+        train(tmp_path, "optim.ema_decay=0.9")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "MANIFEST.json"])
+def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
+    whole: Path, folder: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = newest(folder).path / name
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        train(folder)
+    (warning,) = [r.message for r in caplog.records if "continuing from" in r.message]
+    assert "step-00000004" in warning
+    assert "continuing from step-00000002" in warning
+    assert contents(newest(folder)) == contents(newest(whole))
+    assert losses(folder) == losses(whole)
+
+
+def test_the_last_two_and_the_best_are_kept_and_no_remains(whole: Path, folder: Path) -> None:
+    partial = folder / "runs" / "a" / "checkpoints" / ".partial-step-00000005"
+    partial.mkdir()
+    (partial / MODEL).write_text("{")
+    train(folder)
+    saved = {path.name for path in (folder / "runs" / "a" / "checkpoints").iterdir()}
+    best = newest(folder).metadata["best"]
+    assert saved == {"step-00000004", "step-00000006", best}
+    assert read_checkpoint(str(folder / "runs" / "a")).path.name == best
+
+
+def test_a_checkpoint_says_what_it_is(whole: Path) -> None:
+    metadata = newest(whole).metadata
+    assert metadata["step"] == 6
+    assert metadata["vocabulary"]["characters"] == "".join(sorted(set(TEXT)))
+    assert {"torch", "lightning"} <= metadata["versions"].keys()
+    assert metadata["certificate"]["norm"] == "token_max"
+    assert len(metadata["data_sha256"]) == 64
+
+
+@pytest.mark.parametrize("change", [lambda t: t.replace("7", "8"), lambda t: t + " "])
+def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[str], str]) -> None:
+    (folder / "text.txt").write_text(change(TEXT))
+    with pytest.raises(DataError, match="the text changed since the run began") as error:
+        train(folder)
+    assert error.value.exit_code == 3
+    assert newest(folder).step == 4
+
+
+def test_a_run_of_an_earlier_version_is_refused_and_not_started_over(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    shutil.rmtree(run / "checkpoints")
+    (run / "last.ckpt").write_bytes(b"pickle")
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match="a pickle, which can run code"):
+        train(folder)
+    assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
+    run = folder / "runs" / "a"
+    before = {name: (run / name).read_bytes() for name in ("config.json", "config.yaml")}
+    with pytest.raises(CheckpointError, match=r"is at step 4, past trainer\.max_steps=3: ask for"):
+        train(folder, "trainer.max_steps=3")
+    assert {name: (run / name).read_bytes() for name in before} == before
+    train(folder, "trainer.max_steps=7")
+    assert json.loads((run / "config.json").read_text())["trainer"]["max_steps"] == 7
+    assert OmegaConf.load(run / "config.yaml").trainer.max_steps == 7
+
+
+def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Path) -> None:
+    moved = (folder / "text.txt").rename(folder / "moved.txt")
+    train(folder, f"data.path={moved}")
+    assert losses(folder) == losses(whole)
+    moved.write_text(TEXT.swapcase())
+    with pytest.raises(DataError, match="the text changed since the run began"):
+        train(folder, f"data.path={moved}", "trainer.max_steps=8")
+
+
+def test_another_seed_is_another_run(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"run\.seed was 0, now 1"):
+        train(folder, "run.seed=1")
+
+
+# --- States that are none of this run ------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
+    """Change metadata and state of the newest checkpoint, and write it properly."""
+    saved = newest(folder)
+    metadata, state = dict(saved.metadata), saved.read_state()
+    weights = saved.read_weights(run_specs(folder))
+    shutil.rmtree(saved.path)
+    change(metadata, state)
+    write_checkpoint(saved.path, metadata, weights, state)
+
+
+def run_specs(folder: Path) -> dict:
+    config = load_config(options(folder), TrainConfig, ROOT)
+    specs = weight_specs(config, len(set(TEXT)) + 1)
+    return {f"model.{name}": spec for name, spec in specs.items()}
+
+
+def group(state: dict) -> dict:
+    return state["optimizer_states"][0]["param_groups"][0]
+
+
+def memory(state: dict) -> dict:
+    return state["optimizer_states"][0]["state"][0]
+
+
+def schedule(state: dict) -> dict:
+    return state["lr_schedulers"][0]
+
+
+def loop(state: dict) -> dict:
+    return state["loops"]["fit_loop"]
+
+
+def vectors(state: dict) -> dict:
+    return state["callbacks"]["LipschitzMonitor"]["vectors"]
+
+
+def progress(state: dict) -> dict:
+    return loop(state)["epoch_loop.batch_progress"]["current"]
+
+
+def in_callback(name: str, **changed: Any) -> Callable[[dict, dict], Any]:
+    return lambda m, s: s["callbacks"][name].update(changed)
+
+
+def in_choice(**changed: Any) -> Callable[[dict, dict], Any]:
+    return lambda m, s: s["callbacks"]["LipschitzMonitor"]["choice"].update(changed)
+
+
+def in_vectors(name: str, change: Callable[[Any], Any]) -> Callable[[dict, dict], Any]:
+    def apply(metadata: dict, state: dict) -> None:
+        first = next(iter(vectors(state).values()))
+        first[name] = change(first[name])
+
+    return apply
+
+
+CHANGES: dict[str, Callable[[dict, dict], Any]] = {
+    "moments of another shape": lambda m, s: memory(s).update(exp_avg=torch.ones(1)),
+    "moments that are numbers": lambda m, s: memory(s).update(exp_avg=1.0),
+    "moments that are missing": lambda m, s: memory(s).pop("exp_avg_sq"),
+    "moments too many": lambda m, s: memory(s).update(os=torch.ones(1)),
+    "another weight decay": lambda m, s: group(s).update(weight_decay=9.0),
+    "other decay rates": lambda m, s: group(s).update(betas=(0.0, 0.0)),
+    "another peak rate": lambda m, s: group(s).update(initial_lr=9.0),
+    "no groups": lambda m, s: s["optimizer_states"][0].update(param_groups=[]),
+    "a parameter without moments": lambda m, s: s["optimizer_states"][0]["state"].pop(0),
+    "no optimiser": lambda m, s: s.update(optimizer_states=[]),
+    "an optimiser that is text": lambda m, s: s.update(optimizer_states="x"),
+    "no schedule": lambda m, s: s.update(lr_schedulers=[]),
+    "an empty schedule": lambda m, s: s.update(lr_schedulers=[{}]),
+    "a schedule that is text": lambda m, s: s.update(lr_schedulers=["x"]),
+    "a schedule of ten times the rate": lambda m, s: schedule(s).update(
+        base_lrs=[10 * rate for rate in schedule(s)["base_lrs"]]
+    ),
+    "a schedule of hardly a number": lambda m, s: schedule(s).update(base_lrs=[1e308, 1e308]),
+    "a schedule that begins anew": lambda m, s: schedule(s).update(last_epoch=0),
+    "a schedule before its beginning": lambda m, s: schedule(s).update(last_epoch=-3),
+    "a schedule of half a step": lambda m, s: schedule(s).update(last_epoch=4.0),
+    "a schedule of more steps": lambda m, s: schedule(s).update(_step_count=9),
+    "a schedule with a method": lambda m, s: schedule(s).update(get_lr=3),
+    "a schedule of another optimiser": lambda m, s: schedule(s).update(optimizer=3),
+    "a schedule with parameters": lambda m, s: schedule(s).update(lr_lambdas=[{"a": 1}, None]),
+    "a schedule without its count": lambda m, s: schedule(s).pop("_step_count"),
+    "no random state": lambda m, s: s["callbacks"].pop("RandomState"),
+    "no monitor": lambda m, s: s["callbacks"].pop("LipschitzMonitor"),
+    "a callback more": lambda m, s: s["callbacks"].update(ModelCheckpoint={"dirpath": "/"}),
+    "callbacks that are a list": lambda m, s: s.update(callbacks=[]),
+    "a random state too short": lambda m, s: s["callbacks"]["RandomState"].update(
+        cpu=torch.zeros(3, dtype=torch.uint8)
+    ),
+    "a random state that is text": lambda m, s: s["callbacks"]["RandomState"].update(cpu="x"),
+    "no loops": lambda m, s: s.update(loops={}),
+    "loops that are a number": lambda m, s: s.update(loops=3),
+    "a counter that is text": lambda m, s: progress(s).update(ready="4"),
+    "a counter that is a fraction": lambda m, s: progress(s).update(completed=4.5),
+    "a counter that is nothing": lambda m, s: progress(s).update(processed=None),
+    "a counter that is true": lambda m, s: progress(s).update(started=True),
+    "a negative counter": lambda m, s: progress(s).update(ready=-4),
+    "a counter beyond all steps": lambda m, s: progress(s).update(ready=1 << 62),
+    "a step too many": lambda m, s: loop(s)["epoch_loop.automatic_optimization.optim_progress"][
+        "optimizer"
+    ]["step"]["total"].update(completed=6),
+    "a counter of batches too few": lambda m, s: progress(s).update(completed=3),
+    "a counter that is missing": lambda m, s: progress(s).pop("ready"),
+    "a counter with a method": lambda m, s: progress(s).update(increment_ready=3),
+    "a last batch that is a number": lambda m, s: loop(s)["epoch_loop.batch_progress"].update(
+        is_last_batch=1
+    ),
+    "a text in place of counters": lambda m, s: loop(s).update({"epoch_progress": "x"}),
+    "a loop more": lambda m, s: loop(s).update({"epoch_loop.other": {}}),
+    "a monitor of a longer text": in_choice(length=17),
+    "a monitor of a shorter text": in_choice(length=8),
+    "a monitor of no sequence": in_choice(sequences=0),
+    "a monitor of half a sequence": in_choice(sequences=1.0),
+    "a monitor at other steps": in_choice(every=3),
+    "a monitor with a choice more": in_choice(seed=3),
+    "a choice that is text": in_callback("LipschitzMonitor", choice="x"),
+    "a choice that may be settled": in_callback("LipschitzMonitor", is_settled="yes"),
+    "vectors of another width": in_vectors("tokens", lambda x: x[..., 1:].contiguous()),
+    "vectors of fewer branches": in_vectors("whole", lambda x: x[:0].contiguous()),
+    "vectors in double precision": in_vectors("tokens", lambda x: x.double()),
+    "vectors that are a number": in_vectors("lengths", lambda x: 1.0),
+    "vectors of a token that is not there": in_vectors("turn", lambda turn: 16),
+    "vectors of half a branch": lambda m, s: vectors(s).pop(next(iter(vectors(s)))),
+    "vectors of no branch": lambda m, s: vectors(s).update(x=dict(next(iter(vectors(s).values())))),
+    "a best value that is text": in_callback("Checkpoints", best="4.0"),
+    "a best value that is no number": in_callback("Checkpoints", best=math.nan),
+    "a best checkpoint elsewhere": in_callback("Checkpoints", best_name="../../elsewhere"),
+    "a best checkpoint that is a list": in_callback("Checkpoints", best_name=["x"]),
+    "a best checkpoint of no value": in_callback("Checkpoints", best=math.inf),
+    "a validation that may be due": in_callback("Interruption", validating=7),
+    "loops of another step": lambda m, s: m.update(step=3),
+    "no position": lambda m, s: s.update(data={}),
+    "a negative position": lambda m, s: s["data"].update(next_batch=-5),
+    "a position that is text": lambda m, s: s["data"].update(next_batch="5"),
+    "a position of another step": lambda m, s: s["data"].update(global_step=3),
+    "another vocabulary": lambda m, s: m.update(vocabulary={"characters": "abc"}),
+    "another configuration": lambda m, s: m["config"]["optim"].update(lr=1.0),
+    "a configuration with code": lambda m, s: m["config"].update(_class_path="os.system"),
+}
+
+
+@pytest.mark.parametrize("change", [pytest.param(c, id=name) for name, c in CHANGES.items()])
+def test_a_state_of_another_run_is_refused_with_code_4(
+    folder: Path, change: Callable[[dict, dict], Any]
+) -> None:
+    rewrite(folder, change)
+    with pytest.raises(InvformerError) as error:
+        train(folder)
+    assert error.value.exit_code == 4, error.value
+    assert "\n" not in str(error.value)
+    assert (newest(folder).path / STATE).exists()
+
+
+# --- Evaluating ----------------------------------------------------------------------------------
+
+
+def evaluate(folder: Path, *more: str) -> dict:
+    words = [f"checkpoint={folder / 'runs' / 'a'}", "evaluate.lipschitz_sequences=0",
+             "evaluate.inversion_sequences=0", *more]  # fmt: skip
+    return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
+
+
+def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> None:
+    for path in (folder / "runs" / "a" / "checkpoints").iterdir():
+        edit_json(path, MODEL, lambda m: m["vocabulary"].update(characters=other_characters(m)))
+    with pytest.raises(CheckpointError, match="not that of the text it was trained on"):
+        evaluate(folder)
+
+
+def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    for path in ("/dev/zero", str(folder / "pipe")):
+        for saved in (folder / "runs" / "a" / "checkpoints").iterdir():
+            edit_json(saved, MODEL, lambda m, path=path: m["config"]["data"].update(path=path))
+        with pytest.raises(DataError, match=r"it was the checkpoint .* data\.path=PATH") as error:
+            evaluate(folder)
+        assert error.value.exit_code == 3
+        text = f"data.path={folder / 'text.txt'}"
+        assert evaluate(folder, text)["data"]["same_as_training"]
+        report = evaluate(folder, text, "data.max_characters=1000")  # needs the rest for the n-gram
+        assert report["ngram"] is None
+
+
+def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
+        evaluate(folder, "data.name=python_docs")
+
+
+def test_the_unknown_characters_of_a_prompt_are_counted_in_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluate(folder, "generate.prompt=7 times Ω is λ", "generate.length=1")
+    assert [r.getMessage() for r in caplog.records] == [
+        "generate.prompt: 2 of 14 characters are not in the vocabulary and count as the unknown "
+        "symbol"
+    ]
+
+
+def other_characters(metadata: dict) -> str:
+    """As many characters, one of them another."""
+    return metadata["vocabulary"]["characters"][:-1] + "~"
+
+
+def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
+    other = folder / "other.txt"
+    other.write_text("κείμενο " * 200)
+    with pytest.raises(CheckpointError, match="most characters of text_file"):
+        evaluate(folder, "data.name=text_file", f"data.path={other}")
+
+
+def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = folder / "other.txt"
+    other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
+    elsewhere = "data.name=text_file", f"data.path={other}"
+    learnt = load_corpus("text_file", folder / "text.txt")
+    expected = five_gram(learnt.train, load_corpus("text_file", other).val)
+    assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
+    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).val
+    assert learnt.val.startswith(short)
+    report = evaluate(folder, "data.max_characters=1000")
+    assert report["num_characters"] == len(short)
+    assert report["ngram"]["nats"] == five_gram(learnt.train, short)
+    report = evaluate(folder, "data.split=train")
+    assert report["ngram"] is None
+    print_table(report)
+    assert "-gram" not in capsys.readouterr().out
+    (folder / "text.txt").write_text("another text by now")
+    assert evaluate(folder, *elsewhere)["ngram"] is None
+
+
+def five_gram(train: str, text: str) -> float:
+    """Nats per character of a text to a 5-gram that has read another one."""
+    vocabulary = Vocabulary.from_text(train)
+    learnt, scored = vocabulary.encode(train), vocabulary.encode(text)
+    return witten_bell_nats(learnt, scored, 5, vocab_size=vocabulary.size)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+@pytest.mark.parametrize("preset", [path.stem for path in (ROOT / "configs/model").glob("*.yaml")])
+def test_every_model_comes_back_from_its_checkpoint(
+    preset: str, precision: str, tmp_path: Path
+) -> None:
+    """Which also says that blocks are alike, and within the sizes that are held against files."""
+    words = [f"model={preset}", "model.num_layers=3", "data.seq_len=9"]
+    config = load_config([*words, f"trainer.precision={precision}"], TrainConfig, ROOT)
+    vocabulary = Vocabulary.from_text("abcdefgh")
+    model = untrained(config, vocabulary.size)
+    checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))
+    restored = load_model(checkpoint, config, vocabulary).state_dict()
+    assert weight_specs(config, vocabulary.size) == specs_of(restored)
+    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())

@@ -1,0 +1,144 @@
+"""FSDP2 as the run uses it, in one process: the parts are the whole, the code is the same."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import Mock, PropertyMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from invformer.assemble.model import build_model
+from invformer.config.schema import ModelConfig
+from invformer.nn.certificate import certify
+from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.runs.checkpoint_io import DirectoryCheckpointIO
+from invformer.runs.sharding import (
+    ShardedStrategy,
+    clip_parts,
+    gather,
+    is_sharded,
+    local_part,
+    norms_of_whole,
+    part_like,
+    shard,
+    whole,
+)
+from invformer.training.guard import UpdateGuard
+from invformer.training.optimizers import build_optimizer
+
+VOCAB, SEQ_LEN = 11, 8
+MODELS = [
+    ModelConfig(d_model=12, num_heads=3, num_layers=2),
+    ModelConfig(
+        d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", channel_metric=False,
+        activation_norm=True,
+    ),
+    ModelConfig(
+        d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", certificate="causal",
+        strictly_causal=True, feed_forward_kernel=3, input_radius=2.0,
+    ),
+    ModelConfig(d_model=12, num_heads=3, num_layers=1, name="dot_product", certificate=None),
+]  # fmt: skip
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def fresh(config: ModelConfig):
+    torch.manual_seed(0)
+    model = build_model(config, VOCAB, SEQ_LEN).float()
+    model.initialise(torch.randint(VOCAB, (4, SEQ_LEN)))
+    set_manual_refresh(model)
+    return model
+
+
+def adamw(model) -> torch.optim.Optimizer:
+    return build_optimizer(
+        model, "adamw", lr=1e-2, muon_lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1
+    )
+
+
+def loss_of(model, step: int) -> torch.Tensor:
+    tokens = torch.arange(4 * (SEQ_LEN + 1)).view(4, -1) * (step + 1) % VOCAB
+    logits = model(tokens[:, :-1])
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("config", MODELS, ids=lambda c: f"{c.name}-{c.feed_forward_kernel}")
+def test_a_sharded_model_learns_and_is_certified_like_a_whole_one(
+    mesh: DeviceMesh, config: ModelConfig
+) -> None:
+    plain, sharded = fresh(config), fresh(config)
+    shard(sharded, mesh)
+    assert is_sharded(sharded)
+    assert not is_sharded(plain)
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    optimisers = [adamw(model) for model in (plain, sharded)]
+    guard = UpdateGuard()
+    gather(sharded)
+    for step in range(5):
+        losses = [loss_of(model, step) for model in (plain, sharded)]
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+        for model, optimiser, loss in zip((plain, sharded), optimisers, losses, strict=True):
+            optimiser.zero_grad()
+            loss.backward()
+            if model is plain:
+                norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            else:
+                parts = [local_part(p.grad) for p in sharded.parameters()]
+                found = guard.inspect(step, loss.detach(), parts, norms_of_whole)
+                assert found.item() == pytest.approx(norm.item(), rel=1e-5)
+                clip_parts(parts, 0.5, found)
+            optimiser.step()
+            gather(model)
+            refresh_normalisers(model)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(dict(sharded.named_parameters())[name], parameter)
+    if config.is_contractive:
+        bounds = [certify(model).per_branch for model in (plain, sharded)]
+        assert bounds[1] == pytest.approx(bounds[0], rel=1e-5)
+        assert certify(sharded).holds
+
+
+def test_memory_of_an_optimiser_is_taken_apart_and_put_together(mesh: DeviceMesh) -> None:
+    model = fresh(MODELS[0])
+    shard(model, mesh)
+    parameter = next(model.parameters())
+    memory = torch.randn(parameter.shape, dtype=torch.float32)
+    part = part_like(memory, parameter)
+    assert isinstance(part, DTensor)
+    assert part.placements == parameter.placements
+    assert torch.equal(whole(part), memory)
+    count = torch.tensor(3.0)
+    assert part_like(count, parameter) is count
+    assert whole(count) is count
+
+
+def test_without_a_limit_gradients_stay_as_they_are() -> None:
+    gradient = torch.randn(3)
+    before = gradient.clone()
+    clip_parts([gradient], float("inf"), gradient.norm())
+    assert torch.equal(gradient, before)
+    clip_parts([gradient], 1e6, gradient.norm())
+    assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_comes_late_to_a_checkpoint_finds_it_there_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(ShardedStrategy, "global_rank", PropertyMock(return_value=rank))
+    monkeypatch.setattr(ShardedStrategy, "broadcast", lambda self, path, src=0: path)
+    strategy = ShardedStrategy(2, timedelta(seconds=1))
+    io = Mock(spec=DirectoryCheckpointIO)
+    strategy.checkpoint_io = io
+    strategy.save_checkpoint({}, tmp_path)  # a directory that the first process has begun
+    assert io.save_checkpoint.call_count == (1 if rank == 0 else 0)

@@ -1,0 +1,115 @@
+"""Nested state comes back as it was, bit for bit, through safetensors and JSON."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from invformer.errors import CheckpointError
+from invformer.runs.strict_json import dump, parse
+from invformer.runs.tensors import DTYPES, from_bytes, read_specs, specs_of, to_bytes
+from invformer.runs.tree import pack, unpack
+
+
+def through_files(tree: Any) -> Any:
+    plain, tensors = pack(tree)
+    content = to_bytes(tensors)
+    assert read_specs(content, "here") == specs_of(tensors)
+    return unpack(parse(dump(plain), "here"), from_bytes(content, "here"), "here")
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in value and type; tensors and floats bit for bit, dicts in their order."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        raw = [t.contiguous().flatten().view(torch.uint8) for t in (one, other)]
+        return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*raw)
+    if isinstance(one, float):
+        return one.hex() == other.hex()
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
+    count = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(256, (count,), generator=torch.Generator().manual_seed(seed))
+    raw = raw % 2 if dtype == torch.bool else raw
+    return raw.to(torch.uint8).view(dtype).reshape(shape)
+
+
+tensors = st.builds(
+    tensor_of,
+    st.sampled_from(list(DTYPES.values())),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.integers(0, 99),
+)
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(), st.text(), tensors
+)
+trees = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text() | st.integers() | st.just("$"), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(trees)
+def test_any_nested_state_comes_back(tree: Any) -> None:
+    assert same(through_files(tree), tree)
+
+
+def test_views_and_repeated_tensors_come_back() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    tree = {"a": base, "b": base.mT, "c": base[1:3, ::2], "d": [base, base.flatten()]}
+    assert same(through_files(tree), tree)
+
+
+def test_an_optimiser_and_its_schedule_come_back() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    schedule.step()
+    tree = {"optimizer": optimizer.state_dict(), "schedule": schedule.state_dict()}
+    assert same(through_files(tree), tree)
+
+
+@pytest.mark.parametrize("value", [{1}, b"x", 2**63, object(), {True: 1}, {(1,): 1}, 1j])
+def test_what_is_not_plain_is_refused_when_it_is_saved(value: Any) -> None:
+    with pytest.raises(TypeError, match="a checkpoint h"):
+        pack({"deep": [value]})
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        {"$": "object", "class": "os.system"},
+        {"$": "tensor", "name": "missing"},
+        {"$": "tensor", "name": "t", "more": 1},
+        [{"$": "tensor", "name": "t"}, {"$": "tensor", "name": "t"}],
+        {"$": "float", "value": "1"},
+        {"$": "tuple", "items": "ab"},
+        {"$": "pairs", "items": [[1, 2], [1, 3]]},
+        {"$": "pairs", "items": [[[1], 2]]},
+        {"$": "pairs", "items": [[True, 2]]},
+        {"$": []},
+        {},
+    ],
+)
+def test_what_saving_does_not_write_is_refused(plain: Any) -> None:
+    with pytest.raises(CheckpointError):
+        unpack(plain, {"t": torch.ones(1)}, "here")

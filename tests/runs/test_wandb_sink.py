@@ -1,0 +1,169 @@
+"""Weights & Biases: offline by itself, the right step axis, and never in the way of a run."""
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import wandb
+
+from invformer.runs import wandb_sink
+from invformer.runs.wandb_sink import STEP, ContainedCalls, WandbSink, wanted_mode
+from tests.runs.wandb_records import history_and_config
+
+CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
+
+
+@pytest.fixture
+def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setattr(wandb_sink, "has_api_key", lambda: False)
+
+
+def open_sink(folder: Path, **options: Any) -> WandbSink:
+    options = {"project": "tests", "mode": "auto", "tags": ["x"], "name": "a"} | options
+    return WandbSink(folder, config=CONFIG, **options)
+
+
+class FakeRun(SimpleNamespace):
+    """A W&B run that does what a test says."""
+
+    def __init__(self, folder: Path, **behaviour: Any) -> None:
+        quiet = {"log": lambda row: None, "finish": lambda exit_code: None}
+        super().__init__(offline=True, dir=str(folder / "files"), id="x1", **(quiet | behaviour))
+
+
+def sink_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> WandbSink:
+    monkeypatch.setattr(wandb_sink, "start", lambda options: FakeRun(folder, **behaviour))
+    return open_sink(folder, mode="offline")
+
+
+@pytest.mark.usefixtures("_no_key")
+def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = open_sink(tmp_path)
+    for step in (0, 1, 5, 3):
+        sink(step, {"train/bpc": 2.0 + step})
+    sink.table("sample", ["text"], [["hello"]])
+    sink.finish(7)
+    wandb.teardown()  # as at the end of a program: waits until W&B's own process has written all
+    assert sink.run.offline
+    assert sink.online_id is None
+    captured = capsys.readouterr()
+    assert "wandb sync" in captured.out
+    assert captured.err == ""
+    rows, config, exit_code = history_and_config(tmp_path)
+    logged = [(row[STEP], row["train/bpc"]) for row in rows if "train/bpc" in row]
+    assert logged == [(0, 2.0), (1, 3.0), (5, 7.0), (3, 5.0)]  # each at its step, in any order
+    assert any(key.startswith("sample") for row in rows for key in row)
+    assert config["config"]["model"] == {"d_model": 24, "name": "l2"}
+    assert exit_code == 7
+
+
+def full_disk(row: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_client_that_fails_says_so_once_and_the_number_of_lost_calls_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sink = sink_of(tmp_path, monkeypatch, log=full_disk)
+    for step in range(5):
+        sink(step, {"train/bpc": 1.0})
+    sink.finish(0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "row of step 0 failed ([Errno 28] No space left on device)" in lines[0]
+    assert "5 calls were lost; metrics.jsonl has every row" in lines[1]
+
+
+def test_a_client_that_hangs_delays_nothing_and_the_end_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    abandoned = []
+    monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", 0.3)
+    monkeypatch.setattr(wandb_sink, "MAX_WAITING", 4)
+    monkeypatch.setattr(wandb_sink, "abandon_service", lambda: abandoned.append(1))
+    sink = sink_of(tmp_path, monkeypatch, log=lambda row: time.sleep(600))
+    for step in range(50):
+        sink(step, {"train/bpc": 1.0})
+    sink.finish(0)
+    assert abandoned
+    assert "could not be closed" in capsys.readouterr().err
+    assert sink._calls.dropped >= 45
+
+
+def test_a_start_that_hangs_online_goes_offline_and_one_that_hangs_offline_goes_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hanging = ["online"]
+
+    def start(options: dict[str, Any]) -> Any:
+        if options["mode"] in hanging:
+            time.sleep(600)
+        return FakeRun(tmp_path)
+
+    monkeypatch.setattr(wandb_sink, "start", start)
+    monkeypatch.setattr(wandb_sink, "ONLINE_SECONDS", 0.1)
+    monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.2)
+    assert open_sink(tmp_path, mode="online").run.offline
+    assert "no answer within 0 s; going offline" in capsys.readouterr().err
+    hanging.append("offline")
+    sink = open_sink(tmp_path, mode="online")
+    sink(0, {"train/bpc": 1.0})
+    sink.table("sample", ["text"], [["hello"]])
+    sink.finish(0)
+    assert sink.run is None
+    assert "metrics.jsonl has every row" in capsys.readouterr().err
+
+
+def test_a_broken_installation_is_one_more_reason_to_go_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def start(options: dict[str, Any]) -> Any:
+        raise ImportError("no module named wandb")
+
+    monkeypatch.setattr(wandb_sink, "start", start)
+    assert open_sink(tmp_path, mode="offline").run is None
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_resumed_run_has_its_old_name_online_and_a_group_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def start(options: dict[str, Any]) -> Any:
+        asked.append(options)
+        if options["mode"] == "online" and len(asked) > 1:
+            raise OSError("unreachable")
+        return FakeRun(tmp_path)
+
+    monkeypatch.setattr(wandb_sink, "start", start)
+    open_sink(tmp_path, mode="online", run_id="abc")
+    assert {"id": "abc", "resume": "allow", "group": None}.items() <= asked[-1].items()
+    open_sink(tmp_path, mode="online", run_id="abc")
+    assert "id" not in asked[-1]
+    assert asked[-1]["group"] == "a"
+
+
+def test_calls_are_made_in_their_order() -> None:
+    made: list[int] = []
+    calls = ContainedCalls()
+    for number in range(100):
+        calls.submit("x", lambda number=number: made.append(number))
+    assert calls.last(lambda: None, 10)
+    assert made == list(range(100))
+
+
+def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert wandb_sink.has_api_key()
+    for told, mode in (("", "online"), ("offline", "offline"), ("disabled", "disabled")):
+        monkeypatch.setenv("WANDB_MODE", told)
+        assert wanted_mode("auto") == mode
+        assert wanted_mode("online") == "online"

@@ -1,0 +1,86 @@
+"""Small real runs, and whether two of them are the same run."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+import torch
+
+from invformer.runs.checkpoint import newest_checkpoint
+from invformer.runs.run_log import read_rows
+
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(56))  # 7 steps an epoch
+STEPS, VAL_EVERY = 28, 7  # four epochs; a validation at the end as well
+CONTRACTIVE = ("model.d_model=16", "model.num_layers=1", "model.num_heads=2")
+DROPOUT = ("model=dot_product", "model.dropout=0.1", *CONTRACTIVE)
+
+
+def write_text(folder: Path) -> Path:
+    """The text that the runs learn."""
+    path = folder / "squares.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIVE) -> list[str]:
+    """Arguments of train.py; the text lies in the folder that holds the runs."""
+    return [
+        *model, "data=text_file", f"data.path={root / 'squares.txt'}", "data.seq_len=16",
+        "data.batch_size=8", "data.val_fraction=0.1", "data.test_fraction=0",
+        f"trainer.max_steps={STEPS}", f"trainer.val_every={VAL_EVERY}",
+        "trainer.eval_batch_size=2", "trainer.progress=false",
+        "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
+        "monitor.flush_every=4", "monitor.norms=[token_max]", "monitor.inversion_sequences=1",
+        "monitor.every=1", "monitor.num_sequences=1", "monitor.probe_length=16",
+        f"run.root={root}", f"run.name={name}", *more,
+    ]  # fmt: skip
+
+
+def without_plots() -> None:
+    """Called in a run before it starts: pictures take longer than its training."""
+    import invformer.training.fit
+
+    invformer.training.fit.plot_run = lambda *_: []
+
+
+def losses(run: Path) -> list[tuple[int, dict[str, str]]]:
+    """Every number of every row in hexadecimal, except clocks."""
+    return [
+        (row["step"], {k: value.hex() for k, value in row.items() if is_reproducible(k, value)})
+        for row in read_rows(run / "metrics.jsonl")
+    ]
+
+
+def is_reproducible(key: str, value: object) -> bool:
+    """Whether a metric is no reading of a clock."""
+    return isinstance(value, float) and not key.startswith("perf/")
+
+
+def final_state(run: Path) -> dict[str, torch.Tensor]:
+    """Weights, optimiser, random generators and monitor at the end of a run."""
+    checkpoint, _ = newest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.step == STEPS
+    files = sorted(checkpoint.path.glob("*.safetensors"))
+    assert files
+    return {
+        f"{file.name}/{name}": tensor
+        for file in files
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
+
+
+def difference(one: Path, other: Path) -> str | None:
+    """The first thing in which two finished runs differ, in words; None if they are the same."""
+    first, second = losses(one), losses(other)
+    if [step for step, _ in first] != [step for step, _ in second]:
+        return f"steps: {[s for s, _ in first]} and {[s for s, _ in second]}"
+    for (step, row), (_, again) in zip(first, second, strict=True):
+        if row != again:
+            keys = sorted(k for k in row.keys() | again.keys() if row.get(k) != again.get(k))
+            return f"step {step}: {keys}"
+    state, again = final_state(one), final_state(other)
+    if state.keys() != again.keys():
+        return f"state: {sorted(state.keys() ^ again.keys())}"
+    differing = [name for name in state if not torch.equal(state[name], again[name])]
+    return f"state: {differing}" if differing else None
