@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import Zygote
 
-FAST = "tests.runs:without_plots"
+FAST = "tests.small_runs:without_plots"
 MODULE = "invformer.training.module:CharLanguageModel"
 DIRECTORY = "invformer.runs.checkpoint_directory"
 # Where a run may kill itself, and how often it comes by there.

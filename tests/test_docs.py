@@ -3,7 +3,6 @@
 import ast
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,22 +42,6 @@ def definitions(tree: ast.Module) -> set[str]:
     return names
 
 
-def code_that_refers_to(page: str) -> Iterator[tuple[str, str | None]]:
-    """(file, name) of every top-level class and function that names the page; None: the rest."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        source = rest = path.read_text(encoding="utf-8")
-        if page not in source:
-            continue
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                text = ast.get_source_segment(source, node) or ""
-                rest = rest.replace(text, "")
-                if page in text:
-                    yield path.relative_to(PACKAGE).as_posix(), node.name
-        if page in rest:
-            yield path.relative_to(PACKAGE).as_posix(), None
-
-
 @pytest.mark.parametrize("title", SECTIONS)
 def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: str) -> None:
     section = SECTIONS[title]
@@ -70,17 +53,9 @@ def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: 
 
 def test_every_pointer_leads_to_a_definition() -> None:
     for path, name in sorted(pointers(PAGE)):
-        tree = ast.parse((PACKAGE / path).read_text(encoding="utf-8"))
+        file = PACKAGE / path if (PACKAGE / path).exists() else ROOT / path
+        tree = ast.parse(file.read_text(encoding="utf-8"))
         assert name in definitions(tree), f"{path} does not define {name}"
-
-
-def test_whatever_refers_to_the_page_is_answered_there() -> None:
-    named = pointers(PAGE)
-    files = {path for path, _ in named}
-    references = list(code_that_refers_to(PAGE_NAME))
-    assert references
-    lost = [(p, n) for p, n in references if (p not in files if n is None else (p, n) not in named)]
-    assert not lost
 
 
 def test_every_section_that_is_referred_to_exists() -> None:

@@ -57,7 +57,7 @@ class BoundedAttention(LipschitzBranch):
     ``causal``: ‖∂f_i/∂x_i‖₂ ≤ c, by ‖[Ŵ_h]_h‖₂ ≤ 1 of all heads together,
     L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and n ≤ √3, one for heads that are alike: what a single
     token changes, it changes for all heads at once. Enough to invert a causal block; Lip(f) may
-    exceed c. Both theorems are in ``numerics/bounds/bounded.py``.
+    exceed c. Both theorems are in ``bounds/bounded.py``.
 
     Strictly causal, a token sees the tokens before it and a null token (k = v = 0) before the
     first, but not itself: it enters its own row by its query alone, L_h = τ β_Q and n = 1 under

@@ -627,11 +627,3 @@ def test_a_configuration_is_made_without_loading_anything_heavy() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("usage: python train.py")
-
-
-def test_the_schema_knows_no_library() -> None:
-    code = (
-        "import sys, invformer.config.schema; assert not {'omegaconf', 'yaml'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 from tests.zygote import Zygote
 
 MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}
-FAST = "tests.runs:without_plots"
+FAST = "tests.small_runs:without_plots"
 
 
 @pytest.fixture(scope="session")
