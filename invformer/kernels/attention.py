@@ -33,8 +33,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from invformer.kernels import native
 from invformer.kernels.blocked import blocked_attention, blocked_l2_attention
+from invformer.kernels.causal_attention import causal_attention
 from invformer.kernels.native_attention import native_attention, native_l2_attention
-from invformer.numerics.causal_attention import causal_attention
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.precision import without_autocast
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.kernels.attention import only
 from invformer.nn.attention import (
     TiedL2Attention,
     merge_heads,
@@ -345,7 +346,8 @@ def by_autograd(
     inner = branch.inner if isinstance(branch, PreNormBranch) else None
     per_token = isinstance(inner, FeedForward) and inner.kernel == 1
     count = 1 if per_token else num_vectors
-    jacobian = linearise(branch, x.expand(count, *x.shape))
+    with only("math"):
+        jacobian = linearise(branch, x.expand(count, *x.shape))
     shape = (count, *x.shape) if per_token else (count, 1, *x.shape)
     return BranchGroup(
         (name,),

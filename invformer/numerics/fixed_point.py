@@ -5,7 +5,6 @@ verdict per sample, and the largest rate seen, which can disprove the constant t
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -13,11 +12,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.acceleration import Anderson, NewtonKrylov, Picard
+from invformer.numerics.acceleration import Anderson, Picard
 from invformer.numerics.fixed_point_iteration import (
     RUNNING,
     State,
-    first_state,
     iterate,
     predicted_steps,
     refused_or_running,
@@ -27,8 +25,7 @@ from invformer.numerics.fixed_point_solution import (
     FixedPointSolution,
     InversionStatus,
 )
-from invformer.numerics.linear_map import LinearMap, SequenceMap
-from invformer.numerics.linear_map import linearise as linearise_by_autograd
+from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.precision import RESIDUAL_FLOOR
 from invformer.numerics.residual_equation import (
@@ -38,7 +35,7 @@ from invformer.numerics.residual_equation import (
 )
 from invformer.numerics.token_wise import approach
 
-Method = Literal["picard", "anderson", "auto", "newton_krylov", "sequential"]
+Method = Literal["picard", "anderson", "auto"]
 # Picard steps that ``auto`` takes before it calls a sample slow. A step of Anderson's costs about
 # twice one of Picard's, so that it pays where the residual shrinks by less than a half each time.
 PICARD_STEPS = 40
@@ -72,8 +69,6 @@ def invert_residual(
     inner_size: float = 0.0,
     evaluation_error: Tensor | float | None = None,
     output_error: Tensor | float | None = None,
-    linearise: Callable[[Tensor], LinearMap] | None = None,
-    chunk_size: int = 1,
     compact: bool = False,
     token_wise: bool = False,
     polish: bool = False,
@@ -94,7 +89,6 @@ def invert_residual(
     another, with ``compact`` two more whenever samples are solved.
 
     The result is detached: the solver does not record its steps, not even for the weights inside f.
-    For gradients use :func:`invformer.numerics.implicit_inverse.implicit_inverse`.
 
     Args:
         f: acts on each sample of (*batch, N, D) separately and does not change between calls.
@@ -103,9 +97,7 @@ def invert_residual(
             infinite and CONVERGED speaks of the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
         method: ``picard`` (one evaluation a step), ``anderson`` (the same, five steps remembered),
-            ``auto`` (Picard, then Anderson for samples that forty steps do not solve),
-            ``newton_krylov`` (Jacobian products, few steps), ``sequential`` (token by token, for
-            causal f; f must accept any prefix).
+            ``auto`` (Picard, then Anderson for samples that forty steps do not solve).
         contraction: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
             for every fixed past. The iteration then still converges from every start, but not
             monotonically, c cannot be disproved by a growing step, and a small residual bounds no
@@ -115,7 +107,7 @@ def invert_residual(
         rtol: error allowed relative to ‖x̂‖; None takes 1e-10, or what the format and c can reach
             with room to spare if that is larger.
         max_steps: None takes what c predicts, twice and some more, or a thousand without a global
-            c. Per token or chunk for ``sequential``.
+            c.
         initial: where to start; None starts at y.
         residual_map: f evaluated in float64, on float64 input. None tries f itself; an f that
             refuses float64 is measured in its own precision, with that precision's allowance.
@@ -130,8 +122,6 @@ def invert_residual(
         output_error: bound on ‖y − (x + f(x))‖ for the x that is wanted; 0 if y is exact. None
             takes what a forward pass in y's dtype rounds, measured as the difference between both
             precisions, times four.
-        linearise: x ↦ Jacobian of f, for ``newton_krylov``; None goes through autograd.
-        chunk_size: tokens solved for at a time by ``sequential``.
         compact: leave solved samples out of the batch. f must then accept any batch size;
             kernels may round differently for it.
         token_wise: f takes every token by itself, whatever sequences there are. Picard then moves
@@ -147,8 +137,7 @@ def invert_residual(
 
     Raises:
         FixedPointError: ``throw`` and some sample did not converge.
-        ValueError: an argument is impossible, y wants a gradient, or f is not causal but
-            ``sequential`` was asked for.
+        ValueError: an argument is impossible, or y wants a gradient.
     """
     _check_arguments(y, lipschitz_bound, norm, method, contraction, atol, rtol, max_steps)
     if polish and not evidence:
@@ -179,7 +168,7 @@ def invert_residual(
         if not polish:
             equation = equation.with_tolerance(atol, rtol)
         first_residual = equation.first_residual
-        solver = _Solver(method, linearise, max_steps, chunk_size)
+        solver = _Solver(method, max_steps)
         if polish:
             equation, state = solver.solve_and_polish(equation, atol, rtol)
         elif token_wise and solver.goes_by_tokens(equation):
@@ -197,9 +186,7 @@ class _Solver:
     """How to solve: the method and its budget."""
 
     method: Method
-    linearise: Callable[[Tensor], LinearMap] | None
     max_steps: int | None
-    chunk_size: int
 
     def solve(self, equation: ResidualEquation, status: Tensor) -> State:
         """Give every running sample its verdict."""
@@ -211,11 +198,6 @@ class _Solver:
                 return iterate(equation, mixing, self.max_steps, status)
             case "auto":
                 return self.solve_slow_ones_faster(equation, status)
-            case "newton_krylov":
-                jacobian = self.linearise or (lambda x: linearise_by_autograd(equation.f, x))
-                return iterate(equation, NewtonKrylov(jacobian), self.max_steps, status)
-            case "sequential":
-                return self.solve_in_time(equation, status)
 
     def goes_by_tokens(self, equation: ResidualEquation) -> bool:
         """Whether tokens of a token-wise f may be left where they are, one by one."""
@@ -264,35 +246,7 @@ class _Solver:
             before.status == InversionStatus.NONFINITE
         )
         status = torch.where(final, before.status, refused_or_running(fine))
-        polishing = replace(
-            self,
-            method="anderson" if self.method == "newton_krylov" else self.method,
-            linearise=None,
-        )
-        return fine, _joined(polishing.solve(fine, status), [before])
-
-    def solve_in_time(self, equation: ResidualEquation, status: Tensor) -> State:
-        """Solve for one chunk of tokens after another, the past fixed; then verify the whole.
-
-        For a fixed past one token's map is a plain contraction with the same c, causal certificate
-        or global: convergence is monotone again and c can be disproved.
-        """
-        equation.check_causality()
-        x = equation.start.clone()
-        status = first_state(equation, self.max_steps, status).status
-        status = status.masked_fill(status <= InversionStatus.CONVERGED, RUNNING)
-        parts: list[State] = []
-        for begin in range(0, x.shape[1], self.chunk_size):
-            end = min(begin + self.chunk_size, x.shape[1])
-            part = iterate(equation.chunk(x, begin, end), Picard(), self.max_steps, status)
-            x[:, begin:end] = part.x
-            parts.append(part)
-            # A chunk that is not quite solved may do for the whole; other verdicts are final.
-            passed = (part.status == InversionStatus.CONVERGED) | (
-                part.status == InversionStatus.MAX_STEPS
-            )
-            status = part.status.masked_fill(passed, RUNNING)
-        return _joined(iterate(equation.from_start(x), Picard(), self.max_steps, status), parts)
+        return fine, _joined(self.solve(fine, status), [before])
 
 
 def _joined(last: State, before: list[State]) -> State:
@@ -359,8 +313,7 @@ def _check_arguments(
         )
     if y.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "the steps of the solver are not recorded: use implicit_inverse for gradients, or "
-            "torch.no_grad() if none are wanted"
+            "the steps of the solver are not recorded: wrap the call in torch.no_grad()"
         )
     for name, value, choices in (
         ("norm", norm, NORMS),

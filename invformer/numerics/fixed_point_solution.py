@@ -33,13 +33,11 @@ class InversionStatus(IntEnum):
 
 ADVICE = {
     InversionStatus.MAX_STEPS: "raise max_steps, loosen the tolerance or use method='anderson'",
-    InversionStatus.DIVERGED: "f is no contraction here: certify it, or use method='sequential' "
-    "if it is causal",
+    InversionStatus.DIVERGED: "f is no contraction here: certify it in this norm",
     InversionStatus.NONFINITE: "look for NaN or infinity in y and in the weights of f",
     InversionStatus.NOT_CONTRACTIVE: "the iterates disprove lipschitz_bound: certify the weights "
     "that f runs with, in this norm",
-    InversionStatus.TOLERANCE_BELOW_PRECISION: "loosen the tolerance, pass float64 tensors or "
-    "polish=True",
+    InversionStatus.TOLERANCE_BELOW_PRECISION: "loosen the tolerance or pass float64 tensors",
 }
 
 

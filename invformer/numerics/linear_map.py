@@ -7,8 +7,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.kernels.attention import only
-
 SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*batch tokens width"]]
 
 
@@ -40,7 +38,7 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
 
     Args:
         f: a map from (*batch, N, D) to the same shape that does not mix samples or update buffers.
-            Fused attention has no second derivative: attention kernels run as ``math`` inside.
+            Fused attention has no second derivative: run it as ``with only("math"):``.
         x: where to linearise.
 
     Returns:
@@ -51,8 +49,7 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
     """
     with torch.inference_mode(False):
         # Inference tensors cannot be saved for backward; a clone made here is an ordinary tensor.
-        with only("math"):
-            y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
+        y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
         if y.shape != x.shape:
             raise ValueError(f"f maps {tuple(x.shape)} to {tuple(y.shape)}: it must keep the shape")
         push_forward = torch.func.vjp(lambda g: pull_back(g)[0], torch.zeros_like(y))[1]
@@ -103,6 +100,5 @@ def dense_jacobian(
     """
     if x.ndim != 2:
         raise ValueError(f"a dense Jacobian is of one sample (N, D), got shape {tuple(x.shape)}")
-    with only("math"):
-        jacobian = torch.func.jacrev(f)(x)
+    jacobian = torch.func.jacrev(f)(x)
     return jacobian.reshape(x.numel(), x.numel())

@@ -183,19 +183,6 @@ class ResidualEquation:
         at_least_single = x if x.dtype == torch.float64 else x.float()
         return vector_norm(at_least_single, self.norm).double()
 
-    def check_causality(self) -> None:
-        """Refuse an f whose early tokens see later ones."""
-        half = self.start.shape[1] // 2
-        if half == 0:
-            return
-        whole, prefix = self.f(self.start)[:, :half], self.f(self.start[:, :half])
-        allowed = 8 * self.evaluation_noise(self.size(self.start) + self.size(whole))
-        if bool((self.size(whole - prefix) > allowed).any()):
-            raise ValueError(
-                "method='sequential' solves token by token, but f of the first "
-                f"{half} tokens depends on later ones: use another method"
-            )
-
     # --- what rounding it allows ------------------------------------------------------------
 
     def evaluation_noise(self, size: Tensor) -> Tensor:
@@ -335,30 +322,6 @@ class ResidualEquation:
     def from_start(self, start: Tensor) -> "ResidualEquation":
         """The same equation, another start."""
         return replace(self, start=start, f_start=None)
-
-    def chunk(self, x: Tensor, begin: int, end: int) -> "ResidualEquation":
-        """The equation for tokens begin…end−1 of a causal f, with x_{<begin} as their past.
-
-        The tolerance is that of the whole, shared out, with ‖y‖/4 standing for the unknown ‖x‖.
-        """
-        parts = math.ceil(x.shape[1] / (end - begin)) if self.norm == "frobenius" else 1
-        one_token = end - begin == 1
-
-        def with_past(g: SequenceMap) -> SequenceMap:
-            return lambda z: g(torch.cat([x[:, :begin].to(z.dtype), z], dim=1))[:, begin:end]
-
-        return replace(
-            self,
-            f=with_past(self.f),
-            precise_f=with_past(self.precise_f),
-            y=self.y[:, begin:end],
-            start=x[:, begin:end].clone(),
-            f_start=None,
-            contraction="global" if one_token else self.contraction,
-            atol=(self.atol + self.rtol * self.size_of_y / 4) / math.sqrt(parts),
-            rtol=0.0,
-            compact=False,
-        )
 
 
 def comfortable_rtol(smallest: float, c: float) -> float:

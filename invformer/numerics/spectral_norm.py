@@ -1,10 +1,4 @@
-"""Spectral norms ‖W‖₂ = σ_max(W): a certified bound and an estimate.
-
-| function | precision | stands to ‖W‖₂ |
-|---|---|---|
-| :func:`spectral_norm_bound` | float64 | proven ≥, rounding included |
-| :func:`.normaliser.gram_normaliser` | that of W | ≥ in practice, not proven |
-| :func:`power_iteration` | that of W | ≤, an estimate from below |
+"""A certified bound on the spectral norm ‖W‖₂ = σ_max(W): proven ≥, rounding included.
 
 Gram iteration (Delattre et al. 2023, arXiv 2305.16173) squares the singular values K times,
 G_{k+1} = G_kᵀG_k, and bounds the last iterate; a factor c there is a factor c^{2^{−K}} on ‖W‖₂.
@@ -16,8 +10,6 @@ above the computed λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR
 
 and E, the residual of the factorisation, is of the size of rounding.
 """
-
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -65,54 +57,6 @@ def spectral_norm_bound(
     bound = torch.minimum(_gram_bound(g, num_steps), _residual_bound(g))
     bound = torch.where(bound > 0, bound.nextafter(torch.full_like(bound, torch.inf)), bound)
     return torch.where(finite, bound, torch.inf)
-
-
-@dataclass(frozen=True)
-class SpectralNormEstimate:
-    """What power iteration found. Never a bound: ``value`` ≤ ‖W‖₂.
-
-    Attributes:
-        value: ‖W v‖₂ at the last v, one per matrix.
-        residual: ‖Wᵀu − value · v‖₂ / value: zero at a singular pair, which need not be the first.
-        u: left vector W v / value.
-        v: right unit vector, a warm start for the next call.
-    """
-
-    value: Tensor
-    residual: Tensor
-    u: Tensor
-    v: Tensor
-
-
-def power_iteration(
-    weight: Float[Tensor, "*batch m n"], v: Float[Tensor, "*batch n"], num_steps: int
-) -> SpectralNormEstimate:
-    """An estimate ‖W v‖₂ ≤ ‖W‖₂ after v ← WᵀW v/‖WᵀW v‖, ``num_steps`` times.
-
-    Biased low, without limit: v may be orthogonal to the leading vector, and with close singular
-    values convergence is as slow as (σ₂/σ₁)^{2 num_steps}. Cost: two products with W per step.
-
-    Args:
-        weight: matrices.
-        v: start, not zero; normalised here.
-        num_steps: ≥ 0.
-
-    Returns:
-        The estimate with its residual and vectors, in the dtype of ``weight``.
-
-    Source: Miyato et al. 2018, arXiv 1802.05957, Algorithm 1 (there called the norm).
-    """
-    tiny = torch.finfo(weight.dtype).tiny
-    right = unit(v).unsqueeze(-1)
-    for _ in range(num_steps):
-        right = unit((weight.mT @ (weight @ right)).squeeze(-1)).unsqueeze(-1)
-    image = (weight @ right).squeeze(-1)
-    value = torch.linalg.vector_norm(image, dim=-1)
-    left = unit(image)
-    back = (weight.mT @ left.unsqueeze(-1)).squeeze(-1)
-    right = right.squeeze(-1)
-    gap = torch.linalg.vector_norm(back - value.unsqueeze(-1) * right, dim=-1)
-    return SpectralNormEstimate(value, gap / value.clamp(min=tiny), left, right)
 
 
 def check_matrix(weight: Tensor, num_steps: int) -> None:

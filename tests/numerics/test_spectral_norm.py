@@ -1,4 +1,4 @@
-"""Certified spectral norms against 50-digit arithmetic; the estimate."""
+"""Certified spectral norms against 50-digit arithmetic."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ from torch import Tensor
 from invformer.numerics.spectral_norm import (
     _gram_bound,
     _residual_bound,
-    power_iteration,
     spectral_norm_bound,
 )
 from tests.problems import matrix_with, trained_like
@@ -178,21 +177,3 @@ def test_what_is_no_matrix_is_refused(wrong: Tensor) -> None:
         spectral_norm_bound(wrong)
     with pytest.raises(ValueError, match="num_steps >= 1"):
         spectral_norm_bound(torch.eye(2), num_steps=0)
-
-
-def test_power_iteration_estimates_from_below_and_says_how_far_it_is() -> None:
-    weight = matrix_with(torch.tensor([3.0, 2.9, 1.0, 0.1]), 6, 4)
-    start = torch.randn(4)
-    values = [power_iteration(weight, start, k).value.item() for k in (0, 1, 5, 20, 400)]
-    assert values == sorted(values)
-    assert values[-1] == pytest.approx(3.0, abs=1e-12)
-    done = power_iteration(weight, start, 400)
-    assert done.residual < 1e-8 < power_iteration(weight, start, 1).residual
-    torch.testing.assert_close(weight @ done.v, done.value * done.u)
-
-
-def test_power_iteration_started_across_the_leading_vector_misses_it() -> None:
-    """Why its value is never called a bound: here the residual is zero and the value a third."""
-    estimate = power_iteration(torch.diag(torch.tensor([3.0, 1.0])), torch.tensor([0.0, 1.0]), 50)
-    assert estimate.value == 1
-    assert estimate.residual == 0

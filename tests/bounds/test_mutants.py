@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.numerics.mutants import MUTANTS
+from tests.bounds.mutants import MUTANTS
 
 
 @pytest.mark.parametrize("name", MUTANTS)
