@@ -36,7 +36,6 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.assemble.run import read_corpus
 from invformer.assemble.saved_model import load_model, trained_configuration
-from invformer.bounds import jasmin
 from invformer.config.schema import MANY, Corpus, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.vocabulary import Vocabulary
@@ -46,6 +45,7 @@ from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.branch import frozen_weights
 from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
+from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
 from studies.regularised_training import (
     attention_inputs,

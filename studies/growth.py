@@ -42,13 +42,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.saved_model import trained_configuration
-from invformer.bounds import castin
 from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import LipschitzEstimate, lanczos_estimate
 from invformer.nn.attention import attention_jacobian, merge_heads, paper_output_map, project
 from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
+from studies import castin
 from studies.measured_layers import (
     DTYPE,
     GPT2_HEADS,

@@ -12,12 +12,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import castin, jasmin, kim, local
+from invformer.bounds import kim, local
 from invformer.lipschitz.power_iteration import lanczos_estimate
 from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, project
 from invformer.numerics.l2_attention import attention_weights
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
+from studies import castin, jasmin
 
 Layer = DotProductAttention | TiedL2Attention
 

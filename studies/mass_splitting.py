@@ -27,10 +27,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import castin
-from invformer.bounds.castin import MassSplitting
 from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap, dense_jacobian
+from studies import castin
+from studies.castin import MassSplitting
 from studies.study import (
     Outcome,
     Rows,
@@ -298,7 +298,7 @@ def ratios(case: Case, x: Float[Tensor, "points three one"]) -> Float[Tensor, "p
 def scalar_mass_splitting(
     x: Float[Tensor, "*batch atoms one"], mass: Float[Tensor, "atoms"], a: float
 ) -> MassSplitting:
-    """:func:`invformer.bounds.castin.mass_splitting` for D = 1, V = 1, in batches."""
+    """:func:`studies.castin.mass_splitting` for D = 1, V = 1, in batches."""
     p = castin.dot_product_weights(x, torch.full((1, 1), a, dtype=x.dtype), mass=mass)
     offset = x.mT - p @ x  # (i, j): x_j − m_i
     own = a * (p * offset.square()).sum(-1)[..., None, None]

@@ -26,9 +26,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import castin
 from invformer.config.section import option
 from invformer.numerics.linear_map import dense_jacobian
+from studies import castin
 from studies.study import (
     Outcome,
     Rows,

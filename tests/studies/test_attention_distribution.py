@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.bounds import jasmin, local
+from invformer.bounds import local
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.section import from_plain
@@ -17,7 +17,7 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.linear_map import dense_jacobian
-from studies import attention_distribution
+from studies import attention_distribution, jasmin
 from studies.attention_distribution import (
     SCALES,
     STUDY,

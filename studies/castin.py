@@ -1,0 +1,240 @@
+"""Dot-product attention: its Jacobian, and its Lipschitz constants on bounded inputs.
+
+Castin, Ablin & Peyré 2024, *How Smooth Is Attention?*, arXiv 2312.14820, in the paper's notation
+(rows of X are tokens x_i ∈ R^D, A = KᵀQ/√k, V acts as x ↦ V x):
+
+    f(X)_i = V Σ_j P_ij x_j,    P_ij ∝ m_j exp(x_jᵀ A x_i) over the visible j
+
+with masses m (1 for a plain sequence). f is not Lipschitz on all inputs; every bound here is in
+``frobenius`` and for tokens of length ≤ R, masked or not. An upper bound is rounded up and may be
+inf; a value that is reached from below is rounded down and stays finite.
+"""
+
+import math
+import sys
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from invformer.numerics.l2_attention import softmax_jacobian
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.rounding import round_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+Form = Literal["paper", "triangle"]
+
+LARGEST_EXPONENT = 746.0  # e^{−x} is 0 in float64 from here on, e^x is inf from 710 on
+
+
+def dot_product_weights(
+    x: Float[Tensor, "*batch tokens width"],
+    a: Float[Tensor, "width width"],
+    *,
+    visible: Bool[Tensor, "tokens tokens"] | None = None,
+    mass: Float[Tensor, "tokens"] | None = None,
+) -> Float[Tensor, "*batch tokens tokens"]:
+    """P_ij ∝ m_j exp(x_jᵀ A x_i) over the visible j (Definitions 2.1, 2.5 and C.4)."""
+    logits = x @ a.mT @ x.mT
+    if mass is not None:
+        logits = logits + mass.log()
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -math.inf)
+    return logits.softmax(-1)
+
+
+def dot_product_jacobian(
+    x: Float[Tensor, "*batch tokens width"],
+    p: Float[Tensor, "*batch tokens tokens"],
+    a: Float[Tensor, "width width"],
+    v: Float[Tensor, "width width"],
+) -> LinearMap:
+    """Df(ε)_i = V [Σ_j P_ij ε_j + Cov_i A ε_i + Σ_j P_ij (x_j − m_i)(A x_i)ᵀ ε_j], O(N²) memory.
+
+    m_i and Cov_i are mean and covariance of the tokens under P_i. Masks and masses enter through P
+    alone. Source: Castin et al. 2024, Lemmas C.2, C.6 and D.1.
+    """
+    pull = x @ a.mT
+
+    def jvp(dx: Tensor) -> Tensor:
+        dp = softmax_jacobian(p, pull @ dx.mT + dx @ a.mT @ x.mT)
+        return (p @ dx + dp @ x) @ v.mT
+
+    def vjp(g: Tensor) -> Tensor:
+        dp = softmax_jacobian(p, g @ v @ x.mT)
+        return p.mT @ g @ v + dp.mT @ pull + dp @ x @ a
+
+    return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
+
+
+def ball_bound(norm_a: float, norm_v: float, radius: float, num_tokens: int) -> float:
+    """Lip(f) ≤ ‖V‖ (√n (1 + ‖A‖R²) + ‖A‖R²) on n tokens of length ≤ R, masked or not.
+
+    Σ_j P_ij ‖x_j − m_i‖‖ε_j‖ ≤ R (Σ_j P_ij ‖ε_j‖²)^½ by Cauchy–Schwarz: smaller than Theorems 3.3
+    and 4.3 of Castin et al. 2024 and as easy (ours). The norms may be bounds.
+    """
+    bend = norm_a * radius * radius  # a power would raise where a product is inf
+    return round_up(norm_v * (math.sqrt(num_tokens) * (1 + bend) + bend), 12)
+
+
+def two_cluster_rate(a: Float[Tensor, "width width"]) -> float:
+    """γ = max(−γ_min, γ_max/8) over the real eigenvalues of A; 0 if there is none (Prop. 3.4)."""
+    return _worst_direction(a)[0]
+
+
+def two_cluster_tokens(
+    a: Float[Tensor, "width width"], radius: float, num_tokens: int
+) -> Float[Tensor, "tokens width"]:
+    """The attack: one token at R u, the others at R u/2; or one at −R u, the others at R u.
+
+    u is the unit eigenvector of γ_max if γ_max > −8 γ_min, of γ_min otherwise. Here the constant of
+    dot-product attention grows like √n; that of tied L2 attention does not. The lone token is the
+    first. Source: Castin et al. 2024, Lemma C.7.
+
+    Raises:
+        ValueError: A has no real eigenvalue.
+    """
+    _, first, others, u = _worst_direction(a)
+    if u is None:
+        raise ValueError("A has no real eigenvalue: there is no two-cluster configuration")
+    position = torch.full((num_tokens, 1), others * radius, dtype=u.dtype, device=u.device)
+    position[0] = first * radius
+    return position * u
+
+
+def mean_field_bound(
+    norm_a: float, norm_v: float, radius: float, *, masked: bool = False, form: Form = "triangle"
+) -> float:
+    """Lip(F) of attention on probability measures on B_R, from above, whatever the length.
+
+    ``paper``: c ‖V‖ (1 + 3‖A‖R²) e^{2‖A‖R²}. ``triangle``, smaller: ‖V‖ (‖A‖R² + c (1 + 2‖A‖R²)
+    e^{2‖A‖R²}). c = 1 for the distance W₂; c = 2 if ``masked``, for d₂² = ∫ W₂(μ^τ, ν^τ)² dτ: with
+    c = 1 the masked statement is false (A = 0 is the Cesàro mean: its norm tends to 2, by Hardy).
+    Source: Castin et al. 2024, Theorems 3.5 and 4.4; ``triangle`` and the factor c are ours.
+    """
+    bend = norm_a * radius * radius
+    growth = _exp(2 * bend)
+    if growth == math.inf:
+        return math.inf
+    growth *= 2 if masked else 1
+    bound = growth * (1 + 3 * bend) if form == "paper" else bend + growth * (1 + 2 * bend)
+    return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
+
+
+def mean_field_growth(rate: float, radius: float) -> float:
+    """(γ/2) R² e^{γR²}: reached by Lip(F) on measures on B_R, times a factor → 1 as R → ∞ (V = I).
+
+    An asymptotic size, not a bound at finite R. Source: Castin et al. 2024, Props. 3.6 and C.8.
+    """
+    exponent = rate * radius * radius
+    return _down(exponent / 2 * _exp(exponent), exponent)
+
+
+def large_radius_bound(norm_v: float, num_tokens: int) -> float:
+    """√n ‖V‖ ≥ lim ‖Df(R X)‖ as R → ∞, for almost every X (Theorems 3.7 and 4.5)."""
+    return round_up(math.sqrt(num_tokens) * norm_v, 3)
+
+
+def large_radius_limit(
+    x: Float[Tensor, "*batch tokens width"],
+    a: Float[Tensor, "width width"],
+    v: Float[Tensor, "width width"],
+    visible: Bool[Tensor, "tokens tokens"] | None = None,
+) -> Float[Tensor, "*batch"]:
+    """lim_{R→∞} ‖Df(R X)‖ = ‖V‖ (max_j #{i : j = φ(i)})^½, φ(i) = argmax_j x_jᵀ A x_i.
+
+    Every token attends to one other in the end; the norm counts the most attended. Holds where the
+    argmax is unique. Source: Castin et al. 2024, Theorem 3.7, made exact.
+    """
+    logits = x @ a.mT @ x.mT
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -math.inf)
+    followers = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1).sum(-2)
+    return spectral_norm_bound(v) * followers.amax(-1).sqrt()
+
+
+def multi_head_bound(
+    w: Float[Tensor, "heads width d_head"], head_bounds: Float[Tensor, "*batch heads"]
+) -> Float[Tensor, "*batch"]:
+    """Lip(Σ_h W_h f_h) ≤ min(Σ_h ‖W_h‖ L_h, ‖[W_1, …, W_H]‖ (Σ_h L_h²)^½), Lip(f_h) ≤ L_h.
+
+    Source: Castin et al. 2024, Lemma 3.8; the second form is ours.
+    """
+    one_by_one = (spectral_norm_bound(w) * head_bounds.double()).sum(-1)
+    together = spectral_norm_bound(w.transpose(0, 1).flatten(1)) * head_bounds.double().norm(dim=-1)
+    return torch.minimum(one_by_one, together) * (1 + 1e-15 * w.shape[0])
+
+
+class MassSplitting(NamedTuple):
+    """Local constants of attention at a measure Σ m_j δ_{x_j}, in the norm (Σ m_j ‖ε_j‖²)^½.
+
+    Attributes:
+        moving: ‖Df_m(X)‖, atoms moved as they are.
+        splitting: max_i ‖V Cov_i A‖, one atom split in two that move apart.
+        value: the larger: the constant when every atom may be duplicated first.
+    """
+
+    moving: Float[Tensor, ""]
+    splitting: Float[Tensor, ""]
+    value: Float[Tensor, ""]
+
+
+def mass_splitting(
+    x: Float[Tensor, "atoms width"],
+    mass: Float[Tensor, "atoms"],
+    a: Float[Tensor, "width width"],
+    v: Float[Tensor, "width width"],
+) -> MassSplitting:
+    """max(‖Df_m(X)‖_m, max_i ‖V Cov_i A‖): splitting atoms pays only if the second is larger.
+
+    Opposite moves of the copies of atom i leave every other weight alone, so they meet the block
+    V Cov_i A only; moves in step are moves of the atom. Dense: for measures with few atoms.
+    Source: a question of Castin et al. 2024 (v1); closed form ours, docs/numerics.md.
+    """
+    p = dot_product_weights(x, a, mass=mass)
+    offset = x - (p @ x).unsqueeze(-2)  # (i, j, D): x_j − m_i
+    covariance = (p.unsqueeze(-1) * offset).mT @ offset
+    own = v @ covariance @ a
+    identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+    key = offset.unsqueeze(-1) * (x @ a.mT)[:, None, None, :]
+    blocks = p[..., None, None] * (v @ (identity + key))
+    index = torch.arange(x.shape[0], device=x.device)
+    blocks[index, index] += own
+    scale = (mass.unsqueeze(-1) / mass).sqrt()[..., None, None]
+    jacobian = (scale * blocks).transpose(1, 2).flatten(2).flatten(0, 1)
+    moving = torch.linalg.matrix_norm(jacobian, 2)
+    splitting = torch.linalg.matrix_norm(own, 2).amax()
+    return MassSplitting(moving, splitting, torch.maximum(moving, splitting))
+
+
+def _worst_direction(a: Tensor) -> tuple[float, float, float, Tensor | None]:
+    """γ, the positions of the lone token and of the others in units of R, and the direction u."""
+    values, vectors = torch.linalg.eig(a.double())
+    real = values.imag.abs() <= 1e-12 * values.abs().amax()
+    if not bool(real.any()):
+        return 0.0, 0.0, 0.0, None
+    values, vectors = values.real[real], vectors.real[:, real]
+    highest, lowest = values.argmax(), values.argmin()
+    if values[highest] > -8 * values[lowest]:
+        pick, rate, first, others = highest, float(values[highest]) / 8, 1.0, 0.5
+    else:
+        pick, rate, first, others = lowest, -float(values[lowest]), -1.0, 1.0
+    return max(rate, 0.0), first, others, vectors[:, pick] / vectors[:, pick].norm()
+
+
+def _exp(exponent: float) -> float:
+    """e^x; inf where it leaves float64, and for NaN."""
+    try:
+        return math.inf if math.isnan(exponent) else math.exp(exponent)
+    except OverflowError:
+        return math.inf
+
+
+def _down(value: float, exponent: float) -> float:
+    """A finite number ≤ the exact one that rounding made ``value`` ≥ 0, with e^{±exponent} in it.
+
+    The exponential multiplies the relative error of its argument by that argument.
+    """
+    share = 1 - 1e-14 * (2 + min(exponent, LARGEST_EXPONENT))
+    return min(value, sys.float_info.max) * share
