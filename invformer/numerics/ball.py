@@ -1,7 +1,7 @@
 """The smooth map into a ball: ψ_R(x) = x/√(1 + ‖x‖²/R²) = R ψ(x/R), the identity near zero.
 
 Its Jacobian at x is ρ (I − uuᵀ) with u = ψ(x/R) in the open unit ball and ρ = √(1 − ‖u‖²), whose
-norm is ρ ≤ 1: ψ_R never moves two points apart, and hardly moves what lies near the sphere.
+norm is ρ ≤ 1: ψ_R never moves two points apart.
 """
 
 from typing import Any, NamedTuple
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from invformer.numerics.precision import at_least_single, without_autocast
 
 
 class BallPoint(NamedTuple):
@@ -31,26 +33,20 @@ def to_ball(z: Float[Tensor, "*batch tokens d"]) -> BallPoint:
 def into_ball(
     x: Float[Tensor, "*batch tokens width"], radius: float
 ) -> Float[Tensor, "*batch tokens width"]:
-    """ψ_R(x), for training: few passes over the tokens.
-
-    Args:
-        x: tokens.
-        radius: R > 0.
-
-    Returns:
-        ‖ψ_R(x)‖₂ < R for every token.
-    """
+    """ψ_R(x) for R = ``radius`` > 0, in the format of x: ‖ψ_R(x)‖₂ < R for every token."""
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         mapped: Tensor = IntoBall.apply(x, radius)
         return mapped
-    return x * shrinkage(x, radius)
+    return (x * shrinkage(x, radius)).to(x.dtype)
 
 
 def shrinkage(
     x: Float[Tensor, "*batch tokens width"], radius: float
 ) -> Float[Tensor, "*batch tokens 1"]:
-    """ρ = 1/√(1 + ‖x‖²/R²)."""
-    return torch.rsqrt(1 + torch.linalg.vecdot(x, x) / radius**2).unsqueeze(-1)
+    """ρ = 1/√(1 + ‖x‖²/R²), in float32 at least, also under autocast."""
+    with without_autocast(x.device):
+        x = at_least_single(x)
+        return torch.rsqrt(1 + torch.linalg.vecdot(x, x) / radius**2).unsqueeze(-1)
 
 
 class IntoBall(torch.autograd.Function):
@@ -61,13 +57,14 @@ class IntoBall(torch.autograd.Function):
         """x ρ."""
         ctx.save_for_backward(x)
         ctx.radius = radius
-        return x * shrinkage(x, radius)
+        return (x * shrinkage(x, radius)).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """ρ (g − x (x·g) ρ²/R²)."""
-        (g,) = gradients
+        """ρ (g − x (x·g) ρ²/R²), computed in one format: under autocast g may come in another."""
         (x,) = ctx.saved_tensors
-        rho = shrinkage(x, ctx.radius)
-        along = torch.linalg.vecdot(x, g).unsqueeze(-1) * rho.square() / ctx.radius**2
-        return rho * torch.addcmul(g, x, along, value=-1), None
+        dtype, x, g = x.dtype, at_least_single(x), at_least_single(gradients[0])
+        with without_autocast(x.device):
+            rho = shrinkage(x, ctx.radius)
+            along = torch.linalg.vecdot(x, g).unsqueeze(-1) * rho.square() / ctx.radius**2
+            return (rho * torch.addcmul(g, x, along, value=-1)).to(dtype), None

@@ -16,6 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.rounding import SMALLEST_NORMAL, is_exactly_zero
+
 # Newton's method below starts right of the root of a convex function, so it descends monotonically;
 # 1 + 4 steps reach float64 rounding for every y.
 NUM_STEPS = 5
@@ -206,6 +208,6 @@ def _log_upper(n: float) -> float:
     """A float64 number ≥ log n."""
     if n < 0:
         raise ValueError(f"a mass of visible tokens is never negative, got {n}")
-    if n == 0:
+    if is_exactly_zero(n):
         return -math.inf
-    return math.nextafter(math.log(n), math.inf) if n < math.inf else math.inf
+    return math.nextafter(math.log(max(n, SMALLEST_NORMAL)), math.inf) if n < math.inf else math.inf

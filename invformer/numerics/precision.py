@@ -31,6 +31,11 @@ def has_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
+def at_least_single(x: Tensor) -> Tensor:
+    """x in float32, or as it is if that is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u, the largest relative error of one rounding: half the gap between 1 and its successor."""
     return torch.finfo(dtype).eps / 2

@@ -1,15 +1,18 @@
 """Outward rounding of Python floats, for constants that must stay on the safe side when composed.
 
 Every function returns a float64 number that is not below the exact result of the same operation on
-the numbers given: IEEE arithmetic rounds to nearest, so one step towards +∞ after each operation is
-enough. Underflow is covered by the same step and overflow gives inf. What is not a number becomes
-inf: an upper bound that knows nothing.
+the numbers given. IEEE arithmetic rounds to nearest, so one step towards +∞ after each operation is
+enough. Denormal numbers may be flushed to zero (training does so), hence nothing between zero and
+the smallest normal number is returned. Overflow gives inf, and so does NaN: an upper bound that
+knows nothing.
 """
 
 import math
+import struct
 
 # Unit roundoff of float64: fl(a ∘ b) = (a ∘ b)(1 + δ), |δ| ≤ 2⁻⁵³.
 UNIT_ROUNDOFF = 2.0**-53
+SMALLEST_NORMAL = 2.0**-1022
 
 
 def round_up(value: float, operations: int = 1) -> float:
@@ -29,44 +32,50 @@ def round_up(value: float, operations: int = 1) -> float:
 
 
 def product_up(*factors: float) -> float:
-    """A number ≥ Π factors, all factors ≥ 0.
-
-    A factor that is exactly zero gives zero unless another is not finite.
-    """
+    """A number ≥ Π factors, all factors ≥ 0; 0 if one of them is, unless another is not finite."""
     result = 1.0
-    for factor in factors:
-        exact = factor == 1 or result == 1 or (0 in (factor, result) and _finite(factor, result))
-        result = result * factor if exact else _next(result * factor)
+    for factor in map(_normal, factors):
+        if 1 in (factor, result) or (0 in (factor, result) and math.isfinite(factor + result)):
+            result = result * factor
+        else:
+            result = _next(result * factor)
     return _known(result)
 
 
 def quotient_up(numerator: float, denominator: float) -> float:
     """A number ≥ numerator / denominator, numerator ≥ 0, denominator > 0 (zero gives inf)."""
-    return _next(numerator / denominator) if denominator else math.inf
+    return _next(_normal(numerator) / denominator) if denominator else math.inf
 
 
 def sum_up(*terms: float) -> float:
-    """A number ≥ Σ terms."""
+    """A number ≥ Σ terms, all terms ≥ 0."""
     result = 0.0
-    for term in terms:
+    for term in map(_normal, terms):
         result = result + term if 0 in (term, result) else _next(result + term)
     return _known(result)
 
 
 def sqrt_up(value: float) -> float:
     """A number ≥ √value, value ≥ 0 (square roots round to nearest like the other operations)."""
-    return math.sqrt(value) if value in (0, 1) else _next(math.sqrt(value))
+    value = _normal(value)
+    return value if value in (0, 1) else _next(math.sqrt(value))
+
+
+def is_exactly_zero(value: float) -> bool:
+    """Whether a number is zero to the bit: ``value == 0`` may hold for denormal ones, too."""
+    return struct.pack("d", abs(value)) == bytes(8)
+
+
+def _normal(value: float) -> float:
+    """The value, or the smallest normal number in place of a denormal one."""
+    return 0.0 if is_exactly_zero(value) else max(value, SMALLEST_NORMAL)
 
 
 def _next(value: float) -> float:
-    """The next larger float64; inf for NaN."""
-    return _known(math.nextafter(value, math.inf))
+    """The next larger normal float64; inf for NaN."""
+    return _known(max(math.nextafter(value, math.inf), SMALLEST_NORMAL))
 
 
 def _known(value: float) -> float:
     """The value, or inf where it is NaN."""
     return math.inf if math.isnan(value) else value
-
-
-def _finite(*values: float) -> bool:
-    return all(map(math.isfinite, values))

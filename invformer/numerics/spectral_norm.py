@@ -51,10 +51,11 @@ def spectral_norm_bound(
         *Verification of positive definiteness*; rounding terms ours, after Higham 2002, §3.5.
     """
     check_matrix(weight, num_steps)
-    g = tall_side(weight.detach().to(torch.float64))
+    weight = weight.detach()
+    g = tall_side(weight.to(torch.float64))
     finite = g.isfinite().all(-1).all(-1)
     g = torch.where(finite[..., None, None], g, 0.0)
-    bound = torch.minimum(_gram_bound(g, num_steps), _residual_bound(g))
+    bound = torch.minimum(_gram_bound(g, num_steps), _residual_bound(g)) + _flushed(weight)
     bound = torch.where(bound > 0, bound.nextafter(torch.full_like(bound, torch.inf)), bound)
     return torch.where(finite, bound, torch.inf)
 
@@ -77,6 +78,15 @@ def check_matrix(weight: Tensor, num_steps: int) -> None:
 def tall_side(weight: Tensor) -> Tensor:
     """The matrix or its transpose, whichever has no more columns than rows."""
     return weight if weight.shape[-2] >= weight.shape[-1] else weight.mT
+
+
+def _flushed(weight: Tensor) -> Tensor:
+    """≥ ‖E‖_F of the denormal entries E of W, which this thread may take for zeros."""
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
+    tiny = torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype).view(whole)
+    magnitude = weight.view(whole) & torch.iinfo(whole).max
+    count = ((magnitude > 0) & (magnitude < tiny)).sum((-2, -1))
+    return _up(count.double().sqrt() * torch.finfo(weight.dtype).tiny, 2)
 
 
 def _up(value: Tensor, operations: int) -> Tensor:
@@ -119,8 +129,8 @@ def _residual_bound(g: Tensor) -> Tensor:
 def _scaled(g: Tensor) -> tuple[Tensor, Tensor]:
     """G/s and s, the power of two for which the largest entry of G/s is in [1/2, 1).
 
-    Exact but for entries that underflow. They are covered as well: next to the largest entry, every
-    margin in this file leaves room for far more than the smallest float64.
+    Exact except for entries that underflow. They are covered as well: next to the largest entry,
+    every margin in this file leaves room for far more than the smallest normal float64.
     """
     scale = _power_of_two_near(g.abs().amax((-2, -1)))
     return g / scale[..., None, None], scale

@@ -1,5 +1,8 @@
 """The smooth map into a ball, its Jacobian, and the fast form that training uses."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -56,3 +59,33 @@ def test_without_gradients_the_same_numbers_come_out() -> None:
     with torch.no_grad():
         plain = into_ball(x, 2.0)
     assert torch.equal(plain, into_ball(x, 2.0))
+
+
+@pytest.mark.parametrize("input_format", [torch.float32, torch.bfloat16])
+def test_gradients_pass_under_autocast_as_an_accelerator_does_it(input_format: torch.dtype) -> None:
+    """There roots are float32 whatever the stream is, and a gradient comes in another format."""
+    x = torch.randn(3, 4, dtype=input_format, requires_grad=True)
+    weight = torch.randn(4, 4, dtype=torch.float32)
+    with cast_as_on_an_accelerator(), torch.autocast("cpu", torch.bfloat16):
+        output = (into_ball(x, 2.0) @ weight).sum()
+    output.backward()
+    exact = x.detach().double().requires_grad_()
+    (into_ball(exact, 2.0) @ weight.double()).sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == input_format
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0.02, atol=0.05)
+
+
+@contextmanager
+def cast_as_on_an_accelerator() -> Iterator[None]:
+    """Autocast on a processor with the entry of CUDA's list that it lacks: roots in float32."""
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def rsqrt(x: torch.Tensor) -> torch.Tensor:
+        with torch._C._ExcludeDispatchKeyGuard(autocast):
+            return torch.ops.aten.rsqrt.default(x.float())
+
+    library.impl("rsqrt", rsqrt)
+    yield
+    library._destroy()

@@ -165,7 +165,7 @@ def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) ->
     weight = scale * torch.tensor([[3.0, 0.0], [4.0, 0.0]])
     bound = spectral_norm_bound(weight).item()
     assert mpmath.mpf(bound) >= true_norm(weight)
-    assert bound <= 5 * scale * (1 + 1e-12) + 1e-323
+    assert bound <= 5 * scale * (1 + 1e-12) + 4e-308  # denormal entries may be flushed
 
 
 @pytest.mark.wrong_shapes
