@@ -1,7 +1,6 @@
 """Experiments that extend each other, and every experiment's model."""
 
 import inspect
-import re
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from invformer.nn.feed_forward import ContractiveFeedForward
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "configs/experiment").glob("*.yaml"))
-ABLATIONS = [name for name in NAMES if name.startswith("ablation_")]
 VOCAB = 65  # of tiny Shakespeare
 
 
@@ -109,38 +107,6 @@ def test_every_experiment_composes_and_its_model_predicts(name: str) -> None:
     model = build_model(experiment(name).model, VOCAB, 8).eval()
     with torch.no_grad():
         assert model(torch.arange(8)[None]).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ABLATIONS)
-def test_every_ablation_differs_from_the_base_and_says_how_to_run_it(name: str) -> None:
-    config, base = experiment(name), experiment("ablation")
-    assert config != base
-    assert (config.data, config.trainer, config.run) == (base.data, base.trainer, base.run)
-    assert (config.trainer.max_steps, config.logger.group) == (1000, "ablation")
-    text = (ROOT / f"configs/experiment/{name}.yaml").read_text(encoding="utf-8")
-    assert f"\n# Command: python train.py experiment={name} run.name={name}\n" in text
-
-
-def test_the_page_on_ablations_lists_them_all() -> None:
-    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)[0] == "ablation"
-    assert sorted(re.findall(r"^\| `(ablation_\w+)` \|", page, re.MULTILINE)) == ABLATIONS
-
-
-def test_the_published_attention_is_what_its_model_preset_says() -> None:
-    words = ["experiment=ablation_l2", "model=contractive_l2_paper"]
-    assert experiment("ablation_l2_kim") == load_config(words, TrainConfig, ROOT)
-
-
-def test_the_deep_model_and_the_baselines_are_of_the_size_of_the_base() -> None:
-    sizes = {}
-    kernels = ("ablation_kernel", "ablation_dot_product_kernel")
-    for name in ("ablation", "ablation_deep", "ablation_dot_product", *kernels):
-        config = experiment(name)
-        model = build_model(config.model, VOCAB, config.data.seq_len)
-        sizes[name] = sum(p.numel() for p in model.parameters())
-    for size in sizes.values():
-        assert abs(size / sizes["ablation"] - 1) < 0.03
 
 
 # --- what the past may do ------------------------------------------------------------------------

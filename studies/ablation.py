@@ -1,0 +1,222 @@
+"""What each part of the model is worth: ``experiment=ablation`` with one thing changed at a time.
+
+Every variant is a run of ``train.py`` in a folder of its own below ``out``, so an interrupted one
+continues where it was. Nats and bits per character are of the whole validation split after the last
+step; ``certified`` is the largest proven bound of a branch, of its diagonal block under a causal
+certificate, in the norm of the certificate.
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import difflib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from invformer.config.section import option
+from invformer.errors import InvformerError
+from studies.study import Rows, Study, StudyOptions, Summary, main, panels
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Figure
+
+ROOT = Path(__file__).parents[1]
+NO_ACTNORM = "model.activation_norm=false"
+METRIC = f"{NO_ACTNORM} model.channel_metric=true"
+STRICTLY = "model.certificate=causal model.strictly_causal=true"
+KERNEL = "model.feed_forward_kernel=3 model.d_ff=256"
+BASELINE = "model.name=dot_product model.certificate=null model.num_heads=4 optim.lr=8e-3"
+NOTHING = "nothing"
+
+# Name: what it changes, and the words that change it. Spaces separate words.
+VARIANTS: dict[str, tuple[str, str]] = {
+    NOTHING: ("what the others are compared with", ""),
+    "no_bias": ("no position bias", "model.position_bias=false"),
+    "linear_bias": ("a bias linear in the lag, not a table", "model.position_bias_form=linear"),
+    "sinusoid_bias": ("a bias of sinusoids of the lag", "model.position_bias_form=sinusoid"),
+    "l2": ("tied L2, four heads of 32", "model.name=contractive_l2 model.num_heads=4"),
+    "l2_causal": (
+        "as l2, causal certificate",
+        "model.name=contractive_l2 model.num_heads=4 model.certificate=causal",
+    ),
+    "l2_kim": (
+        "Contractive-L2 as published, four heads",
+        "model=contractive_l2_paper model.num_heads=4",
+    ),
+    "causal": ("the causal certificate", "model.certificate=causal"),
+    "strictly_causal": ("causal, tokens attend only to those before them", STRICTLY),
+    "kernel": ("the same, hidden units see three tokens, equal size", f"{STRICTLY} {KERNEL}"),
+    "metric": ("a diagonal scaling per branch instead of ActNorm", METRIC),
+    "metric_c030": ("as metric, c = 0.3", f"{METRIC} model.lipschitz_target=0.3"),
+    "no_activation_norm": ("no ActNorm after the branches", NO_ACTNORM),
+    "no_padding": ("an embedding in all channels", "model.d_embedding=128"),
+    "c030": ("c = 0.3 instead of 0.97", "model.lipschitz_target=0.3"),
+    "c050": ("c = 0.5", "model.lipschitz_target=0.5"),
+    "c070": ("c = 0.7", "model.lipschitz_target=0.7"),
+    "c090": ("c = 0.9", "model.lipschitz_target=0.9"),
+    "heads4": ("four heads of 32 instead of eight of 16", "model.num_heads=4"),
+    "heads16": ("sixteen heads of 8", "model.num_heads=16"),
+    "deep": (
+        "eight layers of width 88, 2.5 % fewer parameters",
+        "model.num_layers=8 model.d_model=88 model.d_head=12",
+    ),
+    "muon": ("Muon at 2e-2, AdamW at 5e-3 on the rest", "optim.name=muon optim.lr=5e-3"),
+    "no_weight_decay": ("no weight decay", "optim.weight_decay=0.0"),
+    "ema": ("averaged weights are evaluated, decay 0.99", "optim.ema_decay=0.99"),
+    "head_dropout": ("dropout of 0.1 before the head", "model.head_dropout=0.1"),
+    "relu": ("ReLU instead of SiLU", "model.activation=relu"),
+    "gelu": ("GELU instead of SiLU", "model.activation=gelu"),
+    "tanh": ("tanh instead of SiLU", "model.activation=tanh"),
+    "blunt": ("feed-forwards start at sharpness 1, not 8", "model.initial_sharpness=1.0"),
+    "large_output": ("output maps start at size 1, not 0.1", "model.initial_output=1.0"),
+    "dot_product": ("the baseline: dot product, pre-LayerNorm, four heads, lr 8e-3", BASELINE),
+    "dot_product_muon": (
+        "the baseline, Muon at 1e-2, AdamW at 5e-3",
+        f"{BASELINE} optim.name=muon optim.lr=5e-3 optim.muon_lr=1e-2",
+    ),
+    "dot_product_kernel": ("the baseline, hidden units see three tokens", f"{BASELINE} {KERNEL}"),
+    "dot_product_heads8": ("the baseline, eight heads", f"{BASELINE} model.num_heads=8"),
+}
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Train the variants of ``experiment=ablation`` and hold their losses against its own."""
+
+    program: ClassVar[str] = "-m studies.ablation"
+    only: list[str] = option([], "variants, besides the unchanged one; [] is all of them")
+    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
+    overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")
+
+    def check(self) -> None:
+        """Every variant exists."""
+        for name in self.only:
+            if name not in VARIANTS:
+                near = difflib.get_close_matches(name, VARIANTS, 1, 0.0)
+                self.refuse("only", f"no variant {name!r}: did you mean {near[0]!r}?")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: a variant, the words of its ``train.py``, and where it is kept."""
+
+    variant: str
+    words: str
+    folder: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Loss and certificate after the last step; ``certified`` is None for baselines."""
+
+    nats: float
+    bpc: float
+    certified: float | None
+    recovered: float | None
+
+
+def cases(options: Options) -> list[Case]:
+    """The unchanged model first, then the variants, one seed after the other."""
+    names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
+    threads = [] if options.num_threads is None else [f"trainer.num_threads={options.num_threads}"]
+    return [
+        Case(
+            variant=name,
+            words=" ".join([*VARIANTS[name][1].split(), *threads, *options.overrides]),
+            folder=str(options.folder / "runs"),
+            seed=seed,
+        )
+        for seed in range(options.seed, options.seed + options.num_seeds)
+        for name in names
+    ]
+
+
+def command(case: Case) -> list[str]:
+    """The words of ``train.py`` for a case."""
+    run = [f"run.root={case.folder}", f"run.name={case.variant}-{case.seed}"]
+    return ["experiment=ablation", *case.words.split(), *run, f"run.seed={case.seed}"]
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Train, or continue, and read what the run has written.
+
+    Raises:
+        InvformerError: the training failed; what it has saved stays.
+    """
+    device_word = "trainer.accelerator=gpu" if device.type == "cuda" else "trainer.accelerator=cpu"
+    words = [*command(case), device_word, "trainer.progress=false"]
+    code = subprocess.call([sys.executable, str(ROOT / "train.py"), *words], stdout=sys.stderr)
+    if code:
+        raise InvformerError(f"train.py {' '.join(command(case))} ended with exit code {code}")
+    return read_run(Path(case.folder) / f"{case.variant}-{case.seed}")
+
+
+def read_run(folder: Path) -> Result:
+    """Last validation and certificate of a finished run."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    last = [row for row in rows if "val/nats" in row][-1]
+    file = folder / "certificate.json"
+    bounds = json.loads(file.read_text(encoding="utf-8"))["per_branch"] if file.exists() else {}
+    return Result(
+        nats=last["val/nats"],
+        bpc=last["val/nats"] / math.log(2),
+        certified=max(bounds.values(), default=None),
+        recovered=last.get("inverse/characters_recovered"),
+    )
+
+
+def mean_nats(rows: Rows[Case, Result]) -> dict[str, float]:
+    """Mean over the seeds of every variant."""
+    found: dict[str, list[float]] = {}
+    for case, result in rows:
+        found.setdefault(case.variant, []).append(result.nats)
+    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every variant beside the unchanged model."""
+    nats = mean_nats(rows)
+    table: list[dict[str, Any]] = []
+    for name, value in nats.items():
+        results = [result for case, result in rows if case.variant == name]
+        bounds = [r.certified for r in results if r.certified is not None]
+        values = [r.nats for r in results]
+        table.append(
+            {
+                "variant": name,
+                "changes": VARIANTS[name][0],
+                "bpc": value / math.log(2),
+                "nats": value,
+                "difference": value - nats[NOTHING],
+                "range": max(values) - min(values) if len(values) > 1 else None,
+                "certified": max(bounds, default=None),
+            }
+        )
+    ours = ", ".join(f"{line['variant']} {line['difference']:+.3f}" for line in table[1:])
+    seeds = len({case.seed for case, _ in rows})
+    why = f"{seeds} seed{'s' if seeds > 1 else ''} each; the spread of one recipe is 0.003 to 0.016"
+    return Summary(table, "ours", ours or "not run", "not in the paper", why)
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Difference in nats of every variant."""
+    nats = mean_nats(rows)
+    figure, (axes,) = panels(1, 1)
+    names = sorted(nats, key=nats.__getitem__, reverse=True)
+    axes.barh(names, [nats[name] - nats[NOTHING] for name in names], color="0.5")
+    axes.set(xlabel="nats per character against the unchanged model", title="ablations")
+    figure.set_figheight(2 + 0.25 * len(names))
+    return figure
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

@@ -1,0 +1,105 @@
+"""The variants of the ablation are valid, differ, and are trained by train.py itself."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.assemble.model import build_model
+from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.errors import InvformerError
+from studies import ablation
+from studies.ablation import ROOT, STUDY, VARIANTS, Case, Options, Result, cases, measure, summarise
+from studies.study import main
+
+CPU = torch.device("cpu")
+TINY = [
+    "data=text_file", "model.num_layers=1", "model.d_model=16", "model.d_head=8", "logger=none",
+    "model.num_heads=2", "trainer.max_steps=2", "trainer.val_every=2",
+]  # fmt: skip
+
+
+def configuration(name: str) -> TrainConfig:
+    return load_config(["experiment=ablation", *VARIANTS[name][1].split()], TrainConfig, ROOT)
+
+
+def test_every_variant_is_a_valid_recipe_and_no_two_are_the_same() -> None:
+    base = configuration("nothing")
+    found = [configuration(name) for name in VARIANTS]
+    for index, config in enumerate(found):
+        assert config not in found[:index]
+        assert (config.data, config.trainer, config.run) == (base.data, base.trainer, base.run)
+
+
+def test_the_models_that_are_compared_have_the_same_size() -> None:
+    sizes = {}
+    for name in ("nothing", "deep", "dot_product", "kernel", "dot_product_kernel"):
+        config = configuration(name)
+        model = build_model(config.model, 65, config.data.seq_len)
+        sizes[name] = sum(p.numel() for p in model.parameters())
+    assert all(abs(size / sizes["nothing"] - 1) < 0.03 for size in sizes.values())
+
+
+def test_only_what_is_asked_for_is_trained_beside_the_unchanged_model() -> None:
+    options = load_config(["only=[l2, relu]", "num_seeds=2", "overrides=[data=ptb]"], Options)
+    found = cases(options)
+    assert [(c.variant, c.seed) for c in found] == [
+        (name, seed) for seed in (0, 1) for name in ("nothing", "l2", "relu")
+    ]
+    assert ablation.command(found[2])[:3] == ["experiment=ablation", *found[2].words.split()]
+    assert "run.name=relu-0" in ablation.command(found[2])
+    assert len(cases(Options())) == len(VARIANTS)
+
+
+def test_a_variant_that_does_not_exist_is_answered_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(STUDY, ["only=[no_bia]"])
+    assert "did you mean 'no_bias'?" in capsys.readouterr().err
+
+
+def test_train_py_makes_the_numbers_and_a_second_start_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a fox. " * 400)
+    words = [*TINY, f"data.path={tmp_path / 'text.txt'}"]
+    overrides = f"overrides=[{','.join(words)}]"
+    argv = [f"out={tmp_path}", "only=[nothing]", overrides, "wandb=false", "num_threads=1"]
+    assert main(STUDY, argv) == 0
+    (line,) = json.loads((tmp_path / "result.json").read_text())["table"]
+    run = tmp_path / "runs/nothing-0"
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert [line["nats"]] == [row["val/nats"] for row in rows if "val/nats" in row]
+    assert 0 < line["certified"] <= 0.97
+    (run / "certificate.json").unlink()  # as a baseline has none
+    assert ablation.read_run(run).certified is None
+
+    def fail(case: Case, device: torch.device) -> Result:
+        raise AssertionError(f"trained again: {case}")
+
+    assert main(replace(STUDY, measure=fail), argv) == 0
+
+
+def test_a_training_that_fails_is_an_error_and_no_row(tmp_path: Path) -> None:
+    case = Case("nothing", "model.d_modl=3", str(tmp_path), 0)
+    with pytest.raises(InvformerError, match="exit code 2"):
+        measure(case, CPU)
+
+
+def test_a_variant_is_held_against_the_mean_of_the_unchanged_seeds() -> None:
+    rows = [
+        (Case(name, "", "", seed), Result(nats, nats / math.log(2), None, None))
+        for name, seed, nats in (("nothing", 0, 1.0), ("nothing", 1, 1.2), ("relu", 0, 1.5))
+    ]
+    (base, relu) = summarise(rows).table
+    assert (base["nats"], base["range"]) == pytest.approx((1.1, 0.2))
+    assert relu["difference"] == pytest.approx(0.4)
+
+
+def test_the_page_lists_every_variant() -> None:
+    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(VARIANTS)
