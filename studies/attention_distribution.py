@@ -36,7 +36,7 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.assemble.run import read_corpus
 from invformer.assemble.saved_model import load_model, trained_configuration
-from invformer.config.schema import MANY, Corpus, ModelConfig
+from invformer.config.schema import MANY, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
@@ -160,7 +160,7 @@ class Case:
     allowance: float
     num_sequences: int
     checkpoint: str | None
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_characters: int

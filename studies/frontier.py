@@ -38,8 +38,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, Attention, Corpus, ModelConfig
-from invformer.config.schema import Certificate as CertificateName
+from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
 from invformer.errors import DataError
@@ -94,7 +93,7 @@ class Options(StudyOptions):
         "data.val_fraction": 0.1,
         "data.test_fraction": 0.0,
     }
-    models: list[Attention] = option(list(get_args(Attention)), "attention maps")
+    models: list[AttentionName] = option(list(get_args(AttentionName)), "attention maps")
     certificates: list[CertificateName] = option(
         ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
     )
@@ -144,7 +143,7 @@ class Case:
     ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
     """
 
-    model: Attention
+    model: AttentionName
     certificate: CertificateName | None
     strictly_causal: bool
     channel_metric: bool
@@ -163,7 +162,7 @@ class Case:
     stride: int
     num_windows: int
     probe_steps: int
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_fraction: float
@@ -260,7 +259,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def constraints(
-    model: Attention, options: Options
+    model: AttentionName, options: Options
 ) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
     """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
     if not is_contractive(model):
@@ -286,7 +285,7 @@ def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
             yield optimiser, lr, muon_lr
 
 
-def is_contractive(model: Attention) -> bool:
+def is_contractive(model: AttentionName) -> bool:
     """Whether a model can be certified."""
     return model.startswith("contractive")
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from jaxtyping import Integer
 from torch import Tensor
 
-from invformer.config.schema import Corpus
+from invformer.config.schema import CorpusName
 from invformer.config.section import Section, option
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -20,7 +20,7 @@ class CorpusConfig(Section):
     """The text."""
 
     key: ClassVar[str] = "data"
-    name: Corpus = option("python_docs", "corpus; the first three need no network")
+    name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     max_characters: int | None = option(
         200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
@@ -70,7 +70,7 @@ class Text:
 
 @lru_cache(maxsize=2)
 def read_text(
-    corpus: Corpus,
+    corpus: CorpusName,
     path: str | None,
     max_characters: int | None,
     val_characters: int | None,

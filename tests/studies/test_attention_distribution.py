@@ -10,9 +10,7 @@ from torch import Tensor
 
 from invformer.assemble.model import build_model
 from invformer.bounds import local
-from invformer.config import load_config
-from invformer.config.schema import TrainConfig
-from invformer.config.section import from_plain
+from invformer.config import from_dict, load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
@@ -303,7 +301,7 @@ def test_the_layers_of_a_run_are_compared_on_its_own_text(name: str, tmp_path: P
         "max_characters": 3_500,
     }  # fmt: skip
     settings = {"model": model, "data": data, "optim": {"lr": 0.125}}
-    config = from_plain(settings, TrainConfig, "")
+    config = from_dict(settings)
     vocabulary = Vocabulary.from_text("abcdefgh ")
     language_model = build_model(config.model, vocabulary.size, 10).float()
     save_run(tmp_path, config, vocabulary, language_model)

@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
-from invformer.config.schema import TrainConfig
-from invformer.config.section import from_plain
+from invformer.config import from_dict, load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
@@ -114,7 +112,7 @@ def test_trained_weights_are_inverted_like_random_ones(tmp_path: Path) -> None:
 def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": request.param}
     model["certificate"] = "token_max" if request.param == "contractive_l2" else None
-    config = from_plain({"model": model, "data": {"seq_len": 10}}, TrainConfig, "")
+    config = from_dict({"model": model, "data": {"seq_len": 10}})
     vocabulary = Vocabulary.from_text("abcdefgh")
     language_model = build_model(config.model, vocabulary.size, 10).float()
     save_run(tmp_path, config, vocabulary, language_model)
