@@ -27,6 +27,7 @@ CorpusName = Literal[
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
 Split = Literal["val", "test", "train"]
+ScoredSplit = Literal["val", "test", "train", "all"]
 MonitoredNorm = Literal["token_max", "frobenius"]
 CONTRACTIVE_ONLY = (
     "lipschitz_target", "channel_metric", "loud_channels", "activation_norm", "input_radius",
@@ -385,7 +386,9 @@ class EvaluateDataConfig(Section):
     key: ClassVar[str] = "data"
     name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
-    split: Split | None = option(None, "split to score; null is the checkpoint's data.split")
+    split: ScoredSplit | None = option(
+        None, "split to score, all for the whole text; null is the checkpoint's data.split"
+    )
     max_characters: int | None = option(
         None, "read only this many characters of the corpus", "[1, 1e12]"
     )
@@ -440,6 +443,7 @@ class EvaluateConfig(Root):
     program: ClassVar[str] = "evaluate.py"
     groups: ClassVar[tuple[str, ...]] = ("data",)
     checkpoint: str = field(metadata=CHECKPOINT)
+    verbose: bool = option(False, "print every number, those that say little too")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)
     generate: GenerateConfig = section(GenerateConfig)
