@@ -24,16 +24,15 @@ def main() -> None:
         # The heavy imports wait until it is known that there is something to evaluate.
         require_path(config.checkpoint)
         from invformer.assemble.evaluation import evaluate_checkpoint
-        from invformer.evaluation.evaluate import keep_report
-        from invformer.evaluation.report import print_table
+        from invformer.evaluation.report import print_table, write_json
         from invformer.kernels.host import keep_freed_memory
 
         keep_freed_memory()
-        report, latest = evaluate_checkpoint(config)
+        report, path = evaluate_checkpoint(config)
         try:
-            path = keep_report(report, latest)
-        finally:  # the measurements are not lost to a full disk
-            print_table(report, config.verbose)
+            write_json(report, path)
+        finally:  # what was measured is not lost to a full disk
+            print_table(report)
         print(f"written to {path}")
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))

@@ -1,4 +1,4 @@
-"""Attacks: projected gradient ascent on embeddings, and characters replaced at random."""
+"""Attacks on embeddings: projected gradient ascent in balls."""
 
 import math
 from collections.abc import Callable
@@ -103,22 +103,6 @@ def attack_at_radius(
     before = margins(clean, targets)[rows, position]
     after = margins(logits_of(model, moved), targets)[rows, position]
     return int((after < 0).sum()), ((before - after) / before).amax().item()
-
-
-def replace_characters(
-    model: CharTransformer,
-    windows: Int[Tensor, "windows tokens"],
-    targets: Int[Tensor, "windows tokens"],
-    correct: Bool[Tensor, "windows tokens"],
-    share: float,
-    generator: torch.Generator,
-) -> tuple[float, float, float]:
-    """Replace characters by uniform ones with probability ``share``; the targets stay the same."""
-    chance = torch.rand(windows.shape, generator=generator).to(windows.device)
-    vocab_size = model.head.out_features
-    others = torch.randint(vocab_size, windows.shape, generator=generator).to(windows.device)
-    logits = logits_of(model, model.embedding(torch.where(chance < share, others, windows)))
-    return left_over(logits, targets, correct)
 
 
 def left_over(

@@ -241,27 +241,20 @@ def verdict(rows: Rows[Case, Result], exponents: Mapping[Variant, float]) -> tup
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":
-    """‖J‖ against c, measured beside the formula."""
+    """‖J‖ against c: measured (markers), by formula (dotted), tied L2 (lines)."""
     figure, (axes,) = panels(1, 1)
     for index, variant in enumerate(VARIANTS):
         points = sorted((case.c, result) for case, result in rows if case.variant == variant)
         c = [distance for distance, _ in points]
-        style: dict[str, Any] = {
-            "marker": "osD^v"[index],
-            "color": str(0.15 * index),
-            "fillstyle": "none",
-        }
+        style: dict[str, Any] = {"marker": "osD^v"[index], "color": str(0.15 * index)}
         broken = [result.broken for _, result in points]
-        axes.plot(c, broken, linestyle="none", markersize=7, label=f"{variant} (ours)", **style)
+        axes.plot(c, broken, linestyle="none", fillstyle="none", label=variant, **style)
         if variant in FORMULAS:
             axes.plot(c, [FORMULAS[variant](distance) for distance in c], "k:", linewidth=1)
-        tied = [result.tied for _, result in points]
-        axes.plot(c, tied, linestyle="-", linewidth=0.8, markersize=3, **style)
-    axes.plot([], [], "k:", linewidth=1, label="formula")
-    axes.plot([], [], "k-", linewidth=0.8, label="tied L2 on the same tokens (ours)")
+        axes.plot(c, [result.tied for _, result in points], markersize=3, **style)
     axes.set(
         xlabel="distance c of the tokens (units of X)", ylabel="‖J‖, entry_max (no unit)",
-        xscale="log", yscale="log",
+        xscale="log", yscale="log", title="dotted: formula; lines: tied L2 on the same tokens",
     )  # fmt: skip
     axes.legend(fontsize="small")
     return figure

@@ -6,7 +6,6 @@ for a position i with a correct prediction y: L bounds how far what the head rea
 the head's row of character y. All in float64, rounded down.
 """
 
-import math
 from typing import Literal, get_args
 
 import torch
@@ -82,13 +81,3 @@ def certified_radii(
     gaps = best.unsqueeze(-1) - logits - ROUNDING * logits.abs().amax()
     radii = (gaps / (distances[y] * constant)).scatter(-1, y.unsqueeze(-1), torch.inf)
     return torch.where(correct, radii.amin(-1).clamp_min(0) * INWARD, 0.0)
-
-
-def plain_radii(
-    model: CharTransformer, logits: Tensor, correct: Tensor, constant: float
-) -> Float[Tensor, "windows tokens"]:
-    """margin/(√2 ‖W‖₂ L), rounded down, margin = largest − second logit; 0 where not correct."""
-    best, second = logits.topk(2, dim=-1).values.unbind(-1)
-    whole = math.sqrt(2) * product_up(constant, head_norm(model))
-    gaps = (best - second - ROUNDING * logits.abs().amax()).clamp_min(0)
-    return torch.where(correct, gaps / whole * INWARD, 0.0)

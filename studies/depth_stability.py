@@ -3,13 +3,14 @@
 Every model kind is trained from scratch at every depth by Adam with a constant learning rate, no
 warm-up, no clipping and no dropout, on the same batches; then validation nats per character are
 taken. A run has failed if it stopped at a non-finite loss or ended no better than the frequencies
-of single characters; one that is better by less than ``CLEAR`` nats is named with its margin, as it
-has hardly learnt anything. The paper: dot product fails beyond 10 layers, tied L2 and
-Contractive-L2 train up to 18. Its learning rate and the place of its LayerNorm are not known to us,
-so dot product and L2 stand here in both orders: LN before each branch (``dot_product``, ``l2``) and
-after each sum (``…_post``), as in Vaswani et al. 2017. The causal variant of contractive L2
-attention, attention in the unit ball and branches that see their inputs in a ball (``…_ball``,
-``model.input_radius``) are not the paper's. Windows of one text instead of sentences.
+of single characters; one that is better by less than ``CLEAR`` nats is named with its margin.
+
+The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2 train up to 18. Its
+learning rate and the place of its LayerNorm are not known to us, so dot product and L2 stand here
+in both orders: LN before each branch, and after each sum (``…_post``). The causal certificate,
+attention in the unit ball and inputs in a ball (``…_ball``) are not the paper's. Reproduced means
+that every dot-product kind fails at every depth beyond 10, trains at one up to 10, and no other
+kind fails; a failure at 10 layers or fewer is not the paper's.
 
 ``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
 takes one large GPU for days; resume it at will.
@@ -28,60 +29,37 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
+from invformer.config.schema import MANY, Attention, Certificate, Corpus, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
-from invformer.errors import DataError
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from studies import training
-from studies.study import (
-    Outcome,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    main,
-    panels,
-)
-from studies.text import Text, TextConfig, read_text
+from studies.study import Outcome, Rows, Study, StudyOptions, Summary, case_of, main, panels
+from studies.training import TextConfig, text_fields, text_of, train_by_adam
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
 
 Kind = Literal[
-    "dot_product",
-    "dot_product_post",
-    "l2",
-    "l2_post",
-    "contractive",
-    "contractive_causal",
-    "contractive_bounded",
-    "contractive_ball",
-    "contractive_bounded_ball",
-]
+    "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
+    "contractive_bounded", "contractive_ball", "contractive_bounded_ball",
+]  # fmt: skip
 
 # Nats per character: a run that is ahead of single characters by less has hardly trained.
 CLEAR = 0.05
+# Beyond so many layers the paper's dot product fails.
+LIMIT = 10
 # Inputs of the branches of kinds in a ball, in units of √D.
 BALL = 2.0
 # The network of a kind and its certificate.
-NETWORKS: dict[str, tuple[AttentionName, CertificateName | None]] = {
+NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
     "dot_product": ("dot_product", None),
     "l2": ("l2", None),
     "contractive": ("contractive_l2", "token_max"),
     "contractive_causal": ("contractive_l2", "causal"),
     "contractive_bounded": ("contractive_bounded", "token_max"),
 }
-# Kinds the paper does not have.
-OURS = (
-    "contractive_causal",
-    "contractive_bounded",
-    "contractive_ball",
-    "contractive_bounded_ball",
-)
-
 # Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
 # verified; the text says only that dot product failed beyond 10 layers and that the best are close.
 PAPER_DEPTHS = (2, 4, 6, 8, 10, 12, 14, 16, 18)
@@ -123,8 +101,7 @@ class Options(StudyOptions):
 
     def check(self) -> None:
         """Heads divide the width."""
-        if self.d_model % self.num_heads:
-            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
+        self.require_divided_by_heads("d_model")
 
 
 @dataclass(frozen=True)
@@ -141,7 +118,7 @@ class Case:
     lr: float
     lipschitz_target: float
     position_bias: bool
-    corpus: CorpusName
+    corpus: Corpus
     path: str | None
     max_characters: int | None
     val_characters: int
@@ -178,37 +155,22 @@ class Result:
         return not self.val_nats < self.unigram_nats
 
 
-def text_of(case: Case) -> Text:
-    """The text of a case."""
-    return read_text(case.corpus, case.path, case.max_characters, case.val_characters)
-
-
 def cases(options: Options) -> list[Case]:
     """Every kind at every depth, shallow ones first."""
-    data = options.data
-    text = read_text(data.name, data.path, data.max_characters, data.val_characters)
-    if len(text.train) <= options.seq_len:
-        raise DataError(
-            f"seq_len={options.seq_len}: the training text has {len(text.train)} characters"
-        )
+    text = text_fields(options.data, options.seq_len)
     return [
-        Case(
-            kind=kind, num_layers=depth, d_model=options.d_model, num_heads=options.num_heads,
-            seq_len=options.seq_len, batch_size=options.batch_size, num_steps=options.num_steps,
-            lr=options.lr, lipschitz_target=options.lipschitz_target,
-            position_bias=options.position_bias, corpus=data.name, path=data.path,
-            max_characters=data.max_characters, val_characters=data.val_characters,
-            sha256=text.sha256, seed=options.seed,
-        )
+        case_of(Case, options, kind=kind, num_layers=depth, **text)
         for depth in options.depths
         for kind in options.kinds
-    ]  # fmt: skip
+    ]
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model and score it."""
     text = text_of(case)
-    model, trained = train(case, device)
+    torch.manual_seed(case.seed)
+    model = build_kind(case, text.vocab_size).to(device)
+    trained = train_by_adam(model, case)
     windows = evaluation_windows(text.val, case.seq_len, batch_size=case.batch_size)
     return Result(
         val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
@@ -239,13 +201,7 @@ def build_kind(case: Case, vocab_size: int) -> CharTransformer:
 
 
 class PostNormBlock(nn.Module):
-    """x ↦ LN(x + attention(x)), x ↦ LN(x + feed_forward(x)), as in Vaswani et al. 2017.
-
-    Args:
-        attention: any attention map.
-        feed_forward: any per-token map.
-        d_model: width D.
-    """
+    """x ↦ LN(x + attention(x)), x ↦ LN(x + feed_forward(x)), as in Vaswani et al. 2017."""
 
     def __init__(self, attention: nn.Module, feed_forward: nn.Module, d_model: int) -> None:
         super().__init__()
@@ -262,18 +218,6 @@ class PostNormBlock(nn.Module):
         return self.feed_forward_norm(x + self.feed_forward(x))
 
 
-def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
-    """Adam at a constant learning rate, until the steps are done or the loss is not finite."""
-    text = text_of(case)
-    torch.manual_seed(case.seed)
-    model = build_kind(case, text.vocab_size).to(device)
-    optimiser = torch.optim.Adam(model.parameters(), lr=case.lr)
-    return model, training.train(
-        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
-        seed=case.seed, what=f"{case.kind}, {case.num_layers} layers",
-    )  # fmt: skip
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Who trained how deep."""
     table = [
@@ -288,20 +232,24 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         }
         for case, result in rows
     ]
-    failures: dict[Kind, list[int]] = {case.kind: [] for case, _ in rows}
+    failed: dict[Kind, dict[int, bool]] = {}
     for case, result in rows:
-        if result.failed:
-            failures[case.kind].append(case.num_layers)
-    deepest = max(case.num_layers for case, _ in rows)
-    ours = f"up to {deepest} layers: " + "; ".join(
-        f"{kind} fails at {', '.join(map(str, sorted(depths)))}" if depths else f"{kind} trains"
-        for kind, depths in failures.items()
+        failed.setdefault(case.kind, {})[case.num_layers] = result.failed
+    ours = f"up to {max(case.num_layers for case, _ in rows)} layers: " + "; ".join(
+        f"{kind} fails at {', '.join(str(d) for d in sorted(depths) if depths[d])}"
+        if any(depths.values())
+        else f"{kind} trains"
+        for kind, depths in failed.items()
     )
-    if hardly := [named(c, r) for c, r in rows if not r.failed and r.margin < CLEAR]:
+    hardly = [
+        f"{c.kind} at {c.num_layers} ({r.margin:.2g})"
+        for c, r in rows
+        if not r.failed and r.margin < CLEAR
+    ]
+    if hardly:
         ours += f"; hardly trained, ahead of single characters by nats: {', '.join(hardly)}"
-    outcome, why = verdict(failures, deepest)
-    close = [(r.margin, c) for c, r in rows if not r.failed]
-    if close:
+    outcome, why = verdict(failed)
+    if close := [(r.margin, c) for c, r in rows if not r.failed]:
         margin, case = min(close, key=lambda pair: pair[0])
         why += (
             f"; nearest to failing among the others is {case.kind} at {case.num_layers} layers, "
@@ -314,52 +262,45 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, paper, ours, outcome, why)
 
 
-def named(case: Case, result: Result) -> str:
-    """A run and how far it is ahead of single characters, in nats per character."""
-    return f"{case.kind} at {case.num_layers} ({result.margin:.2g})"
-
-
-def verdict(failures: Mapping[Kind, list[int]], deepest: int) -> tuple[Outcome, str]:
-    """What the failures of each kind say about the paper's claim."""
-    dot_product = sorted(k for k in failures if k.startswith("dot_product") and failures[k])
-    others = sorted(k for k in failures if not k.startswith("dot_product") and failures[k])
+def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
+    """What the failures of each kind, by depth, say about the paper's claim."""
     small = "at this size and number of steps, which are not the paper's"
-    if deepest <= 10 or len({kind.startswith("dot_product") for kind in failures}) < 2:
+    dot = {kind: depths for kind, depths in failed.items() if kind.startswith("dot_product")}
+    others = {kind: depths for kind, depths in failed.items() if kind not in dot}
+    if not dot or not others or max(max(depths) for depths in failed.values()) <= LIMIT:
         return "not in the paper", (
             "the claim needs more than 10 layers and both the dot product and another attention"
         )
-    if others:
-        named = ", ".join(others)
-        return "not reproduced", f"{named} also failed at some depth, {small}"
-    if not dot_product:
-        return "not reproduced", f"dot product trained at every depth, {small}"
-    spared = sorted(k for k in failures if k.startswith("dot_product") and not failures[k])
+    if lost := sorted(kind for kind, depths in others.items() if any(depths.values())):
+        return "not reproduced", f"{', '.join(lost)} also failed at some depth, {small}"
+    beyond = {k: [bad for d, bad in depths.items() if d > LIMIT] for k, depths in dot.items()}
+    fails = sorted(kind for kind, bad in beyond.items() if any(bad))
+    if not fails:
+        return "not reproduced", f"dot product trained at every depth beyond 10, {small}"
+    spared = sorted(kind for kind, bad in beyond.items() if not all(bad))
+    shallow = [bad for depths in dot.values() for d, bad in depths.items() if d <= LIMIT]
     if spared:
-        why = (
-            f"{', '.join(dot_product)} fails and {', '.join(spared)} does not, {small}: where the "
+        return "partly reproduced", (
+            f"{', '.join(fails)} fails beyond 10 layers and {', '.join(spared)} trains there at "
+            f"some depth, {small}"
         )
-        return "partly reproduced", why + "LayerNorm stands decides as much as the attention does"
-    return "reproduced", f"only dot product fails, {small}"
+    if not shallow or any(shallow):
+        seen = "fails at 10 or fewer too" if shallow else "was not tried at 10 or fewer"
+        return "partly reproduced", f"dot product fails beyond 10 layers and {seen}, {small}"
+    return "reproduced", f"dot product fails beyond 10 layers and nothing else does, {small}"
 
 
 def paper_nats(case: Case) -> float | None:
-    """The paper's value for a kind and a depth."""
-    values: dict[int, float] = dict(
-        zip(PAPER_DEPTHS, PAPER_NATS.get(paper_kind(case.kind), ()), strict=False)
-    )
-    return values.get(case.num_layers)
+    """The paper's value for a kind and a depth; its order of LayerNorm is unknown."""
+    values = PAPER_NATS.get(case.kind.removesuffix("_post"), ())
+    return dict(zip(PAPER_DEPTHS, values, strict=False)).get(case.num_layers)
 
 
 def paper_trained(case: Case) -> str | None:
     """Whether the paper's model of this kind trained at this depth."""
-    if case.num_layers > max(PAPER_DEPTHS) or case.kind in OURS:
+    if case.num_layers > max(PAPER_DEPTHS) or case.kind.removesuffix("_post") not in PAPER_NATS:
         return None
-    return "no" if case.kind.startswith("dot_product") and case.num_layers > 10 else "yes"
-
-
-def paper_kind(kind: Kind) -> str:
-    """The paper's model that a kind stands for; its order of LayerNorm is unknown."""
-    return kind.removesuffix("_post")
+    return "no" if case.kind.startswith("dot_product") and case.num_layers > LIMIT else "yes"
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":

@@ -9,18 +9,12 @@ on the same batches, with the schedule and the clipping of ``train.py``. Then, o
     estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
     inversion   characters recovered from the top of the stack, and what that costs
 
-A baseline has neither certificate nor c: such combinations are trained once. The best learning rate
-of a configuration, and the best configuration, are chosen on the split they are scored on,
-baselines and certified alike. The paper: Kim et al. 2021, whose contractive models are far behind
-at equal depth.
+Baselines have neither certificate nor c and are trained once. The best learning rate of a
+configuration, and the best configuration, are chosen on the split they are scored on, baselines and
+certified alike. The paper: Kim et al. 2021, whose contractive models are far behind at equal depth.
 
-The default is 12 small trainings: baselines, and models under token_max at two c, in metrics of
-their own as ``train.py`` has them, with both optimisers. docs/results.md has the command of a grid
-of 114: causal certificates, strictly causal attention and ActNorm besides.
-
-``scale=paper``: the sizes of nanoGPT's CPU recipe on Tiny Shakespeare; five c, three depths, both
-optimisers, two learning rates and three seeds make 2232 trainings. Resume it at will; the same
-command with ``num_seeds=1`` trains and draws a third of it.
+The default is 12 small trainings; docs/results.md has the command of a grid of 114.
+``scale=paper``: nanoGPT's CPU recipe on Tiny Shakespeare, 2232 trainings; resume it at will.
 """
 
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
@@ -38,10 +32,10 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
+from invformer.config.schema import MANY, Attention, Corpus, ModelConfig
+from invformer.config.schema import Certificate as CertificateName
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
-from invformer.errors import DataError
 from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
@@ -53,8 +47,8 @@ from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import training
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.study import Rows, Study, StudyOptions, Summary, main, panels
-from studies.text import WholeTextConfig, read_text
+from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels
+from studies.training import WholeTextConfig, text_fields, text_of
 
 if TYPE_CHECKING:
     from invformer.training.plots import Axes, Figure
@@ -67,7 +61,6 @@ BETAS = (0.9, 0.99)  # these two as train.py has them
 GRAD_CLIP = 1.0
 MARKERS = "osD^vP*X"
 LINES = ("-", "--", ":", "-.")
-TICKS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2, 5)]
 
 
 @dataclass(kw_only=True)
@@ -93,7 +86,7 @@ class Options(StudyOptions):
         "data.val_fraction": 0.1,
         "data.test_fraction": 0.0,
     }
-    models: list[AttentionName] = option(list(get_args(AttentionName)), "attention maps")
+    models: list[Attention] = option(list(get_args(Attention)), "attention maps")
     certificates: list[CertificateName] = option(
         ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
     )
@@ -130,8 +123,7 @@ class Options(StudyOptions):
 
     def check(self) -> None:
         """Heads divide the width, and no character falls between two windows."""
-        if self.d_model % self.num_heads:
-            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
+        self.require_divided_by_heads("d_model")
         if self.stride is not None and self.stride > self.seq_len:
             self.refuse("stride", f"{self.stride} is more than seq_len={self.seq_len}")
 
@@ -143,7 +135,7 @@ class Case:
     ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
     """
 
-    model: AttentionName
+    model: Attention
     certificate: CertificateName | None
     strictly_causal: bool
     channel_metric: bool
@@ -162,7 +154,7 @@ class Case:
     stride: int
     num_windows: int
     probe_steps: int
-    corpus: CorpusName
+    corpus: Corpus
     path: str | None
     max_characters: int | None
     val_fraction: float
@@ -223,33 +215,15 @@ class Result:
         return not math.isfinite(self.nats)
 
 
-def text_of(case: Case) -> tuple[Any, ...]:
-    """The text of a case, in the words of :func:`read_text`: the validation split is whole."""
-    shares = case.val_fraction, case.test_fraction
-    return case.corpus, case.path, case.max_characters, None, *shares
-
-
 def cases(options: Options) -> list[Case]:
     """The whole grid, one seed after the other; what would be the same training stands once."""
-    data = options.data
-    shares = data.val_fraction, data.test_fraction
-    text = read_text(data.name, data.path, data.max_characters, None, *shares)
-    for split, tokens in (("training", text.train), ("validation", text.val)):
-        if len(tokens) <= options.seq_len:
-            raise DataError(
-                f"seq_len={options.seq_len}: the {split} text has {len(tokens)} characters"
-            )
+    text = text_fields(options.data, options.seq_len)
     seeds = range(options.seed, options.seed + options.num_seeds)
     found = [
-        Case(
-            model=model, certificate=certificate, strictly_causal=strictly, channel_metric=metric,
-            lipschitz_target=target, optimiser=optimiser, num_layers=depth, seed=seed, lr=lr,
-            muon_lr=muon_lr, weight_decay=options.weight_decay, d_model=options.d_model,
-            num_heads=options.num_heads, seq_len=options.seq_len, batch_size=options.batch_size,
-            num_steps=options.num_steps, stride=options.stride or options.seq_len,
-            num_windows=options.num_windows, probe_steps=options.probe_steps, corpus=data.name,
-            path=data.path, max_characters=data.max_characters, val_fraction=data.val_fraction,
-            test_fraction=data.test_fraction, sha256=text.sha256,
+        case_of(
+            Case, options, model=model, certificate=certificate, strictly_causal=strictly,
+            channel_metric=metric, lipschitz_target=target, optimiser=optimiser, num_layers=depth,
+            seed=seed, lr=lr, muon_lr=muon_lr, stride=options.stride or options.seq_len, **text,
         )
         for seed, depth, model in itertools.product(seeds, options.depths, options.models)
         for certificate, strictly, metric, target in constraints(model, options)
@@ -259,10 +233,10 @@ def cases(options: Options) -> list[Case]:
 
 
 def constraints(
-    model: AttentionName, options: Options
+    model: Attention, options: Options
 ) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
     """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
-    if not is_contractive(model):
+    if not model.startswith("contractive"):
         yield None, False, False, None
         return
     is_bounded = model == "contractive_bounded"
@@ -285,19 +259,14 @@ def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
             yield optimiser, lr, muon_lr
 
 
-def is_contractive(model: AttentionName) -> bool:
-    """Whether a model can be certified."""
-    return model.startswith("contractive")
-
-
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model, then score, certify, probe and invert it."""
-    text = read_text(*text_of(case))
+    text = text_of(case)
     model, trained = train(case, device)
     model.eval()
     lost = Result(
         nats=math.nan, bpc=math.nan, train_nats=trained.final_nats,
-        ngram_nats=ngram_nats(*text_of(case)), num_characters=len(text.val),
+        ngram_nats=ngram_nats(text), num_characters=len(text.val),
         num_parameters=sum(p.numel() for p in model.parameters()),
         steps_taken=len(trained.losses), norm="", kind="", certified=None, certified_token_max=None,
         certified_total=None, estimate=math.nan, residual=math.nan, recovered=None, evaluations=[],
@@ -325,7 +294,7 @@ def measure(case: Case, device: torch.device) -> Result:
 
 def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
     """A fresh model of the case, trained as ``train.py`` would with these options."""
-    text = read_text(*text_of(case))
+    text = text_of(case)
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
@@ -347,10 +316,9 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.T
 
 
 @lru_cache(maxsize=2)
-def ngram_nats(*text: Any) -> float:
-    """Nats per character under a Witten–Bell n-gram; takes what :func:`read_text` takes."""
-    found = read_text(*text)
-    return witten_bell_nats(found.train, found.val, NGRAM_ORDER, vocab_size=found.vocab_size)
+def ngram_nats(text: training.Text) -> float:
+    """Nats per character under a Witten–Bell n-gram."""
+    return witten_bell_nats(text.train, text.val, NGRAM_ORDER, vocab_size=text.vocab_size)
 
 
 def spread_windows(
@@ -407,11 +375,6 @@ class Point:
         """Seeds whose training lost its numbers."""
         return self.num_seeds - sum(not result.failed for result in self.results)
 
-    @property
-    def nats(self) -> float:
-        """Mean over the seeds."""
-        return self.mean("nats")
-
     def values(self, name: str) -> list[float]:
         """A field of every seed's result."""
         return [getattr(result, name) for result in self.results]
@@ -419,10 +382,6 @@ class Point:
     def mean(self, name: str) -> float:
         """Mean of a field over the seeds."""
         return math.fsum(self.values(name)) / len(self.results)
-
-    def range(self, name: str) -> float:
-        """Largest minus smallest value of a field."""
-        return max(self.values(name)) - min(self.values(name))
 
     @property
     def label(self) -> str:
@@ -453,28 +412,39 @@ def points_of(rows: Rows[Case, Result]) -> list[Point]:
 
 def preference(point: Point) -> tuple[int, float]:
     """Fewest failed seeds first, then the smallest loss; a NaN comes last."""
-    return point.num_failed, math.inf if math.isnan(point.nats) else point.nats
+    nats = point.mean("nats")
+    return point.num_failed, math.inf if math.isnan(nats) else nats
 
 
-def best_of(points: Sequence[Point], certified: bool) -> Point | None:
+def best_of(points: Sequence[Point], certified: bool, depth: int | None = None) -> Point | None:
     """The best certified or the best unconstrained configuration; None if none has a loss."""
-    kept = [p for p in points if p.case.is_certified == certified and math.isfinite(p.nats)]
+    kept = [
+        p
+        for p in points
+        if p.case.is_certified == certified
+        and depth in (None, p.case.num_layers)
+        and math.isfinite(p.mean("nats"))
+    ]
     return min(kept, key=preference, default=None)
+
+
+def gap(certified: Point, free: Point) -> float:
+    """What the certificate costs, nats per character: positive if the certified model is worse."""
+    return certified.mean("nats") - free.mean("nats")
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
     points = points_of(rows)
-    best = {
-        depth: best_of([p for p in points if p.case.num_layers == depth], certified=False)
-        for depth in dict.fromkeys(p.case.num_layers for p in points)
-    }
-    table = [table_line(point, best[point.case.num_layers]) for point in points]
+    depths = list(dict.fromkeys(p.case.num_layers for p in points))
+    free = {depth: best_of(points, False, depth) for depth in depths}
+    certified = {depth: best_of(points, True, depth) for depth in depths}
+    table = [table_line(point, free[point.case.num_layers]) for point in points]
     case, result = rows[0]
     gaps = [
-        f"{certified.nats - free.nats:+.3f} at {depth}"
-        for depth, free in best.items()
-        if (certified := best_of([p for p in points if p.case.num_layers == depth], True)) and free
+        f"{gap(proven, other):+.3f} at {depth}"
+        for depth in depths
+        if (proven := certified[depth]) and (other := free[depth])
     ]
     ours = (
         f"{headline(best_of(points, True), best_of(points, False))}; gap in nats by layers: "
@@ -494,6 +464,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 def table_line(point: Point, free: Point | None) -> dict[str, Any]:
     """One configuration, mean over its seeds, beside the best unconstrained one of its depth."""
     case, certified = point.case, point.case.is_certified and not point.results[0].failed
+    nats = point.values("nats")
     return {
         "model": case.model,
         "certificate": case.certificate,
@@ -506,10 +477,10 @@ def table_line(point: Point, free: Point | None) -> dict[str, Any]:
         "muon lr": case.muon_lr,
         "seeds (failed)": f"{point.num_seeds} ({point.num_failed})",
         "parameters": point.results[0].num_parameters,
-        "nats": point.nats,
-        "range": point.range("nats") if len(point.results) > 1 else None,
+        "nats": point.mean("nats"),
+        "range": max(nats) - min(nats) if len(nats) > 1 else None,
         "bpc": point.mean("bpc"),
-        "gap, nats": None if free is None else point.nats - free.nats,
+        "gap, nats": None if free is None else gap(point, free),
         "certified": max(point.values("certified")) if certified else None,
         "in norm": f"{point.results[0].norm}, {point.results[0].kind}" if certified else None,
         "estimate, token_max": point.mean("estimate"),
@@ -525,8 +496,8 @@ def headline(certified: Point | None, free: Point | None) -> str:
         for kind, point in (("certified", certified), ("unconstrained", free))
     ]
     if certified and free:
-        gap = certified.nats - free.nats
-        words.append(f"gap {gap:+.3f} nats, {gap / LN2:+.3f} bpc")
+        price = gap(certified, free)
+        words.append(f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc")
     return "; ".join(words)
 
 
@@ -537,7 +508,7 @@ def in_words(point: Point) -> str:
         kind = "diagonal blocks" if point.results[0].kind == "causal" else "branches"
         proven = f", {kind} ≤ {max(point.values('certified')):.4f} in {point.results[0].norm}"
     return (
-        f"{point.nats:.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, estimate "
+        f"{point.mean('nats'):.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, estimate "
         f"{point.mean('estimate'):.3g} in token_max)"
     )
 
@@ -556,10 +527,9 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     """Bits per character against the bound and against the estimate, which proves nothing.
 
     A marker is a model under a certificate, filled for AdamW and hollow for Muon; a line joins the
-    targets c at one depth. Bars span the seeds. Baselines have no bound: lines across that panel,
-    with markers at its edges.
+    targets c at one depth. Bars span the seeds. Baselines have no bound: lines across that panel.
     """
-    points = [p for p in points_of(rows) if math.isfinite(p.nats)]
+    points = [p for p in points_of(rows) if math.isfinite(p.mean("nats"))]
     figure, (proven, measured) = panels(1, 2)
     labels = list(dict.fromkeys(p.label for p in points))
     depths = list(dict.fromkeys(p.case.num_layers for p in points))
@@ -581,8 +551,8 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
             draw_curve(proven, curve, "certified", style)
         else:
             height = curve[0].mean("bpc")
-            ends, across = ([0, 1], [height, height]), proven.get_yaxis_transform()
-            proven.plot(*ends, transform=across, clip_on=False, **style)
+            across = proven.get_yaxis_transform()
+            proven.plot([0, 1], [height, height], transform=across, clip_on=False, **style)
     case, result = rows[0]
     for axes in (proven, measured):
         axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
@@ -597,9 +567,6 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     measured.set(
         xlabel="largest local constant of a branch,\ntoken_max, estimate from below", xscale="log"
     )
-    inside = [x for x in TICKS if measured.get_xlim()[0] <= x <= measured.get_xlim()[1]]
-    measured.set_xticks(inside, [f"{x:g}" for x in inside])
-    measured.minorticks_off()
     handles, names = measured.get_legend_handles_labels()
     figure.set_figheight(figure.get_figheight() + 0.06 * len(names))
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")

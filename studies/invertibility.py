@@ -10,9 +10,11 @@ outcome**: the paper does not state it, so two are shown. No mask; Glorot-unifor
     contractive_kim   s = c / (Theorem 3.2's bound in entry_max), as published
     contractive       s = c / (our bound in token_max)
 
-Trained weights: ``train_steps`` trains one-layer language models here (causal, no position bias);
-``checkpoint=RUN`` takes the attention of a run's block instead. The same rows hold the paper's
-output-variance experiment: the spread of F(X) beside that of X.
+Trained weights are those of one-layer language models that are trained here (causal, no position
+bias). The same rows hold the output-variance experiment: the spread of F(X) beside that of X.
+
+Reproduced means that on some range dot product is never inverted to 1e-12, at no c and in no size,
+while every L2 map is on every range.
 
 ``scale=paper``: N and D in 32, 64, 128 and a batch of 128.
 """
@@ -23,7 +25,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -31,18 +33,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.assemble.saved_model import load_model, trained_configuration
 from invformer.bounds import contractive, kim
 from invformer.config import load_config
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.residual import InvertibleBlock
-from invformer.nn.transformer import CharTransformer, PreNormBlock
+from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability
 from studies.study import (
     Outcome,
@@ -50,21 +47,21 @@ from studies.study import (
     Study,
     StudyOptions,
     Summary,
+    case_of,
     main,
     panels,
     progress,
 )
-from studies.text import read_text
+from studies.training import text_of, train_by_adam
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
 
-Map = Literal["dot_product", "l2", "contractive_kim", "contractive", "checkpoint"]
-Weights = Literal["random", "trained", "checkpoint"]
+Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
+Weights = Literal["random", "trained"]
 
-MAPS: tuple[Map, ...] = get_args(Map)[:4]
-LINES: dict[Map, str] = dict(zip(get_args(Map), ("-", "--", ":", "-.", "-"), strict=True))
-MARKERS: dict[Map, str] = dict(zip(get_args(Map), "os^Dv", strict=True))
+MAPS: tuple[Map, ...] = get_args(Map)
+STYLES: dict[Map, str] = dict(zip(MAPS, ("o-", "s--", "^:", "D-."), strict=True))
 MUCH_WIDER = 2.0  # how many times, to count as the paper's output-variance result
 REACHED = 1e-12  # the error at which a float64 inverse counts as found
 
@@ -91,8 +88,6 @@ class Options(StudyOptions):
         "Adam steps of the one-layer models with trained weights; 0 for none",
         within="[0, 1e6]",
     )
-    checkpoint: str | None = option(None, "run folder or file whose attention is inverted too")
-    block: int = option(0, "block of the checkpoint", within="[0, 1e4]")
 
     def check(self) -> None:
         """Heads divide every width."""
@@ -103,10 +98,7 @@ class Options(StudyOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """One map on one batch of inputs; a checkpoint knows its heads, and ``digest`` its content.
-
-    ``sha256`` is that of the text that trained weights have read.
-    """
+    """One map on one batch of inputs; ``sha256`` is that of the text that trained weights read."""
 
     map: Map
     weights: Weights
@@ -119,9 +111,6 @@ class Case:
     num_steps: int
     train_steps: int
     sha256: str
-    checkpoint: str
-    digest: str
-    block: int
     seed: int
 
 
@@ -160,46 +149,25 @@ class Attention:
 
 
 def cases(options: Options) -> list[Case]:
-    """Random weights in every size, trained ones in the first, the checkpoint's in its own."""
+    """Random weights in every size, trained ones in the first, each at every range and c."""
     sizes = list(itertools.product(options.tokens, options.widths))
-    first = Case(
-        map="l2", weights="random", scale=0.5, reach=1.0,
-        num_tokens=sizes[0][0], d_model=sizes[0][1], num_heads=options.num_heads,
-        batch_size=options.batch_size, num_steps=options.num_steps, train_steps=0,
-        sha256="", checkpoint="", digest="", block=0, seed=options.seed,
-    )  # fmt: skip
-    models = [
-        replace(first, map=map, num_tokens=num_tokens, d_model=d_model)
-        for (num_tokens, d_model), map in itertools.product(sizes, MAPS)
+    models: list[tuple[Weights, Map, tuple[int, int]]] = [
+        ("random", map, size) for size, map in itertools.product(sizes, MAPS)
     ]
+    text = ""
     if options.train_steps:
-        trained = replace(
-            first,
-            weights="trained",
-            train_steps=options.train_steps,
-            sha256=digest_of_training_text(),
-        )
-        models += [replace(trained, map="dot_product"), replace(trained, map="l2")]
-    if options.checkpoint is not None:
-        models.append(checkpoint_case(first, options.checkpoint, options.block))
-    inputs = list(itertools.product(options.ranges, options.scales))
+        text = depth_stability.cases(training_options("l2", 2, 1, 1, 1, 0))[0].sha256
+        models += [("trained", "dot_product", sizes[0]), ("trained", "l2", sizes[0])]
     return [
-        replace(model, reach=reach, scale=scale)
-        for model, (reach, scale) in itertools.product(models, inputs)
-    ]
-
-
-def checkpoint_case(case: Case, path: str, block: int) -> Case:
-    """The case for one block of a run, in the run's own size."""
-    digest, model = digest_of(path), load_checkpoint(path)
-    if block >= len(model.stack.blocks):
-        raise ConfigurationError(
-            f"block: {block} is not below the {len(model.stack.blocks)} of {path}"
+        case_of(
+            Case, options, map=map, weights=weights, scale=scale, reach=reach,
+            num_tokens=size[0], d_model=size[1],
+            train_steps=options.train_steps if weights == "trained" else 0,
+            sha256=text if weights == "trained" else "",
         )
-    return replace(
-        case, map="checkpoint", weights="checkpoint", num_tokens=model.seq_len,
-        d_model=model.head.in_features, num_heads=0, checkpoint=path, digest=digest, block=block,
-    )  # fmt: skip
+        for weights, map, size in models
+        for reach, scale in itertools.product(options.ranges, options.scales)
+    ]  # fmt: skip
 
 
 @torch.no_grad()
@@ -241,18 +209,12 @@ def inputs_of(case: Case) -> Float[Tensor, "batch tokens width"]:
 
 def build_attention(case: Case, device: torch.device) -> Attention:
     """The map F of a case, with its factor."""
-    match case.weights:
-        case "random":
-            return random_attention(case, device)
-        case "trained":
-            module = trained_attention(
-                case.map, case.num_tokens, case.d_model, case.num_heads, case.train_steps, case.seed
-            )
-            return Attention(module.to(device), 1.0)
-        case "checkpoint":
-            return Attention(
-                attention_of(load_checkpoint(case.checkpoint), case.block).to(device), 1.0
-            )
+    if case.weights == "random":
+        return random_attention(case, device)
+    size = case.num_tokens, case.d_model, case.num_heads
+    return Attention(
+        trained_attention(case.map, *size, case.train_steps, case.seed).to(device), 1.0
+    )
 
 
 def random_attention(case: Case, device: torch.device) -> Attention:
@@ -265,27 +227,25 @@ def random_attention(case: Case, device: torch.device) -> Attention:
     for weight in module.parameters():
         nn.init.uniform_(weight, -limit, limit, generator=generator)
     factor = 1.0
-    if isinstance(module, L2Attention) and case.map != "l2":
-        bound = entry_max_bound if case.map == "contractive_kim" else token_max_bound
-        factor = 1 / bound(module, case.num_tokens)
+    if isinstance(module, L2Attention) and case.map == "contractive_kim":
+        w_o = module.w_o.flatten(0, 1)
+        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, case.num_tokens)
+    elif isinstance(module, L2Attention) and case.map == "contractive":
+        weights = module.effective_weights()
+        factor = 1 / contractive.token_max_bound(*weights, case.num_tokens)
     return Attention(module.to(device), factor)
 
 
-def entry_max_bound(module: L2Attention, num_tokens: int) -> float:
-    """Theorem 3.2's bound, in the form the paper prints."""
-    w_o = module.w_o.flatten(0, 1)
-    return kim.entry_max_bound(module.w_q, module.w_v, w_o, num_tokens)
-
-
-def token_max_bound(module: L2Attention, num_tokens: int) -> float:
-    """Our bound in token_max."""
-    return contractive.token_max_bound(*module.effective_weights(), num_tokens)
-
-
-def digest_of_training_text() -> str:
-    """The beginning of the SHA-256 of the text that :func:`trained_attention` trains on."""
-    data = depth_stability.Options().data
-    return read_text(data.name, data.path, data.max_characters, data.val_characters).sha256
+def training_options(
+    map: Map, num_tokens: int, d_model: int, num_heads: int, train_steps: int, seed: int
+) -> depth_stability.Options:
+    """A one-layer model of the study of depth."""
+    words = [
+        f"kinds=[{map}]", "depths=[1]", f"d_model={d_model}", f"num_heads={num_heads}",
+        f"seq_len={num_tokens}", f"num_steps={train_steps}", f"seed={seed}", "lr=2e-3",
+        "position_bias=false",
+    ]  # fmt: skip
+    return load_config(words, depth_stability.Options)
 
 
 @lru_cache(maxsize=4)
@@ -294,36 +254,14 @@ def trained_attention(
     map: Map, num_tokens: int, d_model: int, num_heads: int, train_steps: int, seed: int
 ) -> nn.Module:
     """The attention of a one-layer language model after some training, in float64."""
-    settings = [
-        f"kinds=[{map}]", "depths=[1]", f"d_model={d_model}", f"num_heads={num_heads}",
-        f"seq_len={num_tokens}", f"num_steps={train_steps}", f"seed={seed}", "lr=2e-3",
-        "position_bias=false",
-    ]  # fmt: skip
-    (case,) = depth_stability.cases(load_config(settings, depth_stability.Options))
-    model, _ = depth_stability.train(case, torch.device("cpu"))
-    return attention_of(model, 0).double()
-
-
-@lru_cache(maxsize=1)
-def load_checkpoint(path: str) -> CharTransformer:
-    """The language model of a run, in float64."""
-    checkpoint = read_checkpoint(path)
-    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    return load_model(checkpoint, trained_configuration(checkpoint), vocabulary).double()
-
-
-def attention_of(model: CharTransformer, index: int) -> nn.Module:
-    """The attention of one block: a contractive one keeps the constant it was built with."""
-    block = model.stack.blocks[index]
-    if isinstance(block, InvertibleBlock):
-        return block.attention.branch
+    options = training_options(map, num_tokens, d_model, num_heads, train_steps, seed)
+    (case,) = depth_stability.cases(options)
+    torch.manual_seed(case.seed)
+    model = depth_stability.build_kind(case, text_of(case).vocab_size)
+    train_by_adam(model, case)
+    block = model.stack.blocks[0]
     assert isinstance(block, PreNormBlock)
-    return block.attention.inner
-
-
-def digest_of(path: str) -> str:
-    """The beginning of a checkpoint's SHA-256."""
-    return read_checkpoint(path).sha256[:16]
+    return block.attention.inner.double()
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
@@ -416,29 +354,23 @@ def output_spread(trained: Rows[Case, Result]) -> str:
 
 def draw(rows: Rows[Case, Result]) -> "Figure":
     """Error against step, a panel per range and origin of the weights, in the first size."""
-    first = rows[0][0]
-    shown = [
-        (case, result)
-        for case, result in rows
-        if case.weights != "random"
-        or (case.num_tokens, case.d_model) == (first.num_tokens, first.d_model)
-    ]
+    size = rows[0][0].num_tokens, rows[0][0].d_model
+    shown = [(case, result) for case, result in rows if (case.num_tokens, case.d_model) == size]
     settings = list(dict.fromkeys((case.weights, case.reach) for case, _ in shown))
     figure, axes = panels(math.ceil(len(settings) / 2), min(2, len(settings)))
     scales = sorted({case.scale for case, _ in rows})
-    for one, (weights, reach) in zip(axes, settings, strict=False):
+    for one, setting in zip(axes, settings, strict=False):
         for case, result in shown:
-            if (case.weights, case.reach) != (weights, reach):
-                continue
-            grey = 0.7 * (1 - scales.index(case.scale) / max(1, len(scales) - 1))
-            floored = [max(error, 1e-17) for error in result.errors]  # a logarithm wants no zero
-            one.plot(
-                floored, LINES[case.map], color=str(grey), marker=MARKERS[case.map], markersize=4,
-                markevery=max(1, case.num_steps // 10), label=f"{case.map}, c = {case.scale:g}",
-            )  # fmt: skip
+            if (case.weights, case.reach) == setting:
+                grey = 0.7 * (1 - scales.index(case.scale) / max(1, len(scales) - 1))
+                floored = [max(error, 1e-17) for error in result.errors]
+                one.plot(
+                    floored, STYLES[case.map], color=str(grey), markersize=4,
+                    markevery=max(1, case.num_steps // 10), label=f"{case.map}, c = {case.scale:g}",
+                )  # fmt: skip
         one.set(
             xlabel="fixed-point step", ylabel="largest |x − x*| over the batch (units of X)",
-            yscale="log", title=f"{weights} weights, inputs on ±{reach:g}",
+            yscale="log", title=f"{setting[0]} weights, inputs on ±{setting[1]:g}",
         )  # fmt: skip
         one.legend(fontsize="x-small", ncols=2)
     for one in axes[len(settings) :]:

@@ -24,7 +24,6 @@ Layer = DotProductAttention | TiedL2Attention
 
 LANCZOS_STEPS = 300
 LANCZOS_RTOL = 1e-6  # the value's relative error is of the order of its square
-ONE_HOT = 0.9  # a row with a larger weight counts as one-hot
 FORMS: tuple[Literal["paper", "centred"], ...] = ("paper", "centred")
 
 
@@ -94,7 +93,6 @@ class Comparison(NamedTuple):
     truth: list[float]
     residual: float
     bounds: dict[str, list[float]]
-    one_hot: float
 
 
 def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Comparison:
@@ -105,8 +103,7 @@ def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Compari
     l2 = isinstance(layer, TiedL2Attention)
     bounds = l2_bounds(layer, heads) if l2 else dot_product_bounds(heads, z)
     values = {name: as_tensor(bound, z).tolist() for name, bound in bounds.items()}
-    one_hot = (heads.p[..., 1:, :].amax(-1) > ONE_HOT).double().mean().item()
-    return Comparison(truth.value.tolist(), truth.residual.max().item(), values, one_hot)
+    return Comparison(truth.value.tolist(), truth.residual.max().item(), values)
 
 
 def as_tensor(bound: Tensor | float, z: Tensor) -> Tensor:

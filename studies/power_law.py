@@ -1,4 +1,4 @@
-"""A power law C n^α through measured points, with a bootstrap interval for its exponent."""
+"""A power law C mᵅ through measured points, with a bootstrap interval for its exponent."""
 
 import math
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Fit:
 def fit(
     points: Sequence[tuple[int, Sequence[float]]], seed: int = 0, others: bool = False
 ) -> Fit | None:
-    """log L = log C + α log m by least squares; the interval resamples lengths and sequences.
+    """log L = log C + α log m by least squares; the 95 % interval resamples lengths and sequences.
 
     Args:
         points: n and the constants of its sequences, of which the k-th belong together.
@@ -42,7 +42,7 @@ def fit(
         others: m = n − 1, the number of tokens besides a lone one; m = n otherwise.
 
     Returns:
-        The fit with a 95 % percentile interval, or None for less than three lengths.
+        The fit, or None for less than three lengths.
     """
     if len(points) < 3:
         return None

@@ -2,34 +2,28 @@
 
 Models of one size are trained on the same text: dot product, tied L2 (both pre-norm), and the
 contractive model with its LayerNorm before the head (``contractive``) or without
-(``contractive_linear``). X is the stack's input, Z = stack(X) its features, W_y the head's row of
-character y. Proven, per position i with a correct prediction y:
+(``contractive_linear``). X is the stack's input; the radii of studies/certified_radius.py are in
+units of the text's root mean square embedding length, so that models of any scale compare. All
+positions share one perturbation, so a radius holds for attacks on the whole sequence.
 
-    m_ij = logit_y − logit_j,   radius_i = min_j m_ij / (‖W_y − W_j‖₂ L)
+LayerNorm before the head enters the constant by its bound max|γ|/√ε, ε = 1e-5: 316 at γ = 1. That
+is sound and all but vacuous. For the pre-norm baselines no certificate exists; they are attacked
+only.
 
-L bounds the features' movement: ‖z_i − z′_i‖₂ ≤ ‖Z − Z′‖_token_max ≤ L ‖X − X′‖_token_max, and
-as ‖·‖_token_max ≤ ‖·‖_F ≤ the smaller of the two certificates serves for balls in frobenius. All
-positions share one perturbation, so a radius holds for attacks on the whole sequence, padding
-channels included. ``plain`` is the usual margin/(√2 ‖W‖₂ L), which is never larger.
-
-LayerNorm before the head enters L by its bound max|γ|/√ε, ε = 1e-5: 316 at γ = 1. That is sound
-and all but vacuous, and it is reported as such. For the pre-norm baselines no certificate exists:
-their constants, if one multiplied 316 per LayerNorm, would be astronomical; they are attacked only.
-
-Attacks: projected gradient ascent (PGD) on the loss of all positions, in balls of both norms whose
-radii are given in units of the text's root mean square embedding length, so that models of any
-scale compare; PGD on one position's margin with exactly its certified radius; and characters
-replaced at random. An attack that wins inside a certified radius is a bug. A PGD that fails proves
-nothing. None of the papers reproduced here has this experiment for character models.
+Attacks: projected gradient ascent (PGD) on the loss of all positions, in balls of both norms, and
+PGD on one position's margin with exactly its certified radius. An attack that wins inside a
+certified radius is a bug, and the verdict then is "not reproduced". A PGD that fails proves
+nothing. None of the papers reproduced here has this experiment.
 """
 
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
 
 import math
-import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 import torch
@@ -37,9 +31,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, CorpusName, ModelConfig
+from invformer.config.schema import MANY, Corpus, ModelConfig
 from invformer.config.section import option, section
-from invformer.errors import DataError
 from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
@@ -50,7 +43,6 @@ from studies.attacks import (
     logits_of,
     nats_of,
     pgd,
-    replace_characters,
 )
 from studies.certified_radius import (
     NORMS,
@@ -58,11 +50,9 @@ from studies.certified_radius import (
     certified_radii,
     feature_constants,
     head_norm,
-    plain_radii,
 )
-from studies.regularised_training import require_windows, train, validation_windows
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
-from studies.text import TextConfig, read_text
+from studies.study import Outcome, Rows, Study, StudyOptions, Summary, case_of, main, panels
+from studies.training import TextConfig, text_fields, text_of, train_by_adam, validation_windows
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -97,9 +87,6 @@ class Options(StudyOptions):
     frobenius_radii: list[float] = option(
         [0.001, 0.01, 0.1, 0.3, 1.0], "relative radii of the balls in frobenius", within="(0, 1e6]"
     )
-    replaced: list[float] = option(
-        [0.02, 0.05, 0.1], "shares of characters replaced at random", within="(0, 1]"
-    )
     num_windows: int = option(16, "validation windows that are attacked", within="[1, 1e5]")
     pgd_steps: int = option(20, "gradient steps of an attack", within="[1, 1e5]")
     d_model: int = option(48, "width of the models, channels", within="[1, 1e4]")
@@ -113,9 +100,8 @@ class Options(StudyOptions):
 
     def check(self) -> None:
         """Heads divide the width, and there is something to attack."""
-        if self.d_model % self.num_heads:
-            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
-        for name in ("token_max_radii", "frobenius_radii", "replaced"):
+        self.require_divided_by_heads("d_model")
+        for name in ("token_max_radii", "frobenius_radii"):
             if not getattr(self, name):
                 self.refuse(name, "give at least one")
 
@@ -129,7 +115,6 @@ class Case:
     activation_norm: bool
     token_max_radii: tuple[float, ...]
     frobenius_radii: tuple[float, ...]
-    replaced: tuple[float, ...]
     num_windows: int
     pgd_steps: int
     d_model: int
@@ -139,7 +124,7 @@ class Case:
     batch_size: int
     num_steps: int
     lr: float
-    corpus: CorpusName
+    corpus: Corpus
     path: str | None
     max_characters: int | None
     val_characters: int
@@ -147,27 +132,12 @@ class Case:
     seed: int
 
     def __post_init__(self) -> None:
-        for name in ("token_max_radii", "frobenius_radii", "replaced"):
+        for name in ("token_max_radii", "frobenius_radii"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # CSV cells are lists
 
     def radii(self, norm: BallNorm) -> tuple[float, ...]:
         """Relative radii of the balls in a norm."""
         return self.token_max_radii if norm == "token_max" else self.frobenius_radii
-
-
-@dataclass(frozen=True)
-class Attacked:
-    """What was left of the predictions.
-
-    Attributes:
-        nats: nats per character.
-        accuracy: share of the positions predicted correctly.
-        flips: share of the positions predicted correctly before that no longer are.
-    """
-
-    nats: float
-    accuracy: float
-    flips: float
 
 
 @dataclass(frozen=True)
@@ -181,10 +151,8 @@ class Result:
         spacing: the least distance of two characters' embeddings, relative to ``length``.
         constants: proven constant from embedding to logits, by norm; empty without certificate.
         radii: median certified relative radius over correct positions, by norm.
-        plain_radii: the same by margin/(√2 ‖W‖ L).
         certified: share of all positions correct and certified at every relative radius, by norm.
         attacks: nats, accuracy and flips under PGD at every relative radius, by norm.
-        noise: nats, accuracy and flips under random characters, at every share.
         beaten: how often an attack changed a prediction inside its certified radius.
         margin_used: largest share of its margin a position lost to an attack at its radius.
     """
@@ -195,55 +163,38 @@ class Result:
     spacing: float
     constants: dict[str, float]
     radii: dict[str, float]
-    plain_radii: dict[str, float]
     certified: dict[str, list[float]]
     attacks: dict[str, list[list[float]]]
-    noise: list[list[float]]
     beaten: int
     margin_used: dict[str, float]
 
 
 NOTHING = Result(  # of a training that ended in a non-finite loss
     nats=math.nan, accuracy=math.nan, length=math.nan, spacing=math.nan, constants={}, radii={},
-    plain_radii={}, certified={}, attacks={}, noise=[], beaten=0, margin_used={},
+    certified={}, attacks={}, beaten=0, margin_used={},
 )  # fmt: skip
 
 
 def cases(options: Options) -> list[Case]:
     """Every model with every seed."""
-    data = options.data
-    text = read_text(data.name, data.path, data.max_characters, data.val_characters)
-    if min(len(text.train), len(text.val)) <= options.seq_len:
-        raise DataError(f"seq_len={options.seq_len}: the text has too few characters")
-    require_windows(text, options.seq_len, options.num_windows, "num_windows")
+    text = text_fields(options.data, options.seq_len, options.num_windows)
+    radii = {
+        name: tuple(sorted(getattr(options, name)))
+        for name in ("token_max_radii", "frobenius_radii")
+    }
     return [
-        Case(
-            kind=kind, lipschitz_target=options.lipschitz_target,
-            activation_norm=options.activation_norm,
-            token_max_radii=tuple(sorted(options.token_max_radii)),
-            frobenius_radii=tuple(sorted(options.frobenius_radii)),
-            replaced=tuple(sorted(options.replaced)), num_windows=options.num_windows,
-            pgd_steps=options.pgd_steps, d_model=options.d_model, num_heads=options.num_heads,
-            num_layers=options.num_layers, seq_len=options.seq_len,
-            batch_size=options.batch_size, num_steps=options.num_steps, lr=options.lr,
-            corpus=data.name, path=data.path, max_characters=data.max_characters,
-            val_characters=data.val_characters, sha256=text.sha256, seed=options.seed + seed,
-        )
+        case_of(Case, options, kind=kind, seed=options.seed + seed, **radii, **text)
         for seed in range(options.num_seeds)
         for kind in options.kinds
-    ]  # fmt: skip
+    ]
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, certify and attack; all but the training in float64."""
-    text = read_text(case.corpus, case.path, case.max_characters, case.val_characters)
+    text = text_of(case)
     torch.manual_seed(case.seed)
     model = build_kind(case, text.vocab_size).to(device)
-    finite = train(
-        model, text, num_steps=case.num_steps, batch_size=case.batch_size, lr=case.lr,
-        seed=case.seed,
-    )  # fmt: skip
-    if not finite:
+    if not train_by_adam(model, case).finite:
         return NOTHING
     windows, targets = validation_windows(text, case.seq_len, device)
     model = model.double().eval().requires_grad_(False)
@@ -282,7 +233,6 @@ def examine(
     radii: dict[BallNorm, Tensor] = {
         norm: certified_radii(model, clean, correct, L) for norm, L in constants.items()
     }
-    plain = {norm: plain_radii(model, clean, correct, L) for norm, L in constants.items()}
     attacks: dict[str, list[list[float]]] = {}
     beaten = 0
     for norm in NORMS:
@@ -302,7 +252,6 @@ def examine(
             model, x, targets, clean, correct, norm, found, case.pgd_steps
         )
         beaten += flipped
-    generator = torch.Generator().manual_seed(case.seed)
     return Result(
         nats=nats_of(clean, targets),
         accuracy=correct.double().mean().item(),
@@ -310,7 +259,6 @@ def examine(
         spacing=2 * model.embedding.decoding_margin() / length,
         constants={norm: product_up(L, head_norm(model)) for norm, L in constants.items()},
         radii={norm: median_of(found[correct]) / length for norm, found in radii.items()},
-        plain_radii={norm: median_of(found[correct]) / length for norm, found in plain.items()},
         certified={
             norm: [
                 (correct & (found >= relative * length)).double().mean().item()
@@ -319,10 +267,6 @@ def examine(
             for norm, found in radii.items()
         },
         attacks=attacks,
-        noise=[
-            list(replace_characters(model, windows, targets, correct, share, generator))
-            for share in case.replaced
-        ],
         beaten=beaten,
         margin_used=margin_used,
     )
@@ -336,40 +280,6 @@ def median_of(values: Tensor) -> float:
 # --- what it says --------------------------------------------------------------------------------
 
 
-def summarise(rows: Rows[Case, Result]) -> Summary:
-    """One line per model and ball, one per model and share of random characters; means of seeds."""
-    table: list[dict[str, Any]] = []
-    for kind, group in by_kind(rows).items():
-        for norm in NORMS:
-            for index, relative in enumerate(group[0][0].radii(norm)):
-                left = [result.attacks[norm][index] for _, result in group]
-                certified = [r.certified[norm][index] for _, r in group if norm in r.certified]
-                table.append(line(kind, f"PGD {norm}", relative, group, left, certified, norm))
-        for index, share in enumerate(group[0][0].replaced):
-            left = [result.noise[index] for _, result in group]
-            table.append(line(kind, "random characters", share, group, left, [], None))
-    failed = failures(rows)
-    table += [failed_line(kind) for kind in failed if kind not in by_kind(rows)]
-    beaten = sum(result.beaten for _, result in rows)
-    proven = [(case, result) for case, result in rows if result.radii]
-    ours = f"{beaten} attacks beat a certified radius; {in_words(rows)}"
-    outcome, why = verdict(beaten, proven)
-    if failed:
-        lost = ", ".join(f"{kind} ({count})" for kind, count in failed.items())
-        why += f". Trainings that lost their numbers and count nowhere: {lost}"
-    paper = "no published value: certified radii of character models are ours"
-    return Summary(table, paper, ours, outcome, why)
-
-
-def failures(rows: Rows[Case, Result]) -> dict[Kind, int]:
-    """How many trainings of a model did not stay finite, where any did not."""
-    found: dict[Kind, int] = {}
-    for case, result in rows:
-        if not math.isfinite(result.nats):
-            found[case.kind] = found.get(case.kind, 0) + 1
-    return found
-
-
 def by_kind(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
     """The seeds of every model whose training stayed finite."""
     found: dict[Kind, list[tuple[Case, Result]]] = {}
@@ -379,28 +289,42 @@ def by_kind(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
     return found
 
 
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """One line per model and ball, means over seeds."""
+    table: list[dict[str, Any]] = []
+    groups = by_kind(rows)
+    for kind, group in groups.items():
+        for norm in NORMS:
+            for index, relative in enumerate(group[0][0].radii(norm)):
+                left = [result.attacks[norm][index] for _, result in group]
+                certified = [r.certified[norm][index] for _, r in group if norm in r.certified]
+                table.append(line(kind, f"PGD {norm}", relative, group, left, certified, norm))
+    failed = Counter(case.kind for case, result in rows if not math.isfinite(result.nats))
+    table += [failed_line(kind) for kind in failed if kind not in groups]
+    beaten = sum(result.beaten for _, result in rows)
+    outcome, why = verdict(beaten, [(case, result) for case, result in rows if result.radii])
+    if failed:
+        lost = ", ".join(f"{kind} ({count})" for kind, count in failed.items())
+        why += f". Trainings that lost their numbers and count nowhere: {lost}"
+    ours = f"{beaten} attacks beat a certified radius; {in_words(groups)}"
+    paper = "no published value: certified radii of character models are ours"
+    return Summary(table, paper, ours, outcome, why)
+
+
 def line(
-    kind: Kind,
-    attack: str,
-    strength: float,
-    group: Rows[Case, Result],
-    left: Sequence[Sequence[float]],
-    certified: Sequence[float],
-    norm: BallNorm | None,
-) -> dict[str, Any]:
+    kind: Kind, attack: str, strength: float, group: Rows[Case, Result],
+    left: Sequence[Sequence[float]], certified: Sequence[float], norm: BallNorm | None,
+) -> dict[str, Any]:  # fmt: skip
     """One line of the table, means over seeds."""
     radii = [result.radii[norm] for _, result in group if norm in result.radii]
     return failed_line(kind) | {
         "attack": attack,
         "strength": strength,
-        "clean nats": statistics.fmean(result.nats for _, result in group),
-        "clean accuracy": statistics.fmean(result.accuracy for _, result in group),
-        **{
-            name: statistics.fmean(values)
-            for name, values in zip(LEFT, zip(*left, strict=True), strict=True)
-        },
-        "certified accuracy": statistics.fmean(certified) if certified else None,
-        "median certified radius": statistics.fmean(radii) if radii else None,
+        "clean nats": fmean(result.nats for _, result in group),
+        "clean accuracy": fmean(result.accuracy for _, result in group),
+        **{n: fmean(values) for n, values in zip(LEFT, zip(*left, strict=True), strict=True)},
+        "certified accuracy": fmean(certified) if certified else None,
+        "median certified radius": fmean(radii) if radii else None,
     }
 
 
@@ -413,28 +337,22 @@ def failed_line(kind: Kind) -> dict[str, Any]:
     return {"kind": kind, "attack": "training failed", **dict.fromkeys(numbers)}
 
 
-def in_words(rows: Rows[Case, Result]) -> str:
-    """Every model in a few words: what attacks left of it, and what is proven."""
+def in_words(groups: Mapping[Kind, Rows[Case, Result]]) -> str:
+    """Every model in a few words: what PGD left in the middle ball, and what is proven."""
     words = []
-    for kind, group in by_kind(rows).items():
-        accuracy = statistics.fmean(result.accuracy for _, result in group)
-        said = f"{kind}: accuracy {accuracy:.3f}{attacked_in_words(group)}"
+    for kind, group in groups.items():
+        radii = group[0][0].token_max_radii
+        middle = len(radii) // 2
+        accuracy = fmean(result.accuracy for _, result in group)
+        left = fmean(result.attacks["token_max"][middle][1] for _, result in group)
+        said = f"{kind}: accuracy {accuracy:.3f}, {left:.3f} under PGD at {radii[middle]:g}"
+        proven = ", no certificate"
         if group[0][1].radii:
-            radius = statistics.fmean(r.radii["token_max"] for _, r in group)
-            constant = statistics.fmean(r.constants["token_max"] for _, r in group)
-            said += f", L {constant:.3g}, median certified relative radius {radius:.2g}"
-        else:
-            said += ", no certificate"
-        words.append(said)
+            radius = fmean(r.radii["token_max"] for _, r in group)
+            constant = fmean(r.constants["token_max"] for _, r in group)
+            proven = f", L {constant:.3g}, median certified relative radius {radius:.2g}"
+        words.append(f"{said} (token_max){proven}")
     return "; ".join(words) or "no training stayed finite"
-
-
-def attacked_in_words(group: Rows[Case, Result]) -> str:
-    """Accuracy in the middle one of the token_max balls."""
-    radii = group[0][0].token_max_radii
-    middle = len(radii) // 2
-    left = statistics.fmean(result.attacks["token_max"][middle][1] for _, result in group)
-    return f", {left:.3f} under PGD at {radii[middle]:g} (token_max)"
 
 
 def verdict(beaten: int, proven: Rows[Case, Result]) -> tuple[Outcome, str]:
@@ -446,9 +364,8 @@ def verdict(beaten: int, proven: Rows[Case, Result]) -> tuple[Outcome, str]:
     used = max(max(result.margin_used.values()) for _, result in proven)
     parts = []
     for kind, group in by_kind(proven).items():
-        radius = statistics.fmean(result.radii["token_max"] for _, result in group)
-        spacing = statistics.fmean(result.spacing for _, result in group)
-        parts.append(f"{kind} {radius / spacing:.2g}")
+        radius = fmean(result.radii["token_max"] for _, result in group)
+        parts.append(f"{kind} {radius / fmean(result.spacing for _, result in group):.2g}")
     why = (
         f"no attack won inside a certified radius; the strongest used {100 * used:.0f} % of a "
         "margin there. Median radius (token_max) in units of the least distance between two "
@@ -469,42 +386,26 @@ MARKS: dict[Kind, tuple[str, str]] = {
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":
-    """Accuracy against the radius in both norms, attacked and certified; and against noise."""
-    figure, axes = panels(1, 3)
-    groups = by_kind(rows)
-    for norm, one in zip(NORMS, axes, strict=False):
-        for kind, group in groups.items():
-            color, marker = MARKS[kind]
+    """Accuracy against the radius in both norms, attacked (lines) and certified (dotted)."""
+    figure, axes = panels(1, 2)
+    for norm, one in zip(NORMS, axes, strict=True):
+        for kind, group in by_kind(rows).items():
+            style: dict[str, Any] = dict(zip(("color", "marker"), MARKS[kind], strict=True))
             radii = group[0][0].radii(norm)
-            attacked = mean_curve([[a[1] for a in r.attacks[norm]] for _, r in group])
-            style: dict[str, Any] = {"color": color, "marker": marker, "fillstyle": "none"}
-            one.plot(radii, attacked, "-", label=f"{kind}, PGD", **style)
-            curves = [r.certified[norm] for _, r in group if norm in r.certified]
-            if curves:
-                one.plot(radii, mean_curve(curves), ":", label=f"{kind}, certified", **style)
+            attacked = [[a[1] for a in result.attacks[norm]] for _, result in group]
+            proven = [result.certified[norm] for _, result in group if norm in result.certified]
+            for curves, line_style in ((attacked, "-"), (proven, ":")):
+                if curves:
+                    means = [fmean(values) for values in zip(*curves, strict=True)]
+                    label = kind if line_style == "-" else f"{kind}, certified"
+                    one.plot(radii, means, line_style, fillstyle="none", label=label, **style)
+            one.legend(fontsize="x-small")
         one.set(
             xscale="log", xlabel=f"radius in {norm} / RMS embedding length (no unit)",
-            ylabel="share of characters predicted correctly", title=f"balls in {norm}",
+            ylabel="share of characters predicted correctly", title=f"PGD in {norm}",
         )  # fmt: skip
-    for kind, group in groups.items():
-        color, marker = MARKS[kind]
-        shares = (0.0, *group[0][0].replaced)
-        curve = mean_curve([[r.accuracy, *(n[1] for n in r.noise)] for _, r in group])
-        axes[2].plot(shares, curve, "-", color=color, marker=marker, fillstyle="none", label=kind)
-    axes[2].set(
-        xlabel="share of characters replaced at random",
-        ylabel="share of characters predicted correctly", title="character noise",
-    )  # fmt: skip
-    for one in axes:
         one.set_ylim(bottom=0)
-        if groups:
-            one.legend(fontsize="x-small")
     return figure
-
-
-def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Point by point the mean over seeds."""
-    return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

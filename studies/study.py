@@ -1,7 +1,6 @@
 """What every study is made of, and the runner that makes one restartable, recorded and comparable.
 
-A study is a module of this package. It says what can be asked for, which cases that means, how one
-case is measured, and what the rows of all cases say beside the paper:
+A study is a module of this package with its cases, its measurement, its verdict and its figure:
 
     @dataclass(kw_only=True)
     class Options(StudyOptions):   # with a docstring: --help prints it
@@ -10,14 +9,9 @@ case is measured, and what the rows of all cases say beside the paper:
         sizes: list[int] = option([100], "numbers of tokens N", within="[2, 1e5]")
 
     @dataclass(frozen=True)
-    class Case:                    # everything the numbers depend on, and nothing else
-        num_tokens: int
-        seed: int
-
+    class Case: ...                # everything the numbers depend on, and nothing else
     @dataclass(frozen=True)
-    class Result:                  # what is measured
-        lower: float
-        curve: list[float]         # a list becomes one cell of the CSV, as JSON
+    class Result: ...              # what is measured; a list becomes one cell of the CSV, as JSON
 
     def cases(options: Options) -> list[Case]: ...
     def measure(case: Case, device: torch.device) -> Result: ...
@@ -29,17 +23,15 @@ case is measured, and what the rows of all cases say beside the paper:
     if __name__ == "__main__":
         raise SystemExit(main(STUDY, sys.argv[1:]))
 
-``python -m studies`` finds it by its class ``Options`` and the first line of its
-docstring. A row is written as soon as its case is measured; the next start measures only the cases
-that have no row yet. A row belongs to a case only if every field of it agrees: after a change of
-options new rows join the file and the old ones stay there, unused. Loops of more than ten seconds
-inside ``measure`` go through :func:`progress`.
+``python -m studies`` finds it by its class ``Options`` and the first line of its docstring. A row
+is written as soon as its case is measured; the next start measures only the cases without a row. A
+row belongs to a case only if every field of it agrees: after a change of options new rows join the
+file and the old ones stay there, unused. Loops of more than ten seconds inside ``measure`` go
+through :func:`progress`.
 """
 
 # ruff: noqa: RUF009  # option() returns a dataclass field
 
-import csv
-import io
 import json
 import math
 import os
@@ -50,19 +42,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from tqdm import tqdm
 
+from invformer.assemble.machine import commit, hardware, pick_device
 from invformer.config import load_config, parse_or_exit
 from invformer.config.section import Root, option, options
-from invformer.errors import ConfigurationError, StorageError
+from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
 from invformer.runs.exit import guarded, interrupt
-from invformer.runs.machine import commit, hardware, pick_device
 from invformer.training.plots import new_figure, save
+from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
 if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not always wanted
     from invformer.runs.wandb_sink import WandbSink
@@ -70,20 +63,14 @@ if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not alw
 
 SEED = "[0, 4294967295]"
 SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
-LARGEST_CELL = 2**31 - 1  # characters; a reader's own limit, 131,072, is less than is written
-NOT_IN_COMMAND = ("scale", "record", "results", "wandb", "project", "debug")  # change no number
-EVIDENCE = ("seconds", "hardware", "commit")  # columns of every row beside its case and result
-MARKDOWN_COLUMNS = (
-    "study", "paper", "ours", "verdict", "command", "commit", "hardware", "time",
-)  # fmt: skip
+NOT_IN_COMMAND = ("scale", "wandb", "project", "debug")  # change no number
 
 Scale = Literal["default", "paper"]
 Outcome = Literal["reproduced", "partly reproduced", "not reproduced", "not in the paper"]
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
-AnyCase = TypeVar("AnyCase")
-AnyResult = TypeVar("AnyResult")
 Item = TypeVar("Item")
 Rows = Sequence[tuple[AnyCase, AnyResult]]
+Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no claim), in words
 
 
 @dataclass(kw_only=True)
@@ -100,8 +87,6 @@ class StudyOptions(Root):
     num_threads: int | None = option(
         None, "CPU threads; null leaves PyTorch's choice", within="[1, 1024]"
     )
-    record: bool = option(False, "also put the study's row into the file named by results")
-    results: str = option("docs/results.md", "Markdown file for record=true")
     wandb: bool = option(True, "mirror rows, table and figure to W&B (offline without an API key)")
     project: str = option("invformer", "W&B project")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
@@ -127,6 +112,13 @@ class StudyOptions(Root):
         ]
         return shlex.join(["python", *self.program.split(), *scale, *changed])
 
+    def require_divided_by_heads(self, *widths: str) -> None:
+        """Refuse ``num_heads`` that do not divide the options of these names."""
+        for name in widths:
+            heads, width = value_at(self, "num_heads"), value_at(self, name)
+            if width % heads:
+                self.refuse("num_heads", f"{heads} heads do not divide {name}={width}")
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -151,6 +143,19 @@ class Summary:
         """Outcome and reason."""
         return f"{self.outcome}: {self.why}"
 
+    @property
+    def columns(self) -> list[str]:
+        """The table's columns; none of a table without lines."""
+        return list(self.table[0]) if self.table else []
+
+
+def outcome_of(findings: Iterable[Finding]) -> Outcome:
+    """All claims hold, some, or none; without a claim there is nothing to reproduce."""
+    held = [holds for holds, _ in findings if holds is not None]
+    if not held:
+        return "not in the paper"
+    return "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
+
 
 @dataclass(frozen=True)
 class Study(Generic[AnyOptions, AnyCase, AnyResult]):
@@ -165,22 +170,15 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
     draw: "Callable[[Rows[AnyCase, AnyResult]], Figure]"
 
 
-@dataclass(frozen=True)
-class Measured(Generic[AnyResult]):
-    """One row of the file: a result and under what circumstances it was obtained."""
-
-    result: AnyResult
-    seconds: float
-    hardware: str
-    commit: str
+def case_of(kind: type[AnyCase], chosen: StudyOptions, /, **values: Any) -> AnyCase:
+    """A case with the given values, and options of the same name in all other fields."""
+    names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
+    same = {name: getattr(chosen, name) for name in names if name not in values}
+    return kind(**same, **values)
 
 
 def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
-    """Parse, run, report; the program's exit code.
-
-    Args:
-        study: what to run.
-        argv: ``key=value`` words.
+    """Parse ``key=value`` words, run, report.
 
     Returns:
         0, or the code of what went wrong: 130 after Ctrl-C, 143 after SIGTERM; every finished case
@@ -211,13 +209,9 @@ def value_at(config: Any, key: str) -> Any:
 
 
 def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Summary:
-    """Measure every case without a row, then summarise, draw and record.
+    """Measure every case without a row, then summarise and draw.
 
-    Leaves in the study's folder: rows.csv, NAME.png, result.json and row.md.
-
-    Args:
-        study: what to run.
-        chosen: its options.
+    Leaves in the study's folder: rows.csv, NAME.png and result.json.
 
     Returns:
         The summary over exactly the cases that were asked for.
@@ -234,8 +228,7 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
         raise ConfigurationError(f"{chosen.name}: these options leave no case to measure")
     table = RowFile(chosen.folder / "rows.csv", study.case, study.result)
     known = table.read()
-    unused = len(known.keys() - set(wanted))
-    if unused:
+    if unused := len(known.keys() - set(wanted)):
         print(f"{table.path}: {unused} rows belong to other options; they stay, unused")
     mirror = build_mirror(chosen) if chosen.wandb else None
     try:
@@ -257,17 +250,17 @@ def measure_missing(
     study: Study[Any, AnyCase, AnyResult],
     wanted: Sequence[AnyCase],
     known: dict[AnyCase, Measured[AnyResult]],
-    table: "RowFile[AnyCase, AnyResult]",
+    table: RowFile[AnyCase, AnyResult],
     device: torch.device,
     mirror: "WandbSink | None",
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
     circumstances = (hardware(device), commit() or "unknown")
-    distinctive = distinctive_fields(wanted)
-    bar = tqdm(total=len(wanted), unit="case", disable=None)
-    with bar:
+    values = [plain(case) for case in wanted]
+    differing = [name for name in values[0] if len({value[name] for value in values}) > 1]
+    with tqdm(total=len(wanted), unit="case", disable=None) as bar:
         for number, case in enumerate(wanted):
-            words = describe(case, distinctive)
+            words = " ".join(f"{n}={as_word(getattr(case, n))}" for n in differing or values[0])
             bar.set_description(words)
             if case not in known:
                 start = time.perf_counter()
@@ -288,27 +281,22 @@ def report(
     chosen: AnyOptions,
     mirror: "WandbSink | None",
 ) -> Summary:
-    """Write the figure, result.json and row.md; put the row into the results file if asked to."""
-    rows = [(case, known[case].result) for case in wanted]
+    """Write the figure and result.json."""
+    measured = [known[case] for case in wanted]
+    rows = [(case, row.result) for case, row in zip(wanted, measured, strict=True)]
     summary = study.summarise(rows)
     picture = save(study.draw(rows), chosen.folder / f"{chosen.name}.png")
-    measured = [known[case] for case in wanted]
     provenance = {
         "command": chosen.command(),
-        "commit": joined(row.commit for row in measured),
-        "hardware": joined(row.hardware for row in measured),
+        "commit": ", ".join(dict.fromkeys(row.commit for row in measured)),
+        "hardware": ", ".join(dict.fromkeys(row.hardware for row in measured)),
         "seconds": round(sum(row.seconds for row in measured), 1),
     }
     result = {"study": chosen.name, **provenance, "options": asdict(chosen), **asdict(summary)}
     write_json(result | {"torch": torch.__version__}, chosen.folder / "result.json")
-    row = markdown_row(chosen.name, summary, provenance)
-    write_text(chosen.folder / "row.md", row + "\n")
-    if chosen.record:
-        record_row(Path(os.path.expanduser(chosen.results)), chosen.name, row)
     if mirror is not None:
-        columns = columns_of(summary)
-        lines = [[line[column] for column in columns] for line in summary.table]
-        mirror.table(f"{chosen.name}/table", columns, lines)
+        lines = [[line[column] for column in summary.columns] for line in summary.table]
+        mirror.table(f"{chosen.name}/table", summary.columns, lines)
         mirror.image(f"{chosen.name}/figure", picture)
         mirror.summary({"paper": summary.paper, "ours": summary.ours, "verdict": summary.verdict})
     return summary
@@ -333,114 +321,6 @@ def panels(num_rows: int, num_columns: int) -> "tuple[Figure, list[Axes]]":
     return figure, axes
 
 
-# --- rows on disk --------------------------------------------------------------------------------
-
-
-class RowFile(Generic[AnyCase, AnyResult]):
-    """A CSV of one row per case, appended row by row.
-
-    Columns are the fields of the case, those of the result, and the circumstances. Text stands as
-    it is, everything else as JSON, so that numbers come back as they went.
-
-    Args:
-        path: the file; its folder is made if it is missing.
-        case: dataclass of the case: hashable plain values.
-        result: dataclass of the result: plain values and lists of them.
-    """
-
-    def __init__(self, path: Path, case: type[AnyCase], result: type[AnyResult]) -> None:
-        self.path = path
-        self.case = case
-        self.result = result
-        self.kinds = {**kinds_of(case), **kinds_of(result)}
-        self.columns = [*self.kinds, *EVIDENCE]
-
-    def read(self) -> dict[AnyCase, Measured[AnyResult]]:
-        """Every complete row by its case; a last line torn by a crash is cut off the file.
-
-        Raises:
-            StorageError: the file has other columns, or a line that is no row.
-        """
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            content = self.path.read_bytes() if self.path.exists() else b""
-            whole = content[: content.rfind(b"\n") + 1]
-            if not whole:
-                self.path.write_text(as_csv_line(self.columns), encoding="utf-8")
-            elif whole != content:
-                self.path.write_bytes(whole)
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be opened ({error.strerror})") from error
-        lines = self._cells(whole)
-        if lines and lines[0] != self.columns:
-            raise StorageError(
-                f"{self.path} has other columns than this version writes: choose another out=FOLDER"
-            )
-        return dict(self._decode(number, cells) for number, cells in enumerate(lines[1:], 2))
-
-    def _cells(self, content: bytes) -> list[list[str]]:
-        """The cells of every line.
-
-        Raises:
-            StorageError: it is no CSV file.
-        """
-        csv.field_size_limit(LARGEST_CELL)
-        try:
-            return list(csv.reader(io.StringIO(content.decode("utf-8"), newline="")))
-        except (UnicodeDecodeError, csv.Error) as error:
-            raise StorageError(
-                f"{self.path} is not a table of rows ({error}): choose another out=FOLDER"
-            ) from None
-
-    def append(self, case: AnyCase, row: Measured[AnyResult]) -> None:
-        """Write one row through to the disk.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
-        values = {**plain(case), **plain(row.result)}
-        cells = [v if is_text(self.kinds[k]) else json.dumps(v) for k, v in values.items()]
-        try:
-            with self.path.open("a", encoding="utf-8", newline="") as file:
-                file.write(as_csv_line([*cells, str(row.seconds), row.hardware, row.commit]))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot be written ({error.strerror})") from error
-
-    def _decode(self, number: int, cells: list[str]) -> tuple[AnyCase, Measured[AnyResult]]:
-        """The case and the result in one line's cells."""
-        try:
-            text = dict(zip(self.columns, cells, strict=True))
-            values = {
-                name: text[name] if is_text(kind) else json.loads(text[name])
-                for name, kind in self.kinds.items()
-            }
-            case = self.case(**{name: values[name] for name in kinds_of(self.case)})
-            result = self.result(**{name: values[name] for name in kinds_of(self.result)})
-            return case, Measured(result, float(text["seconds"]), text["hardware"], text["commit"])
-        except (ValueError, TypeError):
-            raise StorageError(
-                f"{self.path}, line {number}: not a row of this study; delete the line to measure "
-                "its case again"
-            ) from None
-
-
-def kinds_of(kind: Any) -> dict[str, Any]:
-    """Field names and types of a dataclass."""
-    return {f.name: f.type for f in fields(kind)}
-
-
-def is_text(kind: Any) -> bool:
-    """Whether a field's values are written as they are."""
-    return kind is str or get_origin(kind) is Literal
-
-
-def plain(value: Any) -> dict[str, Any]:
-    """A dataclass as a dict, in the order of its fields."""
-    return {f.name: getattr(value, f.name) for f in fields(value)}
-
-
 def numbers_of(result: Any) -> dict[str, float]:
     """The numbers among a result's fields, as a chart can show them."""
     return {
@@ -450,78 +330,15 @@ def numbers_of(result: Any) -> dict[str, float]:
     }
 
 
-def as_csv_line(cells: Sequence[str]) -> str:
-    """One line of a CSV file."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file at once or not at all.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
-
-
-# --- the record in Markdown ----------------------------------------------------------------------
-
-
-def markdown_row(name: str, summary: Summary, provenance: Mapping[str, Any]) -> str:
-    """The study's row for the results page."""
-    cells = [
-        name, summary.paper, summary.ours, summary.verdict, f"`{provenance['command']}`",
-        provenance["commit"], provenance["hardware"], f"{provenance['seconds']:.0f} s",
-    ]  # fmt: skip
-    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
-
-
-def record_row(path: Path, name: str, row: str) -> None:
-    """Replace what stands between ``<!-- study:NAME -->`` and ``<!-- /study:NAME -->`` by the row.
-
-    Without such markers the block goes to the end of the file; without a file, one is made.
-
-    Raises:
-        StorageError: the file cannot be read or written, or an end marker is missing.
-    """
-    first, last = f"<!-- study:{name} -->", f"<!-- /study:{name} -->"
-    header = "| " + " | ".join(MARKDOWN_COLUMNS) + " |\n" + "|---" * len(MARKDOWN_COLUMNS) + "|"
-    block = f"{first}\n{header}\n{row}\n{last}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_text(encoding="utf-8") if path.exists() else "# Results\n"
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-    if first not in text:
-        write_text(path, f"{text.rstrip()}\n\n{block}\n")
-        return
-    before, _, after = text.partition(first)
-    if last not in after:
-        raise StorageError(f"{path}: {first} has no {last} after it")
-    write_text(path, before + block + after.partition(last)[2])
-
-
 def print_summary(summary: Summary, chosen: StudyOptions) -> None:
     """Print the table, both values and the verdict for people."""
-    columns = columns_of(summary)
+    columns = summary.columns
     lines = [columns, *([as_cell(line[column]) for column in columns] for line in summary.table)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     print(f"paper:   {summary.paper}\nours:    {summary.ours}\nverdict: {summary.verdict}")
-    print(f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json, row.md}}")
-
-
-def columns_of(summary: Summary) -> list[str]:
-    """The table's columns; none of a table without lines."""
-    return list(summary.table[0]) if summary.table else []
+    print(f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}")
 
 
 def as_cell(value: Any) -> str:
@@ -531,21 +348,6 @@ def as_cell(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
-# --- circumstances -------------------------------------------------------------------------------
-
-
-def distinctive_fields(cases: Sequence[Any]) -> list[str]:
-    """The fields in which the cases differ; all of them where there is nothing to tell apart."""
-    values = [plain(case) for case in cases]
-    differing = [name for name in values[0] if len({value[name] for value in values}) > 1]
-    return differing or list(values[0])
-
-
-def describe(case: Any, names: Sequence[str]) -> str:
-    """Some fields of a case in one line."""
-    return " ".join(f"{name}={as_word(getattr(case, name))}" for name in names)
-
-
 def as_word(value: Any) -> str:
     """A value as ``key=value`` words write it."""
     if value is None:
@@ -553,21 +355,12 @@ def as_word(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)
 
 
-def joined(words: Iterable[str]) -> str:
-    """The distinct words in order."""
-    return ", ".join(dict.fromkeys(words))
-
-
 def build_mirror(chosen: StudyOptions) -> "WandbSink":
     """The W&B run of a study."""
     from invformer.runs.wandb_sink import WandbSink
 
+    config = asdict(chosen) | {"command": chosen.command(), "commit": commit() or "unknown"}
     return WandbSink(
-        chosen.folder,
-        name=f"study-{chosen.name}",
-        config=asdict(chosen) | {"command": chosen.command(), "commit": commit() or "unknown"},
-        project=chosen.project,
-        mode="auto",
-        group="studies",
-        tags=[chosen.name],
-    )
+        chosen.folder, name=f"study-{chosen.name}", config=config, project=chosen.project,
+        mode="auto", group="studies", tags=[chosen.name],
+    )  # fmt: skip

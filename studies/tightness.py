@@ -31,7 +31,7 @@ from invformer.config.section import option
 from invformer.nn.attention import attention_jacobian, paper_output_map, project, unproject
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
-from studies.study import Rows, Study, StudyOptions, Summary, main, panels, progress
+from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels, progress
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -126,13 +126,8 @@ def cases(options: Options) -> list[Case]:
     for shape, norm in itertools.product(options.shapes, norms):
         d_model, num_heads = map(int, shape.split("x"))
         settings.append((norm, options.shape_tokens, d_model, num_heads))
-    return [
-        Case(
-            *setting, num_starts=options.num_starts, num_steps=options.num_steps, lr=options.lr,
-            spread=options.spread, refresh_every=options.refresh_every, seed=options.seed,
-        )
-        for setting in settings
-    ]  # fmt: skip
+    names = ("norm", "num_tokens", "d_model", "num_heads")
+    return [case_of(Case, options, **dict(zip(names, s, strict=True))) for s in settings]
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -173,9 +168,7 @@ def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "star
     x = x.clone().requires_grad_()
     optimiser = torch.optim.Adam([x], lr=case.lr, maximize=True)
     best = x.new_zeros(case.num_starts)
-    gain: Gain = RowGain(case.norm, w_q, g, case.refresh_every)
-    if case.norm == "frobenius":
-        gain = FrobeniusGain(w_q, g)
+    gain = Gain(case.norm, w_q, g, case.refresh_every)
     for _ in progress(range(case.num_steps), f"ascent {case.norm} N={case.num_tokens}"):
         gain.look(x.detach())
         reached = gain(x)
@@ -187,25 +180,10 @@ def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "star
 
 
 class Gain:
-    """‖Jᵀu‖ in the dual norm for a u of dual norm one: at most ‖J‖, and equal for the best u."""
+    """‖Jᵀu‖ in the dual norm for a u of dual norm one: at most ‖J‖, and equal for the best u.
 
-    def look(self, x: Float[Tensor, "starts tokens width"]) -> None:
-        """Find a better u for the present X."""
-        raise NotImplementedError
-
-    def __call__(self, x: Float[Tensor, "starts tokens width"]) -> Float[Tensor, "starts"]:
-        """The gain at X, differentiable in X with u held fixed."""
-        raise NotImplementedError
-
-
-class RowGain(Gain):
-    """entry_max and token_max: u sits at one token, so ‖Jᵀu‖ takes one row of J.
-
-    Args:
-        norm: ``entry_max`` (u is a unit vector of one channel) or ``token_max`` (any direction).
-        w_q: W^Q, one matrix per head.
-        g: output maps G_h.
-        refresh_every: X moves so many steps under the same u.
+    In entry_max and token_max u sits at one token, so ‖Jᵀu‖ takes one row of J; in frobenius u is
+    the leading left singular vector, followed by power iteration on J Jᵀ.
     """
 
     def __init__(self, norm: Norm, w_q: Tensor, g: Tensor, refresh_every: int) -> None:
@@ -214,38 +192,21 @@ class RowGain(Gain):
         self.g = g
         self.refresh_every = refresh_every
         self.num_steps = 0
-
-    def look(self, x: Tensor) -> None:
-        """Every ``refresh_every`` steps: the token and the direction that J is largest for."""
-        if self.num_steps % self.refresh_every == 0:
-            found = [largest_row(sample, self.w_q, self.g, self.norm) for sample in x]
-            self.token = torch.tensor([token for token, _ in found], device=x.device)
-            self.direction = torch.stack([direction for _, direction in found])
-        self.num_steps += 1
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Σ_j ‖w_j‖_dual with w = Jᵀu."""
-        w = row_sensitivity(x, self.token, self.direction, self.w_q, self.g)
-        return dual_norm(w, self.norm)
-
-
-class FrobeniusGain(Gain):
-    """frobenius: u is the leading left singular vector, followed by power iteration on J Jᵀ.
-
-    Args:
-        w_q: W^Q, one matrix per head.
-        g: output maps G_h.
-    """
-
-    def __init__(self, w_q: Tensor, g: Tensor) -> None:
-        self.w_q = w_q
-        self.g = g
         self.u: Tensor | None = None
 
-    def look(self, x: Tensor) -> None:
+    def look(self, x: Float[Tensor, "starts tokens width"]) -> None:
+        """Find a better u for the present X, for a row every ``refresh_every`` steps."""
+        if self.norm == "frobenius":
+            self.follow(x)
+        elif self.num_steps % self.refresh_every == 0:
+            found = [largest_row(sample, self.w_q, self.g, self.norm) for sample in x]
+            self.token = torch.tensor([token for token, _ in found], device=x.device)
+            self.u = torch.stack([direction for _, direction in found])
+        self.num_steps += 1
+
+    def follow(self, x: Float[Tensor, "starts tokens width"]) -> None:
         """One step u ← J Jᵀu, more at the first X."""
-        steps = 1
-        u = self.u
+        u, steps = self.u, 1
         if u is None:
             generator = torch.Generator().manual_seed(0)
             u = torch.randn(x.shape[1:], generator=generator, dtype=x.dtype).to(x).expand_as(x)
@@ -256,11 +217,13 @@ class FrobeniusGain(Gain):
             u = u / torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)
         self.u = u
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """‖Jᵀu‖_F."""
+    def __call__(self, x: Float[Tensor, "starts tokens width"]) -> Float[Tensor, "starts"]:
+        """The gain at X, differentiable in X with u held fixed."""
         assert self.u is not None
-        w = jacobian_at(x, self.w_q, self.g).vjp(self.u)
-        return torch.linalg.vector_norm(w, dim=(-2, -1))
+        if self.norm == "frobenius":
+            w = jacobian_at(x, self.w_q, self.g).vjp(self.u)
+            return torch.linalg.vector_norm(w, dim=(-2, -1))
+        return dual_norm(row_sensitivity(x, self.token, self.u, self.w_q, self.g), self.norm)
 
 
 def jacobian_at(x: Float[Tensor, "starts tokens width"], w_q: Tensor, g: Tensor) -> LinearMap:
@@ -413,7 +376,6 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     """Both sides of the constant against N; beside it, what share of the bound was reached."""
     figure, (curves, shares) = panels(1, 2)
     curve = sorted((c.num_tokens, r) for c, r in rows if c.is_scalar and c.norm == "entry_max")
-    n = [num_tokens for num_tokens, _ in curve]
     lines: list[tuple[str, str, Callable[[Result], float]]] = [
         ("k-", "upper: 4 g(N−1) + 1 (Kim et al., Theorem 3.2)", lambda r: r.upper),
         ("k:", "closed form of the worst configuration", lambda r: r.closed_form),
@@ -421,25 +383,22 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
         ("k_", "lower: median start (ours)", lambda r: r.median),
     ]
     for style, label, value in lines:
-        curves.plot(n, [value(r) for _, r in curve], style, label=label)
+        curves.plot([n for n, _ in curve], [value(r) for _, r in curve], style, label=label)
     curves.set(
         xlabel="tokens N", ylabel="Lipschitz constant, entry_max (no unit)", xscale="log",
         title="D = H = 1, unit weights",
     )  # fmt: skip
-    curves.legend(fontsize="small")
     settings = sorted({(c.d_model, c.num_heads, c.num_tokens) for c, _ in rows})
     for norm, marker in (("entry_max", "o"), ("token_max", "s"), ("frobenius", "^")):
-        points = [
-            (settings.index((c.d_model, c.num_heads, c.num_tokens)), r.lower / r.upper)
-            for c, r in rows
-            if c.norm == norm
-        ]
-        places, reached = zip(*points, strict=True) if points else ((), ())
+        chosen = [(c, r) for c, r in rows if c.norm == norm]
+        places = [settings.index((c.d_model, c.num_heads, c.num_tokens)) for c, _ in chosen]
+        reached = [r.lower / r.upper for _, r in chosen]
         shares.plot(places, reached, marker, color="k", fillstyle="none", label=norm)
     names = [f"D={d} H={h} N={n}" for d, h, n in settings]
     shares.set_xticks(range(len(names)), names, rotation=45, ha="right")
     shares.set(ylabel="lower / upper, best start (no unit)", ylim=(0, 1), title="unit weights")
-    shares.legend()
+    for axes in (curves, shares):
+        axes.legend(fontsize="small")
     return figure
 
 

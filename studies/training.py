@@ -1,20 +1,158 @@
-"""The training loop of the studies that train language models: no callbacks, files or loggers."""
+"""Language models of the studies: the text they read, how they are trained, and their score."""
+
+# ruff: noqa: RUF009  # option() returns dataclass fields
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
 
-from jaxtyping import Integer
+import torch
+from jaxtyping import Int, Integer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from invformer.config.schema import Corpus
+from invformer.config.section import Section, option
+from invformer.data.corpora import load_corpus
+from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import training_windows
+from invformer.errors import DataError
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
+from studies.layer_bounds import Layer
 from studies.study import progress
 
 LAST_STEPS = 10  # over which the final training loss is averaged
+
+
+# --- the text ------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class CorpusConfig(Section):
+    """The text."""
+
+    key: ClassVar[str] = "data"
+    name: Corpus = option("python_docs", "corpus; the first three need no network")
+    path: str | None = option(None, "file or folder with the corpus; needed by text_file")
+    max_characters: int | None = option(
+        200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
+    )
+
+    def check(self) -> None:
+        """A local corpus says where it is."""
+        if self.name == "text_file" and self.path is None:
+            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
+
+
+@dataclass(kw_only=True)
+class TextConfig(CorpusConfig):
+    """The text, and how much of its validation split is scored."""
+
+    val_characters: int = option(8192, "characters that are scored", within="[2, 1e9]")
+
+
+@dataclass(kw_only=True)
+class WholeTextConfig(CorpusConfig):
+    """The text, whose validation split is scored whole."""
+
+    val_fraction: float = option(
+        0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
+    )
+    test_fraction: float = option(
+        0.05, "share of the text that is left out, where the corpus has no splits", within="[0, 1)"
+    )
+
+    def check(self) -> None:
+        """Something is left to train on."""
+        super().check()
+        if self.val_fraction + self.test_fraction >= 1:
+            total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
+            self.refuse("val_fraction", f"{total} leaves no text for training")
+
+
+@dataclass(frozen=True, eq=False)
+class Text:
+    """A corpus as tokens."""
+
+    train: Integer[Tensor, " train_characters"]
+    val: Integer[Tensor, " val_characters"]
+    vocab_size: int
+    sha256: str
+
+
+@lru_cache(maxsize=2)
+def read_text(
+    corpus: Corpus,
+    path: str | None,
+    max_characters: int | None,
+    val_characters: int | None,
+    val_fraction: float = 0.05,
+    test_fraction: float = 0.05,
+) -> Text:
+    """The corpus, encoded in the vocabulary of its training split.
+
+    Of the validation split the first ``val_characters``, or all.
+    """
+    found = load_corpus(corpus, path, val_fraction, test_fraction, max_characters)
+    vocabulary = Vocabulary.from_text(found.train)
+    val = vocabulary.encode(found.split("val")[:val_characters])
+    return Text(vocabulary.encode(found.train), val, vocabulary.size, found.sha256[:16])
+
+
+def text_of(case: Any) -> Text:
+    """The text that a case names in ``corpus``, ``path``, ``max_characters`` and the rest."""
+    if hasattr(case, "val_characters"):
+        return read_text(case.corpus, case.path, case.max_characters, case.val_characters)
+    shares = case.val_fraction, case.test_fraction
+    return read_text(case.corpus, case.path, case.max_characters, None, *shares)
+
+
+def text_fields(data: CorpusConfig, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
+    """The fields by which a case names its text.
+
+    Raises:
+        DataError: the text is shorter than a window, or its validation part than all of them.
+    """
+    values: dict[str, Any] = {
+        name: getattr(data, name)
+        for name in ("path", "max_characters", "val_characters", "val_fraction", "test_fraction")
+        if hasattr(data, name)
+    }
+    text = text_of(_Fields(corpus=data.name, **values))
+    for split, tokens in (("training", text.train), ("validation", text.val)):
+        if len(tokens) <= seq_len:
+            raise DataError(f"seq_len={seq_len}: the {split} text has {len(tokens)} characters")
+    found = (len(text.val) - 1) // seq_len
+    if found < num_windows:
+        raise DataError(
+            f"the {len(text.val)} characters of the validation text make {found} windows of "
+            f"{seq_len}, {num_windows} are asked for; raise data.val_characters or ask for fewer"
+        )
+    return {"corpus": data.name, "sha256": text.sha256, **values}
+
+
+class _Fields:
+    """Values as attributes."""
+
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+def validation_windows(
+    text: Text, seq_len: int, device: torch.device
+) -> tuple[Int[Tensor, "windows tokens"], Int[Tensor, "windows tokens"]]:
+    """Consecutive full windows of the validation text and the characters that follow each."""
+    count = (len(text.val) - 1) // seq_len
+    tokens = text.val[: count * seq_len + 1].long().to(device)
+    return tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
+
+
+# --- training ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -40,15 +178,6 @@ class Training:
         return math.fsum(self.losses[-LAST_STEPS:]) / len(self.losses[-LAST_STEPS:])
 
 
-def cross_entropy(
-    model: CharTransformer,
-    inputs: Integer[Tensor, "batch seq_len"],
-    targets: Integer[Tensor, "batch seq_len"],
-) -> Tensor:
-    """Mean nats per character of a batch of windows."""
-    return nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-
-
 def train(
     model: CharTransformer,
     tokens: Integer[Tensor, "characters"],
@@ -59,10 +188,10 @@ def train(
     seed: int,
     schedule: LRScheduler | None = None,
     grad_clip: float | None = None,
-    objective: Callable[[CharTransformer, Tensor, Tensor], Tensor] = cross_entropy,
+    penalty: Callable[[Layer, Tensor], Tensor] | None = None,
     what: str = "training",
 ) -> Training:
-    """Minimise an objective on the windows of a text, until the steps are done or it is lost.
+    """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
 
     Args:
         model: freshly built; initialised from the first batch here.
@@ -73,11 +202,8 @@ def train(
         seed: of the order of windows.
         schedule: of the learning rate, moved once per step; None keeps it constant.
         grad_clip: largest gradient norm; None leaves gradients alone.
-        objective: what is minimised, from model, inputs and targets.
+        penalty: of an attention layer and its input, added to the loss for every layer.
         what: words for the progress bar.
-
-    Returns:
-        Losses and gradients; training stops at a loss that is not finite.
     """
     set_manual_refresh(model)
     device = model.head.weight.device
@@ -89,7 +215,11 @@ def train(
         inputs, targets = (part.to(device) for part in batch)
         if step == 0:
             model.initialise(inputs)
-        loss = objective(model, inputs, targets)
+        with recorded_inputs(model) if penalty else nullcontext([]) as layers:
+            logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if penalty:
+            loss = loss + sum(penalty(layer, z) for layer, z in layers)
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             break
@@ -106,3 +236,52 @@ def train(
         refresh_normalisers(model)
     set_manual_refresh(model, False)
     return Training(losses, largest)
+
+
+def train_by_adam(
+    model: CharTransformer, case: Any, penalty: Callable[[Layer, Tensor], Tensor] | None = None
+) -> Training:
+    """Adam at the constant learning rate ``case.lr``, on the text of the case."""
+    return train(
+        model, text_of(case).train, torch.optim.Adam(model.parameters(), lr=case.lr),
+        num_steps=case.num_steps, batch_size=case.batch_size, seed=case.seed, penalty=penalty,
+    )  # fmt: skip
+
+
+@contextmanager
+def recorded_inputs(model: nn.Module) -> Iterator[list[tuple[Layer, Tensor]]]:
+    """Every attention layer with its input, in the order of the forward passes inside the block."""
+    found: list[tuple[Layer, Tensor]] = []
+
+    def record(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, Layer)
+        found.append((layer, arguments[0]))
+
+    layers = [module for module in model.modules() if isinstance(module, Layer)]
+    handles = [layer.register_forward_pre_hook(record) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def mean_nats(
+    model: CharTransformer,
+    windows: Int[Tensor, "windows tokens"],
+    targets: Int[Tensor, "windows tokens"],
+    noise: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Nats per character, with Gaussian noise on the embeddings in units of their RMS."""
+    total = 0.0
+    for tokens, following in zip(windows.split(64), targets.split(64), strict=True):
+        x = model.embedding(tokens)
+        if noise:
+            normal = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
+            x = x + noise * x.square().mean().sqrt() * normal
+        logits = model.predict(model.stack(x))
+        total += nn.functional.cross_entropy(
+            logits.flatten(0, 1), following.flatten(), reduction="sum"
+        ).item()
+    return total / targets.numel()

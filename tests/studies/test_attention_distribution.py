@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.assemble.model import build_model
 from invformer.bounds import local
-from invformer.config import from_dict, load_config
-from invformer.data.vocabulary import Vocabulary
+from invformer.config import load_config
 from invformer.nn.attention import DotProductAttention, L2Attention, merge_heads
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.linear_map import dense_jacobian
@@ -31,8 +29,9 @@ from studies.attention_distribution import (
     measure,
     penalty_of,
     random_tokens,
+    ratios,
     summarise,
-    tightness_by_group,
+    violations,
 )
 from studies.layer_bounds import (
     Layer,
@@ -42,9 +41,8 @@ from studies.layer_bounds import (
     l2_jasmin_bound,
     sensitivity,
 )
-from studies.regularised_training import attention_inputs
 from studies.study import main
-from tests.saved_runs import save_run
+from studies.training import recorded_inputs, text_of
 
 CPU = torch.device("cpu")
 Kind = Literal["dot_product", "l2"]
@@ -105,11 +103,10 @@ def test_random_layers_violate_no_bound_and_keep_their_order(kind: Kind, inputs:
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert all(len(result.truth) == len(SCALES) for _, result in rows)
     assert all(result.residual < 1e-5 for _, result in rows)
-    (group,) = tightness_by_group(rows).values()
-    assert all(found.violations == 0 for found in group.values())
+    assert violations(ratios(rows)) == 0
     assert attention_distribution.disorder(rows) == 0
     order = ["tight", "g1", "kim"] if kind == "l2" else ["fast", "g1_centred", "g1"]
-    means = [group[name].mean for name in order]
+    means = [sum(ratios(rows)[name]) for name in order]
     assert means == sorted(means)
 
 
@@ -201,10 +198,12 @@ def test_training_on_jasmin_10_flattens_the_attention() -> None:
     words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
     largest = {}
     for name in ("none", "jasmin_10"):
-        model, text = build(tiny_case(name, "dot_product", *words), CPU)
+        case = tiny_case(name, "dot_product", *words)
+        model = build(case, CPU)
         assert model is not None
-        (found,) = attention_inputs(model.eval(), text.val[:16].long()[None])
-        largest[name] = heads_of(*found).p[..., 12:, :].amax(-1).mean().item()
+        with recorded_inputs(model.eval()) as inputs:
+            model(text_of(case).val[:16].long()[None])
+        largest[name] = heads_of(*inputs[0]).p[..., 12:, :].amax(-1).mean().item()
     assert largest["jasmin_10"] < largest["none"]
 
 
@@ -232,9 +231,10 @@ def test_sensitivity_vanishes_where_the_weights_cannot_react() -> None:
 
 
 def test_recording_inputs_leaves_no_hook_behind() -> None:
-    model, text = build(tiny_case("none"), CPU)
+    model = build(tiny_case("none"), CPU)
     assert model is not None
-    inputs = attention_inputs(model, text.val[:16].long()[None])
+    with recorded_inputs(model) as inputs:
+        model(torch.zeros(1, 16, dtype=torch.long))
     assert [type(layer) for layer, _ in inputs] == [L2Attention]
     assert all(not module._forward_pre_hooks for module in model.modules())
 
@@ -252,8 +252,8 @@ def test_random_tokens_come_in_every_scale_and_clusters_are_tight() -> None:
 
 
 def test_a_training_that_failed_is_reported_and_not_compared() -> None:
-    failed = Result(math.nan, math.nan, math.nan, [], math.nan, {})
-    good = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0], "g1": [9.0, 9.0]})
+    failed = Result(math.nan, math.nan, [], math.nan, {})
+    good = Result(2.0, 2.1, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0], "g1": [9.0, 9.0]})
     plain, regularised = tiny_case("none", "dot_product"), tiny_case("jasmin_0", "dot_product")
     for first, second in ((good, failed), (failed, good)):
         rows = [(plain, first), (regularised, second)]
@@ -266,7 +266,7 @@ def test_a_training_that_failed_is_reported_and_not_compared() -> None:
 
 @pytest.mark.parametrize("noisy_nats", [2.0, 1.9])
 def test_where_noise_costs_nothing_its_cost_is_compared_with_nothing(noisy_nats: float) -> None:
-    good = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0]})
+    good = Result(2.0, 2.1, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0]})
     plain, regularised = tiny_case("none", "dot_product"), tiny_case("jasmin_0", "dot_product")
     rows = [(plain, replace(good, noisy_nats=noisy_nats)), (regularised, good)]
     (equal,) = equal_loss(rows).values()
@@ -283,44 +283,23 @@ def test_windows_that_the_text_does_not_have_are_refused(
 
 def test_a_violated_bound_is_called_a_bug() -> None:
     case = tiny_case("none", "dot_product")
-    low = Result(2.0, 2.1, 0.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 1.9]})
-    summary = summarise([(case, low)])
-    assert summary.outcome == "not reproduced"
-    assert "1 bounds lie below the truth" in summary.why
-    nan = Result(2.0, 2.1, 0.0, [1.0], 1e-7, {"fast": [math.nan]})
-    assert summarise([(case, nan)]).outcome == "not reproduced"
+    for bound in (1.9, math.nan):
+        summary = summarise([(case, Result(2.0, 2.1, [1.0, 2.0], 1e-7, {"g1": [2.0, bound]}))])
+        assert summary.outcome == "not reproduced"
+        assert "1 bounds lie below the truth" in summary.why
 
 
-@pytest.mark.parametrize("name", ["contractive_l2", "dot_product", "l2"])
-def test_the_layers_of_a_run_are_compared_on_its_own_text(name: str, tmp_path: Path) -> None:
-    model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": name}
-    model["certificate"] = "token_max" if name == "contractive_l2" else None
-    (tmp_path / "text.txt").write_text("abcd efgh " * 400)
-    data = {
-        "name": "text_file", "path": str(tmp_path / "text.txt"), "seq_len": 10, "batch_size": 7,
-        "max_characters": 3_500,
-    }  # fmt: skip
-    settings = {"model": model, "data": data, "optim": {"lr": 0.125}}
-    config = from_dict(settings)
-    vocabulary = Vocabulary.from_text("abcdefgh ")
-    language_model = build_model(config.model, vocabulary.size, 10).float()
-    save_run(tmp_path, config, vocabulary, language_model)
-    case = tiny_cases(f"checkpoint={tmp_path}")[-1]
-    assert (case.attention, case.num_layers, case.seq_len, case.num_steps) == (name, 2, 10, 3)
-    assert (case.corpus, case.path) == ("text_file", data["path"])
-    assert (case.max_characters, case.batch_size, case.lr) == (3_500, 7, 0.125)
-    (tmp_path / "text.txt").write_text("abdc efgh " * 400)
-    assert tiny_cases(f"checkpoint={tmp_path}")[-1] != case
-    result = measure(case, CPU)
-    assert len(result.truth) == 2 * case.num_sequences
-    assert ("kim" in result.bounds) == (name == "l2")
-    rows = [(case, result)]
-    assert summarise(rows).table[0]["violations"] == 0
+def test_a_bound_that_was_never_compared_is_not_in_the_paper() -> None:
+    nothing = Result(math.nan, math.nan, [], math.nan, {})
+    l2 = Result(2.0, 2.1, [1.0], 1e-7, {"g1": [9.0]})
+    assert summarise([(tiny_case("none", "dot_product"), nothing)]).outcome == "not in the paper"
+    assert summarise([(tiny_case("none", "l2"), l2)]).outcome == "not in the paper"
 
 
-def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    words = [*TINY, f"out={tmp_path / 'out'}", f"checkpoint={tmp_path / 'nothing'}"]
-    assert main(STUDY, words) == 4
+@pytest.mark.parametrize(("bound", "said"), [(1.5, "not loose"), (90.0, "the truth, loose")])
+def test_a_bound_is_called_loose_only_where_it_is(bound: float, said: str) -> None:
+    found = Result(2.0, 2.1, [1.0], 1e-7, {"g1": [bound]})
+    assert said in summarise([(tiny_case("none", "dot_product"), found)]).why
 
 
 def test_a_second_start_measures_nothing_and_says_the_same(

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from invformer.assemble.model import build_model
 from invformer.config import load_config
-from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
+from invformer.config.schema import Attention, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import training_windows
 from invformer.lipschitz.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches
@@ -33,11 +33,10 @@ from studies.frontier import (
     points_of,
     spread_windows,
     summarise,
-    text_of,
     train,
 )  # fmt: skip
 from studies.study import main, scale_words
-from studies.text import read_text
+from studies.training import text_of
 
 CPU = torch.device("cpu")
 TINY = [
@@ -75,7 +74,7 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
         "optimisers=[adamw, muon]",
         "muon_lr=[0.01, 0.02]",
     )
-    trainings = {model: 0 for model in get_args(AttentionName)}
+    trainings = {model: 0 for model in get_args(Attention)}
     for case in found:
         trainings[case.model] += 1
     # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
@@ -94,7 +93,7 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert len(chosen) == 12
     assert {c.optimiser for c in chosen} == {"adamw", "muon"}
     assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.97}
-    assert {c.model for c in chosen} == set(get_args(AttentionName))
+    assert {c.model for c in chosen} == set(get_args(Attention))
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
     record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
     assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
@@ -144,17 +143,17 @@ def test_branches_contract_in_metrics_where_that_is_trained() -> None:
 
 
 def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
-    assert set(get_args(AttentionName)) == set(get_args(get_type_hints(ModelConfig)["name"]))
+    assert set(get_args(Attention)) == set(get_args(get_type_hints(ModelConfig)["name"]))
     trainer = TrainConfig(optim=OptimConfig())
     assert list(BETAS) == trainer.optim.betas
     assert trainer.optim.grad_clip == GRAD_CLIP
 
 
-@pytest.mark.parametrize("model", get_args(AttentionName))
+@pytest.mark.parametrize("model", get_args(Attention))
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser: str) -> None:
+def test_training_is_the_plain_loop_step_by_step(model: Attention, optimiser: str) -> None:
     case = only(f"models=[{model}]", f"optimisers=[{optimiser}]")
-    text = read_text(*text_of(case))
+    text = text_of(case)
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=model, certificate=case.certificate, d_model=12, num_heads=2, num_layers=1,
@@ -181,12 +180,12 @@ def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser
     assert all(weights[name].equal(weight) for name, weight in trained.named_parameters())
 
 
-@pytest.mark.parametrize("model", get_args(AttentionName))
-def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: AttentionName) -> None:
+@pytest.mark.parametrize("model", get_args(Attention))
+def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Attention) -> None:
     case = only(f"models=[{model}]")
     result = measure(case, CPU)
     trained, how = train(case, CPU)
-    text = read_text(*text_of(case))
+    text = text_of(case)
     trained.eval()
     total = math.log(text.vocab_size)  # the first character, which nothing predicts
     with torch.no_grad():
@@ -217,13 +216,13 @@ def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Att
 
 @pytest.mark.parametrize("model", ["dot_product", "contractive_l2", "contractive_bounded"])
 def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
-    model: AttentionName,
+    model: Attention,
 ) -> None:
     case = only(f"models=[{model}]", "probe_steps=100", "seq_len=6")
     result = measure(case, CPU)
     trained, _ = train(case, CPU)
     trained.eval()
-    windows = spread_windows(read_text(*text_of(case)).val, 6, 2)
+    windows = spread_windows(text_of(case).val, 6, 2)
     largest = ceiling = 0.0
     for _, branch, x in residual_branches(trained, trained.embedding(windows)):
         for sample in x.detach():
@@ -276,13 +275,24 @@ def test_the_best_learning_rate_counts_and_the_gap_is_between_means_over_seeds()
     )
     baseline, certified = points_of(rows)
     assert (baseline.case.lr, baseline.num_failed) == (0.01, 0)
-    assert baseline.nats == pytest.approx(2.1)
-    assert certified.nats == pytest.approx(2.4)
+    assert baseline.mean("nats") == pytest.approx(2.1)
+    assert certified.mean("nats") == pytest.approx(2.4)
     summary = summarise(rows)
     assert "gap +0.300 nats, +0.433 bpc" in summary.ours
     assert [line["gap, nats"] for line in summary.table] == pytest.approx([0.0, 0.3])
     assert [line["range"] for line in summary.table] == pytest.approx([0.2, 0.2])
     assert "dot product, nats by layers: +0.185 at 2" in summary.paper
+
+
+def test_the_gap_is_positive_where_the_certificate_costs_and_negative_where_it_gains() -> None:
+    free, bound = rows_of(
+        ("models=[dot_product]", BASELINE), ("models=[contractive_l2]", CERTIFIED)
+    )
+    for nats, gap in ((2.1, "+0.100"), (1.9, "-0.100")):
+        summary = summarise([free, (bound[0], replace(CERTIFIED, nats=nats))])
+        assert f"gap {gap} nats" in summary.ours
+        assert f"gap in nats by layers: {gap} at 1" in summary.ours
+        assert summary.table[1]["gap, nats"] == pytest.approx(float(gap))
 
 
 def test_a_training_that_fails_is_a_row_and_never_the_best() -> None:

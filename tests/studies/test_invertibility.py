@@ -1,17 +1,15 @@
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.config import from_dict, load_config
-from invformer.data.vocabulary import Vocabulary
+from invformer.config import load_config
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
-from studies import invertibility
+from studies import invertibility, training
 from studies.invertibility import (
     REACHED,
     STUDY,
@@ -26,13 +24,11 @@ from studies.invertibility import (
     summarise,
 )  # fmt: skip
 from studies.study import main
-from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")
 CASE = Case(
     map="l2", weights="random", scale=0.9, reach=10.0, num_tokens=32, d_model=32, num_heads=8,
-    batch_size=4, num_steps=60, train_steps=0, sha256="", checkpoint="", digest="", block=0,
-    seed=0,
+    batch_size=4, num_steps=60, train_steps=0, sha256="", seed=0,
 )  # fmt: skip
 RESULT = Result([1.0, 1e-16], 1, 1.0, 1.0, 1.0, 1.0)
 
@@ -108,47 +104,15 @@ def test_trained_weights_are_inverted_like_random_ones(tmp_path: Path) -> None:
     assert (tmp_path / "invertibility.png").stat().st_size > 10_000
 
 
-@pytest.fixture(params=["contractive_l2", "dot_product"])
-def run_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    model = {"d_model": 12, "num_heads": 3, "num_layers": 2, "name": request.param}
-    model["certificate"] = "token_max" if request.param == "contractive_l2" else None
-    config = from_dict({"model": model, "data": {"seq_len": 10}})
-    vocabulary = Vocabulary.from_text("abcdefgh")
-    language_model = build_model(config.model, vocabulary.size, 10).float()
-    save_run(tmp_path, config, vocabulary, language_model)
-    return tmp_path
-
-
-def test_the_attention_of_a_run_is_inverted_in_its_own_size(run_folder: Path) -> None:
-    words = ["ranges=[1]", "scales=[0.5]", "train_steps=0", "batch_size=2", "num_steps=40"]
-    options = load_config([*words, f"checkpoint={run_folder}", "block=1"], Options)
-    case = cases(options)[-1]
-    assert (case.weights, case.num_tokens, case.d_model) == ("checkpoint", 10, 12)
-    result = measure(case, CPU)
-    assert result.inverted
-    assert len(case.digest) == 16
-
-
 def test_trained_weights_belong_to_the_text_they_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
     options = load_config(["ranges=[1]", "scales=[0.5]"], Options)
     before = {case.weights: case for case in cases(options)}
     assert (before["random"].sha256, len(before["trained"].sha256)) == ("", 16)
-    text = invertibility.read_text("python_docs", None, 5000, 100)
-    monkeypatch.setattr(invertibility, "read_text", lambda *_: text)
+    other = training.read_text("python_docs", None, 5000, 100)
+    monkeypatch.setattr(training, "read_text", lambda *_: other)
     after = {case.weights: case for case in cases(options)}
     assert after["random"] == before["random"]
-    assert after["trained"] == replace(before["trained"], sha256=text.sha256) != before["trained"]
-
-
-def test_a_block_the_run_does_not_have_is_refused(
-    run_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(STUDY, [f"out={run_folder / 'out'}", f"checkpoint={run_folder}", "block=2"]) == 2
-    assert "block: 2 is not below the 2" in capsys.readouterr().err
-
-
-def test_a_missing_run_is_refused(tmp_path: Path) -> None:
-    assert main(STUDY, [f"out={tmp_path / 'out'}", f"checkpoint={tmp_path / 'nothing'}"]) == 4
+    assert after["trained"] == replace(before["trained"], sha256=other.sha256) != before["trained"]
 
 
 def test_the_verdict_follows_the_rows() -> None:
@@ -171,7 +135,3 @@ def test_the_output_spread_is_compared_and_not_assumed(std: float, clause: str) 
     ]
     assert clause in invertibility.output_spread(rows)
     assert invertibility.output_spread(rows[:1]) == ""
-
-
-def test_a_case_is_plain_values_only() -> None:
-    json.dumps(asdict(CASE))

@@ -139,3 +139,20 @@ def test_the_ends_of_what_is_allowed_have_numbers(mass: float) -> None:
 def test_a_fixed_atom_outside_the_plane_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="first_atoms"):
         Options(first_atoms=[9.0])
+
+
+def test_without_areas_where_splitting_pays_the_claim_is_not_reproduced() -> None:
+    options = Options(num_measures=5, grid=9, eigenvalues=[1.0])
+    rows = [(case, measure(case, CPU)) for case in cases(options)]
+    summary = mass_splitting.summarise(rows)
+    assert summary.outcome == "not reproduced"
+    assert "never beats moving for dot-product" in summary.why
+    case = Case("grid", "dot_product", -1.0, 4.0, 1.0, 0.5, 81, 0)
+    for share, gain, outcome in (
+        (0.5, 1.2, "reproduced"),
+        (0.5, 1.001, "partly reproduced"),
+        (0.001, 1.2, "partly reproduced"),
+        (0.0, 0.9, "not reproduced"),
+    ):
+        found = mass_splitting.Result(math.nan, share, gain, math.nan, [])
+        assert mass_splitting.verdict([(case, found)])[0] == outcome

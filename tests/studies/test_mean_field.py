@@ -87,10 +87,19 @@ def test_the_study_runs_from_start_to_figure_and_reproduces_the_paper(tmp_path: 
     assert (tmp_path / "rows.csv").read_text() == rows
 
 
-def test_a_broken_bound_is_not_called_reproduced() -> None:
+@pytest.mark.parametrize(("value", "check"), [(2.0, 0.0), (math.nan, 0.0), (0.5, math.nan)])
+def test_a_broken_bound_or_no_number_is_not_reproduced(value: float, check: float) -> None:
     case = Case("weighted", 1.0, 0.0, 1.0, 5, 0)
-    wrong = mean_field.Result(value=2.0, predicted=math.nan, upper=1.0, ceiling=math.nan, check=0.0)
-    assert mean_field.summarise([(case, wrong)]).outcome == "partly reproduced"
+    good = mean_field.Result(0.5, math.nan, 1.0, math.nan, 0.0)
+    bad = replace(good, value=value, check=check)
+    for rows in ([(case, bad)], [(case, good), (case, bad)], [(case, bad), (case, good)]):
+        assert mean_field.summarise(rows).outcome == "not reproduced"
+
+
+def test_one_measure_that_is_no_number_reaches_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = iter([0.1, math.nan, 0.2])
+    monkeypatch.setattr(mean_field, "differentiated_constant", lambda *_: next(numbers))
+    assert math.isnan(measure(Case("weighted", 1.0, 0.0, 1.0, 3, 0), CPU).check)
 
 
 NOTHING = Options(radii=[], bound_radii=[], scales=[], lengths=[], num_measures=2, num_tokens=6)
@@ -121,7 +130,7 @@ def test_a_bound_is_exceeded_by_more_than_rounding() -> None:
     good = mean_field.Result(1.0 + 2e-16, 2.0, 1.0, math.nan, math.nan)
     assert mean_field.bound_findings([(case, good)]) == []
     (finding,) = mean_field.bound_findings([(case, replace(good, value=1.0 + 1e-9))])
-    assert finding == (False, "1 values exceed their bound")
+    assert finding == (False, "1 values exceed their bound or are no number")
 
 
 @pytest.mark.parametrize(

@@ -23,18 +23,18 @@ from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
 from studies import study as runner
+from studies.rows import Measured, RowFile
 from studies.study import (
-    Measured,
-    RowFile,
     Study,
     StudyOptions,
     Summary,
+    case_of,
     main,
+    outcome_of,
     panels,
-    record_row,
     run,
     scale_words,
-)  # fmt: skip
+)
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
@@ -90,7 +90,7 @@ class Squares:
     def summarise(self, rows: list[tuple[Case, Result]]) -> Summary:
         table = [{"number": c.number, "square": r.square, "paper": math.nan} for c, r in rows]
         ours = ", ".join(str(r.square) for _, r in rows)
-        return Summary(table, "a|b", ours, "reproduced", "they are\nsquares")
+        return Summary(table, "paper", ours, "reproduced", "they are\nsquares")
 
     def draw(self, rows: list[tuple[Case, Result]]) -> Any:
         figure, (axes,) = panels(1, 1)
@@ -105,19 +105,13 @@ def options_in(folder: Path, *words: str) -> Options:
     return load_config([f"out={folder}", *words], Options)
 
 
-def test_a_study_leaves_its_rows_a_figure_a_verdict_and_a_markdown_row(tmp_path: Path) -> None:
+def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
     summary = run(Squares().study(), options_in(tmp_path, "wandb=false"))
     assert summary.ours == "1.0, 4.0, 9.0"
-    assert {f.name for f in tmp_path.iterdir()} == {
-        "rows.csv", "squares.png", "result.json", "row.md"
-    }  # fmt: skip
+    assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "squares.png", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["outcome"], result["why"]) == ("reproduced", "they are\nsquares")
     assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
-    row = (tmp_path / "row.md").read_text()
-    assert "a\\|b" in row
-    assert "reproduced: they are squares" in row
-    assert row.count("\n") == 1
 
 
 def test_results_may_go_below_the_home_folder(
@@ -330,38 +324,6 @@ def test_a_gpu_that_does_not_exist_is_refused(
         run(Squares().study(), options_in(tmp_path, "device=cuda"))
 
 
-def test_recording_twice_leaves_one_row_and_the_text_around_it(tmp_path: Path) -> None:
-    page = tmp_path / "results.md"
-    page.write_text("# Ours\n\n<!-- study:a -->\n<!-- /study:a -->\n\nafter\n")
-    record_row(page, "a", "| old |")
-    record_row(page, "b", "| b |")
-    record_row(page, "a", "| new |")
-    once = page.read_text()
-    record_row(page, "a", "| new |")
-    assert page.read_text() == once
-    assert once.count("| new |") == once.count("| b |") == 1
-    assert "| old |" not in once
-    assert once.startswith("# Ours\n")
-    assert "\n\nafter\n" in once
-    assert once.index("| new |") < once.index("after") < once.index("| b |")
-
-
-def test_a_results_page_is_made_where_there_is_none(tmp_path: Path) -> None:
-    page = tmp_path / "docs" / "results.md"
-    run(Squares().study(), options_in(tmp_path, "record=true", f"results={page}"))
-    text = page.read_text()
-    assert text.startswith("# Results\n")
-    assert "| squares | a\\|b | 1.0, 4.0, 9.0 |" in text
-
-
-def test_a_marker_without_its_end_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    page = tmp_path / "results.md"
-    page.write_text("<!-- study:a -->\nprecious\n")
-    with pytest.raises(StorageError, match="has no <!-- /study:a -->"):
-        record_row(page, "a", "| new |")
-    assert page.read_text() == "<!-- study:a -->\nprecious\n"
-
-
 class Mirror:
     """Stands in for a W&B run and keeps what it is given."""
 
@@ -483,3 +445,20 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
     study = importlib.import_module(f"studies.{name}").STUDY
     columns = [f.name for part in (study.case, study.result) for f in fields(part)]
     assert len(set(columns)) == len(columns)
+
+
+@pytest.mark.parametrize(
+    ("held", "outcome"),
+    [
+        ([], "not in the paper"), ([None, None], "not in the paper"),
+        ([True, None], "reproduced"), ([True, False], "partly reproduced"),
+        ([False, None], "not reproduced"),
+    ],
+)  # fmt: skip
+def test_what_is_no_claim_reproduces_nothing(held: list[bool | None], outcome: str) -> None:
+    assert outcome_of((holds, "words") for holds in held) == outcome
+
+
+def test_a_case_takes_what_it_is_not_given_from_the_options() -> None:
+    case = case_of(Case, Options(offset=0.5), number=3, kind="odd", label=None)
+    assert case == Case(3, 0.5, "odd", None)
