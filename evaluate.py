@@ -24,15 +24,16 @@ def main() -> None:
         # The heavy imports wait until it is known that there is something to evaluate.
         require_path(config.checkpoint)
         from invformer.assemble.evaluation import evaluate_checkpoint
-        from invformer.evaluation.report import print_table, write_json
+        from invformer.evaluation.evaluate import keep_report
+        from invformer.evaluation.report import print_table
         from invformer.kernels.host import keep_freed_memory
 
         keep_freed_memory()
-        report, path = evaluate_checkpoint(config)
+        report, latest = evaluate_checkpoint(config)
         try:
-            write_json(report, path)
-        finally:  # what was measured is not lost to a full disk
-            print_table(report)
+            path = keep_report(report, latest)
+        finally:  # the measurements are not lost to a full disk
+            print_table(report, config.verbose)
         print(f"written to {path}")
 
     raise SystemExit(guarded(work, debug="--debug" in sys.argv))

@@ -36,7 +36,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, Corpus, ModelConfig
+from invformer.config.schema import MANY, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.branch import frozen_weights
@@ -142,7 +142,7 @@ class Case:
     noise: float
     allowance: float
     num_sequences: int
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_characters: int

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, Attention, Certificate, Corpus, ModelConfig
+from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
 from invformer.evaluation.likelihood import score
@@ -53,7 +53,7 @@ LIMIT = 10
 # Inputs of the branches of kinds in a ball, in units of √D.
 BALL = 2.0
 # The network of a kind and its certificate.
-NETWORKS: dict[str, tuple[Attention, Certificate | None]] = {
+NETWORKS: dict[str, tuple[AttentionName, CertificateName | None]] = {
     "dot_product": ("dot_product", None),
     "l2": ("l2", None),
     "contractive": ("contractive_l2", "token_max"),
@@ -118,7 +118,7 @@ class Case:
     lr: float
     lipschitz_target: float
     position_bias: bool
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_characters: int

@@ -32,8 +32,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, Attention, Corpus, ModelConfig
-from invformer.config.schema import Certificate as CertificateName
+from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
 from invformer.evaluation.inversion import invert_text
@@ -86,7 +85,7 @@ class Options(StudyOptions):
         "data.val_fraction": 0.1,
         "data.test_fraction": 0.0,
     }
-    models: list[Attention] = option(list(get_args(Attention)), "attention maps")
+    models: list[AttentionName] = option(list(get_args(AttentionName)), "attention maps")
     certificates: list[CertificateName] = option(
         ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
     )
@@ -135,7 +134,7 @@ class Case:
     ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
     """
 
-    model: Attention
+    model: AttentionName
     certificate: CertificateName | None
     strictly_causal: bool
     channel_metric: bool
@@ -154,7 +153,7 @@ class Case:
     stride: int
     num_windows: int
     probe_steps: int
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_fraction: float
@@ -233,7 +232,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def constraints(
-    model: Attention, options: Options
+    model: AttentionName, options: Options
 ) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
     """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
     if not model.startswith("contractive"):

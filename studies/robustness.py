@@ -31,7 +31,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, Corpus, ModelConfig
+from invformer.config.schema import MANY, CorpusName, ModelConfig
 from invformer.config.section import option, section
 from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
@@ -124,7 +124,7 @@ class Case:
     batch_size: int
     num_steps: int
     lr: float
-    corpus: Corpus
+    corpus: CorpusName
     path: str | None
     max_characters: int | None
     val_characters: int

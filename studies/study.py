@@ -47,13 +47,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from tqdm import tqdm
 
-from invformer.assemble.machine import commit, hardware, pick_device
 from invformer.config import load_config, parse_or_exit
 from invformer.config.section import Root, option, options
 from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
 from invformer.runs.exit import guarded, interrupt
+from invformer.runs.machine import commit, hardware, pick_device
 from invformer.training.plots import new_figure, save
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.config.schema import Corpus
+from invformer.config.schema import CorpusName
 from invformer.config.section import Section, option
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -37,7 +37,7 @@ class CorpusConfig(Section):
     """The text."""
 
     key: ClassVar[str] = "data"
-    name: Corpus = option("python_docs", "corpus; the first three need no network")
+    name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     max_characters: int | None = option(
         200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
@@ -87,7 +87,7 @@ class Text:
 
 @lru_cache(maxsize=2)
 def read_text(
-    corpus: Corpus,
+    corpus: CorpusName,
     path: str | None,
     max_characters: int | None,
     val_characters: int | None,

@@ -96,24 +96,6 @@ def l2_attention_values(x: Tensor, values: Tensor, w_q: Tensor, bias: Tensor) ->
     return torch.stack(rows)
 
 
-def anchored_attention(
-    x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, g: Tensor, bias: Tensor, squash: bool = True
-) -> Tensor:
-    """Untied L2 logits, the self token's logit 0, values of norm below one."""
-    rows = []
-    for i in range(len(x)):
-        row = x.new_zeros(g.shape[-1])
-        for h in range(len(w_q)):
-            visible = bias[h, i] > -math.inf
-            q, k, z = x @ w_q[h], x @ w_k[h], x @ w_v[h]
-            v = z / (1 + z.square().sum(-1, keepdim=True)).sqrt() if squash else z
-            gaps = (q[i] - k).square().sum(-1) / math.sqrt(q.shape[-1])
-            gaps = torch.where(torch.arange(len(x)) == i, 0.0, gaps)
-            row = row + (bias[h, i] - gaps)[visible].softmax(-1) @ v[visible] @ g[h]
-        rows.append(row)
-    return torch.stack(rows)
-
-
 def jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∂f_i/∂x_j as (N, D, N, D), rows by reverse mode."""
     return torch.func.jacrev(f)(x)

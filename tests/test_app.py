@@ -230,8 +230,10 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "evaluation.json").read_text())
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
-    assert "generate 32 texts" in done.stdout
-    assert done.stdout.splitlines()[-1] == f"written to {run / 'evaluation.json'}"
+    assert "32 texts at once" in done.stdout
+    written = run / "evaluation" / "text_file-val-8.json"
+    assert done.stdout.splitlines()[-1] == f"written to {written}"
+    assert json.loads(written.read_text()) == report
     assert all(rate > 0 for rate in report["perf"].values())
 
 

@@ -13,19 +13,20 @@ import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.assemble.machine import commit, refuse_missing_hardware, training_device
 from invformer.assemble.model import build_model
 from invformer.config import command_line, to_dict, to_yaml
 from invformer.config.schema import DataConfig, TrainConfig, TrainerConfig
-from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
+from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.checkpoint_directory import sweep
 from invformer.runs.checkpoint_io import DirectoryCheckpointIO
 from invformer.runs.collective import backends
 from invformer.runs.interruption import Interruption
+from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import DIRECTORY, tell
 from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import RunDirectory, open_run, write_config
@@ -47,7 +48,6 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.training.probe_budget import MOST_SEQUENCES
 
 START_SECONDS = 120.0  # in which a process loads what it needs
-FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,6 @@ class Run:
     trainer: L.Trainer
     wandb: WandbSink | None
     resume: Checkpoint | None
-
-
-def read_corpus(config: DataConfig) -> Corpus:
-    """The text a configuration names, in its splits."""
-    return load_corpus(
-        config.name,
-        config.path,
-        val_fraction=config.val_fraction,
-        test_fraction=config.test_fraction,
-        max_characters=config.max_characters,
-    )
 
 
 def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:

@@ -8,7 +8,6 @@ import torch
 from invformer.assemble.model import build_model
 from invformer.config import from_dict
 from invformer.config.schema import ModelConfig, TrainConfig
-from invformer.data.corpora import Corpus
 from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
@@ -19,7 +18,6 @@ from invformer.runs.tensors import MAX_HEADER, Spec, specs_of
 FIRST_BLOCK = "stack.blocks.0."
 # A block keeps, besides its weights, a mask and a table of lags for every pair of tokens.
 PAIR_BYTES, PAIR_SLACK, PAIR_PER_WEIGHT = 9, 2 << 30, 16
-MOSTLY = 0.5
 
 
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
@@ -116,30 +114,3 @@ def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
 def embedded(model: ModelConfig) -> int:
     """Channels that the embedding writes."""
     return model.embedding_width if model.is_contractive else model.d_model
-
-
-def refuse_other_vocabulary(
-    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, text: str
-) -> None:
-    """Whether a model can read a text: the characters it was trained on, or mostly so.
-
-    Args:
-        checkpoint: the model's.
-        vocabulary: what the checkpoint says its tokens mean.
-        corpus: where the text is from.
-        text: what it shall read.
-
-    Raises:
-        CheckpointError: the text it was trained on has another vocabulary, or most characters of
-            another text are unknown to it.
-    """
-    if corpus.sha256 == checkpoint.metadata["data_sha256"]:
-        if Vocabulary.from_text(corpus.train) != vocabulary:
-            raise CheckpointError(
-                f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
-            )
-    elif vocabulary.unknown_rate(text) > MOSTLY:
-        raise CheckpointError(
-            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
-            "vocabulary; name a text in the characters it was trained on"
-        )

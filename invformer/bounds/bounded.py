@@ -1,13 +1,11 @@
-"""Lipschitz constants of attention in the unit ball: global and local, in token_max and frobenius.
+"""Attention in the unit ball: its global constants, and its local ones at a text (ours).
 
     Y_i = Σ_j P_ij v_j,  P_i = softmax_j(τ q_i·k_j + b_ij),  q, k, v = ψ(X W_Q), ψ(X W_K), ψ(X W_V)
 
-with ψ(z) = z/√(1 + ‖z‖²), whose Jacobian has the norm ρ(u) = √(1 − ‖u‖²) at u = ψ(z).
+with ψ(z) = z/√(1 + ‖z‖²), whose Jacobian has the norm ρ(u) = √(1 − ‖u‖²) at u = ψ(z). σ are the
+spectral norms of the three matrices.
 
-**Theorem.** In token_max, for every mask and bias and every number of tokens, with σ the spectral
-norms of the three matrices,
-
-    Lip(Y) ≤ L = √(σ_V² + τ² max(σ_Q, σ_K)²).
+**Theorem (token_max).** For every mask, bias and length, Lip(Y) ≤ √(σ_V² + τ² max(σ_Q, σ_K)²).
 
 Proof. Let ‖dx_j‖ ≤ 1, and E, Cov belong to row P_i. Then, with s² = E‖v‖² and κ² = E‖k‖²,
 
@@ -17,12 +15,10 @@ Proof. Let ‖dx_j‖ ≤ 1, and E, Cov belong to row P_i. Then, with s² = E‖
     ‖E[(v − Y_i)(q_i·dk)]‖   ≤ ‖q_i‖ σ_K E[‖v − Y_i‖ ρ(k)]          ≤ s √(1 − κ²) σ_K ‖q_i‖
 
 The last two sum to at most s √(κ² σ_Q² + (1 − κ²) σ_K²) ≤ s max(σ_Q, σ_K) by Cauchy–Schwarz on
-(√(1 − ‖q‖²), ‖q‖), and σ_V √(1 − s²) + s τ max(σ_Q, σ_K) ≤ L by the same on (√(1 − s²), s).  ∎
+(√(1 − ‖q‖²), ‖q‖), and σ_V √(1 − s²) + s τ max(σ_Q, σ_K) is at most the constant by the same on
+(√(1 − s²), s).  ∎  The local bounds are these three lines with the numbers of the text at hand.
 
-The constant depends neither on N nor on the bias. The three lines above are also the local bound,
-with the numbers of the text at hand in place of the suprema. Heads compose as in ``contractive``.
-
-**Theorem (own token).** If only x_i moves, then ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V].
+**Theorem (diagonal block).** If only x_i moves, ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V].
 
 Proof. With p = P_ii the sums above have one term left: dY_i = p dv_i + τ Cov(v, k) dq_i
 + τ p (v_i − Y_i)(q_i·dk_i). Let s² = E‖v − Y_i‖², and δ the distance of v_i from the mean of the
@@ -31,17 +27,17 @@ Cauchy–Schwarz on (√(1 − ‖q_i‖²), ‖q_i‖), the last two terms are 
 s τ √(‖dz_Q‖² + ‖dz_K‖²/4), z the projections. The first is at most p ρ(v_i)‖dz_V‖, and
 s² + p²ρ(v_i)² ≤ p‖v_i‖² + (1 − p) + p(1 − ‖v_i‖²) = 1: Cauchy–Schwarz again.  ∎
 
-Where a token does not see itself, only the query term is left: dY_i = τ Cov(v, k) dq_i, and
-‖dY_i‖ ≤ ‖dx_i T‖ with T = τ W_Q, whatever keys and values are: ‖Cov(v, k)‖₂ ≤ 1 in unit balls.
+If a token does not see itself, only the query term is left and T = τ W_Q: ‖Cov(v, k)‖₂ ≤ 1.
 
-Here heads share their input: ‖∂F_i/∂x_i‖₂ ≤ ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂ for any w, without √H.
+Arguments below: ``w_qkv`` has W_Q, W_K and W_V of every head, ``temperature`` is τ ≥ 0, and ``g``
+has the maps G_h of F(X) = Σ_h Y^h G_h, every constant folded in.
 """
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.contractive import one_input_for_all, one_input_per_head
+from invformer.bounds.heads import separate_inputs, shared_input
 from invformer.bounds.local import outward
 from invformer.numerics.bounded_attention import AttentionPoint
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
@@ -51,19 +47,10 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 def head_gains(
     w_qkv: Float[Tensor, "3 heads width d_head"], temperature: Float[Tensor, "heads"]
 ) -> list[float]:
-    """L of every head, rounded up.
-
-    Args:
-        w_qkv: W_Q, W_K and W_V.
-        temperature: τ ≥ 0.
-    """
-    query, key, value = spectral_norm_bound(w_qkv).tolist()
-    taus = temperature.detach().double().tolist()
-    gains = []
-    for q, k, v, tau in zip(query, key, value, taus, strict=True):
-        logit = product_up(tau, max(q, k))
-        gains.append(sqrt_up(sum_up(product_up(v, v), product_up(logit, logit))))
-    return gains
+    """√(σ_V² + τ² max(σ_Q, σ_K)²) of every head, rounded up."""
+    norms = zip(*spectral_norm_bound(w_qkv).tolist(), temperature.tolist(), strict=True)
+    logits = ((product_up(tau, max(q, k)), v) for q, k, v, tau in norms)
+    return [sqrt_up(sum_up(product_up(v, v), product_up(a, a))) for a, v in logits]
 
 
 def token_max_bound(
@@ -71,19 +58,8 @@ def token_max_bound(
     temperature: Float[Tensor, "heads"],
     g: Float[Tensor, "heads d_head width_out"],
 ) -> float:
-    """Lip(X ↦ Σ_h Y^h G_h) in token_max ≤ min_w ‖[L_h G_h/w_h]_h‖₂ √(Σ_h w_h²).
-
-    Args:
-        w_qkv: W_Q, W_K and W_V per head.
-        temperature: τ per head.
-        g: output maps G_h, every constant folded in.
-
-    Returns:
-        The bound, for any mask, bias and number of tokens.
-
-    Source: ours; the theorem above.
-    """
-    return one_input_per_head(head_gains(w_qkv, temperature), g)
+    """Lip(F) in token_max, for any mask, bias and number of tokens."""
+    return separate_inputs(head_gains(w_qkv, temperature), g)
 
 
 def causal_bound(
@@ -93,30 +69,22 @@ def causal_bound(
     weights: list[float],
     strictly_causal: bool = False,
 ) -> float:
-    """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, T_h = [τ W_Q, τ W_K/2, W_V]_h.
+    """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, for any causal mask and bias.
 
-    The diagonal blocks of a causal Jacobian, earlier tokens held fixed: it is *not* a Lipschitz
-    constant of F. The token_max constant bounds them too, and is returned if it is smaller.
+    Earlier tokens are held fixed: it is *not* a Lipschitz constant of F. The token_max constant
+    bounds the diagonal blocks too, and is returned if it is smaller.
 
     Args:
-        w_qkv: W_Q, W_K and W_V per head.
-        temperature: τ per head.
-        g: output maps G_h, every constant folded in.
-        weights: w_h to try besides ‖T_h‖₂, such as what G_h was divided by.
+        weights: w_h to try besides ‖T_h‖₂, for instance the numbers G_h was divided by.
         strictly_causal: a token does not see itself, so that T_h = τ W_Q.
-
-    Returns:
-        The bound, for any causal mask, bias and number of tokens.
-
-    Source: ours; the theorem above.
     """
     query, key, value = w_qkv.detach().double()
     tau = temperature.detach().double()[:, None, None]
-    own = tau * query if strictly_causal else torch.cat([tau * query, tau / 2 * key, value], dim=-1)
-    apart = one_input_for_all([1.0] * len(own), own, g, weights)
+    t = tau * query if strictly_causal else torch.cat([tau * query, tau / 2 * key, value], dim=-1)
+    bound = shared_input([1.0] * len(t), t, g, weights)
     # Products with τ round every entry by 2⁻⁵³ of itself.
-    apart = product_up(apart, 1 + 2.0**-50 * own.shape[-2])
-    return min(apart, token_max_bound(w_qkv, temperature, g))
+    bound = product_up(bound, 1 + 2.0**-50 * t.shape[-2])
+    return min(bound, token_max_bound(w_qkv, temperature, g))
 
 
 def frobenius_bound(
@@ -125,11 +93,7 @@ def frobenius_bound(
     g: Float[Tensor, "heads d_head width_out"],
     num_tokens: int,
 ) -> float:
-    """Lip in frobenius ≤ √N Lip in token_max: ‖dF‖_F² ≤ N max_i ‖dF_i‖² and max_j ‖dx_j‖ ≤ ‖dX‖_F.
-
-    Args:
-        num_tokens: N, the longest sequence. The others as in :func:`token_max_bound`.
-    """
+    """Lip in frobenius ≤ √N Lip in token_max: ‖dF‖_F ≤ √N max_i ‖dF_i‖, max_j ‖dx_j‖ ≤ ‖dX‖_F."""
     return product_up(sqrt_up(float(num_tokens)), token_max_bound(w_qkv, temperature, g))
 
 
@@ -149,28 +113,16 @@ def token_max_local_bound(
     g: Float[Tensor, "heads d_head width"],
     strictly_causal: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """‖J‖ in token_max at a text: per token and head the three terms of the proof, then the heads.
+    """‖J‖ in token_max at a text ≤ ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²), b_h = max_i a_i^h.
 
-    With a_i^h the sum of the terms: the least of max_i Σ_h a_i^h ‖G_h‖ and
-    ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²), b_h = max_i a_i^h.
-
-    Args:
-        at: projections and attention weights at the text.
-        w_qkv: W_Q, W_K and W_V.
-        g: output maps.
-        strictly_causal: keys and values in ``at`` are those of the token before, zero at first.
-
-    Returns:
-        One bound per sequence.
-
-    Source: ours; the theorem above.
+    a_i^h = Σ_j B_ij^h of :func:`comparison`. max_i Σ_h a_i^h ‖G_h‖ is returned if it is smaller.
     """
     gain, output = comparison(at, w_qkv, strictly_causal).sum(-1), g.double()
     worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
-    apart = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
+    summed = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
     rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
     stacked = (worst[..., None, None] * output).flatten(-3, -2)
-    return outward(torch.minimum(apart, rows * spectral_norm_bound(stacked)), at.q.u)
+    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q.u)
 
 
 def frobenius_local_bound(
@@ -180,11 +132,9 @@ def frobenius_local_bound(
     strictly_causal: bool = False,
     tight: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """‖J‖₂ at a text ≤ ‖B‖₂, B_ij = Σ_h ‖G_h‖₂ B_ij^h ≥ the norm of the Jacobian's block (i, j).
+    """‖J‖₂ at a text ≤ ‖Σ_h ‖G_h‖₂ B^h‖₂ with B of :func:`comparison`.
 
-    Args:
-        tight: take ‖B‖₂; otherwise √(largest row sum · largest column sum), which is above it.
-            The others as in :func:`token_max_local_bound`.
+    Unless ``tight``, √(largest row sum · largest column sum) stands for the norm of that matrix.
     """
     output = spectral_norm_bound(g.double())[:, None, None]
     blocks = (comparison(at, w_qkv, strictly_causal) * output).sum(-3)
@@ -199,6 +149,8 @@ def comparison(
 ) -> Float[Tensor, "*batch heads tokens tokens"]:
     """B_ij ≥ ‖∂Y_i/∂x_j‖₂ per head: P_ij (σ_V ρ(v_j) + τ σ_K ‖q_i‖ρ(k_j)‖v_j − Y_i‖), and on the
     diagonal also τ σ_Q ρ(q_i) √(E‖v − Y_i‖² E‖k − E k‖²). In float64.
+
+    Strictly causal, the keys and values in ``at`` are those of the token before, zero at first.
     """
     query, key, value = spectral_norm_bound(w_qkv)[..., None, None]
     p = at.p.double()

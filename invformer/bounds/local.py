@@ -1,20 +1,25 @@
-"""Local Lipschitz bounds: the operator norm of the Jacobian at given inputs, from above.
+"""Local Lipschitz bounds: the operator norm of the Jacobian at given inputs, from above (ours).
 
-Tied L2 attention in q-space (row convention, s = √d):
-
-    f(X) = Σ_h P^h q^h G_h,    q^h = X W_h,    P^h = softmax(−‖q_i − q_j‖²/s + b_h)
+Tied L2 attention f(X) = Σ_h P^h q^h G_h, q^h = X W_h, P^h = softmax(b_h − ‖q_i − q_j‖²/s), s = √d:
 
     dY_i = Σ_j P_ij dq_j + (2/s) C_i dq_i − (2/s) Σ_j P_ij (q_j − Y_i)(q_j − q_i)·dq_j
 
 with Y = P q and C_i the P_i-covariance of q: a value, a query and a key term. Masks and biases
-enter through P alone. Bounds are per sample, in float64, rounded outward. Inputs in float32 are
-taken at face value: the bound is for the Jacobian at those numbers, with rows of P that sum to one.
+enter through P alone. docs/numerics.md has the proofs. Arguments of every bound for attention:
+
+    q    queries X W_h as (*batch, heads, tokens, d_head)
+    p    attention weights as (*batch, heads, tokens, tokens)
+    w_q  W_h as (heads, width, d_head)
+    g    output maps G_h as (heads, d_head, width)
+
+The result is one bound per sequence, in float64, rounded outward. Inputs in float32 are taken at
+face value: the bound is for the Jacobian at those numbers, with rows of P that sum to one.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Float
@@ -25,30 +30,21 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 # Numbers in the matrices of the tokens that are multiplied at once: 64 MiB of them.
 CHUNK_ELEMENTS = 2**23
 
+Queries = Float[Tensor, "*batch heads tokens d_head"]
+AttentionWeights = Float[Tensor, "*batch heads tokens tokens"]
+InputMaps = Float[Tensor, "heads width d_head"]
+OutputMaps = Float[Tensor, "heads d_head width"]
+PerSequence = Float[Tensor, "*batch"]
+
 
 def token_max_local_bound(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in ``token_max`` ≤ ‖[b_h σ_h G_h / t_h]_h‖₂ · max_i (Σ_h (t_h β_i^h / b_h)²)^½.
+    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+) -> PerSequence:
+    """‖J‖ in token_max ≤ ‖[b_h σ_h G_h/t_h]_h‖₂ · max_i (Σ_h (t_h β_i^h/b_h)²)^½ for any t_h > 0.
 
-    β as in :func:`token_gains`, b_h = max_i β_i^h, σ_h = ‖W_h‖₂. Returned is the least of t_h = 1,
-    t_h² = b_h σ_h ‖G_h‖₂ and max_i Σ_h β_i^h σ_h ‖G_h‖₂. To rounding it is never above the global
-    certificate, which has 4 g(n_h) + 1 for β and b.
-
-    Args:
-        q: queries X W_h.
-        p: attention weights.
-        w_q: W_h.
-        g: output maps G_h.
-
-    Returns:
-        One bound per sequence.
-
-    Source:
-        Ours, docs/numerics.md.
+    β are the :func:`token_gains`, b_h = max_i β_i^h, σ_h = ‖W_h‖₂. The least of t_h = 1,
+    t_h² = b_h σ_h ‖G_h‖₂ and max_i Σ_h β_i^h σ_h ‖G_h‖₂ is returned. To rounding it is never above
+    the global certificate, which has 4 φ⁻¹(n_h) + 1 for β and b.
     """
     beta = token_gains(q, p)
     worst = beta.amax(-1)
@@ -62,123 +58,61 @@ def token_max_local_bound(
     return outward(torch.stack(bounds).amin(0), q)
 
 
-def token_gains(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-) -> Float[Tensor, "*batch heads tokens"]:
-    """β_i = (2/s) λ_max(C_i) + Σ_j P_ij ‖I − (2/s)(q_j − Y_i)(q_j − q_i)ᵀ‖₂.
+def token_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
+    """β_i = (2/s) λ_max(C_i) + Σ_j P_ij ‖I − (2/s)(q_j − Y_i)(q_j − q_i)ᵀ‖₂ ≥ ‖dY_i‖/max_j ‖dq_j‖.
 
-    ‖dY_i‖ ≤ β_i max_j ‖dq_j‖ for each head. With ‖I − abᵀ‖ ≤ 1 + ‖a‖‖b‖ it follows that
-    β_i ≤ 4 g(n) + 1, whatever the input; the closed form used here is smaller at the same price.
-
-    Args:
-        q: queries of every head.
-        p: attention weights.
-
-    Returns:
-        β_i per head and token, in float64.
-
-    Source:
-        Ours, docs/numerics.md.
+    With ‖I − abᵀ‖ ≤ 1 + ‖a‖‖b‖ it follows that β_i ≤ 4 φ⁻¹(n) + 1 at any input.
     """
     at = _Moments.of(q.double(), p)
     return 2 / at.s * at.covariance_norm + (at.p * at.key_and_value_norms).sum(-1)
 
 
-def fast_local_bound(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in ``frobenius`` ≤ ‖[G′_h]_h‖₂ (‖[W_h L_h]_h‖₂ max_h (max_j Σ_i P_ij)^½ + query + key).
+def fast_local_bound(q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps) -> PerSequence:
+    """‖J‖ in frobenius ≤ ‖[G′_h]_h‖₂ (‖[W_h L_h]_h‖₂ max_h (max_j Σ_i P_ij)^½ + query + key).
 
-    G_h = L_h G′_h, the better of two factorisations: G′_h with orthonormal rows, or L_h = 1/σ_h.
-    ‖P‖₂ ≤ (largest column sum)^½ because rows sum to one; the other terms are those of
-    :func:`query_and_key_terms`, in spectral norms. O(N² d²) a head. Measured, not proven: about
-    1.5 to 6.6 times ‖J‖ and never below it, at 480 sequences of random layers (the study
-    ``attention_distribution``: N = 16 and 64, masked and not, seeds 0 to 11).
-
-    Args:
-        q: queries X W_h.
-        p: attention weights.
-        w_q: W_h.
-        g: output maps G_h.
-
-    Returns:
-        One bound per sequence.
-
-    Source:
-        Ours, docs/numerics.md.
+    G_h = L_h G′_h by the better of two factorisations. ‖P‖₂ ≤ (largest column sum)^½ because rows
+    sum to one. The other terms are those of :func:`query_and_key_terms` in spectral norms.
+    O(N² d²) a head. Measured at 480 sequences of random layers (the study
+    ``attention_distribution``): 1.5 to 6.6 times ‖J‖.
     """
     at = _Moments.of(q.double(), p)
     w = w_q.double()
     r_q = torch.linalg.qr(w).R  # ‖W M‖ = ‖R M‖
+    quick_norm = partial(spectral_norm_bound, num_steps=4)  # half the usual: many small matrices
     attention = at.p.sum(-2).amax((-2, -1)).sqrt()
     bounds = []
     for left, stacked in _output_factors(w, g.double()):
         value = spectral_norm_bound(_side_by_side(w @ left)) * attention
-        query, key = _query_and_key_terms(at, r_q, left, _quick_norm)
+        query, key = _query_and_key_terms(at, r_q, left, quick_norm)
         bounds.append(stacked * (value + query + key))
     return outward(torch.stack(bounds).amin(0), q)
 
 
 def query_and_key_terms(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """The query and key terms of (Y^h)_h from above (``frobenius``), cheap and differentiable.
+    q: Queries, p: AttentionWeights, w_q: InputMaps
+) -> tuple[PerSequence, PerSequence]:
+    """The query and key terms of (Y^h)_h from above (frobenius), cheap and differentiable.
 
     query = (2/s) max_i (Σ_h ‖W_h C_i^h‖_F²)^½
     key   = (2/s) max_j (Σ_h Σ_i P_ij^h ‖C_i^h‖_F ‖W_h(q_j − q_i)‖²)^½
 
     Both vanish where the attention weights do not react to the input. Computed in the dtype of q.
-
-    Args:
-        q: queries X W_h.
-        p: attention weights.
-        w_q: W_h.
-
-    Returns:
-        The two terms per sequence.
-
-    Source:
-        Ours, docs/numerics.md.
     """
-    at = _Moments.of(q, p)
     identity = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     left = identity.expand(q.shape[-3], -1, -1)
-    return _query_and_key_terms(at, w_q.to(q.dtype), left, torch.linalg.matrix_norm)
+    return _query_and_key_terms(_Moments.of(q, p), w_q.to(q.dtype), left, torch.linalg.matrix_norm)
 
 
 def tight_local_bound(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in ``frobenius`` ≤ min(val + qry + key, (‖Σ_h W_h G_h‖² + (val_⊥ + qry + key)²)^½).
+    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+) -> PerSequence:
+    """‖J‖ in frobenius ≤ min(val + qry + key, (‖Σ_h W_h G_h‖² + (val_⊥ + qry + key)²)^½).
 
     The three terms are bounded one by one. A common shift of all tokens passes straight through,
     f(X + 1cᵀ) = f(X) + 1cᵀ Σ_h W_h G_h, so only its complement needs the triangle inequality, with
-    P^h(I − 11ᵀ/N) for P^h in val_⊥. Where :func:`comparison_local_bound` is smaller it is returned.
-    Measured, not proven: about 1.0 to 2.7 times ‖J‖ and never below it, at the 480 sequences of
-    :func:`fast_local_bound`; up to 3.2 times on other layers.
-
-    Cost: N spectral norms of D × D matrices a sample, O(N D²) memory; about that of Lanczos.
-
-    Args:
-        q: queries X W_h.
-        p: attention weights.
-        w_q: W_h.
-        g: output maps G_h.
-
-    Returns:
-        One bound per sequence.
-
-    Source:
-        Ours, docs/numerics.md.
+    P^h(I − 11ᵀ/N) for P^h in val_⊥. :func:`comparison_local_bound` is returned where it is smaller.
+    Costs N spectral norms of D × D matrices a sample. Measured at the sequences of
+    :func:`fast_local_bound`: 1.0 to 2.7 times ‖J‖; up to 3.2 times on other layers.
     """
     at = _Moments.of(q.double(), p)
     w, g = w_q.double(), g.double()
@@ -191,28 +125,12 @@ def tight_local_bound(
 
 
 def comparison_local_bound(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in ``frobenius`` ≤ ‖[G′_h]_h‖₂ ‖[K^h]_h‖₂, K_ij^h ≥ the norm of block (i, j) of head h.
+    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+) -> PerSequence:
+    """‖J‖ in frobenius ≤ ‖[G′_h]_h‖₂ ‖[K^h]_h‖₂, K_ij^h ≥ the norm of block (i, j) of head h.
 
     K_ij = P_ij min(‖W L‖ + (2/s)‖W b‖‖Lᵀa‖, ‖W‖‖I − (2/s) b aᵀ‖‖L‖) + δ_ij (2/s)‖W‖λ_max(C_i)‖L‖,
-    a = q_j − Y_i, b = q_j − q_i, G_h = L_h G′_h as in :func:`fast_local_bound`. Best on adversarial
-    inputs; otherwise :func:`tight_local_bound` is closer.
-
-    Args:
-        q: queries X W_h.
-        p: attention weights.
-        w_q: W_h.
-        g: output maps G_h.
-
-    Returns:
-        One bound per sequence.
-
-    Source:
-        Ours, docs/numerics.md.
+    a = q_j − Y_i, b = q_j − q_i, G_h = L_h G′_h. Best on adversarial inputs.
     """
     at = _Moments.of(q.double(), p)
     w = w_q.double()
@@ -232,20 +150,11 @@ def feed_forward_local_bound(
     slope: Float[Tensor, "*batch tokens hidden"],
     w_in: Float[Tensor, "width hidden"],
     w_out: Float[Tensor, "hidden width"],
-) -> Float[Tensor, "*batch"]:
-    """max_i ‖W₁ diag(φ′_i) W₂‖₂ for x ↦ φ(x W₁ + b₁) W₂, token by token.
+) -> PerSequence:
+    """max_i ‖W₁ diag(φ′_i) W₂‖₂ for x ↦ φ(x W₁ + b₁) W₂, φ′_i = φ′(x_i W₁ + b₁) the ``slope``.
 
-    The Jacobian is block-diagonal in tokens: this is its norm in ``token_max`` and in ``frobenius``
-    alike. One D × D spectral norm a token, some tokens at a time;
-    :func:`feed_forward_fast_bound` is cheaper.
-
-    Args:
-        slope: φ′(x W₁ + b₁) at every token.
-        w_in: W₁, rows are inputs.
-        w_out: W₂, rows are hidden units.
-
-    Returns:
-        One bound per sequence.
+    The Jacobian is block-diagonal in tokens: this is its norm in token_max and in frobenius alike.
+    One D × D spectral norm a token, some tokens at a time.
     """
     w_in, w_out = w_in.double(), w_out.double()
     at_once = max(1, CHUNK_ELEMENTS // max(1, w_in.numel()))
@@ -260,19 +169,11 @@ def feed_forward_fast_bound(
     slope: Float[Tensor, "*batch tokens hidden"],
     w_in: Float[Tensor, "width hidden"],
     w_out: Float[Tensor, "hidden width"],
-) -> Float[Tensor, "*batch"]:
+) -> PerSequence:
     """The same norm ≤ min(r‖W₁‖‖W₂‖, m‖W₁W₂‖ + (r₊ − r₋)/2 ‖W₁‖‖W₂‖), without per-token matrices.
 
     r₊ and r₋ are the largest and smallest slope in the sequence, r = max(|r₊|, |r₋|) and
     m = |r₊ + r₋|/2: the slopes are a constant plus a deviation.
-
-    Args:
-        slope: φ′(x W₁ + b₁) at every token.
-        w_in: W₁, rows are inputs.
-        w_out: W₂, rows are hidden units.
-
-    Returns:
-        One bound per sequence.
     """
     w_in, w_out = w_in.double(), w_out.double()
     product = spectral_norm_bound(w_in) * spectral_norm_bound(w_out)
@@ -284,37 +185,22 @@ def feed_forward_fast_bound(
 
 
 def dot_product_local_bound(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    k: Float[Tensor, "*batch heads tokens d_head"],
-    v: Float[Tensor, "*batch heads tokens d_head"],
-    p: Float[Tensor, "*batch heads tokens tokens"],
-    w_q: Float[Tensor, "heads width d_head"],
-    w_k: Float[Tensor, "heads width d_head"],
-    w_v: Float[Tensor, "heads width d_head"],
-    w_o: Float[Tensor, "heads d_head width"],
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in ``frobenius`` of Σ_h softmax(q kᵀ/s + b_h) v W_o, by the three terms of ``fast``.
+    q: Queries,
+    k: Queries,
+    v: Queries,
+    p: AttentionWeights,
+    w_q: InputMaps,
+    w_k: InputMaps,
+    w_v: InputMaps,
+    w_o: OutputMaps,
+) -> PerSequence:
+    """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, by the three terms of ``fast``.
 
     ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
            + (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½)
 
-    There is no global bound it could be compared with: dot-product attention is not Lipschitz.
-
-    Args:
-        q: queries X W_q.
-        k: keys X W_k.
-        v: values X W_v.
-        p: attention weights.
-        w_q: query maps.
-        w_k: key maps.
-        w_v: value maps.
-        w_o: output maps.
-
-    Returns:
-        One bound per sequence.
-
-    Source:
-        The Jacobian is Castin, Ablin & Peyré 2024, arXiv 2312.14820, Lemma C.2; the bound is ours.
+    No global bound stands above it: dot-product attention is not Lipschitz. The Jacobian is Castin,
+    Ablin & Peyré 2024, arXiv 2312.14820, Lemma C.2.
     """
     s = math.sqrt(q.shape[-1])
     p = _row_normalised(p)
@@ -333,7 +219,7 @@ def dot_product_local_bound(
 
 @dataclass(frozen=True)
 class _Moments:
-    """q (relative to the first token), P with rows summing to one, and the moments of q under P."""
+    """q relative to the first token, P with rows summing to one, and the moments of q under P."""
 
     q: Tensor
     p: Tensor
@@ -381,7 +267,7 @@ class _Moments:
 def _output_factors(w: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """L_h and ‖[G′_h]_h‖₂ of G_h = L_h G′_h: orthonormal rows in G′_h, then L_h = 1/‖W_h‖₂.
 
-    The first is best where heads write to different channels, the second where they share some.
+    The first is best if heads write to different channels, the second if they share some.
     """
     q, r = torch.linalg.qr(g.mT)
     yield r.mT, spectral_norm_bound(q.mT.flatten(-3, -2))
@@ -414,13 +300,14 @@ def _tight_value_term(p: Tensor, w: Tensor, g: Tensor) -> Tensor:
     each, deviation = spectral_norm_bound(p), spectral_norm_bound(p - mean.unsqueeze(-3))
     bounds = []
     for left, stacked in _output_factors(w, g):
-        bounds.append(stacked * _weighted_norm(each, w @ left))
-        bounds.append(from_mean + stacked * _weighted_norm(deviation, w @ left))
+        for rest, norms in ((0, each), (from_mean, deviation)):
+            weighted = _side_by_side(norms[..., None, None] * (w @ left))
+            bounds.append(rest + stacked * spectral_norm_bound(weighted))
     return torch.stack(bounds).amin(0)
 
 
 def _tight_query_term(at: _Moments, w: Tensor, g: Tensor) -> Tensor:
-    """max_i ‖Σ_h W_h C_i^h G_h‖: the query term (but 2/s) exactly, as it is block-diagonal."""
+    """max_i ‖Σ_h W_h C_i^h G_h‖: the query term (without 2/s) exactly, as it is block-diagonal."""
     slack = (at.slack * (spectral_norm_bound(w) * spectral_norm_bound(g))[:, None]).sum((-2, -1))
     blocks = (w.unsqueeze(-3) @ at.covariance @ g.unsqueeze(-3)).sum(-4)
     return spectral_norm_bound(blocks).amax(-1) + slack
@@ -457,11 +344,6 @@ def _kappa(at: _Moments, w: Tensor, weight: Tensor) -> Tensor:
     return (spectral_norm_bound(blocks) + 4 * slack.sum(-2)).amax(-1).sqrt()
 
 
-def _quick_norm(a: Tensor) -> Tensor:
-    """‖A‖₂ from above with half the usual steps: for many small matrices."""
-    return spectral_norm_bound(a, num_steps=4)
-
-
 def _covariance(p: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Σ_j P_ij a_j b_jᵀ − (Σ_j P_ij a_j)(Σ_j P_ij b_j)ᵀ for every i."""
     second = (p @ _outer(a, b).flatten(-2)).unflatten(-1, (a.shape[-1], b.shape[-1]))
@@ -489,11 +371,6 @@ def _row_normalised(p: Tensor) -> Tensor:
 def _side_by_side(w: Tensor) -> Tensor:
     """[W_1, …, W_H] as one matrix with D rows."""
     return w.transpose(-3, -2).flatten(-2)
-
-
-def _weighted_norm(weight: Tensor, w: Tensor) -> Tensor:
-    """‖[c_1 W_1, …, c_H W_H]‖₂ for weights c of every sample."""
-    return spectral_norm_bound(_side_by_side(weight[..., None, None] * w))
 
 
 def _rounding(z: Tensor) -> Tensor:

@@ -13,18 +13,26 @@ from typing import ClassVar, Literal
 from invformer.config.section import Root, Section, option, refuse, section, shown
 
 MANY = "[1, 1e9]"
+SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
+CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
 
-Attention = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
-Certificate = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
-Corpus = Literal[
+AttentionName = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
+CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
+CorpusName = Literal[
     "python_docs", "python_stdlib", "text_file",
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
 Split = Literal["val", "test", "train"]
+ScoredSplit = Literal["val", "test", "train", "all"]
 MonitoredNorm = Literal["token_max", "frobenius"]
+CONTRACTIVE_ONLY = (
+    "lipschitz_target", "channel_metric", "loud_channels", "activation_norm", "input_radius",
+    "d_embedding", "initial_sharpness", "initial_output",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -32,153 +40,98 @@ class ModelConfig(Section):
     """The network."""
 
     key: ClassVar[str] = "model"
-    name: Attention = option(
-        "contractive_l2",
-        "attention map; contractive_* are the invertible models, the others baselines",
+    name: AttentionName = option(
+        "contractive_l2", "attention; contractive_* are the invertible models, others baselines"
     )
-    certificate: Certificate | None = option(
+    certificate: CertificateName | None = option(
         "token_max", "theorem that certifies a contractive model; null for the baselines"
     )
-    d_model: int = option(96, "width of the residual stream, channels", within="[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
+    d_model: int = option(96, "width of the residual stream, channels", "[1, 1e5]")
+    num_heads: int = option(4, "attention heads, a divisor of d_model", "[1, 1e4]")
     d_head: int | None = option(
-        None,
-        "channels of a head (contractive_bounded only); null is d_model // num_heads",
-        within="[1, 1e4]",
+        None, "channels of a head (contractive_bounded only); null is d_model // num_heads", SIZE
     )
-    num_layers: int = option(4, "blocks, each of attention and feed-forward", within="[1, 1e4]")
-    d_ff: int | None = option(
-        None, "hidden width of the feed-forward, channels; null is 4 d_model", within="[1, 1e6]"
-    )
+    num_layers: int = option(4, "blocks, each of attention and feed-forward", "[1, 1e4]")
+    d_ff: int | None = option(None, "hidden channels of the feed-forward; null is 4 d_model", SIZE)
     strictly_causal: bool = option(
-        False,
-        "tokens attend to those before them and not to themselves (contractive_bounded only)",
+        False, "a token attends to earlier tokens and not to itself (contractive_bounded only)"
     )
     feed_forward_kernel: int = option(
-        1,
-        "tokens that a hidden unit sees, its own and those before; of contractive models only "
-        "the causal certificate allows more than 1",
-        within="[1, 1e3]",
+        1, "tokens a hidden unit sees; in contractive models only causal allows many", "[1, 1e3]"
     )
     lipschitz_target: float = option(
         0.5,
-        "c, at which the certificate holds every residual branch: its Lipschitz constant or, under "
-        "causal, the diagonal blocks of its Jacobian",
-        within="(0, 1)",
+        "c, the largest Lipschitz constant of a residual branch (or, with certificate causal, of "
+        "the diagonal blocks of its Jacobian)",
+        "(0, 1)",
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
     position_bias_form: Literal["table", "linear", "sinusoid"] = option(
-        "table",
-        "of the bias over lags: free, or of low rank, with which thousands of tokens train faster",
+        "table", "free, or of low rank over lags, which trains faster at thousands of tokens"
     )
     attention_kernel: Literal["auto", "math", "native", "blocked", "sdpa", "flex"] = option(
-        "auto", "what attention runs on; all but math need memory linear in seq_len"
+        "auto", "implementation of attention; all but math need memory linear in seq_len"
     )
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
     channel_metric: bool = option(
-        True,
-        "each residual branch contracts in a learned metric of the channels, its own, in which it "
-        "is loud in a few of them (contractive models only)",
+        True, "each branch contracts in a norm with a learned weight per channel"
     )
     loud_channels: int | None = option(
-        None,
-        "channels that a branch with a channel_metric is loud in at first; null is d_model // 4",
-        within="[1, 1e5]",
+        None, "channels with a large output at first; null is d_model // 4", "[1, 1e5]"
     )
-    activation_norm: bool = option(
-        False,
-        "invertible ActNorm after each residual branch, where there is no channel_metric "
-        "(contractive models only)",
-    )
+    activation_norm: bool = option(False, "invertible ActNorm after each branch")
     input_radius: float | None = option(
         None,
-        "radius of a ball that inputs of contractive branches are mapped into, in units of "
-        "sqrt(d_model): keeps deep stacks from multiplying activations; null leaves inputs alone",
-        within="[1e-3, 1e6]",
+        "map inputs of branches into a ball of this radius, in units of sqrt(d_model), to keep "
+        "activations of deep stacks small",
+        "[1e-3, 1e6]",
     )
     d_embedding: int | None = option(
-        None,
-        "channels the embedding writes, the rest start at zero (contractive models only); "
-        "null is d_model // 3, d_model switches the padding off",
-        within="[1, 1e5]",
+        None, "channels the embedding writes, others start at zero; null is d_model // 3", SIZE
     )
     initial_sharpness: float = option(
-        8.0,
-        "how sharply units of a contractive feed-forward bend at first; each then learns its own",
-        within="[1e-6, 1e6]",
+        8.0, "how sharply feed-forward units bend at first (learned per unit)", "[1e-6, 1e6]"
     )
     initial_output: float = option(
-        0.1,
-        "size of the entries that a contractive branch's output map starts with "
-        "(not the attention under a kim_ certificate)",
-        within="[1e-6, 1e6]",
+        0.1, "initial size of the entries of a branch's output matrix", "[1e-6, 1e6]"
     )
-    dropout: float = option(
-        0.0, "probability on each branch's output, baselines only", within="[0, 1)"
-    )
-    head_dropout: float = option(
-        0.0, "probability on what the head reads, above the certified stack", within="[0, 1)"
-    )
+    dropout: float = option(0.0, "probability on a branch's output, baselines only", "[0, 1)")
+    head_dropout: float = option(0.0, "probability on the head's input, after the stack", "[0, 1)")
 
     def check(self) -> None:
-        """Heads divide the width; only the contractive model has, and needs, a certificate."""
-        if self.d_model % self.num_heads:
-            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
-        if self.d_embedding is not None and self.d_embedding > self.d_model:
-            self.refuse("d_embedding", f"{self.d_embedding} is more than d_model={self.d_model}")
+        """Widths fit each other; a contractive model has a certificate that covers its options."""
+        name, bound = self.name, self.certificate
+        refuse, contractive = self.refuse_if, self.is_contractive
+        heads = f"{self.num_heads} heads do not divide d_model={self.d_model}"
+        refuse(self.d_model % self.num_heads, "num_heads", heads)
+        for key in ("d_embedding", "loud_channels"):
+            channels = getattr(self, key) or 0
+            refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
         table = self.position_bias and self.position_bias_form == "table"
-        if self.attention_kernel == "sdpa" and table:
-            self.refuse(
-                "attention_kernel",
-                "sdpa takes no bias table: pick blocked, or another model.position_bias_form",
-            )
-        if self.d_head is not None and self.name != "contractive_bounded":
-            self.refuse("d_head", f"{self.name} has heads of d_model // num_heads channels")
-        if self.strictly_causal and self.name != "contractive_bounded":
-            self.refuse("strictly_causal", f"tokens of {self.name} have to see themselves")
-        if self.is_contractive and self.feed_forward_kernel > 1 and self.certificate != "causal":
-            self.refuse(
-                "feed_forward_kernel",
-                f"{self.feed_forward_kernel} tokens are more than a certificate of whole Lipschitz "
-                "constants allows: 1, or model.certificate=causal",
-            )
-        self._check_metric()
-        if self.input_radius is not None:
-            if not self.is_contractive:
-                self.refuse("input_radius", f"{self.name} normalises its inputs already")
-            if self.certificate == "kim_entry_max":
-                self.refuse("input_radius", "nothing is proven of it under kim_entry_max")
-        if not self.is_contractive:
-            if self.certificate is not None:
-                self.refuse(
-                    "certificate",
-                    f"{self.name} has no certificate: pick model={self.name}, "
-                    "or set model.certificate=null",
-                )
-        elif self.certificate is None:
-            self.refuse("certificate", f"{self.name} needs one, such as token_max")
-        elif self.name == "contractive_bounded" and self.certificate.startswith("kim_"):
-            self.refuse(
-                "certificate",
-                f"{self.certificate} is a theorem on tied L2 attention: pick token_max or causal",
-            )
-        elif self.dropout > 0:
-            self.refuse(
-                "dropout", f"{self.dropout} would void the certificate: {self.name} has none"
-            )
-
-    def _check_metric(self) -> None:
-        """One scaling of the channels between branches, and loud ones where there are metrics."""
-        if self.channel_metric and self.activation_norm:
-            self.refuse(
-                "activation_norm", "metrics take its place: set model.channel_metric=false for it"
-            )
-        if self.loud_channels is not None and not self.channel_metric:
-            self.refuse("loud_channels", "is of branches with model.channel_metric=true")
-        if self.loud_channels is not None and self.loud_channels > self.d_model:
-            self.refuse(
-                "loud_channels", f"{self.loud_channels} is more than d_model={self.d_model}"
-            )
+        why = "sdpa takes no bias table: pick blocked, or another model.position_bias_form"
+        refuse(table and self.attention_kernel == "sdpa", "attention_kernel", why)
+        if name != "contractive_bounded":
+            refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
+            refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")
+        if not contractive:
+            refuse(self.input_radius, "input_radius", f"{name} normalises its inputs already")
+            why = f"{name} has none: pick model={name}, or set model.certificate=null"
+            refuse(bound, "certificate", why)
+            return
+        refuse(bound is None, "certificate", f"{name} needs one, such as token_max")
+        kim = bound in ("kim_entry_max", "kim_frobenius")
+        why = f"{bound} is a theorem about tied L2 attention: pick token_max or causal"
+        refuse(kim and name == "contractive_bounded", "certificate", why)
+        why = f"{self.feed_forward_kernel} tokens need model.certificate=causal"
+        many = self.feed_forward_kernel > 1
+        refuse(many and bound != "causal", "feed_forward_kernel", why)
+        inexact = self.input_radius is not None and bound == "kim_entry_max"
+        refuse(inexact, "input_radius", "kim_entry_max proves nothing about it")
+        why = "needs model.channel_metric=false, which takes its place"
+        refuse(self.activation_norm and self.channel_metric, "activation_norm", why)
+        why = "needs model.channel_metric=true"
+        refuse(self.loud_channels and not self.channel_metric, "loud_channels", why)
+        refuse(self.dropout > 0, "dropout", f"{self.dropout} would void the certificate of {name}")
 
     @property
     def is_contractive(self) -> bool:
@@ -192,18 +145,19 @@ class ModelConfig(Section):
 
     @property
     def head_width(self) -> int:
-        """``d_head``, or what the heads of the others have."""
-        return self.d_model // self.num_heads if self.d_head is None else self.d_head
+        """``d_head``, or an equal share of ``d_model``."""
+        return self.d_head or self.d_model // self.num_heads
 
     @property
     def feed_forward_width(self) -> int:
         """``d_ff``, or 4 ``d_model``."""
-        return 4 * self.d_model if self.d_ff is None else self.d_ff
+        return self.d_ff or 4 * self.d_model
 
     @property
     def embedding_width(self) -> int:
-        """``d_embedding``, or a third of ``d_model`` (at least one channel)."""
-        return max(1, self.d_model // 3) if self.d_embedding is None else self.d_embedding
+        """Channels that the embedding writes: all of them in a baseline."""
+        third = max(1, self.d_model // 3)
+        return (self.d_embedding or third) if self.is_contractive else self.d_model
 
 
 @dataclass(kw_only=True)
@@ -211,28 +165,27 @@ class DataConfig(Section):
     """The text."""
 
     key: ClassVar[str] = "data"
-    name: Corpus = option("python_docs", "corpus; the first three need no network")
+    name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
-    seq_len: int = option(128, "context, characters", within="[1, 1e6]")
-    batch_size: int = option(8, "windows per batch and device", within="[1, 1e6]")
+    seq_len: int = option(128, "context, characters", SIZE)
+    batch_size: int = option(8, "windows per batch and device", SIZE)
     val_fraction: float = option(
-        0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
+        0.05, "share of the text for validation, if the corpus has no splits", "(0, 1)"
     )
     test_fraction: float = option(
-        0.05, "share of the text for the test, where the corpus has no splits", within="[0, 1)"
+        0.05, "share of the text for the test, if the corpus has no splits", "[0, 1)"
     )
     split: Split = option("val", "split that evaluate.py scores")
     max_characters: int | None = option(
-        None, "read only this many characters of the corpus; null reads all", within="[1, 1e12]"
+        None, "read only this many characters of the corpus; null reads all", "[1, 1e12]"
     )
 
     def check(self) -> None:
         """Something is left to train on, and a local corpus says where it is."""
-        if self.val_fraction + self.test_fraction >= 1:
-            total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
-            self.refuse("val_fraction", f"{total} leaves no text for training")
-        if self.name == "text_file" and self.path is None:
-            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
+        total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
+        rest = 1 - self.val_fraction - self.test_fraction
+        self.refuse_if(rest <= 0, "val_fraction", f"{total} leaves no text for training")
+        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
 
 
 @dataclass(kw_only=True)
@@ -243,32 +196,22 @@ class OptimConfig(Section):
     name: Literal["adamw", "muon"] = option(
         "adamw", "muon updates the matrices by Muon and everything else by AdamW"
     )
-    lr: float = option(8e-3, "peak learning rate of AdamW", within="(0, 10]")
-    muon_lr: float = option(2e-2, "peak learning rate of Muon", within="(0, 10]")
-    betas: list[float] = option([0.9, 0.99], "AdamW's two decay rates", within="[0, 1)")
-    weight_decay: float = option(
-        0.0, "decoupled weight decay of the matrices in the stack", within="[0, 100]"
-    )
+    lr: float = option(8e-3, "peak learning rate of AdamW", "(0, 10]")
+    muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
+    betas: list[float] = option([0.9, 0.99], "AdamW's two decay rates", "[0, 1)")
+    weight_decay: float = option(0.0, "decoupled decay of the stack's matrices", "[0, 100]")
     warmup_steps: int | None = option(
-        None,
-        "linear warm-up, optimiser steps; null is min(100, max_steps // 10 + 1)",
-        within="[0, 1e9]",
+        None, "linear warm-up, steps; null is min(100, max_steps // 10 + 1)", "[0, 1e9]"
     )
-    min_lr_fraction: float = option(0.0, "final over peak learning rate", within="[0, 1]")
-    grad_clip: float | None = option(
-        1.0, "largest gradient norm; null switches clipping off", within="(0, 1e9]"
-    )
+    min_lr_fraction: float = option(0.0, "final over peak learning rate", "[0, 1]")
+    grad_clip: float | None = option(1.0, "largest gradient norm; null is no limit", "(0, 1e9]")
     ema_decay: float | None = option(
-        None,
-        "keep an exponential moving average of the weights with this decay, to validate, certify "
-        "and evaluate; null keeps none",
-        within="(0, 1)",
+        None, "validate and certify a moving average of the weights with this decay", "(0, 1)"
     )
 
     def check(self) -> None:
         """AdamW has two decay rates."""
-        if len(self.betas) != 2:
-            self.refuse("betas", f"{shown(self.betas)} is not two numbers")
+        self.refuse_if(len(self.betas) != 2, "betas", f"{shown(self.betas)} is not two numbers")
 
 
 @dataclass(kw_only=True)
@@ -276,34 +219,24 @@ class TrainerConfig(Section):
     """How long, on what, and in which precision."""
 
     key: ClassVar[str] = "trainer"
-    max_steps: int = option(2500, "optimiser steps", within=MANY)
-    val_every: int = option(500, "optimiser steps between validations", within=MANY)
+    max_steps: int = option(2500, "optimiser steps", MANY)
+    val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
-    devices: int = option(1, "devices to train on", within="[1, 1e4]")
+    devices: int = option(1, "devices to train on", "[1, 1e4]")
     strategy: Literal["ddp", "fsdp"] = option(
-        "ddp",
-        "with several devices: ddp keeps everything on each, fsdp (FSDP2) shards gradients and "
-        "AdamW's memory",
+        "ddp", "with several devices: ddp copies everything, fsdp shards gradients and optimiser"
     )
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
-    accumulate: int = option(1, "batches per optimiser step", within="[1, 1e6]")
-    checkpoint_activations: bool = option(
-        False, "compute each block's activations again in the backward pass, to save memory"
-    )
+    accumulate: int = option(1, "batches per optimiser step", SIZE)
+    checkpoint_activations: bool = option(False, "save memory: compute blocks again in backward")
     rank_timeout: float = option(
-        300.0,
-        "with several devices: seconds in which each process has to begin a batch",
-        within="[1, 1e6]",
+        300.0, "with several devices: seconds in which each process has to begin a batch", SIZE
     )
-    num_threads: int | None = option(
-        None, "CPU threads; null leaves PyTorch's choice", within="[1, 1024]"
-    )
+    num_threads: int | None = option(None, "CPU threads; null is PyTorch's choice", "[1, 1024]")
     deterministic: bool = option(True, "only algorithms that repeat bit for bit")
-    sample_length: int = option(
-        200, "characters generated at the end of training; 0 for none", within="[0, 1e6]"
-    )
-    eval_batch_size: int = option(64, "windows per validation batch", within="[1, 1e6]")
+    sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
+    eval_batch_size: int = option(64, "windows per validation batch", SIZE)
     progress: bool = option(True, "show a progress bar")
 
 
@@ -322,13 +255,13 @@ class LoggerConfig(Section):
     group: str | None = option(None, "W&B group; an experiment file names its family here")
 
     def check(self) -> None:
-        """What W&B itself would refuse, but only after the run has started."""
-        if len(self.project) > 128 or any(c in "/\\#?%:" for c in self.project):
-            self.refuse(
-                "project", rf"{shown(self.project)} is over 128 characters or has one of /\#?%:"
-            )
-        if any(len(tag) > 64 for tag in self.tags):
-            self.refuse("tags", f"{shown(max(self.tags, key=len))} is longer than 64 characters")
+        """Refuse what W&B would refuse, but only after the run has started."""
+        wrong = len(self.project) > 128 or any(c in "/\\#?%:" for c in self.project)
+        why = rf"{shown(self.project)} is over 128 characters or has one of /\#?%:"
+        self.refuse_if(wrong, "project", why)
+        longest = max(self.tags, key=len, default="")
+        why = f"{shown(longest)} is longer than 64 characters"
+        self.refuse_if(len(longest) > 64, "tags", why)
 
 
 @dataclass(kw_only=True)
@@ -379,19 +312,18 @@ class RunConfig(Section):
 
     key: ClassVar[str] = "run"
     name: str | None = option(None, "folder below run.root; null makes a new readable one")
-    seed: int = option(0, "of weights, data order and samples", within=SEED)
+    seed: int = option(0, "of weights, data order and samples", SEED)
     root: str = option("checkpoints", "folder that holds the run folders")
     resume: bool = option(True, "continue the run of this name; false refuses a name that exists")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
 
     def check(self) -> None:
         """The name is one safe folder."""
-        if self.name is not None and not RUN_NAME.fullmatch(self.name):
-            self.refuse(
-                "name",
-                f"{shown(self.name)} is not a folder name: use up to 100 letters, digits, '_', '-' "
-                "and single dots, the first no '-' or dot",
-            )
+        why = (
+            f"{shown(self.name)} is not a folder name: use up to 100 letters, digits, '_', '-' and "
+            "single dots, the first no '-' or dot"
+        )
+        self.refuse_if(self.name and not RUN_NAME.fullmatch(self.name), "name", why)
 
 
 @dataclass(kw_only=True)
@@ -411,38 +343,40 @@ class TrainConfig(Root):
     run: RunConfig = section(RunConfig)
 
     def check(self) -> None:
-        """The schedule fits the run, the probe the windows."""
+        """The schedule fits the run, the probe the windows, and sharding the optimiser."""
         length = self.monitor.probe_length
         if length is not None and length > self.data.seq_len:
             refuse(
                 "monitor.probe_length", f"{length} is more than data.seq_len={self.data.seq_len}"
             )
+        why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
+        self.refuse_if(self.warmup_steps > self.trainer.max_steps, "optim.warmup_steps", why)
         if self.trainer.strategy == "fsdp":
-            self.check_sharding()
-        if self.warmup_steps > self.trainer.max_steps:
-            refuse(
-                "optim.warmup_steps",
-                f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}",
-            )
+            for wrong, why in (
+                (self.trainer.devices == 1, "shards over several devices: set trainer.devices=2"),
+                (self.optim.name == "muon", "cannot shard Muon: pick ddp, or optim=adamw"),
+                (self.optim.ema_decay, "keeps no average: pick ddp, or optim.ema_decay=null"),
+                (self.trainer.precision == "64-true", "trains in 32-true or bf16-mixed: pick ddp"),
+            ):
+                self.refuse_if(wrong, "trainer.strategy", f"fsdp {why}")
 
-    def check_sharding(self) -> None:
-        """What needs whole gradients, or one device, is not sharded."""
-        where = "trainer.strategy"
-        if self.trainer.devices == 1:
-            refuse(where, "fsdp shards over several devices: set trainer.devices=2 or more")
-        if self.optim.name == "muon":
-            refuse(where, "muon updates whole matrices: pick ddp, or optim=adamw")
-        if self.optim.ema_decay is not None:
-            refuse(where, "fsdp keeps no average of the weights: pick ddp, or optim.ema_decay=null")
-        if self.trainer.precision == "64-true":
-            refuse(where, "fsdp trains in 32-true or bf16-mixed: pick ddp, or one of those")
+    def ignored(self) -> dict[str, str]:
+        """Keys that need a contractive model, a position bias or Muon, if there is none."""
+        keys: dict[str, str] = {}
+        if not self.model.is_contractive:
+            why = f"model={self.model.name} is a baseline without certificate"
+            keys |= dict.fromkeys((f"model.{name}" for name in CONTRACTIVE_ONLY), why)
+        if not self.model.position_bias:
+            keys["model.position_bias_form"] = "model.position_bias is false"
+        if self.optim.name != "muon":
+            keys["optim.muon_lr"] = f"optim={self.optim.name} does not use Muon; add optim=muon"
+        return keys
 
     @property
     def warmup_steps(self) -> int:
         """``optim.warmup_steps``, or a length that suits short runs too."""
-        if self.optim.warmup_steps is not None:
-            return self.optim.warmup_steps
-        return min(100, self.trainer.max_steps // 10 + 1)
+        short = min(100, self.trainer.max_steps // 10 + 1)
+        return short if self.optim.warmup_steps is None else self.optim.warmup_steps
 
 
 @dataclass(kw_only=True)
@@ -450,17 +384,18 @@ class EvaluateDataConfig(Section):
     """The text to score; null keeps what the checkpoint was trained with."""
 
     key: ClassVar[str] = "data"
-    name: Corpus | None = option(None, "another corpus, in the checkpoint's vocabulary")
+    name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
-    split: Split | None = option(None, "split to score; null is the checkpoint's data.split")
+    split: ScoredSplit | None = option(
+        None, "split to score, all for the whole text; null is the checkpoint's data.split"
+    )
     max_characters: int | None = option(
-        None, "read only this many characters of the corpus", within="[1, 1e12]"
+        None, "read only this many characters of the corpus", "[1, 1e12]"
     )
 
     def check(self) -> None:
         """A local corpus says where it is."""
-        if self.name == "text_file" and self.path is None:
-            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
+        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
 
 
 @dataclass(kw_only=True)
@@ -469,31 +404,25 @@ class MeasureConfig(Section):
 
     key: ClassVar[str] = "evaluate"
     stride: int | None = option(
-        None, "characters between windows; null is seq_len, without overlap", within="[1, 1e6]"
+        None, "characters between windows; null is seq_len, without overlap", SIZE
     )
-    batch_size: int = option(64, "windows per batch", within="[1, 1e6]")
+    batch_size: int = option(64, "windows per batch", SIZE)
     lipschitz_sequences: int = option(
-        2, "sequences for local Lipschitz estimates; 0 for none", within="[0, 1e6]"
+        2, "sequences for local Lipschitz estimates; 0 for none", "[0, 1e6]"
     )
-    lipschitz_steps: int = option(30, "power iteration steps per estimate", within="[1, 1e6]")
-    inversion_sequences: int = option(
-        16, "sequences that are inverted; 0 for none", within="[0, 1e6]"
-    )
+    lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
+    inversion_sequences: int = option(16, "sequences that are inverted; 0 for none", "[0, 1e6]")
     inversion_method: Literal["auto", "picard", "anderson"] = option(
         "auto", "fixed-point solver; auto is picard, then anderson where that is slow"
     )
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
-    atol: float | None = option(
-        None,
-        "error allowed per layer, on top of the relative one that dtype and bound leave",
-        within="(0, 1]",
-    )
+    atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
     device: str = option("auto", "auto, cpu, mps, cuda or cuda:INDEX")
 
     def check(self) -> None:
         """The device is one PyTorch could have."""
-        if not DEVICE.fullmatch(self.device):
-            self.refuse("device", f"{shown(self.device)} is not auto, cpu, mps, cuda or cuda:INDEX")
+        why = f"{shown(self.device)} is not auto, cpu, mps, cuda or cuda:INDEX"
+        self.refuse_if(not DEVICE.fullmatch(self.device), "device", why)
 
 
 @dataclass(kw_only=True)
@@ -502,9 +431,9 @@ class GenerateConfig(Section):
 
     key: ClassVar[str] = "generate"
     prompt: str | None = option(None, "text to continue; null generates nothing")
-    length: int = option(200, "characters to add", within="[1, 1e6]")
-    temperature: float = option(1.0, "0 takes the likeliest character", within="[0, 100]")
-    seed: int = option(0, "of the sampling", within=SEED)
+    length: int = option(200, "characters to add", SIZE)
+    temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
+    seed: int = option(0, "of the sampling", SEED)
 
 
 @dataclass(kw_only=True)
@@ -512,7 +441,9 @@ class EvaluateConfig(Root):
     """Score, certify and invert a trained model."""
 
     program: ClassVar[str] = "evaluate.py"
-    checkpoint: str = field(metadata={"help": "run folder, or one checkpoint in it"})
+    groups: ClassVar[tuple[str, ...]] = ("data",)
+    checkpoint: str = field(metadata=CHECKPOINT)
+    verbose: bool = option(False, "print every number, those that say little too")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)
     generate: GenerateConfig = section(GenerateConfig)

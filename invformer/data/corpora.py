@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from invformer.config.schema import DataConfig
 from invformer.data.files import Reader, read_bytes
 from invformer.errors import DataError
 
@@ -77,6 +78,10 @@ class Corpus:
             )
         return text
 
+    def whole(self) -> str:
+        """The text of all splits, one after the other."""
+        return self.train + self.val + self.test
+
     def lengths(self) -> str:
         """How long the splits are, in words."""
         sizes = ", ".join(f"{len(getattr(self, name)):,} ({name})" for name in SPLITS)
@@ -84,6 +89,13 @@ class Corpus:
 
 
 Texts = dict[Split, str]
+
+
+def read_corpus(config: DataConfig) -> Corpus:
+    """The text that a configuration names, in its splits."""
+    return load_corpus(
+        config.name, config.path, config.val_fraction, config.test_fraction, config.max_characters
+    )
 
 
 def load_corpus(

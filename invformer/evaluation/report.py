@@ -1,9 +1,9 @@
-"""What evaluate.py says: one nested dict, as a table and as JSON."""
+"""The report of an evaluation, as a table and as JSON."""
 
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(finite(report), indent=2, allow_nan=False) + "\n", "utf-8")
         os.replace(partial, path)
     except OSError as error:
@@ -41,74 +42,116 @@ def finite(value: Any) -> Any:
     return value
 
 
-def print_table(report: Mapping[str, Any]) -> None:
-    """Print the report for people."""
+def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
+    """Print the report for people: the result first, then details, then one line a branch.
+
+    Args:
+        report: as :func:`.evaluate.evaluate` returns it.
+        verbose: also print numbers that say nothing, such as a bound of 10⁶ on an error.
+    """
+    data = report["data"]
+    print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
+    print_lines(headlines(report))
+    print()
     context = report["context"]
-    print(f"{report['checkpoint']} (step {report['step']}) on {report['data']['name']}")
-    lines = [
-        (f"{report['data']['split']} bpc", f"{report['bpc']:.4f}"),
-        ("nats per character", f"{report['nats']:.4f}"),
-        *ngram_lines(report["ngram"]),
-        ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
-        ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
-        ("unknown symbols", f"{report['data']['unknown_rate']:.2e} of the split"),
-        *certificate_lines(report["certificate"]),
-        *inversion_lines(report["inversion"]),
-        *(rate_line(name, rate) for name, rate in report["perf"].items()),
-    ]
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        print(f"  {name:<{width}}  {value}")
+    print_lines(
+        [
+            ("nats per character", f"{report['nats']:.4f}"),
+            ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
+            ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
+            ("unknown symbols", f"{data['unknown_rate']:.2%} of the text"),
+            *certificate_lines(report["certificate"], verbose),
+            *inversion_lines(report["inversion"], verbose),
+        ]
+    )
     print_branches(report["local_lipschitz"])
     if report.get("sample"):
         print(f"--- sample ---\n{printable(report['sample'])}\n---")
 
 
-def rate_line(name: str, rate: float) -> tuple[str, str]:
-    """What was timed, and its characters per second."""
-    task = name.removesuffix("_characters_per_second").replace("_", " ")
-    return f"characters/s {task}", f"{rate:,.0f}"
+def print_lines(lines: Sequence[tuple[str, str]]) -> None:
+    """Print names and values in two columns."""
+    width = max(len(name) for name, _ in lines)
+    for name, value in lines:
+        print(f"  {name:<{width}}  {value}")
 
 
-def ngram_lines(ngram: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """The n-gram's part of the table."""
-    if ngram is None:
-        return []
-    return [(f"{ngram['order']}-gram bpc, for comparison", f"{ngram['bpc']:.4f}")]
-
-
-def certificate_lines(certificate: Mapping[str, Any] | None) -> list[tuple[str, str]]:
-    """The certificate's part of the table."""
+def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """At most six lines that say how good, how certain and how fast the model is."""
+    certificate, inversion, data = report["certificate"], report["inversion"], report["data"]
+    ngram, perf = report["ngram"], report["perf"]
+    unknown = inversion and inversion["unknown_rate"]
+    beside = f"  ({ngram['order']}-gram: {ngram['bpc']:.4f})" if ngram else ""
+    lines = [(f"{data['split']} bpc", f"{report['bpc']:.4f}{beside}")]
+    if data["unknown_rate"] > 0.001:
+        rate = f"{data['unknown_rate']:.1%} of the text is unknown to this vocabulary"
+        lines.append(("another text", f"{rate} and counts as one symbol"))
     if certificate is None:
-        return [("certificate", "none (not a contractive model)")]
-    largest = max(certificate["per_branch"].values())
-    what = "Lipschitz bound" if certificate["kind"] == "global" else "diagonal-block bound"
-    metric = " of its metric" if certificate["in_metrics"] else ""
-    lines = [
-        (f"{what}, every block", f"≤ {largest:.6f} in {certificate['norm']}{metric}"),
-        ("target", f"{certificate['target']}"),
+        lines.append(("certificate", "none (not a contractive model)"))
+    else:
+        bound = max(certificate["per_branch"].values())
+        lines.append(("every branch proven", f"≤ {bound:.6f} in {certified_norm(certificate)}"))
+    if inversion is not None:
+        symbols = "symbols" if unknown else "characters"
+        recovered = f"{inversion['characters_recovered']:.2%} of the {symbols} recovered"
+        said = f"{recovered}, {inversion['characters_certified']:.2%} proven"
+        lines.append(("inversion", f"{said}; {unknown:.1%} are unknown" if unknown else said))
+    measured = [
+        (row["estimate"], name)
+        for norm, rows in report["local_lipschitz"].items()
+        for name, row in rows.items()
+        if norm == "token_max"
     ]
-    if certificate["total"] is not None:
-        lines.append(("whole stack (not a contraction)", f"≤ {certificate['total']:.3e}"))
-    return lines
+    if measured:
+        worst, name = max(measured)
+        lines.append(("largest local estimate", f"{worst:.4f} in token_max ({name})"))
+    words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
+    words["generate_32_texts"] = "generated (32 texts at once)"
+    rates = [
+        f"{perf[f'{key}_characters_per_second']:,.0f} {word}"
+        for key, word in words.items()
+        if f"{key}_characters_per_second" in perf
+    ]
+    return [*lines, ("characters per second", ", ".join(rates))]
 
 
-def inversion_lines(inversion: Mapping[str, Any] | None) -> list[tuple[str, str]]:
+def certified_norm(certificate: Mapping[str, Any]) -> str:
+    """The quantity that a certificate bounds, in words."""
+    diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
+    weighted = "weighted " if certificate["in_metrics"] else ""
+    return f"{weighted}{certificate['norm']}{diagonal} (target {certificate['target']})"
+
+
+def informative(value: float, limit: float, why: str, verbose: bool) -> str:
+    """A number, or the reason why it says nothing."""
+    if verbose and math.isfinite(value):
+        return f"{value:.2e}"
+    return f"{value:.2e}" if value < limit else f"not informative: {why}"
+
+
+def certificate_lines(
+    certificate: Mapping[str, Any] | None, verbose: bool
+) -> list[tuple[str, str]]:
+    """The constant of the whole stack, if it is one."""
+    if certificate is None or certificate["total"] is None:
+        return []
+    why = "a product over all branches and scalings"
+    return [("whole stack", f"≤ {informative(certificate['total'], 1e4, why, verbose)}")]
+
+
+def inversion_lines(inversion: Mapping[str, Any] | None, verbose: bool) -> list[tuple[str, str]]:
     """The inversion's part of the table."""
     if inversion is None:
         return []
-    steps, error = inversion["num_steps"].values(), inversion["error_bound"]
+    steps, margin = inversion["num_steps"].values(), inversion["decoding_margin"]
+    why = f"larger than {margin:.2g}, half the distance of two symbols"
+    bound = informative(inversion["error_bound"], margin, why, verbose)
+    other = informative(inversion["preimage_bound"], 2 * margin, why, verbose)
     return [
-        ("characters recovered", f"{inversion['characters_recovered']:.2%}"),
-        ("… and certified", f"{inversion['characters_certified']:.2%}"),
         ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
-        ("proven error bound", f"{error:.2e}" if math.isfinite(error) else "none"),
-        ("decoding margin", f"{inversion['decoding_margin']:.2e}"),
-        (
-            "another text with this output",
-            f"within {inversion['preimage_bound']:.2e}, symbols are "
-            f"{2 * inversion['decoding_margin']:.2e} apart",
-        ),
+        ("proven error bound", bound),
+        ("other texts with this output within", other),
+        ("distance of two symbols", f"at least {2 * margin:.2e}"),
         ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
         ("inverse costs", inversion_cost(inversion)),
     ]
@@ -128,11 +171,11 @@ def inversion_cost(inversion: Mapping[str, Any]) -> str:
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:
     """Print estimate, local bound and bound of every branch, one norm at a time."""
     for norm, rows in branches.items():
-        print(f"  {norm:<28} estimate ≤ local bound ≤ bound   (estimate converged)")
+        print(f"\n  {norm:<24}   estimate ≤ local bound ≤      bound")
         for name, row in rows.items():
             local, bound = (
-                "      –" if row[key] is None else f"{row[key]:7.4f}"
+                f"{'–' if row[key] is None else f'{row[key]:.4f}':>11}"
                 for key in ("local_bound", "bound")
             )
-            converged = "yes" if row["converged"] else f"residual {row['residual']:.1e}"
-            print(f"    {name:<26} {row['estimate']:7.4f}   {local}   {bound}   ({converged})")
+            note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"
+            print(f"    {name:<24} {row['estimate']:8.4f}   {local}   {bound}{note}")

@@ -7,7 +7,6 @@ formula, some apply the right formula to a map that lacks one of its assumptions
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,6 @@ from invformer.numerics.lambert_w import phi_inverse_upper
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from tests.problems import (
     AttentionProblem,
-    anchored_attention,
     best_two_sided_gap,
     jacobian,
     l2_attention,
@@ -218,37 +216,6 @@ def norm_of_the_sum_of_heads() -> Verdict:
     return same_map(measured, 0.0, contractive.token_max_bound(w_q, g, 2))
 
 
-def keys_left_out_of_the_anchored_constant() -> Verdict:
-    """The causal form of the anchored constant (no σ_K) held against all tokens moving."""
-    one, bias = torch.tensor(ONE), plain_bias(1, 21, causal=True)
-    w_k = math.sqrt(best_two_sided_gap(20)) * one
-    x = torch.ones(21, 1)
-    x[1::2] = -1
-    x[-1] = 0
-    jac = jacobian(lambda x: anchored_attention(x, 0 * one, w_k, one, one, bias), x)
-    return same_map(
-        norm_from_below(jac, "token_max"),
-        contractive.anchored_causal_bound(0 * one, one, one, 21),
-        contractive.anchored_token_max_bound(0 * one, w_k, one, one, 21),
-    )
-
-
-def values_left_unsquashed() -> Verdict:
-    """Anchored attention with v = z: its values are not of norm below one."""
-    one, bias = torch.tensor(ONE), plain_bias(1, 21, causal=True)
-    w_k = math.sqrt(best_two_sided_gap(20)) * one / 100
-    x = torch.full((21, 1), 100.0)
-    x[1::2] = -100
-    x[-1] = 0
-
-    def measured(squash: bool) -> float:
-        f = partial(anchored_attention, w_q=0 * one, w_k=w_k, w_v=one, g=one, bias=bias)
-        return norm_from_below(jacobian(partial(f, squash=squash), x), "token_max")
-
-    bound = contractive.anchored_token_max_bound(0 * one, w_k, one, one, 21)
-    return Verdict(measured(False), bound, measured(True), bound)
-
-
 def gelu_slope_of_1_12() -> Verdict:
     """The constant in circulation; GELU reaches 1.1289 at √2."""
     jac = jacobian(lambda x: F.gelu(x), torch.full((1, 1), math.sqrt(2)))
@@ -347,8 +314,6 @@ MUTANTS: dict[str, Callable[[], Verdict]] = {
         largest_head_for_their_sum,
         root_d_dropped_in_entry_max,
         norm_of_the_sum_of_heads,
-        keys_left_out_of_the_anchored_constant,
-        values_left_unsquashed,
         gelu_slope_of_1_12,
         silu_slope_rounded_down,
         rows_for_columns,

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import pytest
 
@@ -20,7 +20,7 @@ from invformer.config import (
     to_yaml,
 )
 from invformer.config.schema import EvaluateConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from invformer.config.section import Root, default_of, is_optional, options, required_part
+from invformer.config.section import Root, default_of, options, required_part
 from invformer.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
@@ -167,9 +167,8 @@ def test_a_switch_takes_words(word: str, value: bool) -> None:
     assert train(f"trainer.compile={word}").trainer.compile is value
 
 
-def test_lists_are_set_whole_or_by_item() -> None:
+def test_lists_are_set_whole() -> None:
     assert train("optim.betas=[0.5, 0.6]").optim.betas == [0.5, 0.6]
-    assert train("optim.betas[0]=.5", "optim.betas[1]=.6").optim.betas == [0.5, 0.6]
     assert train("logger.tags=['a b', c]").logger.tags == ["a b", "c"]
     assert train("logger.tags=[]").logger.tags == []
 
@@ -214,8 +213,8 @@ def test_widths_left_alone_follow_the_model() -> None:
         ("model=../data/ptb", "no preset '../data/ptb'"),
         ("trainer.max_steps=1e3", "trainer.max_steps: '1e3' is not integer: write 1000"),
         ("model.d_ff=64.0", "model.d_ff: '64.0' is not integer or null: write 64"),
-        ("run.root=~", "run.root: '~' is not text: by itself it means null; write ~/ for your"),
-        ("monitor=on", "monitor: is a section: set one of its fields, such as monitor.enabled"),
+        ("run.root=~", "run.root: '~' cannot be used as a value"),
+        ("monitor=on", "monitor: is a section: set a field of it, such as monitor.enabled=VALUE"),
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_name(word: str, says: str) -> None:
@@ -275,8 +274,6 @@ def test_a_typo_is_answered_with_the_nearest_name(word: str, says: str) -> None:
         "optim.betas=[0.9,None]",
         "optim.betas=[0.9,0.99",
         "optim.betas=0.9",
-        "optim.betas[2]=0.9",
-        "optim.betas[0]=x",
         "optim.betas=",
         "optim.grad_clip=0",
         "optim.min_lr_fraction=1.1",
@@ -333,13 +330,48 @@ def test_nonsense_is_refused_by_its_key(words: str) -> None:
         ("generate.length=0", "generate.length"),
         ("data.split=dev", "data.split"),
         ("data.name=text_file", "data.path: text_file needs one"),
-        ("data=ptb", "data: is a section: set one of its fields"),
+        ("evaluate=ptb", "evaluate: is a section: set a field of it"),
         ("model.d_model=3", "unknown key 'model.d_model'"),
         ("checkpoint=", "checkpoint"),
     ],
 )
 def test_nonsense_is_refused_when_evaluating_too(word: str, key: str) -> None:
     assert refusal(*EVALUATE, word, schema=EvaluateConfig).startswith(key)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model.lipschitz_target=0.9 model=dot_product",
+        "model.channel_metric=false model=l2",
+        "model.d_embedding=96 experiment=nanogpt_cpu model=dot_product",
+        "model.position_bias_form=linear model.position_bias=false",
+        "optim.muon_lr=1e-2",
+    ],
+)
+def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> None:
+    key = words.partition("=")[0]
+    assert refusal(*words.split()).startswith(f"{key}: would be ignored: ")
+
+
+def test_what_a_file_sets_for_another_model_is_ignored_and_not_repeated(tmp_path: Path) -> None:
+    root = write_experiment(tmp_path, "model: {name: l2, certificate: null, lipschitz_target: 0.9}")
+    config = load_config(["experiment=mine"], TrainConfig, root)
+    assert "lipschitz_target" not in command_line(config)
+
+
+def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("base: nanogpt_cpu\nrun: {seed: 4}\n", encoding="utf-8")
+    config = train("experiment=nanogpt_cpu", "run.seed=4")
+    assert train("experiment=mine.yaml") == train(f"experiment={tmp_path}/mine.yaml") == config
+    (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
+    assert train("experiment=config.yml") == config
+    assert refusal("experiment=other.yaml") == "other.yaml: No such file or directory"
+
+
+def test_evaluation_takes_the_presets_of_the_data() -> None:
+    assert evaluate("data=ptb").data.name == "ptb"
 
 
 def test_evaluation_needs_a_checkpoint() -> None:
@@ -352,10 +384,10 @@ def test_evaluation_needs_a_checkpoint() -> None:
     ("text", "says"),
     [
         ("model: {d_modl: 3}", "configs/experiment/mine.yaml: unknown key 'model.d_modl': did you"),
-        ("model: {d_model: 3, d_model: 4}", "key 'd_model' is given twice"),
+        ("model: {d_model: 3, d_model: 4}", "mine.yaml: line 1: a key is given twice"),
         ("model:\n  d_model: 3\n d_ff: 3", "configs/experiment/mine.yaml: line 3"),
-        ("model: 3", "configs/experiment/mine.yaml: model: must map fields to values"),
-        ("- model", "configs/experiment/mine.yaml: the file: must map fields to values"),
+        ("model: 3", "configs/experiment/mine.yaml: model: '3' does not map fields to values"),
+        ("- model", "configs/experiment/mine.yaml: the file: ['model'] does not map fields"),
         (
             "model: {d_model: wide}",
             "configs/experiment/mine.yaml: model.d_model: 'wide' is not int",
@@ -399,24 +431,19 @@ def test_an_empty_preset_changes_nothing(tmp_path: Path) -> None:
 
 def test_presets_are_asked_for_only_when_they_are_used(tmp_path: Path) -> None:
     assert load_config(["run.seed=3"], TrainConfig, tmp_path).run.seed == 3
-    assert refusal("model=l2", root=tmp_path).startswith("model: no presets in configs/model")
+    assert "there is no folder configs/model" in refusal("model=l2", root=tmp_path)
 
 
 def test_presets_are_found_without_being_told_where() -> None:
     assert load_config(["model=l2"]).model.name == "l2"
 
 
-def test_python_is_held_to_the_same_rules_as_a_command_line() -> None:
+def test_python_is_held_to_the_same_ranges_as_a_command_line() -> None:
     wrong: list[tuple[type[Any], dict[str, Any], str]] = [
-        (ModelConfig, {"d_model": "96"}, "model.d_model: '96' is not integer"),
-        (ModelConfig, {"d_model": True}, "model.d_model: True is not integer"),
-        (ModelConfig, {"name": "dot"}, "model.name: 'dot' is not dot_product"),
-        (ModelConfig, {"lipschitz_target": None}, "model.lipschitz_target: None is not number"),
         (ModelConfig, {"lipschitz_target": 1.5}, r"model.lipschitz_target: 1.5 is not in \(0, 1\)"),
-        (OptimConfig, {"betas": (0.9, 0.99)}, "optim.betas: "),
-        (TrainConfig, {"model": {}}, "model: {} is not a ModelConfig"),
-        (RunConfig, {"root": "${oc.env:HOME}"}, "run.root: .* cannot be used as text"),
-        (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: .* cannot be used as text"),
+        (OptimConfig, {"betas": [0.9]}, "optim.betas: "),
+        (RunConfig, {"root": "${oc.env:HOME}"}, "run.root: .* cannot be used as a value"),
+        (RunConfig, {"root": "not UTF-8: \udc80"}, "run.root: .* cannot be used as a value"),
         (RunConfig, {"name": ""}, "run.name: is empty; give at least one"),
     ]
     for schema, arguments, says in wrong:
@@ -428,7 +455,7 @@ def test_python_is_held_to_the_same_rules_as_a_command_line() -> None:
 
 
 def test_a_configuration_becomes_plain_values_and_back() -> None:
-    config = train("experiment=ptb_kim", "optim.betas[0]=.5", "logger.tags=[a, '010']")
+    config = train("experiment=ptb_kim", "optim.betas=[.5, .9]", "logger.tags=[a, '010']")
     values = to_dict(config)
     assert type(values["optim"]["betas"]) is list
     assert type(values["model"]) is dict
@@ -443,10 +470,10 @@ def test_absent_values_take_their_defaults_and_unknown_ones_are_refused() -> Non
         from_dict({"model": {"widht": 48}})
     with pytest.raises(ConfigurationError, match="unknown key 'modle': did you mean 'model'"):
         from_dict({"modle": {}})
-    with pytest.raises(ConfigurationError, match="model: 3 is not a mapping"):
+    with pytest.raises(ConfigurationError, match="model: 3 does not map fields"):
         from_dict({"model": 3})
-    with pytest.raises(ConfigurationError, match=r"model\.d_model: '48' is not integer"):
-        from_dict({"model": {"d_model": "48"}})
+    with pytest.raises(ConfigurationError, match=r"model\.d_model: 48\.5 is not integer"):
+        from_dict({"model": {"d_model": 48.5}})
 
 
 def test_the_command_names_only_what_differs_from_the_defaults() -> None:
@@ -466,92 +493,6 @@ def test_the_command_keeps_every_character_of_a_list() -> None:
     assert train(word) == config
 
 
-def random_value(rng: random.Random, kind: Any) -> str:
-    """A value that usually has the right type and often a sensible size."""
-    traps = [
-        "None",
-        "null",
-        "",
-        "nan",
-        "-1",
-        "1e999",
-        "010",
-        "on",
-        "[",
-        "???",
-        "a b",
-        "é\n",
-        "$",
-        "'",
-    ]
-    if rng.random() < 0.08:
-        return rng.choice(traps)
-    if is_optional(kind) and rng.random() < 0.3:
-        return "null"
-    kind = required_part(kind)
-    if get_origin(kind) is Literal:
-        return rng.choice(get_args(kind))
-    if get_origin(kind) is list:
-        items = [random_value(rng, get_args(kind)[0]) for _ in range(2)]
-        return f"[{', '.join(items)}]"
-    if kind is bool:
-        return rng.choice(["true", "false", "on", "No"])
-    if kind is int:
-        return str(rng.choice([1, 2, 4, 12, 200]))
-    if kind is float:
-        return str(rng.choice([0.1, 0.25, 1e-5, 0.999]))
-    return rng.choice(
-        ["a", "Ünïcode text", "x.y-z", "'quoted'", '"', "back\\slash", "#no: comment", "7"]
-    )
-
-
-def random_words(rng: random.Random, schema: type[Root]) -> list[str]:
-    known = list(options(schema))
-    words = []
-    for key, f in rng.sample(known, k=rng.randint(0, 5)):
-        if rng.random() < 0.02:
-            key = key.replace(rng.choice(key), rng.choice(["", "x", "[0]"]))
-        words.append(f"{rng.choice(['', '--'])}{key}={random_value(rng, f.type)}")
-    for path in rng.sample(PRESETS, k=rng.randint(0, 2)) if schema.groups else []:
-        words.append(f"{path.parent.name}={path.stem}")
-    rng.shuffle(words)
-    return words
-
-
-def loaded(words: list[str], schema: type[Root]) -> Root | str:
-    """The configuration, or the message of the refusal; any other exception is a failure."""
-    try:
-        return load_config(words, schema, ROOT)
-    except ConfigurationError as error:
-        return str(error)
-
-
-@pytest.mark.parametrize("schema", [TrainConfig, EvaluateConfig])
-def test_any_words_give_a_repeatable_run_or_one_line_that_names_a_key(
-    schema: type[Root], tmp_path: Path
-) -> None:
-    rng = random.Random(20240229)
-    first = EVALUATE if schema is EvaluateConfig else []
-    num_refused = 0
-    for _ in range(150):
-        words = [*first, *random_words(rng, schema)]
-        config = loaded(words, schema)
-        if isinstance(config, str):
-            num_refused += 1
-            asked = {word.lstrip("-").partition("=")[0] for word in words} - {""}
-            assert any(key in config for key in asked | dict(options(schema)).keys()), config
-            assert "\n" not in config
-            continue
-        assert from_dict(to_dict(config), schema) == config
-        if rng.random() < 0.7:  # the rest costs two more passes through OmegaConf
-            continue
-        assert load_config(shlex.split(command_line(config))[2:], schema) == config
-        if schema is TrainConfig:
-            root = write_experiment(tmp_path, to_yaml(config))
-            assert load_config(["experiment=mine"], schema, root) == config
-    assert 30 < num_refused < 120, num_refused
-
-
 # --- the programs --------------------------------------------------------------------------------
 
 
@@ -564,7 +505,7 @@ def test_help_shows_every_preset_and_every_field_with_default_and_meaning() -> N
         for key, f in options(schema):
             assert f"\n  {key}=" in text
             assert f.metadata["help"] in text
-    assert "model.lipschitz_target=0.5\n      number in (0, 1): c, at which the" in help_text()
+    assert "model.lipschitz_target=0.5\n      number in (0, 1): c, the largest" in help_text()
 
 
 def test_every_field_says_what_it_means_and_every_number_has_an_interval() -> None:

@@ -15,7 +15,7 @@ from invformer.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = (TrainConfig, EvaluateConfig)
-LISTS = 3000
+LISTS = 1000
 VALUES = [
     "", " ", "=", "==", "null", "None", "~", "true", "yes", "off", "0", "-0", "1", "-1", "7",
     "010", "0x10", "1_000", "1e3", "1e-3", "1e400", "-1e400", "nan", "inf", "-inf", ".5", "5.",
@@ -92,7 +92,7 @@ def names_what_is_wrong(words: list[str], message: str) -> bool:
         or any(key in message for key in known)
         or message.startswith(("unknown key ", "the file"))
         or " is not key=value: " in message
-        or "is a section: set one of its fields" in message
+        or "is a section: set a field of it" in message
     )
 
 

@@ -35,7 +35,7 @@ def paragraphs(text: str) -> set[str]:
 
 
 def test_the_configuration_offers_exactly_these_corpora() -> None:
-    assert get_args(corpora.Name) == get_args(schema.Corpus)
+    assert get_args(corpora.Name) == get_args(schema.CorpusName)
 
 
 # --- Python's own text ---------------------------------------------------------------------------

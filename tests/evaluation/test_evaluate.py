@@ -1,6 +1,7 @@
 """What an evaluation makes of checkpoints whose numbers are not what training leaves."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import evaluate
+import evaluate as program
 from invformer.assemble.evaluation import evaluate_checkpoint
 from invformer.assemble.saved_model import untrained
 from invformer.config import load_config
@@ -16,8 +17,8 @@ from invformer.config.schema import EvaluateConfig, TrainConfig
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
-from invformer.evaluation import report as reporting
-from invformer.evaluation.report import write_json
+from invformer.evaluation import evaluate as measuring
+from invformer.evaluation.report import print_table, write_json
 from invformer.nn.transformer import CharTransformer
 from tests.saved_runs import save_run
 
@@ -109,16 +110,56 @@ def test_a_full_disk_does_not_take_the_table(
     def refuse(*_: object) -> None:
         raise StorageError("evaluation.json: cannot be written (No space left on device)")
 
-    monkeypatch.setattr(reporting, "write_json", refuse)
-    monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(measuring, "write_json", refuse)
+    monkeypatch.setattr(program, "stop_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *words])
     with pytest.raises(SystemExit) as ended:
-        evaluate.main()
+        program.main()
     assert ended.value.code == 7
     shown = capsys.readouterr()
     assert "val bpc" in shown.out
     assert "written to" not in shown.out
     assert "No space left" in shown.err
+
+
+def test_another_text_leaves_the_earlier_evaluation_untouched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = Saved(tmp_path)
+    latest = tmp_path / "evaluation.json"
+    own = measuring.keep_report(saved.evaluated(), latest)
+    before = latest.read_bytes()
+    assert own == tmp_path / "evaluation" / "text_file-val-3.json"
+    assert own.read_bytes() == before
+    (tmp_path / "other.txt").write_text(TEXT.replace("is", "ïs"))
+    words = [f"checkpoint={tmp_path}", f"data.path={tmp_path / 'other.txt'}", "data.split=all"]
+    report, _ = evaluate_checkpoint(load_config(words, EvaluateConfig))
+    other = measuring.keep_report(report, latest)
+    assert re.fullmatch(r"text_file-[0-9a-f]{8}-all-3\.json", other.name)
+    assert latest.read_bytes() == before
+    assert report["num_characters"] == len(TEXT)
+    print_table(report)
+    said = capsys.readouterr().out
+    rate = f"{TEXT.count('is') / len(TEXT):.1%}"
+    assert f"{rate} of the text is unknown to this vocabulary" in said
+    assert "of the symbols recovered" in said
+
+
+def test_the_table_opens_with_the_result_and_hides_numbers_that_say_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Saved(tmp_path).evaluated()
+    report["certificate"]["total"] = report["inversion"]["error_bound"] = 1e6
+    print_table(report)
+    short = capsys.readouterr().out
+    head = short.split("\n\n")[0].splitlines()[1:]
+    assert [line.split("  ")[1] for line in head] == [
+        "val bpc", "every branch proven", "inversion", "largest local estimate",
+        "characters per second",
+    ]  # fmt: skip
+    assert short.count("not informative") >= 2
+    print_table(report, verbose=True)
+    assert "1.00e+06" in capsys.readouterr().out
 
 
 WRITER = """

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.machine import refuse_missing_kernel
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.attention import attend_l2, choose
 from invformer.kernels.native_attention import NOTHING, _call
+from invformer.runs.machine import refuse_missing_kernel
 from tests.kernels.test_attention import needs_compiler, position
 
 # Stands in for a compiler: says what the processor can do, hands out a library, counts.

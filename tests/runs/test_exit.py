@@ -19,13 +19,13 @@ import evaluate
 import train
 from invformer import errors
 from invformer.assemble import evaluation
-from invformer.assemble.machine import refuse_missing_devices, refuse_missing_kernel
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.evaluation import report
 from invformer.kernels.host import compiler_complaint
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
+from invformer.runs.machine import refuse_missing_devices, refuse_missing_kernel
 from invformer.training import fit
 
 ROOT = Path(__file__).parents[2]
@@ -244,12 +244,15 @@ def test_the_report_is_on_disk_before_anything_is_printed(
 ) -> None:
     path = tmp_path / "evaluation.json"
     monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
-    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: ({"bpc": 2.0}, path))
+    data = {"name": "ptb", "split": "val", "same_as_training": True}
+    made = {"bpc": 2.0, "step": 1, "data": data}
+    monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: (made, path))
     monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
     monkeypatch.setattr(sys, "argv", ["evaluate.py", f"checkpoint={tmp_path}"])
     with pytest.raises(SystemExit):
         evaluate.main()
     assert path.exists()
+    assert (tmp_path / "evaluation" / "ptb-val-1.json").exists()
 
 
 COLOURED = "\x1b[31mred\x07 \x9b2J\r\x7f\tπ\n"

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from invformer.assemble.model import build_model
 from invformer.config import load_config
-from invformer.config.schema import Attention, ModelConfig, OptimConfig, TrainConfig
+from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import training_windows
 from invformer.lipschitz.branch_jacobians import residual_branches
 from invformer.nn.certificate import as_branches
@@ -74,7 +74,7 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
         "optimisers=[adamw, muon]",
         "muon_lr=[0.01, 0.02]",
     )
-    trainings = {model: 0 for model in get_args(Attention)}
+    trainings = {model: 0 for model in get_args(AttentionName)}
     for case in found:
         trainings[case.model] += 1
     # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
@@ -93,7 +93,7 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert len(chosen) == 12
     assert {c.optimiser for c in chosen} == {"adamw", "muon"}
     assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.97}
-    assert {c.model for c in chosen} == set(get_args(Attention))
+    assert {c.model for c in chosen} == set(get_args(AttentionName))
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
     record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
     assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
@@ -143,15 +143,15 @@ def test_branches_contract_in_metrics_where_that_is_trained() -> None:
 
 
 def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
-    assert set(get_args(Attention)) == set(get_args(get_type_hints(ModelConfig)["name"]))
+    assert set(get_args(AttentionName)) == set(get_args(get_type_hints(ModelConfig)["name"]))
     trainer = TrainConfig(optim=OptimConfig())
     assert list(BETAS) == trainer.optim.betas
     assert trainer.optim.grad_clip == GRAD_CLIP
 
 
-@pytest.mark.parametrize("model", get_args(Attention))
+@pytest.mark.parametrize("model", get_args(AttentionName))
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
-def test_training_is_the_plain_loop_step_by_step(model: Attention, optimiser: str) -> None:
+def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser: str) -> None:
     case = only(f"models=[{model}]", f"optimisers=[{optimiser}]")
     text = text_of(case)
     torch.manual_seed(case.seed)
@@ -180,8 +180,8 @@ def test_training_is_the_plain_loop_step_by_step(model: Attention, optimiser: st
     assert all(weights[name].equal(weight) for name, weight in trained.named_parameters())
 
 
-@pytest.mark.parametrize("model", get_args(Attention))
-def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Attention) -> None:
+@pytest.mark.parametrize("model", get_args(AttentionName))
+def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: AttentionName) -> None:
     case = only(f"models=[{model}]")
     result = measure(case, CPU)
     trained, how = train(case, CPU)
@@ -216,7 +216,7 @@ def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Att
 
 @pytest.mark.parametrize("model", ["dot_product", "contractive_l2", "contractive_bounded"])
 def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
-    model: Attention,
+    model: AttentionName,
 ) -> None:
     case = only(f"models=[{model}]", "probe_steps=100", "seq_len=6")
     result = measure(case, CPU)

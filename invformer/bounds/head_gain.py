@@ -1,0 +1,69 @@
+"""One head of tied L2 attention: its gain is at most 4 φ⁻¹(n) + 1, whatever the input.
+
+    Y_i = Σ_j P_ij q_j,   P_i = softmax_j(b_ij − s_ij),   s_ij = ‖q_i − q_j‖²/√d,   b_ii = 0
+
+n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens, N − 1 without a bias or log-masses
+as a tensor. g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone.
+
+**Lemma** (Kim et al. 2021, arXiv 2006.04710, appendix F, for equal masses). Σ_j P_ij s_ij ≤ g.
+Proof. (s − g) e^{−s} is at most e^{−1−g}, hence Σ_{j ≠ i} (s_j − g) e^{b_j − s_j} ≤ n e^{−1−g} = g,
+and the self token has s_i = 0 and weight one.  ∎
+
+**Theorem** (ours). Σ_j ‖∂Y_i/∂q_j‖₂ ≤ 4 φ⁻¹(n) + 1 and ‖∂Y_i/∂q_i‖₂ ≤ 1 + 2 W₀(n e^{−3/2}).
+Proof. With C_i the P_i-covariance of q,
+
+    ∂Y_i/∂q_j = P_ij [I − (2/√d)(q_j − Y_i)(q_j − q_i)ᵀ] + δ_ij (2/√d) C_i.
+
+By the lemma tr C_i ≤ Σ_j P_ij ‖q_j − q_i‖² ≤ √d g, and by Cauchy–Schwarz the rank-one terms sum to
+at most √d g too: 1 + 2g + 2g. The diagonal block P_ii I + (2/√d) C_i is at most
+(1 + 2 Σ_{j ≠ i} s_j e^{b_j − s_j})/(1 + Σ_{j ≠ i} e^{b_j − s_j}), largest where every s_j is
+3/2 + W₀(n e^{−3/2}).  ∎
+"""
+
+import torch
+from torch import Tensor
+
+from invformer.numerics.lambert_w import (
+    causal_gain_upper,
+    causal_gain_upper_from_log,
+    phi_inverse_upper,
+    phi_inverse_upper_from_log,
+)
+from invformer.numerics.rounding import product_up, sum_up
+
+# The number of tokens N in the fullest row, or log n of each head (or one for all) in float64.
+Visible = int | Tensor
+
+# Added to log masses, which come from a float64 logsumexp: far above its rounding.
+LOG_MASS_SLACK = 1e-9
+
+
+def head_gain(mean_gap: float) -> float:
+    """4 g + 1 ≥ Σ_j ‖∂Y_i/∂q_j‖₂, rounded up."""
+    return sum_up(product_up(4, mean_gap), 1)
+
+
+def mean_gaps(visible: Visible, num_heads: int) -> list[float]:
+    """g = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head, rounded up."""
+    if isinstance(visible, int):
+        if visible < 1:
+            raise ValueError(f"a token always sees itself: got {visible} visible tokens")
+        return [phi_inverse_upper(visible - 1)] * num_heads
+    return [phi_inverse_upper_from_log(m) for m in _log_masses(visible, num_heads)]
+
+
+def diagonal_gains(visible: Visible, num_heads: int) -> list[float]:
+    """1 + 2 W₀(n e^{−3/2}) ≥ ‖∂Y_i/∂q_i‖₂ of every head, rounded up."""
+    if isinstance(visible, int):
+        return [causal_gain_upper(visible - 1)] * num_heads
+    return [causal_gain_upper_from_log(m) for m in _log_masses(visible, num_heads)]
+
+
+def _log_masses(log_mass: Tensor, num_heads: int) -> list[float]:
+    """log n of every head, lifted above the rounding of the sum that it came from."""
+    if log_mass.dtype != torch.float64 or log_mass.shape not in {(1,), (num_heads,)}:
+        raise ValueError(
+            f"a certificate needs log masses in float64, one or {num_heads} of them, "
+            f"got {log_mass.dtype} of shape {tuple(log_mass.shape)}"
+        )
+    return [m + LOG_MASS_SLACK for m in log_mass.detach().expand(num_heads).tolist()]

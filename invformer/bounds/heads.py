@@ -1,0 +1,75 @@
+"""From the gains of single heads to the constant of F(X)_i = Σ_h Y_i^h G_h.
+
+Any positive weight per head gives a valid bound. A few choices are tried, the least is returned.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+
+def separate_inputs(gains: list[float], g: Tensor) -> float:
+    """‖Σ_h G_hᵀ y_h‖ ≤ min_w ‖[a_h G_h/w_h]_h‖₂ √(Σ_h w_h²) for all y_h with ‖y_h‖ ≤ a_h.
+
+    Heads may move independently, because they may look at different tokens. w_h = 1 gives
+    √H ‖[a_h G_h]_h‖₂; w_h² = a_h ‖G_h‖₂ gives no more than Σ_h a_h ‖G_h‖₂.
+    """
+    heads = zip(gains, spectral_norm_bound(g).tolist(), strict=True)
+    by_size = [math.sqrt(a * out) for a, out in heads]
+    bounds = []
+    for weights in (_usable([1.0] * len(gains)), _usable(by_size)):
+        scales = [quotient_up(a, w) for a, w in zip(gains, weights, strict=True)]
+        total = sqrt_up(sum_up(*(product_up(w, w) for w in weights)))
+        bounds.append(product_up(_stacked_norm(scales, g, dim=-2), total))
+    return min(bounds)
+
+
+def shared_input(
+    gains: list[float], w: Tensor, g: Tensor, known: list[float] | None = None
+) -> float:
+    """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for all ‖B_h‖₂ ≤ a_h.
+
+    All heads read one input: no √H. Tried are s_h = a_h ‖W_h‖₂, s_h² = a_h ‖W_h‖₂/‖G_h‖₂ and the
+    weights ``known``. Heads with W_h = 0 are left out, whatever their G_h is.
+    """
+    sizes = spectral_norm_bound(w).tolist()
+    heard = [h for h, size in enumerate(sizes) if size != 0]
+    if len(heard) < len(sizes):
+        known = None if known is None else [known[h] for h in heard]
+        gains, w, g = [gains[h] for h in heard], w[heard], g[heard]
+        return shared_input(gains, w, g, known) if heard else 0.0
+    before = [a * q for a, q in zip(gains, sizes, strict=True)]
+    heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
+    by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]
+    bounds = []
+    for weights in (before, by_size, *([] if known is None else [known])):
+        usable = _usable(weights)
+        scales = [quotient_up(a, s) for a, s in zip(gains, usable, strict=True)]
+        after, stacked = _stacked_norm(usable, g, dim=-2), _stacked_norm(scales, w, dim=-1)
+        bounds.append(product_up(after, stacked))
+    return min(bounds)
+
+
+def _stacked_norm(scales: list[float], blocks: Tensor, dim: int) -> float:
+    """‖[a_h W_h]_h‖₂ from above, side by side (dim = −1) or on top of each other (−2).
+
+    Scaling rounds every entry by at most 2⁻⁵³ of itself, so it moves ‖·‖₂ by at most 2⁻⁵³ ‖·‖_F,
+    which is at most 2⁻⁵³ √rank ‖·‖₂.
+    """
+    scale = blocks.new_tensor(scales, dtype=torch.float64)[:, None, None]
+    joined = torch.cat((blocks.detach().to(torch.float64) * scale).unbind(0), dim=dim)
+    return round_up(spectral_norm_bound(joined).item(), 1 + math.isqrt(min(joined.shape)))
+
+
+def _usable(weights: list[float]) -> list[float]:
+    """The weights, made positive and finite, within 1e250 of the largest finite one.
+
+    A head with a tiny input map has an output map that was divided by it. Its weight is far below
+    the others, and has to stay there.
+    """
+    largest = max((w for w in weights if 0 < w < math.inf), default=1.0)
+    return [min(max(w, 1e-250 * largest), 1e250 * largest) for w in weights]

@@ -1,0 +1,325 @@
+"""Everything that evaluate.py measures, and the files in which it is kept."""
+
+import logging
+import math
+import re
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from invformer.config.schema import (
+    DataConfig,
+    EvaluateConfig,
+    EvaluateDataConfig,
+    MeasureConfig,
+    TrainConfig,
+)
+from invformer.data.corpora import Corpus, read_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.data.windows import EvaluationWindows
+from invformer.errors import (
+    CertificateViolation,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    NonFiniteError,
+)
+from invformer.evaluation.inversion import InversionReport, invert_text
+from invformer.evaluation.likelihood import Likelihood, score
+from invformer.evaluation.lipschitz import measured_branches
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.report import write_json
+from invformer.nn.branch import frozen_weights
+from invformer.nn.certificate import Certificate, certify, enforce
+from invformer.nn.transformer import CharTransformer
+from invformer.runs.checkpoint import Checkpoint
+
+NGRAM_ORDER = 5
+# Characters generated to time it, and texts generated at once.
+MOST_GENERATED = 256
+TEXTS_TOGETHER = 32
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
+MOSTLY = 0.5  # of another text may be unknown, no more
+
+
+def evaluate(
+    model: CharTransformer,
+    vocabulary: Vocabulary,
+    trained: TrainConfig,
+    checkpoint: Checkpoint,
+    config: EvaluateConfig,
+) -> dict[str, Any]:
+    """Measure everything that is asked for.
+
+    Args:
+        model: the trained model, in eval mode, on the device to measure on.
+        vocabulary: what its tokens mean.
+        trained: the configuration of its training.
+        checkpoint: where it comes from.
+        config: what to measure, and on what text.
+
+    Returns:
+        The report as a nested plain dict.
+    """
+    device = next(model.parameters()).device
+    data = evaluated_data(trained.data, config.data)
+    split = config.data.split or data.split
+    corpus = read_corpus(data)
+    text = corpus.whole() if split == "all" else corpus.split(split)
+    refuse_other_vocabulary(checkpoint, vocabulary, corpus, text)
+    tokens = vocabulary.encode(text)
+    seq_len = trained.data.seq_len
+    measure = config.evaluate
+    stride = measure.stride or seq_len
+    if stride > seq_len:
+        raise ConfigurationError(
+            f"evaluate.stride: {stride} is more than the model's seq_len={seq_len}; characters "
+            "between windows would never be scored"
+        )
+    if len(tokens) < 2:
+        raise DataError(f"data.split={split}: {len(tokens)} characters, nothing to score")
+    certificate = certify_model(model, trained, checkpoint.path)
+    windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
+    with arithmetic(trained, device):
+        likelihood = score(model, windows, device)
+    if not math.isfinite(likelihood.nats):
+        raise NonFiniteError(
+            f"{checkpoint.path}: {likelihood.nats} nats per character on data.split={split}: "
+            "its weights are finite, but what comes of them is not; evaluate an earlier checkpoint"
+        )
+    # On the text it has learnt by heart an n-gram is no comparison.
+    own = corpus.sha256 == checkpoint.metadata["data_sha256"]
+    by_heart = split == "train" or (own and split == "all")
+    learnt = None if by_heart else training_text(checkpoint, trained.data, corpus)
+    report: dict[str, Any] = {
+        "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
+        "step": checkpoint.step,
+        "command": checkpoint.metadata.get("command"),
+        "commit": checkpoint.metadata.get("commit"),
+        "bpc": likelihood.bpc,
+        "nats": likelihood.nats,
+        "num_characters": likelihood.num_characters,
+        "precision": trained.trainer.precision,
+        "context": {
+            "seq_len": seq_len,
+            "stride": stride,
+            "first_character": "uniform over the vocabulary",
+            "protocol": "every character of the split once; windows do not see what precedes them",
+        },
+        "data": {
+            "name": corpus.name,
+            "split": split,
+            "source": corpus.source,
+            "sha256": corpus.sha256,
+            "same_as_training": own,
+            "unknown_rate": vocabulary.unknown_rate(text),
+        },
+        "ngram": None if learnt is None else ngram_baseline(vocabulary, learnt, tokens),
+        "certificate": None if certificate is None else certificate.to_dict(),
+        "local_lipschitz": {},
+        "inversion": None,
+        "perf": {"forward_characters_per_second": rate(likelihood.num_characters, likelihood)},
+    }
+    if measure.lipschitz_sequences:
+        probe = first_sequences(tokens, seq_len, measure.lipschitz_sequences).to(device)
+        report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
+    if certificate is not None and measure.inversion_sequences:
+        inversion = invert_split(model, tokens, certificate, measure, device)
+        report["inversion"] = asdict(inversion)
+        inverted = tokens[: inversion.num_characters]
+        report["inversion"]["unknown_rate"] = (inverted == 0).double().mean().item()
+        report["perf"] |= inversion_rates(inversion)
+    report["perf"] |= {
+        "generate_characters_per_second": generation_rate(model, tokens, 1, device),
+        f"generate_{TEXTS_TOGETHER}_texts_characters_per_second": generation_rate(
+            model, tokens, TEXTS_TOGETHER, device
+        ),
+    }
+    if config.generate.prompt is not None:
+        report["sample"] = continue_text(model, vocabulary, config, device)
+    return report
+
+
+def keep_report(report: dict[str, Any], latest: Path) -> Path:
+    """Write a report to a file for its data set, split and step, which no other text overwrites.
+
+    Args:
+        report: as :func:`evaluate` returns it.
+        latest: ``evaluation.json``, which becomes a copy of it if the text is the model's own.
+
+    Returns:
+        The file, in a folder named ``evaluation`` beside ``latest``.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    data = report["data"]
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", data["name"])
+    if not data["same_as_training"]:
+        name += f"-{data['sha256'][:8]}"
+    path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
+    write_json(report, path)
+    if data["same_as_training"]:
+        write_json(report, latest)
+    return path
+
+
+def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:
+    """What training read, with what is asked for in its place; another corpus has another path."""
+    given = {name: value for name, value in asdict(asked).items() if value is not None}
+    if given.get("split") == "all":
+        del given["split"]  # no split of a training run
+    if given.get("name", trained.name) != trained.name:
+        given.setdefault("path", None)
+    return replace(trained, **given)
+
+
+def training_text(checkpoint: Checkpoint, trained: DataConfig, corpus: Corpus) -> str | None:
+    """What the model learnt from, in whatever corpus it is evaluated; None where it is gone."""
+    wanted = checkpoint.metadata["data_sha256"]
+    if corpus.sha256 == wanted:
+        return corpus.train
+    try:
+        learnt = read_corpus(trained)
+    except DataError:
+        return None
+    return learnt.train if learnt.sha256 == wanted else None
+
+
+def ngram_baseline(vocabulary: Vocabulary, text: str, tokens: Tensor) -> dict[str, float]:
+    """What an interpolated Witten–Bell n-gram of the model's training text scores on a split."""
+    train = vocabulary.encode(text)
+    nats = witten_bell_nats(train, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
+    return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
+
+
+def arithmetic(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
+    """That of training's forward pass, which the certificate is for."""
+    if config.trainer.precision == "bf16-mixed":
+        return torch.autocast(device.type, torch.bfloat16)
+    return nullcontext()
+
+
+def certify_model(model: CharTransformer, config: TrainConfig, path: Path) -> Certificate | None:
+    """The certificate for the weights as cast for training's forward pass; None for baselines.
+
+    A branch above its target by no more than that cast can do (a run that was stopped between two
+    validations) is shrunk, as at a validation.
+
+    Raises:
+        CertificateViolation: a branch is above its target by more.
+    """
+    if not model.is_invertible:
+        return None
+    dtype = FORWARD_DTYPE[config.trainer.precision]
+    certificate = certify(model, dtype=dtype)
+    if certificate.holds:
+        return certificate
+    excess = {n: bound / certificate.targets[n] for n, bound in certificate.per_branch.items()}
+    name = max(excess, key=lambda name: excess[name])
+    if not excess[name] <= 1 + torch.finfo(dtype).eps:
+        raise CertificateViolation(
+            f"{path}: {name} has the bound {certificate.per_branch[name]:.6g} in "
+            f"{certificate.norm}, its target is {certificate.targets[name]:.6g}: not what training "
+            "left; its weights were changed, or this is a bug"
+        )
+    log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess[name] - 1)
+    return enforce(model, dtype)
+
+
+def refuse_other_vocabulary(
+    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, text: str
+) -> None:
+    """Refuse a text of which a model knows less than half of the characters.
+
+    Raises:
+        CheckpointError: it does, or the text it was trained on has another vocabulary.
+    """
+    if corpus.sha256 == checkpoint.metadata["data_sha256"]:
+        if Vocabulary.from_text(corpus.train) != vocabulary:
+            raise CheckpointError(
+                f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
+            )
+    elif vocabulary.unknown_rate(text) > MOSTLY:
+        raise CheckpointError(
+            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
+            "vocabulary; name a text in the characters it was trained on"
+        )
+
+
+def first_sequences(tokens: Tensor, seq_len: int, count: int) -> Tensor:
+    """Up to ``count`` consecutive full sequences from the beginning of a split."""
+    count = max(1, min(count, len(tokens) // seq_len))
+    length = min(seq_len, len(tokens))
+    return tokens[: count * length].long().view(count, length)
+
+
+def invert_split(
+    model: CharTransformer,
+    tokens: Tensor,
+    certificate: Certificate,
+    measure: MeasureConfig,
+    device: torch.device,
+) -> InversionReport:
+    """Round trip of the split's first sequences."""
+    sequences = first_sequences(tokens, model.seq_len, measure.inversion_sequences).to(device)
+    _, report = invert_text(
+        model,
+        sequences,
+        certificate,
+        dtype=DTYPES[measure.inversion_dtype],
+        method=measure.inversion_method,
+        atol=measure.atol,
+        timed=True,
+    )
+    return report
+
+
+def inversion_rates(report: InversionReport) -> dict[str, float]:
+    """Characters per second of the inverse."""
+    assert report.seconds_inverse is not None
+    return {"inverse_characters_per_second": report.num_characters / report.seconds_inverse}
+
+
+def rate(num_characters: int, likelihood: Likelihood) -> float:
+    """Characters per second of the scoring forward passes."""
+    return num_characters / max(likelihood.seconds, 1e-9)
+
+
+def generation_rate(
+    model: CharTransformer, tokens: Tensor, num_texts: int, device: torch.device
+) -> float:
+    """Characters per second of continuing the split's first ones, up to a window each, at once."""
+    starts = torch.arange(num_texts) % len(tokens)
+    prompt, length = tokens[starts, None].long().to(device), min(model.seq_len, MOST_GENERATED)
+    with frozen_weights(model):
+        model.generate(prompt, 1)
+        start = time.perf_counter()
+        model.generate(prompt, length, temperature=0)[-1, -1].item()  # waits for the device
+        return num_texts * length / (time.perf_counter() - start)
+
+
+def continue_text(
+    model: CharTransformer, vocabulary: Vocabulary, config: EvaluateConfig, device: torch.device
+) -> str:
+    """The prompt and what the model adds to it."""
+    generate = config.generate
+    assert generate.prompt
+    if unknown := vocabulary.unknown_count(generate.prompt):
+        log.warning(
+            "generate.prompt: %d of %d characters are not in the vocabulary and count as the "
+            "unknown symbol", unknown, len(generate.prompt),
+        )  # fmt: skip
+    prompt = vocabulary.encode(generate.prompt).long().to(device)
+    generator = torch.Generator(device=device).manual_seed(generate.seed)
+    with frozen_weights(model):
+        tokens = model.generate(prompt, generate.length, generate.temperature, generator)
+    return vocabulary.decode(tokens.cpu())
