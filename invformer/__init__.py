@@ -1,7 +1,30 @@
 """Invertible, provably Lipschitz Transformers: train, certify, monitor and invert them.
 
-The public names live in the packages: ``invformer.nn`` (layers and models), ``invformer.numerics``
-(bounds, estimators, solvers). This module imports neither, so that command lines answer at once.
+``load`` opens a trained model; ``certify`` and the modules of ``invformer.nn`` (as ``layers``) work
+in other people's models. All are imported on first use, so that command lines answer at once.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from invformer import nn as layers
+    from invformer.model import load
+    from invformer.nn.certificate import certify
+    from invformer.training.monitor import LipschitzMonitor
+
 __version__ = "0.1.0"
+__all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load"]
+PLACES = {
+    "LipschitzMonitor": "training.monitor",
+    "certify": "nn.certificate",
+    "layers": "nn",
+    "load": "model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in PLACES:
+        raise AttributeError(f"module 'invformer' has no attribute {name!r}")
+    module = import_module(f"invformer.{PLACES[name]}")
+    return module if name == "layers" else getattr(module, name)

@@ -18,6 +18,7 @@ SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
+DEVICES = "auto, cpu, mps, cuda or cuda:INDEX"
 CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
 
 AttentionName = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
@@ -417,23 +418,11 @@ class MeasureConfig(Section):
     )
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
     atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
-    device: str = option("auto", "auto, cpu, mps, cuda or cuda:INDEX")
+    device: str = option("auto", DEVICES)
 
     def check(self) -> None:
         """The device is one PyTorch could have."""
-        why = f"{shown(self.device)} is not auto, cpu, mps, cuda or cuda:INDEX"
-        self.refuse_if(not DEVICE.fullmatch(self.device), "device", why)
-
-
-@dataclass(kw_only=True)
-class GenerateConfig(Section):
-    """Text continued by the model."""
-
-    key: ClassVar[str] = "generate"
-    prompt: str | None = option(None, "text to continue; null generates nothing")
-    length: int = option(200, "characters to add", SIZE)
-    temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
-    seed: int = option(0, "of the sampling", SEED)
+        check_device(self, self.device)
 
 
 @dataclass(kw_only=True)
@@ -446,4 +435,59 @@ class EvaluateConfig(Root):
     verbose: bool = option(False, "print every number, those that say little too")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)
-    generate: GenerateConfig = section(GenerateConfig)
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Root):
+    """Continue a text with a trained model."""
+
+    program: ClassVar[str] = "sample.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    prompt: str | None = option(None, "text to continue; null reads it from the terminal or a pipe")
+    length: int = option(200, "characters to add", SIZE)
+    temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
+    top_k: int | None = option(None, "sample among this many likeliest characters", SIZE)
+    top_p: float | None = option(
+        None, "sample among the likeliest characters with this probability together", "(0, 1]"
+    )
+    num_samples: int = option(1, "texts for each prompt", SIZE)
+    seed: int = option(0, "of the sampling", SEED)
+    device: str = option("auto", DEVICES)
+
+    def check(self) -> None:
+        """The device is one PyTorch could have."""
+        check_device(self, self.device)
+
+
+@dataclass(kw_only=True)
+class InvertConfig(Root):
+    """Recover a text from the states at the top of the network, and prove it by character."""
+
+    program: ClassVar[str] = "invert.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    text: str | None = option(None, "text to encode and recover; null reads file, states or stdin")
+    file: str | None = option(None, "file with the text, UTF-8")
+    states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
+    save_states: str | None = option(None, "safetensors file to write the perturbed states to")
+    noise: float = option(
+        0.0, "Gaussian noise added to the states, in units of their root mean square", "[0, 1e6]"
+    )
+    bits: int | None = option(
+        None, "round states to 2^bits levels between least and largest value", "[1, 32]"
+    )
+    seed: int = option(0, "of the noise", SEED)
+    device: str = option("auto", DEVICES)
+
+    def check(self) -> None:
+        """One source of the text, and a device that PyTorch could have."""
+        given = [name for name in ("text", "file", "states") if getattr(self, name) is not None]
+        self.refuse_if(
+            given[1:], given[-1] if given else "text", "give one of text, file and states"
+        )
+        check_device(self, self.device)
+
+
+def check_device(section: Section, device: str) -> None:
+    """Refuse a device that PyTorch could not have."""
+    why = f"{shown(device)} is not {DEVICES}"
+    section.refuse_if(not DEVICE.fullmatch(device), "device", why)

@@ -143,8 +143,6 @@ def evaluate(
             model, tokens, TEXTS_TOGETHER, device
         ),
     }
-    if config.generate.prompt is not None:
-        report["sample"] = continue_text(model, vocabulary, config, device)
     return report
 
 
@@ -305,21 +303,3 @@ def generation_rate(
         start = time.perf_counter()
         model.generate(prompt, length, temperature=0)[-1, -1].item()  # waits for the device
         return num_texts * length / (time.perf_counter() - start)
-
-
-def continue_text(
-    model: CharTransformer, vocabulary: Vocabulary, config: EvaluateConfig, device: torch.device
-) -> str:
-    """The prompt and what the model adds to it."""
-    generate = config.generate
-    assert generate.prompt
-    if unknown := vocabulary.unknown_count(generate.prompt):
-        log.warning(
-            "generate.prompt: %d of %d characters are not in the vocabulary and count as the "
-            "unknown symbol", unknown, len(generate.prompt),
-        )  # fmt: skip
-    prompt = vocabulary.encode(generate.prompt).long().to(device)
-    generator = torch.Generator(device=device).manual_seed(generate.seed)
-    with frozen_weights(model):
-        tokens = model.generate(prompt, generate.length, generate.temperature, generator)
-    return vocabulary.decode(tokens.cpu())

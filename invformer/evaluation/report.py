@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from invformer.errors import StorageError
-from invformer.runs.console import printable
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
@@ -65,8 +64,6 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
         ]
     )
     print_branches(report["local_lipschitz"])
-    if report.get("sample"):
-        print(f"--- sample ---\n{printable(report['sample'])}\n---")
 
 
 def print_lines(lines: Sequence[tuple[str, str]]) -> None:

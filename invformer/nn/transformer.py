@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Integer
@@ -259,13 +260,22 @@ class CharTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(
+        self, prompt: Integer[Tensor, "*batch tokens"], length: int, *options: Any, **named: Any
+    ) -> Integer[Tensor, "*batch longer"]:
+        """The prompts and their continuations; the options are those of :meth:`stream`."""
+        return torch.cat([prompt, *self.stream(prompt, length, *options, **named)], -1)
+
+    @torch.no_grad()
+    def stream(
         self,
         prompt: Integer[Tensor, "*batch tokens"],
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
         keep: int | None = None,
-    ) -> Integer[Tensor, "*batch longer"]:
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> Iterator[Integer[Tensor, "*batch 1"]]:
         """Continue a prompt by ``length`` symbols, one after the other; several prompts at once.
 
         Attentions keep what they need of earlier symbols, so that a new one costs the work of one.
@@ -281,37 +291,30 @@ class CharTransformer(nn.Module):
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
             keep: symbols kept in view when it is full, 1 … ``seq_len``; None is half of it.
+            top_k: sample among this many likeliest symbols; None among all.
+            top_p: sample among the fewest likeliest symbols that have this probability together.
 
         Raises:
             ValueError: the prompt is empty, or one of the numbers is out of its range.
         """
         keep = max(1, self.seq_len // 2) if keep is None else keep
         self._require_possible(prompt, length, temperature, keep)
-        texts = prompt.reshape(-1, prompt.shape[-1])
-        start = texts.shape[-1]
-        texts = torch.cat([texts, texts.new_empty(len(texts), length)], -1)
+        text = prompt[..., -self.seq_len :]
         past: dict[nn.Module, AttentionCache] = {}
-        new = texts[:, max(0, start - self.seq_len) : start]
-        in_view = 0
+        new, in_view = text, 0
         with evaluating(self), frozen_weights(self):
-            for end in range(start, start + length):
-                logits = self.extend(new, past)[:, -1]
+            for _ in range(length):
+                logits = self.extend(new, past)[..., -1, :]
                 in_view += new.shape[-1]
-                if temperature == 0:
-                    new = logits.argmax(-1, keepdim=True)
-                else:
-                    # Differences, over no less than a float can be divided by without NaN.
-                    behind = logits - logits.amax(-1, keepdim=True)
-                    chances = (behind / max(temperature, COLDEST)).softmax(-1)
-                    new = torch.multinomial(chances, 1, generator=generator)
-                texts[:, end : end + 1] = new
+                new = sampled(logits, temperature, generator, top_k, top_p)
+                text = torch.cat([text, new], -1)[..., -self.seq_len :]
+                yield new
                 if in_view == self.seq_len:
                     past, in_view = {}, 0
-                    new = texts[:, end + 1 - keep : end + 1]
-        return texts.view(*prompt.shape[:-1], start + length)
+                    new = text[..., -keep:]
 
     def _require_possible(self, prompt: Tensor, length: int, temperature: float, keep: int) -> None:
-        """Refuse what :meth:`generate` cannot do."""
+        """Refuse what :meth:`stream` cannot do."""
         if not prompt.shape[-1]:
             raise ValueError("the prompt is empty: it needs at least one symbol")
         if length < 0:
@@ -320,3 +323,27 @@ class CharTransformer(nn.Module):
             raise ValueError(f"temperature must not be negative, got {temperature}")
         if not 1 <= keep <= self.seq_len:
             raise ValueError(f"keep must be from 1 to the seq_len of {self.seq_len}, got {keep}")
+
+
+def sampled(
+    logits: Float[Tensor, "*batch vocab"],
+    temperature: float,
+    generator: torch.Generator | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Integer[Tensor, "*batch 1"]:
+    """One symbol a row, drawn from softmax(logits / temperature) among the likeliest."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    # Differences, over no less than a float can be divided by without NaN.
+    behind = (logits - logits.amax(-1, keepdim=True)) / max(temperature, COLDEST)
+    if top_k is not None:
+        least = behind.topk(min(top_k, behind.shape[-1])).values[..., -1:]
+        behind = behind.masked_fill(behind < least, -torch.inf)
+    chances = behind.softmax(-1)
+    if top_p is not None:
+        ordered, order = chances.sort(dim=-1, descending=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # never the likeliest
+        chances = chances.masked_fill(beyond.scatter(-1, order, beyond), 0)
+    rows = chances.flatten(0, -2) if chances.ndim > 1 else chances
+    return torch.multinomial(rows, 1, generator=generator).view(*logits.shape[:-1], 1)

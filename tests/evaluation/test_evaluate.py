@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import evaluate as program
+from invformer import commands
 from invformer.assemble.evaluation import evaluate_checkpoint
 from invformer.assemble.saved_model import untrained
 from invformer.config import load_config
@@ -111,10 +111,10 @@ def test_a_full_disk_does_not_take_the_table(
         raise StorageError("evaluation.json: cannot be written (No space left on device)")
 
     monkeypatch.setattr(measuring, "write_json", refuse)
-    monkeypatch.setattr(program, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *words])
     with pytest.raises(SystemExit) as ended:
-        program.main()
+        commands.evaluate()
     assert ended.value.code == 7
     shown = capsys.readouterr()
     assert "val bpc" in shown.out

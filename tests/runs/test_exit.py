@@ -10,14 +10,12 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import evaluate
-import train
-from invformer import errors
+from invformer import commands, errors
 from invformer.assemble import evaluation
 from invformer.assemble.run import build_run
 from invformer.config import load_config
@@ -130,23 +128,25 @@ def test_a_connection_error_outside_a_rank_is_no_lost_rank(
 
 
 @pytest.mark.parametrize(
-    ("program", "words", "code"),
-    [(train, ["data=text_file", "data.path=missing"], 3), (evaluate, ["checkpoint=missing"], 4)],
-    ids=["train", "evaluate"],
+    ("command", "words", "code"),
+    [
+        ("train", ["data=text_file", "data.path=missing"], 3),
+        ("evaluate", ["checkpoint=missing"], 4),
+    ],
 )
 @pytest.mark.parametrize("debug", [False, True])
 def test_both_programs_know_the_debug_flag(
-    program: ModuleType,
+    command: str,
     words: list[str],
     code: int,
     debug: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(program, "stop_on_signals", lambda: None)  # this process keeps its own
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)  # this process keeps its own
     monkeypatch.setattr(sys, "argv", ["x", *words, *(["--debug"] if debug else [])])
     with pytest.raises(SystemExit) as end:
-        program.main()
+        commands.COMMANDS[command]()
     assert end.value.code == code
     lines = capsys.readouterr().err.splitlines()
     assert (len(lines) > 1) == debug
@@ -243,14 +243,14 @@ def test_the_report_is_on_disk_before_anything_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "evaluation.json"
-    monkeypatch.setattr(evaluate, "stop_on_signals", lambda: None)
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
     data = {"name": "ptb", "split": "val", "same_as_training": True}
     made = {"bpc": 2.0, "step": 1, "data": data}
     monkeypatch.setattr(evaluation, "evaluate_checkpoint", lambda _: (made, path))
     monkeypatch.setattr(report, "print_table", raising(KeyboardInterrupt()))
     monkeypatch.setattr(sys, "argv", ["evaluate.py", f"checkpoint={tmp_path}"])
     with pytest.raises(SystemExit):
-        evaluate.main()
+        commands.evaluate()
     assert path.exists()
     assert (tmp_path / "evaluation" / "ptb-val-1.json").exists()
 
@@ -269,22 +269,6 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
     fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
     assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED
-
-
-def test_the_sample_of_an_evaluation_sends_a_terminal_no_commands(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    report.print_table(
-        {
-            "checkpoint": "a", "step": 1, "bpc": 1.0, "nats": 1.0, "num_characters": 1,
-            "precision": "32-true",
-            "data": {"name": "text_file", "split": "val", "unknown_rate": 0.0},
-            "ngram": {"order": 5, "bpc": 1.0}, "context": {"seq_len": 8, "stride": 4},
-            "certificate": None, "inversion": None, "perf": {}, "local_lipschitz": {},
-            "sample": COLOURED,
-        }
-    )  # fmt: skip
-    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -552,16 +552,6 @@ def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path
         evaluate(folder, "data.name=python_docs")
 
 
-def test_the_unknown_characters_of_a_prompt_are_counted_in_a_warning(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    evaluate(folder, "generate.prompt=7 times Ω is λ", "generate.length=1")
-    assert [r.getMessage() for r in caplog.records] == [
-        "generate.prompt: 2 of 14 characters are not in the vocabulary and count as the unknown "
-        "symbol"
-    ]
-
-
 def other_characters(metadata: dict) -> str:
     """As many characters, one of them another."""
     return metadata["vocabulary"]["characters"][:-1] + "~"

@@ -1,0 +1,201 @@
+"""The commands: train, evaluate, sample, invert. Each parses, builds and calls.
+
+Heavy imports stand inside the functions: a mistyped command line is answered before torch loads.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from invformer import __version__
+from invformer.config import parse_or_exit
+from invformer.config.schema import EvaluateConfig, InvertConfig, SampleConfig, TrainConfig
+from invformer.config.section import Root, nearest
+from invformer.errors import CheckpointError, ConfigurationError, DataError
+from invformer.runs.console import outlive_console, printable
+from invformer.runs.exit import guarded, stop_on_signals
+from invformer.runs.ranks import Supervisor, end_with_supervisor, is_rank
+
+Config = TypeVar("Config", bound=Root)
+
+
+def run(schema: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None) -> None:
+    """Parse a command line, do the work, and end the program with its exit code."""
+    outlive_console()
+    stop_on_signals()
+    words = sys.argv[1:] if argv is None else argv
+    config = parse_or_exit(words, schema)
+    debug = "--debug" in words or bool(getattr(getattr(config, "run", None), "debug", False))
+
+    def guarded_work() -> None:
+        if "checkpoint" in vars(config):
+            require_path(config.checkpoint)
+        work(config)
+
+    raise SystemExit(guarded(guarded_work, debug=debug))
+
+
+def require_path(checkpoint: str) -> None:
+    """Answer a mistyped path at once.
+
+    Raises:
+        CheckpointError: there is nothing.
+    """
+    if "://" not in checkpoint and not os.path.lexists(os.path.expanduser(checkpoint)):
+        raise CheckpointError(
+            f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
+        )
+
+
+def train(argv: Sequence[str] | None = None) -> None:
+    """Fit, in this process or in several."""
+
+    def work(config: TrainConfig) -> None:
+        if is_rank():
+            end_with_supervisor()
+        elif config.trainer.devices > 1:
+            Supervisor(config.trainer.devices, config.trainer.rank_timeout).run()
+            return
+        from invformer.assemble.run import build_run
+        from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
+        from invformer.numerics.precision import denormals_flushed
+        from invformer.training.fit import fit
+
+        keep_freed_memory()
+        leave_new_memory_unfilled()
+        with denormals_flushed():
+            fit(build_run(config))
+
+    run(TrainConfig, work, argv)
+
+
+def evaluate(argv: Sequence[str] | None = None) -> None:
+    """Load, measure, report."""
+
+    def work(config: EvaluateConfig) -> None:
+        from invformer.assemble.evaluation import evaluate_checkpoint
+        from invformer.evaluation.evaluate import keep_report
+        from invformer.evaluation.report import print_table
+        from invformer.kernels.host import keep_freed_memory
+
+        keep_freed_memory()
+        report, latest = evaluate_checkpoint(config)
+        try:
+            path = keep_report(report, latest)
+        finally:  # the measurements are not lost to a full disk
+            print_table(report, config.verbose)
+        print(f"written to {path}")
+
+    run(EvaluateConfig, work, argv)
+
+
+def sample(argv: Sequence[str] | None = None) -> None:
+    """Continue a prompt, character by character."""
+
+    def work(config: SampleConfig) -> None:
+        from invformer.model import load
+
+        model = load(config.checkpoint, config.device)
+        seed = config.seed
+        for prompt in [config.prompt] if config.prompt else prompts():
+            for _ in range(config.num_samples):
+                print(printable(prompt), end="", flush=True)
+                for character in model.stream(
+                    prompt, config.length, temperature=config.temperature,
+                    top_k=config.top_k, top_p=config.top_p, seed=seed,
+                ):  # fmt: skip
+                    print(printable(character), end="", flush=True)
+                print("\n---" if config.num_samples > 1 else "")
+                seed += 1
+
+    run(SampleConfig, work, argv)
+
+
+def prompts() -> Iterator[str]:
+    """What a person types until Ctrl-D; a pipe's whole text; a newline if there is neither."""
+    if not sys.stdin.isatty():
+        yield sys.stdin.read() or "\n"
+        return
+    import readline  # noqa: F401  # history and editing for input()
+
+    while True:
+        try:
+            if prompt := input("prompt> "):
+                yield prompt
+        except EOFError:
+            print()
+            return
+
+
+def invert(argv: Sequence[str] | None = None) -> None:
+    """Encode a text or read its states, perturb them, and recover the text."""
+
+    def work(config: InvertConfig) -> None:
+        text = None if config.states else text_to_invert(config)
+
+        from invformer.evaluation.round_trip import perturb, print_side_by_side
+        from invformer.model import load, read_states, write_states
+
+        model = load(config.checkpoint, config.device)
+        z = model.encode(text) if text is not None else read_states(config.states)
+        z = perturb(z, config.noise, config.bits, config.seed)
+        if config.save_states:
+            write_states(z, config.save_states)
+        start = time.perf_counter()
+        found = model.invert(z)
+        seconds = time.perf_counter() - start
+        print_side_by_side(text, found.text, found.proven)
+        count = len(found.text)
+        if text is not None:
+            same = sum(a == b for a, b in zip(text, found.text, strict=True))
+            print(f"{same} of {count} characters recovered, ", end="")
+        bound = f"{found.error_bound:.2g}" if math.isfinite(found.error_bound) else "none"
+        print(f"{sum(found.proven)} of {count} proven")
+        print(f"error {found.residual:.2g} at the embedding (proven bound: {bound})")
+        print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
+
+    run(InvertConfig, work, argv)
+
+
+def text_to_invert(config: InvertConfig) -> str:
+    """The text that was given, or that of the file, or of standard input.
+
+    Raises:
+        DataError: it cannot be read, or there is none.
+    """
+    try:
+        if config.file is not None:
+            text = Path(config.file).expanduser().read_text(encoding="utf-8")
+        else:
+            text = config.text if config.text is not None else sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{config.file or 'standard input'}: {error}") from None
+    if not text:
+        raise DataError(f"{config.file or 'standard input'}: there is no text to invert")
+    return text
+
+
+COMMANDS: dict[str, Any] = {
+    "train": train, "evaluate": evaluate, "sample": sample, "invert": invert,
+}  # fmt: skip
+
+
+def main() -> None:
+    """``invformer COMMAND key=value ...``"""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name == "--version":
+        print(f"invformer {__version__}")
+    elif name in ("-h", "--help"):
+        print(f"usage: invformer {'|'.join(COMMANDS)} key=value ... [--help]\n       --version")
+    elif name in COMMANDS:
+        COMMANDS[name](sys.argv[2:])
+    else:
+        near = nearest(name, COMMANDS)
+        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        error = ConfigurationError(f"unknown command {name!r:.60}: {hint}")
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code)

@@ -1,0 +1,230 @@
+"""A trained model as its users meet it: generate, encode, invert, and the certificate.
+
+>>> model = invformer.load("checkpoints/first")
+>>> model.generate("The ", length=200, top_k=20)
+>>> z = model.encode("some text")          # states at the top of the stack, (tokens, width)
+>>> model.invert(z).text
+'some text'
+"""
+
+import copy
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.assemble.saved_model import load_model, trained_configuration
+from invformer.config.schema import TrainConfig
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import ConfigurationError, DataError
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.evaluation.evaluate import FORWARD_DTYPE
+from invformer.nn.certificate import Certificate, certify
+from invformer.nn.transformer import CharTransformer
+from invformer.runs.machine import pick_device
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RecoveredText:
+    """A text that was recovered from states at the top of the stack.
+
+    Attributes:
+        text: the recovered characters; U+FFFD for the unknown symbol.
+        proven: per character, whether no other text has states as near to the given ones.
+        error_bound: proven bound on the distance of the computed embeddings from the exact
+            preimage of the states, in the stack's norm; inf if none is known.
+        num_steps: largest number of solver steps in any layer.
+        residual: largest distance of the recovered embeddings from those of the text.
+    """
+
+    text: str
+    proven: tuple[bool, ...]
+    error_bound: float
+    num_steps: int
+    residual: float
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 40 else f"{self.text[:37]}..."
+        share = f"{sum(self.proven)} of {len(self.proven)} characters proven"
+        return f"RecoveredText({shown!r}, {share}, {self.num_steps} steps)"
+
+
+class TrainedModel:
+    """A trained character model with its vocabulary.
+
+    Attributes:
+        network: the PyTorch module, in eval mode.
+        vocabulary: the characters behind its tokens.
+        config: the configuration of its training.
+        metadata: step, command, commit and source of the text, if known.
+    """
+
+    def __init__(
+        self,
+        network: CharTransformer,
+        vocabulary: Vocabulary,
+        config: TrainConfig,
+        metadata: dict[str, Any],
+    ) -> None:
+        self.network = network.eval()
+        self.vocabulary = vocabulary
+        self.config = config
+        self.metadata = metadata
+
+    def __repr__(self) -> str:
+        parameters = sum(p.numel() for p in self.network.parameters())
+        return (
+            f"TrainedModel({self.config.model.name}, {parameters:,} parameters, "
+            f"{self.vocabulary.size} symbols, step {self.metadata.get('step')})"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the weights are on."""
+        return self.network.head.weight.device
+
+    @cached_property
+    def certificate(self) -> Certificate | None:
+        """Proven bounds for the weights as cast for the forward pass; None for a baseline."""
+        if not self.network.is_invertible:
+            return None
+        return certify(self.network, dtype=FORWARD_DTYPE[self.config.trainer.precision])
+
+    def generate(self, prompt: str, length: int = 200, **options: Any) -> str:
+        """The prompt, continued; the options are those of :meth:`stream`."""
+        return prompt + "".join(self.stream(prompt, length, **options))
+
+    def stream(
+        self,
+        prompt: str,
+        length: int = 200,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> Iterator[str]:
+        """The characters that continue a prompt, one after the other.
+
+        Args:
+            prompt: at least one character.
+            length: number of characters to add.
+            temperature: 0 takes the likeliest character, 1 samples the model's distribution.
+            top_k: sample among this many likeliest characters; None among all.
+            top_p: sample among the fewest likeliest characters with this probability together.
+            seed: of the sampling.
+        """
+        tokens = self._tokens(prompt)
+        generator = torch.Generator(device=self.device).manual_seed(seed)
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for token in self.network.stream(tokens, length, generator=generator, **options):
+            yield self.vocabulary.decode(token.cpu())
+
+    @torch.no_grad()
+    def encode(self, text: str) -> Float[Tensor, "tokens width"]:
+        """The states at the top of the stack; a long text is read in windows of ``seq_len``."""
+        windows = self._tokens(text).split(self.network.seq_len)
+        network = self.network
+        return torch.cat([network.stack(network.embedding(window)) for window in windows])
+
+    @torch.no_grad()
+    def invert(self, z: Float[Tensor, "tokens width"]) -> RecoveredText:
+        """The text behind states at the top of the stack, in float64.
+
+        Raises:
+            ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
+        """
+        if not self.network.is_invertible:
+            raise ConfigurationError(
+                f"model {self.config.model.name} has no fixed-point inverse; load a contractive one"
+            )
+        width = self.config.model.d_model
+        if z.ndim != 2 or z.shape[-1] != width or not len(z):
+            raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
+        network, certificate = self._exact
+        parts = []
+        for window in z.to(self.device, torch.float64).split(network.seq_len):
+            parts.append(recover(network, certificate, window[None]))
+        tokens = torch.cat([part[0] for part in parts])
+        return RecoveredText(
+            self.vocabulary.decode(tokens.cpu()),
+            tuple(bool(p) for part in parts for p in part[1]),
+            max(part[2] for part in parts),
+            max(part[3] for part in parts),
+            max(part[4] for part in parts),
+        )
+
+    @cached_property
+    def _exact(self) -> tuple[CharTransformer, Certificate]:
+        """The network in float64, and its certificate there."""
+        network = copy.deepcopy(self.network).double()
+        return network, certify(network, dtype=torch.float64)
+
+    def _tokens(self, text: str) -> Tensor:
+        if not text:
+            raise ConfigurationError("the text is empty; give at least one character")
+        if unknown := self.vocabulary.unknown_count(text):
+            log.warning(
+                "%d of %d characters are not in the vocabulary and count as the unknown symbol",
+                unknown, len(text),
+            )  # fmt: skip
+        return self.vocabulary.encode(text).long().to(self.device)
+
+
+def recover(
+    network: CharTransformer, certificate: Certificate, z: Float[Tensor, "1 tokens width"]
+) -> tuple[Tensor, list[bool], float, int, float]:
+    """Tokens, whether each is proven, error bound, solver steps and residual of one window."""
+    solution = network.stack.inverse(z, certificate=certificate, throw=False)
+    tokens = network.embedding.nearest_tokens(solution.value)
+    error_bound = solution.error_bound.max().item()
+    steps = max(int(layer.num_steps.max()) for layer in solution.layers.values())
+    apart = (solution.value - network.embedding(tokens)).norm(dim=-1).max().item()
+    margin = network.embedding.decoding_margin(certificate.norm)
+    proven = ((tokens != 0) & (apart + error_bound < margin))[0].tolist()
+    return tokens[0], proven, error_bound, steps, apart
+
+
+def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
+    """A trained model from a run folder, or from one checkpoint in it.
+
+    Args:
+        source: the folder.
+        device: ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:INDEX``.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or a damaged one.
+    """
+    checkpoint = read_checkpoint(os.fspath(source))
+    config = trained_configuration(checkpoint)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    network = load_model(checkpoint, config, vocabulary).to(pick_device(device, "device"))
+    return TrainedModel(network, vocabulary, config, checkpoint.metadata)
+
+
+def read_states(path: str) -> Float[Tensor, "tokens width"]:
+    """The only tensor in a safetensors file.
+
+    Raises:
+        DataError: the file cannot be read, or holds anything else.
+    """
+    try:
+        (states,) = safetensors.torch.load_file(Path(path).expanduser()).values()
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise DataError(f"{path}: not a safetensors file with one tensor ({error})") from None
+    return states
+
+
+def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
+    """Write states to a safetensors file that :func:`read_states` reads."""
+    safetensors.torch.save_file({"states": z.cpu().contiguous()}, Path(path).expanduser())

@@ -1,0 +1,9 @@
+"""Continue a text with a trained model.
+
+python sample.py checkpoint=checkpoints/first prompt="The " top_k=20
+"""
+
+from invformer.commands import sample as main
+
+if __name__ == "__main__":
+    main()

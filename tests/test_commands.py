@@ -1,0 +1,225 @@
+"""The front door: the commands as typed, and the trained model as imported."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import invformer
+from invformer import commands
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.errors import ConfigurationError, DataError
+from invformer.evaluation.round_trip import perturb
+from invformer.training.fit import fit
+
+ROOT = Path(__file__).parent.parent
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny trained run."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("front door")
+    (folder / "squares.txt").write_text(TEXT)
+    words = [
+        "data=text_file", f"data.path={folder / 'squares.txt'}", "data.seq_len=16",
+        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=8",
+        "trainer.val_every=4", "trainer.progress=false", "trainer.sample_length=0",
+        "logger.name=none", "monitor.enabled=false", f"run.root={folder / 'runs'}", "run.name=a",
+    ]  # fmt: skip
+    fit(build_run(load_config(words)))
+    return folder / "runs" / "a"
+
+
+Typed = Callable[..., str]
+
+
+@pytest.fixture
+def typed(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Run a command in this process and return what it prints."""
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)  # this process keeps its own
+
+    def typed(command: str, *words: str, code: int = 0) -> str:
+        with pytest.raises(SystemExit) as end:
+            commands.COMMANDS[command]([f"checkpoint={run}", *words])
+        said = capsys.readouterr()
+        assert end.value.code == code, said.err
+        return said.err if code else said.out
+
+    return typed
+
+
+def test_a_sample_repeats_by_its_seed(typed: Typed) -> None:
+    words = ["prompt=7 times", "length=20", "num_samples=2", "top_k=5", "top_p=0.9"]
+    said = typed("sample", *words, "seed=1")
+    texts = said.split("\n---\n")
+    assert [text[:7] for text in texts[:2]] == ["7 times"] * 2
+    assert len(texts[0]) == 27
+    assert texts[0] != texts[1]
+    assert typed("sample", *words, "seed=1") == said
+    assert typed("sample", *words, "seed=3") != said
+
+
+def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(sys.stdin, "read", lambda: "7 times", raising=False)
+    assert typed("sample", "length=3").startswith("7 times")
+
+
+def test_a_sample_sends_a_terminal_no_commands(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = SimpleNamespace(stream=lambda *_, **__: iter("a\x1b[31m"))
+    monkeypatch.setattr("invformer.model.load", lambda *_: trained)
+    assert typed("sample", "prompt=\x07") == r"\x07a\x1b[31m" + "\n"
+
+
+def test_a_text_comes_back_and_is_proven(typed: Typed) -> None:
+    text = "12 times 12 is 144; 13 times 13 is 169"  # longer than seq_len
+    said = typed("invert", f"text={text}")
+    assert re.search(rf"text +{text}\n +recovered +{text}\n +proven +✓{{38}}\n", said)
+    assert "38 of 38 characters recovered, 38 of 38 proven" in said
+
+
+def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
+    saved = tmp_path / "states.safetensors"
+    said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
+    assert "0 of 11 proven" in said
+    assert "recovered  " in typed("invert", f"states={saved}")
+    assert "11 of 11 characters recovered" in typed("invert", "text=12 times 12", "bits=16")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "code", "says"),
+    [
+        ("sample", ["tempreature=1"], 2, "did you mean 'temperature'?"),
+        ("sample", ["top_p=0"], 2, "top_p: 0.0 is not in (0, 1]"),
+        ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
+        ("invert", ["file=missing"], 3, "missing"),
+        ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
+        ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
+    ],
+)
+def test_a_mistake_is_answered_in_one_line(
+    typed: Typed, command: str, words: list[str], code: int, says: str
+) -> None:
+    said = typed(command, *words, code=code)
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_typo_is_answered_before_torch_is_loaded() -> None:
+    code = (
+        "import sys; from invformer import commands\n"
+        "try: commands.COMMANDS[sys.argv[1]](['chekpoint=a'])\n"
+        "finally: assert not {'torch', 'omegaconf', 'lightning'} & set(sys.modules)"
+    )
+    for name in commands.COMMANDS:
+        done = subprocess.run(
+            [sys.executable, "-c", code, name], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: unknown key 'chekpoint'")
+
+
+def test_sampling_and_inverting_load_no_training_framework(run: Path) -> None:
+    code = (
+        "import sys, invformer; model = invformer.load(sys.argv[1], 'cpu')\n"
+        "print(model.generate('7 times', 3))\n"
+        "loaded = {'lightning', 'wandb', 'datasets', 'matplotlib'} & set(sys.modules)\n"
+        "assert not loaded, loaded"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_script_has_every_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["invformer", "--version"])
+    commands.main()
+    assert capsys.readouterr().out == f"invformer {invformer.__version__}\n"
+    monkeypatch.setattr(sys, "argv", ["invformer", "smaple"])
+    with pytest.raises(SystemExit) as end:
+        commands.main()
+    assert end.value.code == 2
+    assert "did you mean 'sample'?" in capsys.readouterr().err
+
+
+# --- the model as imported -----------------------------------------------------------------------
+
+
+def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
+    model = invformer.load(run)
+    text = "3 times 3 is 9; 4 times"
+    z = model.encode(text)
+    assert z.shape == (len(text), 24)
+    found = model.invert(z)
+    assert found.text == text
+    assert all(found.proven)
+    assert found.num_steps > 0
+    assert 0 < found.residual < 1e-4
+    assert 0 < found.error_bound < 0.1
+    assert repr(found).startswith(f"RecoveredText('{text}', {len(text)} of {len(text)} characters")
+    assert model.generate(text, 5, temperature=0).startswith(text)
+    assert model.certificate is not None
+    assert model.certificate.holds
+    assert "8 steps" not in repr(model)
+    assert "step 8" in repr(model)
+
+
+def test_a_stream_yields_one_character_at_a_time(run: Path) -> None:
+    model = invformer.load(run)
+    characters = list(model.stream("7 times", 30, seed=2))
+    assert [len(c) for c in characters] == [1] * 30
+    assert model.generate("7 times", 30, seed=2) == "7 times" + "".join(characters)
+
+
+def test_the_unknown_symbol_is_never_proven(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = invformer.load(run)
+    found = model.invert(model.encode("1 ï 2"))
+    assert "1 of 5 characters are not in the vocabulary" in caplog.text
+    assert found.text == "1 \ufffd 2"
+    assert not found.proven[2]
+
+
+def test_wrong_states_and_texts_are_refused(run: Path) -> None:
+    model = invformer.load(run)
+    with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):
+        model.invert(torch.zeros(3, 5))
+    with pytest.raises(ConfigurationError, match="empty"):
+        model.encode("")
+
+
+def test_states_are_rounded_to_the_bits_asked_for() -> None:
+    z = torch.randn(50, 8, generator=torch.Generator().manual_seed(0))
+    assert perturb(z, 0.0, 2, 0).unique().numel() == 4
+    assert torch.equal(perturb(z, 0.0, None, 0), z)
+    noise = perturb(z, 0.5, None, 0) - z
+    assert abs(noise.std() / z.square().mean().sqrt() - 0.5) < 0.05
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, None, 2), (None, 0.6, 2), (1, 1.0, 1)])
+def test_only_the_likeliest_are_sampled(top_k: int | None, top_p: float | None, kept: int) -> None:
+    from invformer.nn.transformer import sampled
+
+    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log().expand(500, 4)
+    generator = torch.Generator().manual_seed(0)
+    drawn = set(sampled(logits, 1.0, generator, top_k, top_p).flatten().tolist())
+    assert 1 in drawn
+    assert len(drawn) >= kept
+    assert 0 not in drawn
