@@ -12,7 +12,7 @@ from tests.zygote import Zygote
 
 FAST = "tests.small_runs:without_plots"
 MODULE = "invformer.training.module:CharLanguageModel"
-DIRECTORY = "invformer.runs.checkpoint_directory"
+DIRECTORY = "invformer.runs.checkpoint"
 # Where a run may kill itself, and how often it comes by there.
 PLACES = {
     f"{MODULE}.training_step": 28,
@@ -21,7 +21,7 @@ PLACES = {
     f"{MODULE}.validation_step": 16,
     f"{MODULE}.on_validation_epoch_end": 4,
     "invformer.runs.run_log:JsonLinesSink.__call__": 28,
-    f"{DIRECTORY}:write_file": 20,
+    "invformer.runs.checkpoint:write_new": 20,
     f"{DIRECTORY}:sync_folder": 12,
     f"{DIRECTORY}:keep_only": 4,
     "os:rename": 6,

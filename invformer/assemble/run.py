@@ -3,7 +3,6 @@
 import logging
 import os
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,21 @@ from invformer.config.schema import DataConfig, TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
+from invformer.errors import ConfigurationError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.checkpoint import Checkpoint
-from invformer.runs.checkpoint_directory import sweep
-from invformer.runs.checkpoint_io import DirectoryCheckpointIO
+from invformer.runs.checkpoint import Checkpoint, sweep
 from invformer.runs.collective import backends
+from invformer.runs.encoding import specs_of
+from invformer.runs.files import replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import DIRECTORY, tell
 from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import RunDirectory, open_run, write_config
 from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
-from invformer.runs.saving import Checkpoints, RandomState
+from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
-from invformer.runs.tensors import specs_of
 from invformer.runs.wandb_sink import WandbSink
 from invformer.training.callbacks import (
     CertificateKeeper,
@@ -42,25 +41,13 @@ from invformer.training.callbacks import (
     LastValidation,
     StepProgress,
 )
+from invformer.training.fit import Run
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.training.probe_budget import MOST_SEQUENCES
 
 START_SECONDS = 120.0  # in which a process loads what it needs
-
-
-@dataclass(frozen=True)
-class Run:
-    """Everything one training run consists of."""
-
-    config: TrainConfig
-    directory: RunDirectory
-    module: CharLanguageModel
-    data: TextDataModule
-    trainer: L.Trainer
-    wandb: WandbSink | None
-    resume: Checkpoint | None
 
 
 def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:
@@ -90,7 +77,7 @@ def build_run(config: TrainConfig) -> Run:
     if is_first_process():
         if directory.resumed:
             write_config(directory.path, to_dict(config))
-        directory.config.write_text(to_yaml(config), encoding="utf-8")
+        replace_file(directory.config, to_yaml(config))
     wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
     if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
         metadata["wandb_run_id"] = run_id
@@ -179,16 +166,32 @@ def open_directory(config: TrainConfig) -> RunDirectory:
     if not is_first_process():
         return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
     directory = open_run(
-        Path(os.path.expanduser(config.run.root)),
+        expand_home(config.run.root),
         config.run.name,
         f"{config.model.name}-{config.data.name}",
         to_dict(config),
         config.run.resume,
     )
+    sweep(directory.path)
     sweep(directory.checkpoints)
     os.environ[DIRECTORY] = str(directory.path.absolute())
     tell(directory=os.environ[DIRECTORY])
     return directory
+
+
+def expand_home(path: str) -> Path:
+    """The path with the home folder for ``~`` or ``~user``.
+
+    Raises:
+        ConfigurationError: there is no such user, or the user has no home folder.
+    """
+    first, *rest = Path(path).parts or ("",)
+    if not first.startswith("~"):
+        return Path(path)
+    home = os.path.expanduser(first)
+    if not os.path.isabs(home) or not os.path.isdir(home):
+        raise ConfigurationError(f"run.root: {first} has no home folder here; write the path out")
+    return Path(home, *rest)
 
 
 def build_callbacks(
@@ -224,11 +227,12 @@ def build_callbacks(
     batch = config.data.batch_size * config.trainer.accumulate * config.trainer.devices
     characters = batch * config.data.seq_len
     evidence = directory.path / "violation.json"
-    callbacks.append(Flush(run_log, monitor.flush_every, characters, evidence, probe))
+    flush = Flush(run_log, monitor.flush_every, characters, evidence, probe)
+    callbacks.append(flush)
     callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
     if config.trainer.progress:
         callbacks.append(StepProgress(run_log))
-    callbacks += [LastValidation(), Interruption()]
+    callbacks += [LastValidation(), Interruption(flush.flush_all)]
     return callbacks
 
 

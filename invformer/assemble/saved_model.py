@@ -13,7 +13,7 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import PREFIX, Checkpoint
-from invformer.runs.tensors import MAX_HEADER, Spec, specs_of
+from invformer.runs.encoding import MAX_HEADER, Spec, specs_of
 
 FIRST_BLOCK = "stack.blocks.0."
 # A block keeps, besides its weights, a mask and a table of lags for every pair of tokens.

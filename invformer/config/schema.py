@@ -64,7 +64,7 @@ class ModelConfig(Section):
         0.5,
         "c, the largest Lipschitz constant of a residual branch (or, with certificate causal, of "
         "the diagonal blocks of its Jacobian)",
-        "(0, 1)",
+        "[1e-6, 1)",
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
     position_bias_form: Literal["table", "linear", "sinusoid"] = option(

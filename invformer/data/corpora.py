@@ -294,7 +294,7 @@ def read_local(
 ) -> tuple[Texts, str]:
     """A file, a folder of splits, or a folder of texts."""
     path, files = reader.path, [reader.path]
-    if path.is_dir():
+    if os.path.isdir(path):  # False also for a name that is too long
         if (splits := split_files(path)) is not None:
             texts: Texts = {
                 split: "".join(read_file(name, file, reader) for file in files)

@@ -61,7 +61,7 @@ class Reader:
             flags = 0 if stat.S_ISFIFO(status.st_mode) else getattr(os, "O_NONBLOCK", 0)
             with open(file, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as stream:
                 is_whole = self.is_typed and stat.S_ISREG(status.st_mode)
-                content = stream.read() if is_whole else self.drain(stream, file)
+                content = self.drain(stream, file, is_bounded=not is_whole)
         except FileNotFoundError:
             raise DataError(f"{file}: no such file or folder; check data.path") from None
         except OSError as error:
@@ -72,7 +72,8 @@ class Reader:
         """Whether this is a file that may be read, without opening it.
 
         Raises:
-            DataError: it is a device, a pipe that nobody typed, or too large.
+            DataError: it is a device, a pipe that nobody typed, or too large; or it says that it is
+                empty and nobody typed it, as files of the kernel do, which are no text.
         """
         kind = status.st_mode
         may_be_pipe = self.is_typed and file == self.path
@@ -81,18 +82,22 @@ class Reader:
             self.refuse(file, "not a regular file")
         if not self.is_typed and status.st_size > self.left:
             self.refuse_length(file)
+        if not self.is_typed and stat.S_ISREG(kind) and status.st_size == 0:
+            self.refuse(file, "empty")
 
-    def drain(self, stream: IO[bytes], file: Path) -> bytes:
+    def drain(self, stream: IO[bytes], file: Path, *, is_bounded: bool = True) -> bytes:
         """A stream to its end.
 
         Raises:
-            DataError: that is too far.
+            DataError: that is too far, or there is a megabyte of zeros, as in a file with holes.
         """
         chunks = []
         while chunk := stream.read(CHUNK):
             self.left -= len(chunk)
-            if self.left < 0:
+            if is_bounded and self.left < 0:
                 self.refuse_length(file)
+            if len(chunk) == CHUNK and not chunk.strip(b"\0"):
+                self.refuse(file, "a megabyte of zero bytes is no text")
             chunks.append(chunk)
         return b"".join(chunks)
 

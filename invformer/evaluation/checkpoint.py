@@ -5,8 +5,14 @@ import os
 from pathlib import Path
 
 from invformer.errors import CheckpointError
-from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
-from invformer.runs.checkpoint_directory import CHECKPOINTS, MANIFEST, NAME
+from invformer.runs.checkpoint import (
+    CHECKPOINTS,
+    MANIFEST,
+    NAME,
+    Checkpoint,
+    newest_checkpoint,
+    open_checkpoint,
+)
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +65,7 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     if path.is_symlink() or not path.is_dir():
         raise CheckpointError(f"{path}: the best checkpoint is not there any more")
     checkpoint = open_checkpoint(path)
-    checkpoint.manifest.verify()
+    checkpoint.verify()
     return checkpoint
 
 

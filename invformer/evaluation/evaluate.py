@@ -28,6 +28,7 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
     NonFiniteError,
+    StorageError,
 )
 from invformer.evaluation.inversion import InversionReport, invert_text
 from invformer.evaluation.likelihood import Likelihood, score
@@ -38,6 +39,7 @@ from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
+from invformer.runs.files import LINK
 
 NGRAM_ORDER = 5
 # Characters generated to time it, and texts generated at once.
@@ -164,6 +166,8 @@ def keep_report(report: dict[str, Any], latest: Path) -> Path:
     if not data["same_as_training"]:
         name += f"-{data['sha256'][:8]}"
     path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
+    if path.parent.is_symlink():
+        raise StorageError(f"{path.parent}: {LINK}")
     write_json(report, path)
     if data["same_as_training"]:
         write_json(report, latest)

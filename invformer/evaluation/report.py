@@ -2,32 +2,21 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from invformer.errors import StorageError
+from invformer.runs.files import make_folder, replace_file
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
     """Write the report atomically; numbers JSON has no literal for become null.
 
-    Several programs may do so at once: each has a file of its own until it is complete.
-
     Raises:
         StorageError: the folder cannot be written.
     """
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(finite(report), indent=2, allow_nan=False) + "\n", "utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+    make_folder(path.parent)
+    replace_file(path, json.dumps(finite(report), indent=2, allow_nan=False) + "\n")
 
 
 def finite(value: Any) -> Any:

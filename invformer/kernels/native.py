@@ -95,6 +95,8 @@ def _load() -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="invformer-") as scratch:
             return ctypes.CDLL(str(_compile(command, Path(scratch) / "invformer.so")))
     kept = folder / f"invformer-{_fingerprint(command)}.so"
+    if not _is_whole(kept):  # the system would map a truncated file and end the process later
+        _compile(command, kept)
     try:
         return ctypes.CDLL(str(kept))
     except OSError:
@@ -137,10 +139,25 @@ def _compile(command: list[str], target: Path) -> Path:
     try:
         units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
         _run([*command, "-shared", *units, "-o", unfinished])
+        code = Path(unfinished).read_bytes()
+        with open(unfinished, "ab") as file:  # what follows the code is not loaded
+            file.write(hashlib.sha256(code).digest())
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(unfinished, target)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return target
+
+
+def _is_whole(kept: Path) -> bool:
+    """Whether compiled code is there and ends with its own SHA-256."""
+    try:
+        content = kept.read_bytes()
+    except OSError:
+        return False
+    code, digest = content[:-32], content[-32:]
+    return hashlib.sha256(code).digest() == digest
 
 
 def _run(command: list[str]) -> str:

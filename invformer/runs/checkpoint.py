@@ -1,52 +1,57 @@
-"""What a checkpoint says, file by file.
+"""A checkpoint: a directory of four files and their manifest, complete under its name or not there.
 
 ``model.json`` and ``weights.safetensors`` are the model: what evaluating needs. ``state.json`` and
 ``state.safetensors`` are where training continues: optimiser, schedule, random generators, loop and
-sampler positions, the callbacks' memory. Everything is checked as far as it can be without the
-program that wrote it; who reads it compares it with what it needs.
+sampler positions, the callbacks' memory. ``MANIFEST.json`` holds the size and SHA-256 of the four.
+
+A checkpoint is written beside its final place, file by file, the manifest last, and renamed. It is
+read only after it was verified.
 """
 
+import hashlib
 import os
-from collections.abc import Mapping
+import re
+import shutil
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
-from invformer.runs.checkpoint_directory import (
-    CHECKPOINTS,
-    MANIFEST,
-    Manifest,
-    read_manifest,
-    saved_in,
-    write_directory,
-)
-from invformer.runs.strict_json import dump, parse
-from invformer.runs.tensors import (
+from invformer.runs.encoding import (
+    MAX_BYTES,
     MAX_HEADER,
     Spec,
+    dump,
     first_non_finite,
     from_bytes,
     num_bytes,
-    read_specs,
+    pack,
+    parse,
     refuse_other_specs,
+    specs_of,
     to_bytes,
+    unpack,
 )
-from invformer.runs.tree import pack, unpack
+from invformer.runs.files import PARTIAL, make_folder, open_regular, sync_folder, write_new
 
-MODEL = "model.json"
-WEIGHTS = "weights.safetensors"
-STATE = "state.json"
-STATE_TENSORS = "state.safetensors"
-
+CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
+MANIFEST = "MANIFEST.json"
+MODEL, WEIGHTS = "model.json", "weights.safetensors"
+STATE, STATE_TENSORS = "state.json", "state.safetensors"
+FORMAT, VERSION = "invformer checkpoint", 1
+NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
+CHUNK = 1 << 20
+MAX_STEP = 10**9
 # Reading takes a file's size twice.
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-LIMITS = {MODEL: 4 << 20, WEIGHTS: MEMORY // 3, STATE: 16 << 20, STATE_TENSORS: MEMORY // 3}
+LIMITS = {
+    MODEL: 4 << 20, WEIGHTS: MEMORY // 3, STATE: MAX_BYTES, STATE_TENSORS: MEMORY // 3,
+}  # fmt: skip
 # Optimisers keep twice the weights; the monitor's vectors are small unless the probe text is long.
 STATE_PER_WEIGHT, STATE_SLACK = 64, 64 << 20
-MAX_STEP = 10**9
 
 REQUIRED = {"step": int, "config": dict, "vocabulary": dict, "data_sha256": str}
 OPTIONAL = {
@@ -55,11 +60,16 @@ OPTIONAL = {
 STATE_KEYS = {
     "epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data",
 }  # fmt: skip
-# Where the saved weights are an average: those that learn.
-LEARNING = "learning_weights"
+LEARNING = "learning_weights"  # of a state whose saved weights are an average: those that learn
 EVALUATION = "evaluation.json"
-# Of the language model's weights in the module that was trained.
-PREFIX = "model."
+PREFIX = "model."  # of the language model's weights in the module that was trained
+
+
+class FileRecord(NamedTuple):
+    """What the manifest says about one file."""
+
+    size: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,14 @@ class Checkpoint:
 
     Attributes:
         path: its directory.
-        manifest: sizes and hashes of its files.
+        files: what the manifest says about them.
+        sha256: of the manifest, and so of everything in the checkpoint.
         metadata: configuration, vocabulary and provenance, as saved with the run: plain values.
     """
 
     path: Path
-    manifest: Manifest
+    files: Mapping[str, FileRecord]
+    sha256: str
     metadata: dict[str, Any]
 
     @property
@@ -82,9 +94,9 @@ class Checkpoint:
         return self.metadata["step"]
 
     @property
-    def sha256(self) -> str:
-        """Stands for everything in the checkpoint."""
-        return self.manifest.sha256
+    def weight_bytes(self) -> int:
+        """Size of the file with the weights, not yet verified."""
+        return self.files[WEIGHTS].size
 
     @property
     def evaluation(self) -> Path:
@@ -100,16 +112,41 @@ class Checkpoint:
             return folder.parent / EVALUATION
         return folder / f"{self.path.resolve().name}.{EVALUATION}"
 
-    @property
-    def weight_bytes(self) -> int:
-        """Size of the file with the weights, not yet verified."""
-        return self.manifest.files[WEIGHTS].size
+    def verify(self) -> None:
+        """Compare every file with its hash, holding one megabyte at a time.
+
+        Raises:
+            CheckpointError: a file is not what the manifest says.
+        """
+        for name in self.files:
+            for _ in self._chunks(name):
+                pass
+
+    def read(self, name: str) -> bytes:
+        """The content of a file, verified.
+
+        Raises:
+            CheckpointError: it is not what the manifest says.
+        """
+        return b"".join(self._chunks(name))
+
+    def _chunks(self, name: str) -> Iterator[bytes]:
+        """A file piece by piece; at the end it is refused unless size and hash fit."""
+        size, sha256 = self.files[name]
+        digest, left = hashlib.sha256(), size + 1
+        with _open(self.path / name) as file:
+            while left and (chunk := file.read(min(CHUNK, left))):
+                left -= len(chunk)
+                digest.update(chunk)
+                yield chunk
+        if left != 1 or digest.hexdigest() != sha256:
+            raise CheckpointError(
+                f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
+                f"{MANIFEST})"
+            )
 
     def read_weights(self, wanted: Mapping[str, Spec]) -> dict[str, Tensor]:
         """The weights, on the CPU.
-
-        Args:
-            wanted: what they must be.
 
         Raises:
             CheckpointError: they are damaged, others than wanted, or not finite.
@@ -121,9 +158,8 @@ class Checkpoint:
                 f"{where}: its weights do not fit its configuration: {have} bytes, the model's "
                 f"weights take {need}"
             )
-        content = self.manifest.read(WEIGHTS)
-        refuse_other_specs(read_specs(content, where), wanted, where)
-        weights = from_bytes(content, where)
+        weights = from_bytes(self.read(WEIGHTS), where)
+        refuse_other_specs(specs_of(weights), wanted, where)
         if name := first_non_finite(weights):
             raise CheckpointError(f"{where}: weight {name} is not finite")
         return weights
@@ -135,19 +171,20 @@ class Checkpoint:
             CheckpointError: it is damaged, too large, not finite, or no state of a training run.
         """
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
-        size = self.manifest.files[STATE_TENSORS].size
+        size = self.files[STATE_TENSORS].size
         if size > state_limit(self.weight_bytes):
             raise CheckpointError(f"{beside}: {size} bytes are too many for these weights")
-        plain = parse(self.manifest.read(STATE), where)
-        content = self.manifest.read(STATE_TENSORS)
-        read_specs(content, beside)
-        tensors = from_bytes(content, beside)
+        plain = parse(self.read(STATE), where)
+        tensors = from_bytes(self.read(STATE_TENSORS), beside)
         if name := first_non_finite(that_learn(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
         state = unpack(plain, tensors, where)
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
+
+
+# --- writing -------------------------------------------------------------------------------------
 
 
 def write_checkpoint(
@@ -169,12 +206,11 @@ def write_checkpoint(
     if unknown := metadata.keys() - REQUIRED.keys() - OPTIONAL | parts ^ STATE_KEYS:
         raise ValueError(f"a checkpoint does not know, or lacks, {sorted(unknown)}")
     plain, tensors = pack(state)
-    for name in (first_non_finite(weights), first_non_finite(that_learn(tensors))):
-        if name is not None:
-            raise NonFiniteError(
-                f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
-                "or set optim.grad_clip (the last good checkpoint is kept)"
-            )
+    if name := first_non_finite(weights) or first_non_finite(that_learn(tensors)):
+        raise NonFiniteError(
+            f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
+            "or set optim.grad_clip (the last good checkpoint is kept)"
+        )
     files = {
         MODEL: dump(metadata),
         WEIGHTS: to_bytes(weights),
@@ -191,6 +227,37 @@ def write_checkpoint(
     write_directory(path, files)
 
 
+def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
+    """Make a directory of files with a manifest: complete and on the disk, or not at all.
+
+    Raises:
+        StorageError: it cannot be written; nothing is left of it.
+    """
+    partial = target.with_name(PARTIAL + target.name)
+    records = {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        for name, content in files.items()
+    }
+    manifest = dump({"format": FORMAT, "version": VERSION, "files": records})
+    try:
+        make_folder(target.parent)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        for name, content in {**files, MANIFEST: manifest}.items():
+            write_new(partial / name, content)
+        sync_folder(partial)
+        os.rename(partial, target)
+        sync_folder(target.parent)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StorageError(
+            f"{target}: cannot be written ({error.strerror}); earlier checkpoints are kept"
+        ) from error
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read what a checkpoint says about itself; no tensor is read, nothing in it is ever run.
 
@@ -202,9 +269,50 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: a checkpoint is a directory with a {MANIFEST}; single files such as *.ckpt "
             "are pickles, which can run code, and are not opened"
         )
-    manifest = read_manifest(path, LIMITS)
+    try:
+        names = set(os.listdir(path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    if differing := names ^ {*LIMITS, MANIFEST}:
+        raise CheckpointError(
+            f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
+        )
+    with _open(path / MANIFEST) as file:
+        content = file.read(CHUNK)
+    files = read_manifest(parse(content, str(path / MANIFEST)), path)
+    checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
+    checkpoint.metadata.update(read_metadata(checkpoint.read(MODEL), path))
+    return checkpoint
+
+
+def read_manifest(plain: Any, path: Path) -> dict[str, FileRecord]:
+    """The files that a manifest lists.
+
+    Raises:
+        CheckpointError: it is none of this format, or a file exceeds its limit.
+    """
+    files = {}
+    match plain:
+        case {"format": "invformer checkpoint", "version": 1, "files": dict(listed)}:
+            for name, entry in listed.items():
+                match entry:
+                    case {"bytes": int(size), "sha256": str(sha256)}:
+                        files[name] = FileRecord(size, sha256)
+    if files.keys() != LIMITS.keys() or any(files[n].size > LIMITS[n] for n in LIMITS):
+        raise CheckpointError(
+            f"{path / MANIFEST}: no manifest of {FORMAT} {VERSION}, or of files beyond their limits"
+        )
+    return files
+
+
+def read_metadata(content: bytes, path: Path) -> dict[str, Any]:
+    """What ``model.json`` says.
+
+    Raises:
+        CheckpointError: it does not describe a model.
+    """
     where = str(path / MODEL)
-    metadata = parse(manifest.read(MODEL), where)
+    metadata = parse(content, where)
     if not isinstance(metadata, dict) or metadata.keys() - REQUIRED.keys() - OPTIONAL:
         raise CheckpointError(f"{where}: holds what no model is described by")
     for key, kind in REQUIRED.items():
@@ -212,7 +320,28 @@ def open_checkpoint(path: Path) -> Checkpoint:
             raise CheckpointError(f"{where}: {key} is missing or of another type")
     if not 0 <= metadata["step"] <= MAX_STEP:
         raise CheckpointError(f"{where}: step {metadata['step']:.3g} is out of range")
-    return Checkpoint(path, manifest, metadata)
+    return metadata
+
+
+def _open(path: Path) -> Any:
+    try:
+        return open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def state_limit(weights: int) -> int:
+    """Bytes that ``state.safetensors`` may have beside that many bytes of weights."""
+    return STATE_PER_WEIGHT * weights + STATE_SLACK
+
+
+def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state that must be finite: a monitor may find that a vector is not."""
+    parts = ("optimizer_states", LEARNING)
+    return {name: t for name, t in tensors.items() if name.startswith(parts)}
+
+
+# --- the folder that holds them ------------------------------------------------------------------
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
@@ -225,7 +354,7 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     for path in saved_in(folder):
         try:
             checkpoint = open_checkpoint(path)
-            checkpoint.manifest.verify()
+            checkpoint.verify()
         except CheckpointError as error:
             refused.append(str(error))
             continue
@@ -235,12 +364,38 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, []
 
 
-def state_limit(weights: int) -> int:
-    """Bytes that ``state.safetensors`` may have beside that many bytes of weights."""
-    return STATE_PER_WEIGHT * weights + STATE_SLACK
+def saved_in(folder: Path) -> list[Path]:
+    """The directories that are named like checkpoints, newest first; links are none."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name = NAME.fullmatch(path.name)
+        if name and path.is_dir() and not path.is_symlink():
+            found.append(((int(name[1]), int(name[2] or 0)), path))
+    return [path for _, path in sorted(found, reverse=True)]
 
 
-def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state that must be finite: a monitor may find that a vector is not."""
-    parts = ("optimizer_states", LEARNING)
-    return {name: t for name, t in tensors.items() if name.startswith(parts)}
+def name_for(folder: Path, step: int) -> str:
+    """``step-00001500``, or ``step-00001500-1`` where that is taken: nothing is overwritten."""
+    first = f"step-{step:08d}"
+    taken = [NAME.fullmatch(p.name) for p in saved_in(folder) if p.name.startswith(first)]
+    serials = [int(name[2] or 0) for name in taken if name and int(name[1]) == step]
+    return f"{first}-{max(serials) + 1}" if serials else first
+
+
+def keep_only(folder: Path, names: Collection[str | None]) -> None:
+    """Delete all other checkpoints of a folder; each loses its name before its content."""
+    for path in saved_in(folder):
+        if path.name not in names:
+            doomed = path.with_name(PARTIAL + path.name)
+            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what a killed process was writing or deleting."""
+    for path in folder.glob(PARTIAL + "*") if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

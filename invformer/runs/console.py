@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# The reader of a pipe is gone; the terminal is.
+# The reader of a pipe is gone, the terminal is gone, the disk takes no more.
 LOST = (errno.EPIPE, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console(io.FileIO):
-    """A descriptor that nobody has to read: when it is lost, it becomes the null device.
+    """A descriptor that nobody has to read: when it takes no more, it becomes the null device.
+
+    If that is because a disk is full, one line on standard error says so.
 
     Args:
         descriptor: where to write; it stays open when this object is closed.
@@ -31,12 +34,15 @@ class Console(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in LOST:
+            if error.errno not in LOST + FULL:
                 raise
+            full = error.strerror if error.errno in FULL else None
         # The descriptor itself changes, for whatever else writes to it: C libraries, children.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+        if full and self.fileno() != 2:
+            print(f"standard output: {full}; what is printed from here on is lost", file=sys.stderr)
         return super().write(data)
 
 

@@ -20,7 +20,19 @@ OUT_OF_MEMORY = (
 )  # fmt: skip
 STORAGE = {
     getattr(errno, name, None)
-    for name in ("ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM")
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EFBIG",
+        "EIO",
+        "EACCES",
+        "EPERM",
+        "EISDIR",
+        "ENOTDIR",
+        "ENAMETOOLONG",
+        "ELOOP",
+    )
 }
 # What is said by whoever waits for a process that is gone.
 LOST = (

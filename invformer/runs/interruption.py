@@ -1,6 +1,7 @@
 """Where a run may be stopped without losing anything, and how it goes on from there."""
 
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -9,27 +10,26 @@ import lightning as L
 from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
 from invformer.runs.collective import largest_of_processes
 from invformer.runs.ranks import hear_to_stop, tell
-from invformer.training.callbacks import Flush
 
 
 class Interruption(L.Callback):
     """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe place.
 
-    SIGHUP, by which a terminal takes its leave, stays ignored where it is: under ``nohup``.
-
     Between two optimiser steps everything is whole: weights, optimiser, schedule, random generators
-    and metrics belong together. A signal is therefore only noted when it arrives (once: later ones
-    change nothing, so that what saves the state is not disturbed), and acted upon before the first
-    batch of the next step, or the next batch of a validation. Several processes agree on that
-    batch. What was measured and not looked at yet is checked first: the run that continues from
-    here would never see it again.
+    and metrics belong together. A signal is therefore noted when it arrives (later ones change
+    nothing, so that they do not disturb a save), and acted upon before the first batch of the next
+    step or the next batch of a validation. Several processes agree on that batch. Measurements that
+    wait for their flush are checked first: the run that continues would never see them again.
 
-    A validation that was stopped halfway is done again, from its beginning, when the run continues:
-    before the first batch, as if nothing had happened. This callback stands after all others, since
-    they have to be ready for that.
+    A validation that was stopped halfway is done again, from its beginning, before the first batch
+    of the run that continues. This callback stands after all others, which have to be ready then.
+
+    Args:
+        check: looks at what was measured; raises if nothing may be saved.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[L.LightningModule], None]) -> None:
+        self.check = check
         self.signal = 0
         self.validating = False
 
@@ -52,7 +52,7 @@ class Interruption(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """A safe place, unless batches of the same step have drawn random numbers already."""
+        """Stop, unless batches of the same step have drawn random numbers already."""
         if batch_idx % trainer.accumulate_grad_batches:
             tell(beat=True)
         else:
@@ -63,14 +63,9 @@ class Interruption(L.Callback):
         self.validating = True
 
     def on_validation_batch_start(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
     ) -> None:
-        """A safe place."""
+        """Stop here too."""
         self._stop_here(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -78,7 +73,7 @@ class Interruption(L.Callback):
         self.validating = False
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last safe place; from here on nobody waits for anybody."""
+        """Stop for the last time; from here on no process waits for another."""
         self._stop_here(trainer, pl_module)
         tell(beat=False)
 
@@ -107,26 +102,23 @@ class Interruption(L.Callback):
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
         tell(beat=True)
-        number = largest(trainer, self.signal)
-        if number:
-            refuse_pending(trainer, pl_module)
+        if number := largest(trainer, self.signal):
+            check_everywhere(trainer, lambda: self.check(pl_module))
             raise Interrupted(number)
 
 
-def refuse_pending(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-    """Check the rows that wait for their flush; all processes agree on what comes of it.
+def check_everywhere(trainer: L.Trainer, check: Callable[[], None]) -> None:
+    """Check in every process, and let all of them agree on what comes of it.
 
     If only one of them refused, the others would save a state, or wait for it while saving.
 
     Raises:
-        InvformerError: whatever is wrong with them.
-        RankLost: they are in order here, but not in another process, which says what is wrong.
+        InvformerError: what this process found.
+        RankLost: all is in order here, but not in another process, which says what is wrong.
     """
     refusal: InvformerError | None = None
     try:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, Flush):
-                callback.flush_all(pl_module)
+        check()
     except InvformerError as error:
         refusal = error
     if largest(trainer, int(refusal is not None)):

@@ -1,4 +1,9 @@
-"""What must be the same for a run to continue: before its state is restored, and after."""
+"""What must be the same for a run to continue: its text and configuration, and a state of its own.
+
+PyTorch and Lightning restore what a file happens to hold: a missing moment, schedule or generator
+is passed over silently, a learning rate of the file replaces the configuration's. So a state is
+compared with the one that this program would have at that step.
+"""
 
 import logging
 from collections.abc import Mapping
@@ -15,11 +20,10 @@ from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.run_directory import differing_keys
 
 # The tensors an optimiser keeps for each parameter, all of which have gradients.
-MEMORY_OF = {"AdamW": {"step", "exp_avg", "exp_avg_sq"}, "Muon": {"momentum_buffer"}}
-
-LAST_BATCH = 1 << 48
-# Of a schedule: the rates of now, which depend on how many steps are asked for by now.
-RATES = "_last_lr"
+MEMORY_OF = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
+RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
+MOST = 1 << 48  # that a counter reaches
+DATA = "TextDataModule"  # Lightning's key for the sampler's position
 
 log = logging.getLogger(__name__)
 
@@ -47,11 +51,11 @@ def resume_point(folder: Path, metadata: Mapping[str, Any]) -> Checkpoint | None
         return None
     for reason in refused:
         log.warning("%s; continuing from %s", reason, newest.path.name)
-    refuse_other_run(newest, metadata)
+    require_same_run(newest, metadata)
     return newest
 
 
-def refuse_other_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
+def require_same_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
     """Compare text, vocabulary and configuration with those of this run.
 
     Raises:
@@ -73,109 +77,99 @@ def refuse_other_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Non
         raise DataError(
             f"the text changed since the run began: {metadata['data_source']} has SHA-256 "
             f"{metadata['data_sha256'][:12]}…, {checkpoint.path} was trained on "
-            f"{saved['data_sha256'][:12]:.12}…; restore the text or choose another run.name"
+            f"{saved['data_sha256'][:12]}…; restore the text or choose another run.name"
         )
     if saved["vocabulary"] != metadata["vocabulary"]:
         raise CheckpointError(f"{checkpoint.path}: its vocabulary is not that of the run's text")
 
 
-def refuse_other_parts(trainer: L.Trainer, saved: Mapping[str, Any], position: str) -> None:
-    """Whether a checkpoint has everything that Lightning restores only if it is there.
+def require_own_state(
+    trainer: L.Trainer, saved: Mapping[str, Any], fresh: Optimizer, schedule: LRScheduler
+) -> None:
+    """Compare a state with the one that this program has after as many steps.
+
+    Counters, tensors and rates change as a run goes on: of them the kind, the number and the shape
+    must be the same. Hyper-parameters must be equal. Callbacks check their own memory.
 
     Args:
-        trainer: the trainer, about to restore its state.
+        trainer: about to restore its state.
         saved: the checkpoint as Lightning holds it.
-        position: the key of the sampler's position in it.
+        fresh: the optimiser as the configuration makes it.
+        schedule: of ``fresh``.
 
     Raises:
-        CheckpointError: naming what is missing or too much.
+        CheckpointError: naming what differs.
     """
-    where = f"{trainer.ckpt_path}"
+    step = saved["global_step"]
+    batches = step * trainer.accumulate_grad_batches
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    wanted = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
-    if differing := wanted ^ saved["callbacks"].keys():
-        raise CheckpointError(
-            f"{where}: not a state of this run ({min(differing):.60} is missing or unknown)"
-        )
-    for key in ("optimizer_states", "lr_schedulers"):
-        if not isinstance(saved[key], list) or len(saved[key]) != 1:
-            raise CheckpointError(f"{where}: {key} is not a list of one")
-    refuse_other_progress(trainer, saved)
-    numbers = saved[position].values()
-    plain = all(type(number) is int and 0 <= number < LAST_BATCH for number in numbers)
-    if not plain or saved[position]["global_step"] != saved["global_step"]:
-        raise CheckpointError(f"{where}: its position in the text is none of its step")
+    names = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
+    position = trainer.datamodule.state_dict()  # type: ignore[attr-defined]
+    loop, saved_loop = trainer.fit_loop.state_dict(), saved["loops"].get("fit_loop")
+    wanted_schedule = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}
+    differing = (
+        first_difference(sorted(saved["callbacks"]), sorted(names), "callbacks")
+        or first_difference(saved_loop, loop, "loops", counting=True)
+        or first_difference(saved[DATA], position, "position", counting=True)
+        or first_difference(saved["optimizer_states"], [with_memory(fresh, step)], "optimiser")
+        or first_difference(saved["lr_schedulers"], [wanted_schedule], "schedule")
+    )
+    if not differing:
+        steps = saved_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+        counted = saved_loop["epoch_loop.batch_progress"]
+        at = (
+            steps["total"]["completed"], saved[DATA]["global_step"],
+            counted["total"]["completed"], counted["current"]["completed"],
+        )  # fmt: skip
+        differing = "" if at == (step, step, batches, batches) else "the step of its loops"
+    if differing:
+        raise CheckpointError(f"{trainer.ckpt_path}: not a state of this run ({differing:.80})")
 
 
-def refuse_other_progress(trainer: L.Trainer, saved: Mapping[str, Any]) -> None:
-    """Whether the loop's counters are those of a step: a loop that is further on does nothing.
+def first_difference(saved: Any, wanted: Any, path: str, *, counting: bool = False) -> str:
+    """Where a nested state differs from the wanted one; empty if it does not.
 
-    Args:
-        trainer: the trainer, about to restore its state.
-        saved: the checkpoint as Lightning holds it.
-
-    Raises:
-        CheckpointError: they are none, or of another step.
+    Tensors need the same shape, and numbers the same value or, if they count, the same type.
     """
-    where, step = f"{trainer.ckpt_path}", saved["global_step"]
-    loop = saved["loops"]["fit_loop"]
-    if not is_like(loop, trainer.fit_loop.state_dict()):
-        raise CheckpointError(f"{where}: its loops are not those of this program")
-    steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    batches = loop["epoch_loop.batch_progress"]
-    completed = [batches[part]["completed"] for part in ("total", "current")]
-    wanted = [step * trainer.accumulate_grad_batches] * 2
-    if steps["total"]["completed"] != step or completed != wanted:
-        raise CheckpointError(f"{where}: of step {step}, but its loops are at another")
+    if isinstance(wanted, Mapping):
+        if not isinstance(saved, Mapping) or saved.keys() - RATES != wanted.keys() - RATES:
+            return path
+        parts = [(key, saved[key], wanted[key]) for key in wanted.keys() - RATES]
+    elif isinstance(wanted, list | tuple):
+        if type(saved) is not type(wanted) or len(saved) != len(wanted):
+            return path
+        parts = [(key, *pair) for key, pair in enumerate(zip(saved, wanted, strict=True))]
+    elif isinstance(wanted, torch.Tensor):
+        return "" if isinstance(saved, torch.Tensor) and saved.shape == wanted.shape else path
+    elif type(saved) is not type(wanted):
+        return path
+    elif counting:
+        return "" if type(saved) is not int or 0 <= saved < MOST else path
+    else:
+        return "" if saved == wanted else path
+    found = (first_difference(s, w, f"{path}/{key}", counting=counting) for key, s, w in parts)
+    return next(filter(None, found), "")
 
 
-def is_like(saved: Any, fresh: Any) -> bool:
-    """Whether counters are those of a fresh program, with other counts: none of them negative."""
-    if isinstance(fresh, dict):
-        is_same = isinstance(saved, dict) and saved.keys() == fresh.keys()
-        return is_same and all(is_like(saved[key], value) for key, value in fresh.items())
-    if type(saved) is not type(fresh):
-        return False
-    return type(saved) is not int or 0 <= saved < LAST_BATCH
-
-
-def refuse_other_schedule(where: str, saved: Any, fresh: LRScheduler, step: int) -> None:
-    """Whether a schedule is that of this run, as it is after so many steps.
-
-    PyTorch would take whatever is in the file, even in the place of methods. The rates it had last
-    are not compared: :func:`follow_schedule` puts those of this run in their place.
-
-    Args:
-        where: what errors begin with.
-        saved: its state, plain values.
-        fresh: the schedule as this run's configuration makes it.
-        step: the step the checkpoint is of.
-
-    Raises:
-        CheckpointError: naming what does not fit.
-    """
-    wanted = fresh.state_dict() | {"last_epoch": step, "_step_count": step + 1}
-    if not isinstance(saved, dict):
-        raise CheckpointError(f"{where}: its learning-rate schedule is none")
-    if differing := wanted.keys() ^ saved.keys():
-        raise CheckpointError(
-            f"{where}: its learning-rate schedule is not that of this program "
-            f"({min(differing):.60} is missing or unknown)"
-        )
-    for key in wanted.keys() - {RATES}:
-        if type(saved[key]) is not type(wanted[key]) or saved[key] != wanted[key]:
-            raise CheckpointError(f"{where}: its learning-rate schedule has another {key}")
+def with_memory(optimizer: Optimizer, step: int) -> dict[str, Any]:
+    """The state of a fresh optimiser, with tensors as large as those it has after some steps."""
+    state = optimizer.state_dict()
+    parts: list[Optimizer] = getattr(optimizer, "parts", [optimizer])
+    for part, of_part in zip(parts, state.get("parts", [state]), strict=True):
+        parameters = [p for group in part.param_groups for p in group["params"]]
+        kept = MEMORY_OF[type(part).__name__]
+        of_part["state"] = {
+            number: {key: torch.tensor(0) if key == "step" else p for key in kept}
+            for number, p in enumerate(parameters if step else ())
+        }
+    return state
 
 
 def follow_schedule(optimizer: Optimizer, schedule: LRScheduler) -> None:
     """Go on with the rates of this run's schedule, not with those that a checkpoint was left with.
 
-    They are the same, bit for bit, unless the run was asked for more steps: the end of the shorter
-    schedule, which is a rate of zero, would be that of its next step.
-
-    Args:
-        optimizer: of the run, restored.
-        schedule: its schedule, restored.
+    They are the same, bit for bit, unless the run was asked for more steps: the shorter schedule
+    ended with a rate of zero.
     """
     assert isinstance(schedule, LambdaLR)
     rates = [
@@ -185,51 +179,3 @@ def follow_schedule(optimizer: Optimizer, schedule: LRScheduler) -> None:
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
-
-
-def refuse_other_state(trainer: L.Trainer, fresh: Optimizer, step: int) -> None:
-    """Whether what was restored is a state this run can have been in.
-
-    PyTorch checks the number of parameters only: moments of another shape would be read beyond
-    their end, and the file's learning rates would silently replace the configuration's.
-
-    Args:
-        trainer: the trainer, its state restored.
-        fresh: the optimiser as this run's configuration makes it.
-        step: the step the checkpoint is of.
-
-    Raises:
-        CheckpointError: naming what does not fit.
-    """
-    where = f"{trainer.ckpt_path}"
-    (restored,) = trainer.optimizers
-    for group, wanted in zip(restored.param_groups, fresh.param_groups, strict=True):
-        if group.get("initial_lr") != wanted["lr"]:
-            raise CheckpointError(f"{where}: its optimiser has another learning rate")
-    for part, new in zip(parts_of(restored), parts_of(fresh), strict=True):
-        for group, wanted in zip(part.param_groups, new.param_groups, strict=True):
-            for key in wanted.keys() - {"params", "lr"}:
-                if group.get(key) != wanted[key]:
-                    raise CheckpointError(f"{where}: its optimiser has another {key}")
-            for parameter in group["params"] if step else ():
-                refuse_other_memory(where, part, parameter)
-
-
-def refuse_other_memory(where: str, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-    """Whether an optimiser remembers what it should about a parameter.
-
-    Raises:
-        CheckpointError: it does not.
-    """
-    memory = optimizer.state.get(parameter, {})
-    shapes = {key: () if key == "step" else parameter.shape for key in memory}
-    if memory.keys() != MEMORY_OF[type(optimizer).__name__] or any(
-        not isinstance(value, torch.Tensor) or value.shape != shapes[key]
-        for key, value in memory.items()
-    ):
-        raise CheckpointError(f"{where}: its optimiser's state does not fit the weights")
-
-
-def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimisers that one is made of: itself, unless it says otherwise."""
-    return getattr(optimizer, "parts", [optimizer])

@@ -1,7 +1,6 @@
 """The folder a run leaves behind: made once, continued or refused, never overwritten."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,9 @@ from typing import Any
 from invformer.config import to_dict
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, StorageError
-from invformer.runs.checkpoint_directory import CHECKPOINTS
+from invformer.runs.checkpoint import CHECKPOINTS
+from invformer.runs.encoding import MAX_BYTES, parse
+from invformer.runs.files import PARTIAL, open_regular, replace_file
 from invformer.runs.run_lock import LOCK, lock_run
 
 # What may differ between a run and its continuation: it changes no number that was computed.
@@ -21,9 +22,8 @@ MAY_CHANGE = (
     "trainer.sample_length",
 )  # fmt: skip
 CONFIG = "config.json"
-PARTIAL_CONFIG = f"{CONFIG}.partial"
 CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
-BEFORE_TRAINING = {PARTIAL_CONFIG, LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb"}
+BEFORE_TRAINING = {LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb"}
 MUST_STAY = ("run.seed",)
 
 
@@ -105,7 +105,8 @@ def has_nothing_to_lose(path: Path) -> bool:
     That is: no checkpoint, no metrics, and nothing that a run does not make before its first step.
     """
     names = {file.name for file in path.iterdir()} if path.is_dir() else {""}
-    if names <= {PARTIAL_CONFIG, LOCK}:
+    names = {name for name in names if not name.startswith((PARTIAL, f"{CONFIG}.partial"))}
+    if names <= {LOCK}:
         return True
     if not names <= BEFORE_TRAINING or saved_configuration(path) is None:
         return False
@@ -133,9 +134,7 @@ def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Pa
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
     """Keep the configuration for the comparison that a continuation needs."""
-    partial = path / PARTIAL_CONFIG
-    partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path / CONFIG)
+    replace_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
 def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
@@ -159,8 +158,9 @@ def refuse_other_configuration(path: Path, config: Mapping[str, Any]) -> None:
 def saved_configuration(path: Path) -> dict[str, Any] | None:
     """The configuration a run was started with; None if the folder is not that of a run."""
     try:
-        saved = json.loads((path / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        with open_regular(path / CONFIG) as file:
+            saved = parse(file.read(MAX_BYTES + 1), CONFIG)
+    except (OSError, CheckpointError):
         return None
     return saved if isinstance(saved, dict) and "model" in saved else None
 

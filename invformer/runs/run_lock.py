@@ -2,9 +2,10 @@
 
 import os
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from invformer.errors import CheckpointError, StorageError
+from invformer.runs.files import open_kept
 
 try:
     import fcntl
@@ -13,7 +14,7 @@ except ImportError:  # not on Windows: there nobody is kept out
 
 LOCK = ".lock"
 # By process, since a child that was forked has inherited what its parent holds.
-_held: dict[tuple[int, Path], TextIO] = {}
+_held: dict[tuple[int, Path], int] = {}  # descriptors
 
 
 def lock_run(path: Path) -> None:
@@ -33,24 +34,22 @@ def lock_run(path: Path) -> None:
     if fcntl is None or key in _held:
         return
     try:
-        file = (path / LOCK).open("a+", encoding="utf-8")
-        if is_taken(file):
-            file.seek(0)
-            owner = file.read().strip() or "of unknown number"
-            file.close()
-            raise CheckpointError(
-                f"{path} is in use by another process ({owner}): "
-                "wait until it has ended, or choose another run.name"
-            )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}")
-        file.flush()
+        with open_kept(path / LOCK) as file:
+            if is_taken(file):
+                file.seek(0)
+                owner = file.read(200).decode(errors="replace").strip() or "of unknown number"
+                raise CheckpointError(
+                    f"{path} is in use by another process ({owner}): "
+                    "wait until it has ended, or choose another run.name"
+                )
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
+            _held[key] = os.dup(file.fileno())  # which keeps the lock
     except OSError as error:
-        raise StorageError(f"{path}: cannot be locked ({error.strerror})") from error
-    _held[key] = file
+        raise StorageError(f"{path / LOCK}: cannot be locked ({error.strerror})") from error
 
 
-def is_taken(file: TextIO) -> bool:
+def is_taken(file: BinaryIO) -> bool:
     """Lock a file for this process; whether another one has it."""
     assert fcntl is not None
     try:
@@ -60,3 +59,23 @@ def is_taken(file: TextIO) -> bool:
     except OSError:  # a file system without locks
         return False
     return False
+
+
+def require_lock(path: Path) -> None:
+    """Stop before something is written if the lock that this process took is not there any more.
+
+    Raises:
+        CheckpointError: its file was deleted or replaced, so that another process may be at work.
+    """
+    held = _held.get((os.getpid(), path.resolve()))
+    if held is None:
+        return
+    try:
+        found = os.lstat(path / LOCK)
+    except OSError:
+        found = None
+    if found is None or not os.path.samestat(found, os.fstat(held)):
+        raise CheckpointError(
+            f"{path / LOCK} was deleted or replaced while this run was on, so another process may "
+            "use its folder; nothing more is written, the same command continues"
+        )

@@ -1,15 +1,25 @@
 """Metrics of a run: kept on the device, flushed now and then, one row per optimiser step."""
 
+import bisect
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from invformer.errors import StorageError
+from invformer.runs.files import open_kept, open_regular, replace_file
+from invformer.runs.run_lock import require_lock
+
+MAX_STEP = 10**9
+MOST_GAPS = 5  # that one warning names
+DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no rows
 
 log = logging.getLogger(__name__)
 
@@ -76,51 +86,118 @@ def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
 
 
 class JsonLinesSink:
-    """Appends every row to ``metrics.jsonl``; what is in that file is the record of the run.
+    """Appends every row to ``metrics.jsonl``, which is the record of the run.
 
-    After a resume the rows from ``first_step`` on are about to be written again, so the old ones
-    are dropped first: every step stands in the file once. The row before them may still get the
-    numbers of its validation, if the run was stopped during that.
+    A resumed run writes the rows from ``first_step`` on again, so the old ones are dropped first.
+    Lines that are no rows, or whose step is out of order, are moved to ``metrics.damaged``, and a
+    warning names the steps without a row. If the run was stopped during a validation, the numbers
+    of that validation join the last row.
+
+    Raises:
+        StorageError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self.path = path
         self.newest = -1
-        if path.exists():
-            self._replace([row for row in read_rows(path) if row["step"] < first_step])
-        if self.newest + 1 < first_step:
-            log.warning(
-                "%s: the rows of steps %d to %d are lost; the run goes on without them",
-                path, self.newest + 1, first_step - 1,
-            )  # fmt: skip
+        self._begin = 0  # of the newest row in the file
+        try:
+            self._take_up(first_step)
+        except FileNotFoundError:
+            report_gaps(path, [], first_step)
+        except OSError as error:
+            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
     def __call__(self, step: int, row: Row) -> None:
         """Write one row; non-finite numbers become the strings JSON lacks a literal for."""
+        require_lock(self.path.parent)
         finite = {k: v if math.isfinite(v) else str(v) for k, v in sorted(row.items())}
         try:
             if step == self.newest:
-                *rows, last = read_rows(self.path)
-                self._replace([*rows, last | finite])
+                content = read_all(self.path)
+                last = read_row(content[self._begin :]) or {"step": step}
+                joined = json.dumps(last | finite).encode() + b"\n"
+                replace_file(self.path, content[: self._begin] + joined)
                 return
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **finite}) + "\n")
+            with open_kept(self.path) as file:
+                self._begin = file.seek(0, os.SEEK_END)
+                file.write(json.dumps({"step": step, **finite}).encode() + b"\n")
         except OSError as error:
             raise StorageError(f"{self.path}: cannot write metrics ({error.strerror})") from error
         self.newest = step
 
-    def _replace(self, rows: list[dict]) -> None:
-        replaced = self.path.with_suffix(".rewrite")
-        replaced.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        replaced.replace(self.path)
-        self.newest = rows[-1]["step"] if rows else -1
+    def _take_up(self, first_step: int) -> None:
+        """Keep the rows before a step, move away what is damaged, say what is missing."""
+        content = read_all(self.path)
+        *lines, torn = content.split(b"\n")
+        if read_row(torn) is not None:
+            lines.append(torn)
+        steps = {n: row["step"] for n, line in enumerate(lines) if (row := read_row(line))}
+        ordered = longest_increase(steps)
+        kept = [n for n in ordered if steps[n] < first_step]
+        is_missing = report_gaps(self.path, [steps[n] for n in kept], first_step)
+        damaged = [line for n, line in enumerate(lines) if line and n not in set(ordered)]
+        if is_missing and torn:  # else it was being written when the process was killed
+            damaged.append(torn)
+        if damaged:
+            with open_kept(self.path.with_name(DAMAGED)) as file:
+                file.write(b"\n".join(damaged) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            log.warning("%s: %d damaged lines are now in %s", self.path, len(damaged), DAMAGED)
+        whole = b"".join(lines[n] + b"\n" for n in kept)
+        if whole != content:
+            replace_file(self.path, whole)
+        if kept:
+            self.newest = steps[kept[-1]]
+            self._begin = len(whole) - len(lines[kept[-1]]) - 1
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics file; a last line torn by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+def read_all(path: Path) -> bytes:
+    """The content of a regular file."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file, without damaged lines."""
+    lines = read_all(path).split(b"\n")
+    return [row for line in lines if (row := read_row(line)) is not None]
+
+
+def read_row(line: bytes) -> dict[str, Any] | None:
+    """The row that a line holds: a step and numbers. None if it is damaged."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+        [float(value) for value in row.values()]
+        step = row["step"]
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        return None
+    return row if type(step) is int and 0 <= step <= MAX_STEP else None
+
+
+def longest_increase(steps: Mapping[int, int]) -> list[int]:
+    """The keys of the longest subsequence of increasing steps."""
+    ends: list[int] = []  # the smallest step at which a subsequence of each length ends
+    keys: list[int] = []  # of these steps
+    before: dict[int, int | None] = {}
+    for key, step in steps.items():
+        length = bisect.bisect_left(ends, step)
+        before[key] = keys[length - 1] if length else None
+        ends[length : length + 1], keys[length : length + 1] = [step], [key]
+    found: list[int] = []
+    last = keys[-1] if keys else None
+    while last is not None:
+        found.append(last)
+        last = before[last]
+    return found[::-1]
+
+
+def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> bool:
+    """Warn about the steps before ``first_step`` that have no row; whether there are any."""
+    gaps = [(a + 1, b - 1) for a, b in pairwise([-1, *steps, first_step]) if b - a > 1]
+    if gaps:
+        named = ", ".join(f"{a} to {b}" for a, b in gaps[:MOST_GAPS])
+        more = f" and {len(gaps) - MOST_GAPS} more gaps" if len(gaps) > MOST_GAPS else ""
+        log.warning("%s: there are no rows for steps %s%s", path, named, more)
+    return bool(gaps)

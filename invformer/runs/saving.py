@@ -1,25 +1,27 @@
-"""What a run saves and when: complete under its name, random generators included."""
+"""What a run saves and when, and how Lightning's checkpoints become directories and back."""
 
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.io import CheckpointIO
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
-from invformer.runs.checkpoint import open_checkpoint
-from invformer.runs.checkpoint_directory import NAME, keep_only, name_for
-from invformer.runs.checkpoint_io import DATA, METADATA
-from invformer.runs.resume import (
-    follow_schedule,
-    refuse_other_parts,
-    refuse_other_schedule,
-    refuse_other_state,
+from invformer.runs.checkpoint import (
+    NAME,
+    keep_only,
+    name_for,
+    open_checkpoint,
+    write_checkpoint,
 )
-from invformer.training.module import CharLanguageModel
+from invformer.runs.encoding import Spec
+from invformer.runs.resume import DATA, follow_schedule, require_own_state
+from invformer.runs.run_lock import require_lock
+
+METADATA = "invformer"  # where a run puts what ``model.json`` says
 
 
 class Checkpoints(L.Callback):
@@ -27,7 +29,8 @@ class Checkpoints(L.Callback):
 
     The best is the checkpoint whose name every later one carries. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
-    because of a bug, leaves the checkpoints as they were.
+    because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``,
+    ``make_schedule`` and ``gather``.
 
     Args:
         folder: where the checkpoints go.
@@ -39,15 +42,12 @@ class Checkpoints(L.Callback):
         self.previous = previous
         self.best = math.inf
         self.best_name: str | None = None
-        self.restored_step: int | None = None
+        self.restored = False
         self.started = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """From here on there is a state worth saving, once it is known to be one of this run."""
-        assert isinstance(pl_module, CharLanguageModel)
-        if self.restored_step is not None:
-            fresh = pl_module.make_optimizer(pl_module.model)
-            refuse_other_state(trainer, fresh, self.restored_step)
+        """From here on there is a state worth saving."""
+        if self.restored:
             follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
         self.started = True
 
@@ -66,8 +66,8 @@ class Checkpoints(L.Callback):
         """Save the state at an interruption, from which the same command continues."""
         if not (isinstance(exception, Interrupted) and self.started):
             return
-        assert isinstance(pl_module, CharLanguageModel)
-        pl_module.gather()
+        module: Any = pl_module
+        module.gather()
         if all(p.isfinite().all() for p in pl_module.parameters()):
             self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})
 
@@ -80,12 +80,14 @@ class Checkpoints(L.Callback):
             kept: names of checkpoints to keep besides the new and the best one.
 
         Raises:
+            CheckpointError: another process may be at the run.
             StorageError: the folder cannot be written, or does not give back what was written.
         """
+        require_lock(self.folder.parent)
         trainer.save_checkpoint(self.folder / name)  # all processes take part
         if trainer.is_global_zero:
             try:
-                open_checkpoint(self.folder / name).manifest.verify()
+                open_checkpoint(self.folder / name).verify()
                 keep_only(self.folder, {name, self.best_name, *kept})
             except CheckpointError as error:
                 raise StorageError(f"just written, and not read back: {error}") from None
@@ -103,12 +105,10 @@ class Checkpoints(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Refuse a state that lacks something: the run would go on, but differently."""
-        assert isinstance(pl_module, CharLanguageModel)
-        refuse_other_parts(trainer, checkpoint, DATA)
-        self.restored_step = step = checkpoint["global_step"]
-        fresh = pl_module.make_schedule(pl_module.make_optimizer(pl_module.model))
-        (schedule,) = checkpoint["lr_schedulers"]
-        refuse_other_schedule(f"{trainer.ckpt_path}", schedule, fresh, step)
+        module: Any = pl_module
+        fresh = module.make_optimizer(module.model)
+        require_own_state(trainer, checkpoint, fresh, module.make_schedule(fresh))
+        self.restored = True
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and where it is."""
@@ -148,17 +148,56 @@ class RandomState(L.Callback):
             torch.cuda.set_rng_state_all(self._restored["cuda"])
 
 
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write ``NAME.partial`` in the same folder (``write`` may find it there), then rename it.
+class DirectoryCheckpointIO(CheckpointIO):
+    """Lightning's plugin for checkpoints as directories.
 
-    Raises:
-        StorageError: the folder cannot be written.
+    Lightning hands over one nested dict, and gets the same one back, but for its own version: it
+    has nothing to migrate.
+
+    Args:
+        wanted: the module's parameters and buffers, to which a file's weights are compared.
     """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write(partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def __init__(self, wanted: Mapping[str, Spec]) -> None:
+        self.wanted = wanted
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
+    ) -> None:
+        """Write a directory; Lightning calls this in the first process only.
+
+        Raises:
+            NonFiniteError: the state is not finite; nothing is written.
+            StorageError: it cannot be written; nothing is left of it.
+        """
+        state = dict(checkpoint)
+        state["data"] = state.pop(DATA)
+        metadata = {**state.pop(METADATA), "step": state.pop("global_step")}
+        weights = state.pop("state_dict")
+        del state["pytorch-lightning_version"]
+        write_checkpoint(Path(path), metadata, weights, state)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a directory, verified, onto the CPU; ``weights_only`` means nothing here.
+
+        Raises:
+            CheckpointError: an address, or not a whole checkpoint of this module.
+        """
+        if "://" in str(path):
+            raise CheckpointError(f"{path}: only local checkpoints are opened")
+        saved = open_checkpoint(Path(path))
+        weights, state = saved.read_weights(self.wanted), saved.read_state()
+        state[DATA] = state.pop("data")
+        return {
+            **state,
+            METADATA: saved.metadata,
+            "global_step": saved.step,
+            "state_dict": weights,
+            "pytorch-lightning_version": L.__version__,
+        }
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Nobody asks for that: old checkpoints are pruned where they are written."""
+        raise NotImplementedError

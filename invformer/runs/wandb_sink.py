@@ -6,8 +6,8 @@ own, behind a queue that drops what does not fit; ``metrics.jsonl`` has every ro
 """
 
 import contextlib
+import logging
 import math
-import netrc
 import os
 import queue
 import shutil
@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlparse
 
 from invformer.runs.run_log import Row
 
@@ -69,12 +68,16 @@ class WandbSink:
         self.directory = directory
         self.run: Any = None
         self._calls = ContainedCalls()
+        logging.raiseExceptions = False  # W&B's log files may lie on a full disk: no tracebacks
         options = {
             "dir": str(directory), "name": name, "config": config, "project": project,
             "entity": entity, "group": group, "tags": list(tags),
         }  # fmt: skip
         wanted = wanted_mode(mode)
         if wanted == "disabled":
+            return
+        if (directory / "wandb").is_symlink():
+            warn(f"{directory / 'wandb'} is a link, which is not followed; going without W&B")
             return
         began = time.monotonic()
         if wanted == "online":
@@ -263,14 +266,23 @@ def wanted_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
 
 
 def has_api_key() -> bool:
-    """Whether a key is configured, found without prompting and without a network."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    """Whether W&B itself finds a key or an identity token, without a prompt and a network.
+
+    It looks in the environment, in the netrc file (``NETRC``) and in its settings, for the host of
+    ``WANDB_BASE_URL``, of its settings or of its own default.
+    """
     try:
-        return netrc.netrc().authenticators(host or "") is not None
-    except (OSError, netrc.NetrcParseError):
+        from wandb.sdk import wandb_setup
+        from wandb.sdk.lib import wbauth
+
+        host = wandb_setup.singleton().settings.base_url
+        found = wbauth.authenticate_session(
+            host=host, source="train.py", prompt=False, update_session=False
+        )
+    except Exception as error:
+        warn(f"{one_line(error)}; going offline")
         return False
+    return found is not None
 
 
 def is_plain(value: Any) -> bool:

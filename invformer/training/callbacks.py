@@ -16,9 +16,9 @@ from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.nn.certificate import Certificate, enforce
-from invformer.runs.checkpoint_io import METADATA
+from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, RunLog
-from invformer.runs.saving import replace_file
+from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel, non_finite
 
@@ -71,7 +71,7 @@ class Flush(L.Callback):
         """Write down what disproved a bound: the step's metrics and the text they belong to."""
         tokens = None if self.probe is None else self.probe.tolist()
         content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
-        replace_file(self.evidence, lambda path: path.write_text(content + "\n"))
+        replace_file(self.evidence, content + "\n")
 
     def record_throughput(self, trainer: L.Trainer) -> None:
         """Record the rate since the clock was started, and restart it."""
@@ -160,7 +160,7 @@ class CertificateKeeper(L.Callback):
             )
         if trainer.is_global_zero:
             content = json.dumps(self.certificate.to_dict(), indent=2) + "\n"
-            replace_file(self.path, lambda path: path.write_text(content))
+            replace_file(self.path, content)
         self.run_log.record(
             pl_module.step,
             {"lipschitz/certified_max": self.certificate.bound_max},

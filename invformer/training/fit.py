@@ -1,8 +1,7 @@
 """Run the training loop, then show what came of it."""
 
-import json
 import shlex
-from typing import Protocol
+from dataclasses import dataclass
 
 import lightning as L
 import torch
@@ -13,8 +12,9 @@ from invformer.errors import CheckpointError, InvformerError
 from invformer.kernels import native
 from invformer.nn.branch import frozen_weights
 from invformer.nn.spectral import set_manual_refresh
-from invformer.runs.checkpoint import Checkpoint
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.console import printable
+from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_sink import WandbSink
@@ -24,46 +24,20 @@ from invformer.training.plots import plot_run
 REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
-class TrainingRun(Protocol):
-    """What :func:`fit` needs of a run."""
+@dataclass(frozen=True)
+class Run:
+    """Everything one training run consists of."""
 
-    @property
-    def config(self) -> TrainConfig:
-        """What was asked for."""
-        ...
-
-    @property
-    def directory(self) -> RunDirectory:
-        """Where it is kept."""
-        ...
-
-    @property
-    def module(self) -> CharLanguageModel:
-        """What learns."""
-        ...
-
-    @property
-    def data(self) -> TextDataModule:
-        """What it learns from."""
-        ...
-
-    @property
-    def trainer(self) -> L.Trainer:
-        """Who drives."""
-        ...
-
-    @property
-    def wandb(self) -> WandbSink | None:
-        """The W&B run, if there is one."""
-        ...
-
-    @property
-    def resume(self) -> Checkpoint | None:
-        """Where it continues, if it is not new."""
-        ...
+    config: TrainConfig
+    directory: RunDirectory
+    module: CharLanguageModel
+    data: TextDataModule
+    trainer: L.Trainer
+    wandb: WandbSink | None
+    resume: Checkpoint | None
 
 
-def fit(run: TrainingRun) -> None:
+def fit(run: Run) -> None:
     """Train from scratch or from where the run stopped; leave sample, plots and W&B tables.
 
     Raises:
@@ -85,7 +59,7 @@ def fit(run: TrainingRun) -> None:
             run.wandb.finish(exit_code)
 
 
-def train(run: TrainingRun) -> None:
+def train(run: Run) -> None:
     """The training loop, with Lightning's ways of ending early turned into errors that say so.
 
     While it runs, and no longer, the module refreshes the normalisers once per step: were that left
@@ -116,13 +90,13 @@ def leave_process_group() -> None:
         torch.distributed.destroy_process_group()
 
 
-def checkpoints_of(run: TrainingRun) -> Checkpoints:
+def checkpoints_of(run: Run) -> Checkpoints:
     """The callback that saves this run."""
     callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
     return next(c for c in callbacks if isinstance(c, Checkpoints))
 
 
-def announce(run: TrainingRun) -> None:
+def announce(run: Run) -> None:
     """Say in a few lines what is about to happen."""
     parameters = sum(p.numel() for p in run.module.model.parameters())
     corpus = run.data.corpus
@@ -137,11 +111,11 @@ def announce(run: TrainingRun) -> None:
         print(f"continuing from {run.resume.path}")
 
 
-def conclude(run: TrainingRun) -> None:
+def conclude(run: Run) -> None:
     """Write a sample and the plots, and hand both to W&B."""
     sample = generate_sample(run)
     if sample:
-        (run.directory.path / "sample.txt").write_text(sample, encoding="utf-8")
+        replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
     pictures = plot_run(run.directory.metrics, run.directory.path)
     print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
@@ -151,8 +125,7 @@ def conclude(run: TrainingRun) -> None:
     run.wandb.table("sample", ["text"], [[sample]])
     for path in pictures:
         run.wandb.image(f"plots/{path.stem}", path)
-    if run.directory.certificate.exists():
-        rows = certificate_rows(run)
+    if rows := certificate_rows(run):
         run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
 
 
@@ -161,16 +134,21 @@ def evaluation_command(directory: RunDirectory) -> str:
     return shlex.join(["python", "evaluate.py", f"checkpoint={directory.path}"])
 
 
-def certificate_rows(run: TrainingRun) -> list[list]:
-    """The run's last certificate as table rows."""
-    certificate = json.loads(run.directory.certificate.read_text(encoding="utf-8"))
-    return [
-        [name, certificate["norm"], bound, certificate["targets"][name]]
-        for name, bound in certificate["per_branch"].items()
-    ]
+def certificate_rows(run: Run) -> list[list]:
+    """The certificate of the final weights as table rows; none if the model has none."""
+    newest, _ = newest_checkpoint(run.directory.checkpoints)
+    certificate = newest and newest.metadata.get("certificate")
+    return (
+        []
+        if not certificate
+        else [
+            [name, certificate["norm"], bound, certificate["targets"][name]]
+            for name, bound in certificate["per_branch"].items()
+        ]
+    )
 
 
-def generate_sample(run: TrainingRun) -> str:
+def generate_sample(run: Run) -> str:
     """Text continued from the beginning of the validation split."""
     length = run.config.trainer.sample_length
     if length == 0:

@@ -1,5 +1,6 @@
 """Pictures of a run, drawn from its metrics.jsonl; readable in greyscale."""
 
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from invformer.errors import StorageError
+from invformer.runs.files import replace_file
 from invformer.runs.run_log import read_rows
 
 if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is something to draw
@@ -265,8 +266,7 @@ def save(figure: "Figure", path: Path) -> Path:
     Raises:
         StorageError: the file cannot be written.
     """
-    try:
-        figure.savefig(path, dpi=120)
-    except OSError as error:
-        raise StorageError(f"{path}: cannot write the plot ({error.strerror})") from error
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    replace_file(path, image.getvalue())
     return path

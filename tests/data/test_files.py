@@ -48,6 +48,23 @@ def test_a_device_is_nobodys_text(device: str) -> None:
     assert refusal(SavedPath(device)) == f"{device}: not a regular file, and {UNTYPED}"
 
 
+@pytest.mark.parametrize("path", ["/proc/kmsg", "/proc/self/maps"])
+def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -> None:
+    if not Path(path).exists():
+        pytest.skip("this system has no such files")
+    assert refusal(SavedPath(path)) == f"{path}: empty, and {UNTYPED}"
+
+
+def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> None:
+    write(tmp_path / "text.txt", "")
+    os.truncate(tmp_path / "text.txt", 1 << 40)
+    assert "a megabyte of zero bytes is no text" in refusal(tmp_path / "text.txt")
+
+
+def test_a_name_that_is_too_long_is_one_line() -> None:
+    assert "cannot be read (File name too long)" in refusal("x" * 300)
+
+
 def test_a_link_to_a_device_is_one(tmp_path: Path) -> None:
     (tmp_path / "text.txt").symlink_to("/dev/zero")
     assert "not a regular file" in refusal(tmp_path / "text.txt")
@@ -82,16 +99,6 @@ def test_what_a_checkpoint_names_is_bounded_all_together(
         f"{tmp_path / 'c.txt'}: more than 25 bytes of text, and {UNTYPED}"
     )
     load_corpus("text_file", tmp_path)
-
-
-def test_files_whose_length_the_kernel_does_not_say_are_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    path = "/proc/self/maps"
-    if not Path(path).exists():
-        pytest.skip("this system has no such files")
-    monkeypatch.setattr(files, "MOST_BYTES", 25)
-    assert "more than 25 bytes of text" in refusal(SavedPath(path))
 
 
 def test_a_pipe_that_does_not_end_is_cut_off(

@@ -9,8 +9,7 @@ import torch
 
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import find_checkpoint
-from invformer.runs.checkpoint import STATE_TENSORS, WEIGHTS, write_checkpoint
-from invformer.runs.checkpoint_directory import MANIFEST
+from invformer.runs.checkpoint import MANIFEST, STATE_TENSORS, WEIGHTS, write_checkpoint
 from tests.saved_runs import NO_STATE
 
 BEST, NEWEST = "step-00000004", "step-00000006"

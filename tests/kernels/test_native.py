@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -77,14 +78,17 @@ def test_code_is_compiled_again_for_another_processor(compiler: Path, kept: Path
     assert times_compiled(compiler) == len(list(kept.iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda c: b"half of it", lambda c: c[: len(c) // 2], lambda c: c[:-1] + b"?"]
+)
 def test_damaged_code_is_compiled_again(
-    compiler: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    compiler: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     assert complaint_of_another_process() is None
     (file,) = kept.iterdir()
     elsewhere = kept.parent.parent / "elsewhere" / "invformer"
     elsewhere.mkdir(parents=True)
-    (elsewhere / file.name).write_bytes(b"half of it")
+    (elsewhere / file.name).write_bytes(damage(file.read_bytes()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
     assert complaint_of_another_process() is None
     assert times_compiled(compiler) == 2

@@ -49,6 +49,7 @@ def rank(behaviour: str, folder: Path) -> None:
 
 def main() -> int:
     """Supervise, or be supervised."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     stop_on_signals()
     _, behaviour, timeout, folder = sys.argv
     if is_rank():

@@ -22,17 +22,15 @@ PLACES = {
     "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
     "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 6, TERM)],
     "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 15, INT)],
-    "in a checkpoint's write": [("invformer.runs.checkpoint_directory:write_file", 8, TERM)],
-    "in the last checkpoint's write": [
-        ("invformer.runs.checkpoint_directory:write_file", 17, TERM)
-    ],
+    "in a checkpoint's write": [("invformer.runs.checkpoint:write_new", 8, TERM)],
+    "in the last checkpoint's write": [("invformer.runs.checkpoint:write_new", 17, TERM)],
     "twice": [
         (f"{MODULE}:CharLanguageModel.training_step", 16, TERM),
         (f"{MODULE}:refresh_normalisers", 20, INT),
     ],
     "twice, the second time while the state is being saved": [
         (f"{MODULE}:CharLanguageModel.training_step", 4, TERM),
-        ("invformer.runs.checkpoint_directory:write_file", 2, INT),
+        ("invformer.runs.checkpoint:write_new", 2, INT),
     ],
 }
 

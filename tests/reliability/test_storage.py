@@ -19,10 +19,10 @@ WRITES = 9  # files written before the disk is full: one checkpoint, and a part 
 
 def full_after_a_while() -> None:
     """Called in a run before it starts: from some file on, nothing longer than 1 KiB is taken."""
-    from invformer.runs import checkpoint_directory as directory
+    from invformer.runs import checkpoint as directory
 
     without_plots()
-    write, written = directory.write_file, []
+    write, written = directory.write_new, []
 
     def limited(path: Path, content: bytes) -> None:
         written.append(path)
@@ -31,7 +31,7 @@ def full_after_a_while() -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
         write(path, content)
 
-    directory.write_file = limited
+    directory.write_new = limited
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_keeps_what_was_saved(

@@ -4,11 +4,9 @@ import errno
 import logging
 import os
 import pty
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,13 +15,9 @@ import torch
 
 from invformer import commands, errors
 from invformer.assemble import evaluation
-from invformer.assemble.run import build_run
-from invformer.config import load_config
 from invformer.evaluation import report
-from invformer.kernels.host import compiler_complaint
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
-from invformer.runs.machine import refuse_missing_devices, refuse_missing_kernel
 from invformer.training import fit
 
 ROOT = Path(__file__).parents[2]
@@ -153,18 +147,6 @@ def test_both_programs_know_the_debug_flag(
     assert lines[-1].startswith("error: ")
 
 
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "auto"])
-def test_devices_that_are_not_there_are_a_configuration_error(
-    accelerator: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
-    with pytest.raises(errors.ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
-        refuse_missing_devices(config.trainer)
-    refuse_missing_devices(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]).trainer)
-
-
 @pytest.mark.parametrize("program", [["train.py"], ["-m", "studies"]])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_console_that_nobody_reads_costs_a_program_nothing(
@@ -197,9 +179,15 @@ def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[in
     os.close(writer)
 
 
-def test_a_disk_that_takes_no_more_of_the_output_is_still_an_error() -> None:
-    with open("/dev/full", "wb") as full, pytest.raises(OSError, match="No space left"):
-        Console(full.fileno()).write(b"x")
+def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with open("/dev/full", "wb") as full:
+        console = Console(full.fileno())
+        assert console.write(b"lost") == console.write(b"lost") == 4
+    assert capsys.readouterr().err == (
+        "standard output: No space left on device; what is printed from here on is lost\n"
+    )
 
 
 @pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
@@ -269,61 +257,3 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
     fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
     assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED
-
-
-@pytest.mark.parametrize(
-    ("kernel", "accelerator", "gpus"),
-    [("flex", "cpu", 1), ("flex", "auto", 0), ("sdpa", "auto", 1)],
-)
-def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
-    kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
-    model = ["model.position_bias_form=linear"] if kernel == "sdpa" else []
-    config = load_config([*words, *model, f"model.attention_kernel={kernel}"])
-    with pytest.raises(errors.ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
-        build_run(config)
-    assert not (tmp_path / "runs").exists()
-    for fine in ("auto", "blocked", "math"):
-        refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
-    plain = ["model=dot_product", "model.position_bias=false", "model.attention_kernel=sdpa"]
-    refuse_missing_kernel(load_config([*words[:1], *plain]))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["trainer.deterministic=false"], None),
-        (["model.position_bias=false"], None),
-        ([], r"in any order; pick auto, or trainer\.deterministic=false"),
-        (["trainer.deterministic=false", "model.num_heads=16"], "at least 16 channels, not 8"),
-    ],
-)
-def test_flex_attention_is_refused_on_a_gpu_where_it_breaks_a_promise_or_has_no_kernel(
-    words: list[str], message: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    asked = ["model.d_model=128", "model.attention_kernel=flex", "trainer.accelerator=auto"]
-    config = load_config([*asked, *words])
-    with pytest.raises(errors.ConfigurationError, match=message) if message else nullcontext():
-        refuse_missing_kernel(config)
-
-
-def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
-    monkeypatch.setattr(torch, "compile", lambda f: raising(RuntimeError(message)))
-    words = ["trainer.accelerator=cpu", f"run.root={tmp_path / 'runs'}", "trainer.compile=true"]
-    with pytest.raises(errors.ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
-        build_run(load_config(words))
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
-    assert compiler_complaint(torch.device("cpu")) is None

@@ -16,14 +16,14 @@ from torch import Tensor
 
 import invformer.training.fit as fit_module
 import invformer.training.monitor as monitor_module
-from invformer.assemble.run import Run, build_run
+from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
 from invformer.runs.collective import backends
-from invformer.runs.interruption import refuse_pending
+from invformer.runs.interruption import check_everywhere
 from invformer.runs.run_log import RunLog
 from invformer.training.callbacks import Flush
 from invformer.training.module import CharLanguageModel
@@ -55,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_of(folder: Path, stop_at: int | None = None) -> Run:
+def run_of(folder: Path, stop_at: int | None = None) -> fit_module.Run:
     """Eight steps and two validations, with nothing flushed between these."""
     more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
     run = build_run(load_config(options(folder, "a", *more), TrainConfig, ROOT))
@@ -96,7 +96,7 @@ def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_a
     assert evidence["row"][f"{BRANCH}/estimate"] == 99.0
 
 
-@pytest.mark.parametrize("stop_at", [1, 3])
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
 def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at: int) -> None:
     with pytest.raises(Interrupted) as error:
         fit_module.fit(run_of(folder, stop_at))
@@ -104,6 +104,8 @@ def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at
     run = run_of(folder)
     assert run.resume is not None
     assert run.resume.step == stop_at + 1
+    # Made before the fourth step's validation, it is of these weights and of no later ones.
+    assert ("certificate" in run.resume.metadata) == (stop_at == 3)
     fit_module.fit(run)
     assert run.trainer.global_step == 8
 
@@ -120,24 +122,25 @@ def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_
     assert [path.name for path in run.directory.checkpoints.iterdir()] == ["step-00000004"]
 
 
-def rank(row: dict[str, float]) -> Any:
-    """A process of two, with a pending row."""
+def check_in_one_of_two(row: dict[str, float]) -> None:
+    """Check a pending row in one process of two."""
     log = RunLog([])
     log.record(3, row)
-    return SimpleNamespace(world_size=2, callbacks=[Flush(log, 25, 100, Path(os.devnull))])
+    flush = Flush(log, 25, 100, Path(os.devnull))
+    trainer: Any = SimpleNamespace(world_size=2)
+    check_everywhere(trainer, lambda: flush.flush_all(Mock(spec=CharLanguageModel)))
 
 
 def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Mock(spec=CharLanguageModel)
     sound, broken = {"train/nats": 1.0}, {"train/nats": float("nan")}
     for other in (0, 1):
         monkeypatch.setattr(
             interruption, "largest_of_processes", lambda own, other=other: max(own, other)
         )
         with pytest.raises(RankLost, match="another process") if other else nullcontext():
-            refuse_pending(rank(sound), module)
+            check_in_one_of_two(sound)
         with pytest.raises(NonFiniteError, match="step 3: train/nats is nan"):
-            refuse_pending(rank(broken), module)
+            check_in_one_of_two(broken)
 
 
 def test_processes_on_gpus_exchange_numbers_of_their_hosts_through_the_hosts() -> None:

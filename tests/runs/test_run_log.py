@@ -1,7 +1,10 @@
 """The run log: one row per step, nothing lost, nothing waited for between flushes."""
 
 import json
+import os
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,13 +59,65 @@ def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path: Path) -
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
 
 
+LINES = [json.dumps({"step": step, "x": step / 2}).encode() for step in range(30)]
+DAMAGES: dict[str, tuple[bytes, bytes]] = {
+    "no JSON": (b'"x": 6', b'"x": 6}'),
+    "no UTF-8": (b'"x"', b'"\xff"'),
+    "a number": (LINES[12], b"5"),
+    "a list": (LINES[12], b"[]"),
+    "no step": (LINES[12], b'{"step": null}'),
+    "a huge step": (LINES[12], b'{"step": ' + b"9" * 5000 + b"}"),
+    "deep nesting": (LINES[12], b"[" * 100_000),
+    "a step of another row": (b'"step": 12', b'"step": 52'),
+    "a value that is a list": (b"6.0", b"[6]"),
+    "zeros": (LINES[12], bytes(20)),
+    "cut short": (b"}", b""),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    damaged = LINES[12].replace(*DAMAGES[how])
+    assert damaged != LINES[12]
+    path.write_bytes(b"\n".join([*LINES[:12], damaged, *LINES[13:]]) + b"\n")
+    JsonLinesSink(path, first_step=25)
+    steps = [row["step"] for row in read_rows(path)]
+    assert steps == [step for step in range(25) if step != 12]
+    assert (tmp_path / "metrics.damaged").read_bytes() == damaged + b"\n"
+    assert any("no rows for steps 12 to 12" in record.getMessage() for record in caplog.records)
+
+
+def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path: Path) -> None:
+    path, content = tmp_path / "metrics.jsonl", b"\n".join(LINES) + b"\n"
+    for seed in range(60):
+        place, bit = random.Random(seed).randrange(8 * len(content)) // 8, seed % 8
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        path.write_bytes(flipped)
+        JsonLinesSink(path, first_step=30)
+        kept = {row["step"] for row in read_rows(path)}
+        assert len(kept) >= 28
+        aside = tmp_path / "metrics.damaged"
+        lines = path.read_bytes() + (aside.read_bytes() if aside.exists() else b"")
+        assert sorted(lines.split()) == sorted(bytes(flipped).split())
+        aside.unlink(missing_ok=True)
+
+
+def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
+    JsonLinesSink(path, first_step=30)
+    assert [row["step"] for row in read_rows(path)] == list(range(30))
+
+
 def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    sink = JsonLinesSink(path)
-    for step in range(4):
-        sink(step, {"a": 1.0})
+    path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
     JsonLinesSink(path, first_step=4)
     assert not caplog.records
     path.write_bytes(path.read_bytes()[:-5])  # the end of the file is lost
@@ -70,9 +125,26 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
     path.unlink()
     JsonLinesSink(path, first_step=2)
     assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: the rows of steps 3 to 3 are lost; the run goes on without them",
-        f"{path}: the rows of steps 0 to 1 are lost; the run goes on without them",
+        f"{path}: there are no rows for steps 3 to 3",
+        f"{path}: 1 damaged lines are now in metrics.damaged",
+        f"{path}: there are no rows for steps 0 to 1",
     ]
+
+
+def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
+    sink = JsonLinesSink(path, first_step=3)
+    sink(2, {"val/bpc": 3.0})
+    sink(3, {"x": 1.0})
+    assert read_rows(path)[2:] == [{"step": 2, "x": 1.0, "val/bpc": 3.0}, {"step": 3, "x": 1.0}]
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
+def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read"):
+        JsonLinesSink(tmp_path / "metrics.jsonl")
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.runs.checkpoint_io import DirectoryCheckpointIO
+from invformer.runs.saving import DirectoryCheckpointIO
 from invformer.runs.sharding import (
     ShardedStrategy,
     clip_parts,

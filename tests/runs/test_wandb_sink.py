@@ -1,12 +1,16 @@
 """Weights & Biases: offline by itself, the right step axis, and never in the way of a run."""
 
+import logging
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import wandb
+from wandb.sdk.lib.wbauth import write_netrc_auth
 
 from invformer.runs import wandb_sink
 from invformer.runs.wandb_sink import STEP, ContainedCalls, WandbSink, wanted_mode
@@ -79,6 +83,18 @@ def test_a_client_that_fails_says_so_once_and_the_number_of_lost_calls_at_the_en
     assert len(lines) == 2
     assert "row of step 0 failed ([Errno 28] No space left on device)" in lines[0]
     assert "5 calls were lost; metrics.jsonl has every row" in lines[1]
+
+
+def test_log_files_on_a_full_disk_send_no_tracebacks_to_the_console(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    sink_of(tmp_path, monkeypatch)
+    handler = logging.FileHandler("/dev/full")
+    handler.handle(logging.makeLogRecord({"msg": "what W&B notes for itself"}))
+    assert capsys.readouterr().err == ""
+    with suppress(OSError):
+        handler.close()
 
 
 def test_a_client_that_hangs_delays_nothing_and_the_end_is_bounded(
@@ -160,6 +176,18 @@ def test_calls_are_made_in_their_order() -> None:
     assert made == list(range(100))
 
 
+@pytest.fixture
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("_no_settings")
 def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     assert wandb_sink.has_api_key()
@@ -167,3 +195,19 @@ def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv("WANDB_MODE", told)
         assert wanted_mode("auto") == mode
         assert wanted_mode("online") == "online"
+
+
+@pytest.mark.usefixtures("_no_settings")
+@pytest.mark.parametrize("server", [None, "https://wandb.example.org:8443"])
+def test_a_key_that_wandb_login_keeps_is_found(
+    monkeypatch: pytest.MonkeyPatch, server: str | None
+) -> None:
+    assert not wandb_sink.has_api_key()
+    if server is not None:
+        monkeypatch.setenv("WANDB_BASE_URL", server)
+        wandb.teardown()
+    write_netrc_auth(host=server or wandb.Settings().base_url, api_key="0" * 40)
+    assert wandb_sink.has_api_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
+    wandb.teardown()
+    assert not wandb_sink.has_api_key()

@@ -186,7 +186,7 @@ def test_values_json_has_no_number_for_become_gaps(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_gone_is_one_clear_line(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path / "metrics.jsonl")
-    with pytest.raises(StorageError, match=r"gone.bpc\.png: cannot write the plot"):
+    with pytest.raises(StorageError, match=r"gone.bpc\.png: cannot be written"):
         plot_run(metrics, tmp_path / "gone")
 
 

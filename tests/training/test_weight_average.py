@@ -11,8 +11,8 @@ from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
+from invformer.runs.encoding import specs_of
 from invformer.runs.run_log import read_rows
-from invformer.runs.tensors import specs_of
 from invformer.training.fit import fit
 from invformer.training.weight_average import WeightAverage
 from tests.training.test_loop import ROOT, arguments

@@ -1,6 +1,9 @@
-"""A checkpoint is whole under its name or not there, whenever the process that writes it dies."""
+"""A checkpoint is whole under its name or not there, and nothing in a hostile one has an effect."""
 
 import os
+import random
+import resource
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -9,26 +12,31 @@ from typing import Any
 import pytest
 import torch
 
+from invformer.assemble.model import build_model
+from invformer.assemble.saved_model import load_model, trained_configuration
+from invformer.config import from_dict
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
-from invformer.runs import checkpoint_directory as directory
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.nn.transformer import CharTransformer
+from invformer.runs import checkpoint as directory
 from invformer.runs.checkpoint import (
     LIMITS,
-    Checkpoint,
-    newest_checkpoint,
-    open_checkpoint,
-    write_checkpoint,
-)
-from invformer.runs.checkpoint_directory import (
     MANIFEST,
     PARTIAL,
+    Checkpoint,
     keep_only,
     name_for,
+    newest_checkpoint,
+    open_checkpoint,
     saved_in,
     sweep,
+    write_checkpoint,
     write_directory,
 )
-from invformer.runs.tensors import Spec
-from tests.saved_runs import NO_STATE
+from invformer.runs.encoding import Spec
+from tests.runs.hostile import ATTACKS, FILES, Attack, seal
+from tests.saved_runs import NO_STATE, save_run
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
 WANTED = {"w": Spec(torch.float64, (100,))}
@@ -38,7 +46,7 @@ INTERVALS = 3
 def save(folder: Path, step: int) -> str:
     """One save as training makes it: write, then prune to the last two."""
     name, before = name_for(folder, step), [path.name for path in saved_in(folder)]
-    weights = {"w": torch.full((100,), float(step))}
+    weights = {"w": torch.full((100,), float(step), dtype=torch.float64)}
     state = {**NO_STATE, "callbacks": {"x": torch.full((1000,), step)}}
     write_checkpoint(folder / name, {**METADATA, "step": step}, weights, state)
     keep_only(folder, {name, *before[:1]})
@@ -64,7 +72,7 @@ class Killer:
         self.count = 0
         for name in ("fsync", "rename", "mkdir", "rmdir", "unlink"):
             setattr(os, name, self.counted(getattr(os, name)))
-        directory.write_file = self.write_in_pieces
+        directory.write_new = self.write_in_pieces
 
     def counted(self, function: Callable) -> Callable:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -134,14 +142,13 @@ def test_files_reach_the_disk_before_their_name_and_the_manifest_last(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = []
-    write, sync, rename = directory.write_file, directory.sync_folder, os.rename
-    monkeypatch.setattr(directory, "write_file", lambda p, c: (write(p, c), order.append(p.name)))
+    write, sync, rename = directory.write_new, directory.sync_folder, os.rename
+    monkeypatch.setattr(directory, "write_new", lambda p, c: (write(p, c), order.append(p.name)))
     monkeypatch.setattr(directory, "sync_folder", lambda p: (sync(p), order.append(p.name)))
     monkeypatch.setattr(os, "rename", lambda a, b: (rename(a, b), order.append("rename")))
     write_directory(folder / "step-00000001", {"a": b"1", "b": b"2"})
     partial = PARTIAL + "step-00000001"
-    parent = folder.parent.name
-    assert order == [parent, "a", "b", MANIFEST, partial, "rename", "checkpoints"]
+    assert order == ["a", "b", MANIFEST, partial, "rename", "checkpoints"]
 
 
 def test_the_temporary_lies_beside_the_target(
@@ -162,7 +169,7 @@ def test_a_full_disk_leaves_nothing_of_the_new_and_all_of_the_old(
         path.write_bytes(content[: len(content) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(directory, "write_file", full)
+    monkeypatch.setattr(directory, "write_new", full)
     with pytest.raises(StorageError, match="No space left on device"):
         save(folder, 2)
     assert [path.name for path in folder.iterdir()] == ["step-00000001"]
@@ -205,7 +212,7 @@ def test_any_damage_to_any_file_is_found_and_the_one_before_is_taken(
     assert len(refused) == 1
     assert "step-00000002" in refused[0]
     with pytest.raises(CheckpointError):
-        open_checkpoint(path.parent).manifest.verify()
+        open_checkpoint(path.parent).verify()
 
 
 def test_when_none_verifies_nothing_is_started_over(folder: Path) -> None:
@@ -246,11 +253,10 @@ def test_links_and_foreign_names_are_no_checkpoints(folder: Path, tmp_path: Path
     [
         (".", "run/checkpoints/step-00000004"),
         ("run", "checkpoints/step-00000004"),
-        ("run/checkpoints", "step-00000004"),
         ("run/checkpoints/step-00000004", "."),
         ("run/checkpoints", "../checkpoints/./step-00000004"),
-        (".", "link"),
         ("elsewhere/checkpoints", "link"),
+        (".", "elsewhere/checkpoints/link"),
     ],
 )
 def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
@@ -259,29 +265,157 @@ def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
     (tmp_path / "run").mkdir()
     saved = tmp_path / "run" / "checkpoints" / save(tmp_path / "run" / "checkpoints", 4)
     (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
-    for folder in (tmp_path, tmp_path / "elsewhere" / "checkpoints"):
-        (folder / "link").symlink_to(saved)
+    (tmp_path / "elsewhere" / "checkpoints" / "link").symlink_to(saved)
     monkeypatch.chdir(tmp_path / stand)
     evaluation = open_checkpoint(Path(name)).evaluation
     assert evaluation.name == "evaluation.json"
     assert evaluation.parent.samefile(tmp_path / "run")
 
 
-def test_results_of_a_checkpoint_outside_a_run_lie_beside_it_under_its_name(
+def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(
     tmp_path: Path,
 ) -> None:
-    saved = tmp_path / save(tmp_path, 4)
-    (tmp_path / "link").symlink_to(saved)
-    expected = tmp_path.resolve() / "step-00000004.evaluation.json"
-    for name in (saved, tmp_path / "link"):
-        assert open_checkpoint(name).evaluation == expected
-
-
-def test_results_go_to_the_runs_folder_if_its_checkpoints_lie_on_another_disk(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "disk").mkdir()
+    alone = open_checkpoint(tmp_path / save(tmp_path, 4)).evaluation
+    assert alone == tmp_path.resolve() / "step-00000004.evaluation.json"
+    for folder in ("run", "disk"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     save(tmp_path / "run" / "checkpoints", 4)
     assert newest(tmp_path / "run" / "checkpoints").evaluation == tmp_path / "run/evaluation.json"
+
+
+# --- hostile and damaged files -------------------------------------------------------------------
+
+SMALL = {"d_model": 12, "num_heads": 3, "num_layers": 2, "d_embedding": 4}
+CONFIG = from_dict({"model": SMALL, "data": {"seq_len": 10}})
+MEGABYTES = 400  # that all attempts together may take; the smallest bomb here has a gigabyte
+
+
+@pytest.fixture(autouse=True)
+def _single_precision() -> None:
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good checkpoint, as a run would have left it."""
+    torch.manual_seed(1)
+    vocabulary = Vocabulary.from_text("abcdefgh")
+    model = build_model(CONFIG.model, vocabulary.size, 10).float()
+    return save_run(tmp_path_factory.mktemp("good"), CONFIG, vocabulary, model)
+
+
+@pytest.fixture
+def victim(good: Path, tmp_path: Path) -> Path:
+    """A copy of it in a run folder, for an attack."""
+    path = tmp_path / "run" / "checkpoints" / good.name
+    shutil.copytree(good, path)
+    return path
+
+
+def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
+    """What evaluating does first: the model, and a look at the state beside it."""
+    checkpoint = read_checkpoint(path)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    return checkpoint, load_model(checkpoint, trained_configuration(checkpoint), vocabulary)
+
+
+def test_the_good_one_is_read(victim: Path) -> None:
+    for path in (victim, victim.parent.parent):
+        checkpoint, model = load_everything(str(path))
+        assert checkpoint.step == 3
+        assert model.head.out_features == 9
+
+
+@pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
+def test_a_hostile_checkpoint_is_refused_in_one_line(
+    attack: Attack, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for switch in ("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_WEIGHTS_ONLY_LOAD"):
+        monkeypatch.setenv(switch, "1")  # neither means anything here
+    canary = tmp_path / "executed"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    path = attack(victim, canary)
+    with pytest.raises(CheckpointError) as error:
+        load_everything(path or str(victim))
+    assert error.value.exit_code == 4
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 1000
+    assert not canary.exists()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < MEGABYTES * 1024
+
+
+# --- Mutations -----------------------------------------------------------------------------------
+
+
+def mutated(content: bytes, chance: random.Random) -> bytes:
+    """The content with one to four small damages."""
+    data = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(data)) if data else 0
+        match chance.randrange(5):
+            case 0 if data:
+                data[place] ^= 1 << chance.randrange(8)
+            case 1:
+                del data[place:]
+            case 2:
+                data[place:place] = chance.randbytes(chance.randint(1, 9))
+            case 3 if data:
+                other = chance.randrange(len(data))
+                data[place], data[other] = data[other], data[place]
+            case _:
+                del data[place : place + chance.randint(1, 9)]
+    return bytes(data)
+
+
+def same_weights(one: CharTransformer, other: CharTransformer) -> bool:
+    first, second = one.state_dict(), other.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
+def try_mutations(good: Path, folder: Path, seeds: range) -> tuple[int, int]:
+    """How many mutations were refused and how many were not; each in a copy of the checkpoint.
+
+    Without a new manifest a mutation is either refused or has changed nothing that is read (white
+    space of the manifest): weights, state and metadata are the same. With a new manifest a changed
+    float is another valid checkpoint, which no check can tell; then what is loaded must be valid.
+    """
+    wanted_checkpoint, wanted = load_everything(str(good))
+    contents = {name: (good / name).read_bytes() for name in (*FILES, MANIFEST)}
+    shutil.copytree(good, folder)
+    refused = loaded = 0
+    for seed in seeds:
+        chance = random.Random(seed)
+        name, sealed = chance.choice([*FILES, MANIFEST]), chance.random() < 0.5
+        (folder / name).write_bytes(mutated(contents[name], chance))
+        if sealed and name != MANIFEST:
+            seal(folder)
+        try:
+            checkpoint, model = load_everything(str(folder))
+        except CheckpointError:
+            refused += 1
+        else:
+            loaded += 1
+            if not sealed or name == MANIFEST:
+                assert same_weights(model, wanted), seed
+                assert checkpoint.metadata == wanted_checkpoint.metadata, seed
+            else:
+                assert all(w.isfinite().all() for w in model.state_dict().values()), seed
+                assert trained_configuration(checkpoint).model.d_model == 12, seed
+        for restored in {name, MANIFEST}:
+            (folder / restored).write_bytes(contents[restored])
+    return refused, loaded
+
+
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(200),
+        pytest.param(range(1000, 11_000), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path, seeds: range) -> None:
+    refused, loaded = try_mutations(good, tmp_path / "copy", seeds)
+    assert refused + loaded == len(seeds)
+    assert refused > 0.6 * len(seeds)

@@ -10,16 +10,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from invformer.errors import CheckpointError
-from invformer.runs.strict_json import dump, parse
-from invformer.runs.tensors import DTYPES, from_bytes, read_specs, specs_of, to_bytes
-from invformer.runs.tree import pack, unpack
+from invformer.runs.encoding import (
+    DTYPES,
+    dump,
+    from_bytes,
+    pack,
+    parse,
+    specs_of,
+    to_bytes,
+    unpack,
+)
 
 
 def through_files(tree: Any) -> Any:
     plain, tensors = pack(tree)
     content = to_bytes(tensors)
-    assert read_specs(content, "here") == specs_of(tensors)
-    return unpack(parse(dump(plain), "here"), from_bytes(content, "here"), "here")
+    read = from_bytes(content, "here")
+    assert specs_of(read) == specs_of(tensors)
+    return unpack(parse(dump(plain), "here"), read, "here")
 
 
 def same(one: Any, other: Any) -> bool:
@@ -47,7 +55,7 @@ def tensor_of(dtype: torch.dtype, shape: list[int], seed: int) -> Tensor:
 
 tensors = st.builds(
     tensor_of,
-    st.sampled_from(list(DTYPES.values())),
+    st.sampled_from(DTYPES),
     st.lists(st.integers(0, 3), max_size=3),
     st.integers(0, 99),
 )

@@ -1,0 +1,134 @@
+"""What a run writes stays in its folder, and only one process writes there."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from invformer.assemble.run import expand_home
+from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
+from invformer.evaluation.report import write_json
+from invformer.runs.files import open_kept, open_regular, replace_file
+from invformer.runs.run_directory import open_run, write_config
+from invformer.runs.run_lock import LOCK, require_lock
+from invformer.runs.run_log import JsonLinesSink
+from invformer.runs.saving import Checkpoints
+from invformer.runs.wandb_sink import WandbSink
+from invformer.training.plots import new_figure, save
+
+CONFIG = {"model": {"d_model": 8}}
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    "config.json": lambda run: write_config(run, CONFIG),
+    "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
+    "metrics.jsonl": lambda run: JsonLinesSink(run / "metrics.jsonl")(0, {"x": 1.0}),
+    "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
+    "bpc.png": lambda run: save(new_figure(1)[0], run / "bpc.png"),
+    "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
+    LOCK: lambda run: open_run(run.parent, run.name, "x", CONFIG, True),
+}
+
+
+def with_damage(path: Path) -> None:
+    path.write_text("damaged\n")
+    JsonLinesSink(path)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("stem", ["{}", "{}.partial", ".partial-{}-{pid}"])
+def test_nothing_is_written_through_a_link_in_a_run_folder(
+    tmp_path: Path, name: str, stem: str
+) -> None:
+    run, outside = tmp_path / "run", tmp_path / "outside"
+    run.mkdir()
+    outside.write_text("precious")
+    (run / stem.format(name, pid=os.getpid())).symlink_to(outside)
+    with suppress(InvformerError):
+        WRITERS[name](run)
+    assert outside.read_text() == "precious"
+
+
+def test_wandb_writes_nothing_through_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb").symlink_to(tmp_path)
+    sink = WandbSink(tmp_path, name="a", config={}, project="p", mode="offline")
+    assert sink.run is None
+    assert "wandb is a link, which is not followed; going without W&B" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+@pytest.mark.parametrize("open_file", [open_kept, open_regular])
+def test_only_regular_files_are_opened(
+    tmp_path: Path, make: Callable[[Path], None], open_file: Callable[[Path], Any]
+) -> None:
+    make(tmp_path / "a")
+    with pytest.raises(OSError, match=r"regular|directory"):
+        open_file(tmp_path / "a")
+
+
+def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(StorageError, match=r"config\.yaml: cannot be written"):
+        replace_file(tmp_path / "config.yaml", "a: 1")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+HOLDER = """
+import pathlib, sys, time
+from invformer.runs.run_directory import open_run
+open_run(pathlib.Path(sys.argv[1]), "a", "x", {"model": {"d_model": 8}}, True)
+print("open", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    other = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdout is not None
+    assert other.stdout.readline() == "open\n"
+    before = (tmp_path / "a" / "config.json").read_bytes()
+    with pytest.raises(CheckpointError, match=f"in use by another process.*{other.pid}"):
+        open_run(tmp_path, "a", "x", CONFIG, True)
+    assert (tmp_path / "a" / "config.json").read_bytes() == before
+    other.kill()
+    other.communicate()
+    JsonLinesSink(tmp_path / "a" / "metrics.jsonl")(0, {"x": 1.0})
+    assert open_run(tmp_path, "a", "x", CONFIG, True).resumed
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again: bool) -> None:
+    path = open_run(tmp_path, "a", "x", CONFIG, True).path
+    metrics = JsonLinesSink(path / "metrics.jsonl")
+    metrics(0, {"x": 1.0})
+    require_lock(path)
+    (path / LOCK).unlink()
+    if again:
+        (path / LOCK).write_text("another process")
+    trainer: Any = SimpleNamespace(save_checkpoint=lambda path: pytest.fail("saved"))
+    for write in (
+        lambda: metrics(1, {"x": 1.0}),
+        lambda: Checkpoints(path / "checkpoints").save(trainer, "step-00000001", set()),
+    ):
+        with pytest.raises(CheckpointError, match="was deleted or replaced while this run was on"):
+            write()
+    assert (path / "metrics.jsonl").read_text().count("\n") == 1
+
+
+def test_the_home_of_nobody_is_a_configuration_error(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expand_home("~/runs") == tmp_path / "runs"
+    assert expand_home("a/~b") == Path("a/~b")
+    for user in ("~no-such-user", "~no-such-user/x"):
+        with pytest.raises(ConfigurationError, match=r"run\.root: ~no-such-user has no home"):
+            expand_home(user)

@@ -1,0 +1,88 @@
+"""What this machine cannot do is refused before anything is made."""
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.errors import ConfigurationError
+from invformer.kernels.host import compiler_complaint
+from invformer.runs.machine import refuse_missing_devices, refuse_missing_kernel
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "auto"])
+def test_devices_that_are_not_there_are_a_configuration_error(
+    accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
+    with pytest.raises(ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
+        refuse_missing_devices(config.trainer)
+    refuse_missing_devices(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]).trainer)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "accelerator", "gpus"),
+    [("flex", "cpu", 1), ("flex", "auto", 0), ("sdpa", "auto", 1)],
+)
+def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
+    kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
+    model = ["model.position_bias_form=linear"] if kernel == "sdpa" else []
+    config = load_config([*words, *model, f"model.attention_kernel={kernel}"])
+    with pytest.raises(ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
+        build_run(config)
+    assert not (tmp_path / "runs").exists()
+    for fine in ("auto", "blocked", "math"):
+        refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+    plain = ["model=dot_product", "model.position_bias=false", "model.attention_kernel=sdpa"]
+    refuse_missing_kernel(load_config([*words[:1], *plain]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainer.deterministic=false"], None),
+        (["model.position_bias=false"], None),
+        ([], r"in any order; pick auto, or trainer\.deterministic=false"),
+        (["trainer.deterministic=false", "model.num_heads=16"], "at least 16 channels, not 8"),
+    ],
+)
+def test_flex_attention_is_refused_on_a_gpu_where_it_breaks_a_promise_or_has_no_kernel(
+    words: list[str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = ["model.d_model=128", "model.attention_kernel=flex", "trainer.accelerator=auto"]
+    config = load_config([*asked, *words])
+    with pytest.raises(ConfigurationError, match=message) if message else nullcontext():
+        refuse_missing_kernel(config)
+
+
+def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
+    monkeypatch.setattr(torch, "compile", lambda f: broken)
+    words = ["trainer.accelerator=cpu", f"run.root={tmp_path / 'runs'}", "trainer.compile=true"]
+
+    def broken(*_: object) -> None:
+        raise RuntimeError(message)
+
+    with pytest.raises(ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
+        build_run(load_config(words))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
+    assert compiler_complaint(torch.device("cpu")) is None
