@@ -16,8 +16,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md",
     "checkpoints/README.md",
-    "docs/ablations.md",
     "docs/results.md",
+    "docs/results-archive.md",
     "docs/log.md",
 ]
 
@@ -51,6 +51,26 @@ def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
     links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
     missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
     assert not missing
+
+
+def test_every_number_of_the_results_table_is_on_the_results_page() -> None:
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## Results\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    numbers = set(re.findall(r"\d+\.\d{3,}", table))
+    assert numbers
+    assert {number for number in numbers if number not in results} == set()
+
+
+def test_no_cell_of_the_results_page_is_longer_than_200_characters() -> None:
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    cells = [
+        cell.strip()
+        for line in results.splitlines()
+        if line.startswith("|")
+        for cell in line.split("|")
+    ]
+    assert max(map(len, cells)) <= 200
 
 
 def test_the_library_example_runs_in_single_precision_as_it_stands() -> None:

@@ -109,7 +109,7 @@ class PreNormBranch(nn.Module):
 
 
 class PreNormBlock(nn.Module):
-    """x ↦ x + attention(LN(x)), x ↦ x + feed_forward(LN(x)): the baseline, not invertible.
+    """x ↦ x + attention(LN(x)), x ↦ x + feed_forward(LN(x)): the baseline; no fixed-point inverse.
 
     Args:
         attention: any attention map.

@@ -101,5 +101,5 @@ def test_a_variant_is_held_against_the_mean_of_the_unchanged_seeds() -> None:
 
 
 def test_the_page_lists_every_variant() -> None:
-    page = (ROOT / "docs/ablations.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(VARIANTS)
