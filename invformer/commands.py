@@ -1,4 +1,4 @@
-"""The commands: train, evaluate, sample, invert. Each parses, builds and calls.
+"""The commands: train, evaluate, sample, invert, export. Each parses, builds and calls.
 
 Heavy imports stand inside the functions: a mistyped command line is answered before torch loads.
 """
@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 from invformer import __version__
 from invformer.config import parse_or_exit
-from invformer.config.schema import EvaluateConfig, InvertConfig, SampleConfig, TrainConfig
+from invformer.config.schema import (
+    EvaluateConfig,
+    ExportConfig,
+    InvertConfig,
+    SampleConfig,
+    TrainConfig,
+)
 from invformer.config.section import Root, nearest
 from invformer.errors import CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
@@ -32,8 +38,8 @@ def run(schema: type[Config], work: Callable[[Config], None], argv: Sequence[str
     debug = "--debug" in words or bool(getattr(getattr(config, "run", None), "debug", False))
 
     def guarded_work() -> None:
-        if "checkpoint" in vars(config):
-            require_path(config.checkpoint)
+        if checkpoint := getattr(config, "checkpoint", None):
+            require_path(checkpoint)
         work(config)
 
     raise SystemExit(guarded(guarded_work, debug=debug))
@@ -141,7 +147,7 @@ def invert(argv: Sequence[str] | None = None) -> None:
         from invformer.model import load, read_states, write_states
 
         model = load(config.checkpoint, config.device)
-        z = model.encode(text) if text is not None else read_states(config.states)
+        z = model.encode(text) if text is not None else read_states(str(config.states))
         z = perturb(z, config.noise, config.bits, config.seed)
         if config.save_states:
             write_states(z, config.save_states)
@@ -179,8 +185,20 @@ def text_to_invert(config: InvertConfig) -> str:
     return text
 
 
+def export(argv: Sequence[str] | None = None) -> None:
+    """Write a model to a folder that can be shared."""
+
+    def work(config: ExportConfig) -> None:
+        from invformer.model import load
+
+        load(config.checkpoint, "cpu").export(config.out)
+        print(f"written to {config.out}; load it with invformer.load({config.out!r})")
+
+    run(ExportConfig, work, argv)
+
+
 COMMANDS: dict[str, Any] = {
-    "train": train, "evaluate": evaluate, "sample": sample, "invert": invert,
+    "train": train, "evaluate": evaluate, "sample": sample, "invert": invert, "export": export,
 }  # fmt: skip
 
 

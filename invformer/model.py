@@ -8,6 +8,7 @@
 """
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.evaluation.evaluate import FORWARD_DTYPE
-from invformer.nn.certificate import Certificate, certify
+from invformer.evaluation.evaluate import certify_model
+from invformer.export import WEIGHTS, read_export, write_export
+from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.machine import pick_device
 
@@ -67,6 +69,7 @@ class TrainedModel:
         vocabulary: the characters behind its tokens.
         config: the configuration of its training.
         metadata: step, command, commit and source of the text, if known.
+        evaluation: the latest evaluation on the run's own text, or None.
     """
 
     def __init__(
@@ -75,11 +78,13 @@ class TrainedModel:
         vocabulary: Vocabulary,
         config: TrainConfig,
         metadata: dict[str, Any],
+        evaluation: dict[str, Any] | None = None,
     ) -> None:
         self.network = network.eval()
         self.vocabulary = vocabulary
         self.config = config
         self.metadata = metadata
+        self.evaluation = evaluation
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
@@ -98,7 +103,7 @@ class TrainedModel:
         """Proven bounds for the weights as cast for the forward pass; None for a baseline."""
         if not self.network.is_invertible:
             return None
-        return certify(self.network, dtype=FORWARD_DTYPE[self.config.trainer.precision])
+        return certify_model(self.network, self.config, "the model")
 
     def generate(self, prompt: str, length: int = 200, **options: Any) -> str:
         """The prompt, continued; the options are those of :meth:`stream`."""
@@ -164,6 +169,14 @@ class TrainedModel:
             max(part[4] for part in parts),
         )
 
+    def export(self, folder: str | os.PathLike[str]) -> None:
+        """Write the model to a new folder that :func:`load` opens, with a model card."""
+        path, certificate = Path(folder).expanduser(), self.certificate
+        write_export(
+            path, self.network, self.vocabulary, self.config, self.metadata, certificate,
+            self.evaluation,
+        )  # fmt: skip
+
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate]:
         """The network in float64, and its certificate there."""
@@ -185,7 +198,7 @@ def recover(
     network: CharTransformer, certificate: Certificate, z: Float[Tensor, "1 tokens width"]
 ) -> tuple[Tensor, list[bool], float, int, float]:
     """Tokens, whether each is proven, error bound, solver steps and residual of one window."""
-    solution = network.stack.inverse(z, certificate=certificate, throw=False)
+    solution = invertible_stack(network).inverse(z, certificate=certificate, throw=False)
     tokens = network.embedding.nearest_tokens(solution.value)
     error_bound = solution.error_bound.max().item()
     steps = max(int(layer.num_steps.max()) for layer in solution.layers.values())
@@ -196,20 +209,35 @@ def recover(
 
 
 def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
-    """A trained model from a run folder, or from one checkpoint in it.
+    """A trained model from a run folder, one checkpoint in it, or an exported folder.
 
     Args:
         source: the folder.
         device: ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:INDEX``.
 
     Raises:
-        CheckpointError: there is no checkpoint, or a damaged one.
+        CheckpointError: there is no model, or a damaged one.
+        CertificateViolation: an exported model does not have the certificate beside it.
     """
+    folder = Path(source).expanduser()
+    if (folder / WEIGHTS).is_file():
+        network, vocabulary, config, metadata = read_export(folder)
+        return TrainedModel(network.to(pick_device(device, "device")), vocabulary, config, metadata)
     checkpoint = read_checkpoint(os.fspath(source))
     config = trained_configuration(checkpoint)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     network = load_model(checkpoint, config, vocabulary).to(pick_device(device, "device"))
-    return TrainedModel(network, vocabulary, config, checkpoint.metadata)
+    return TrainedModel(
+        network, vocabulary, config, checkpoint.metadata, read_evaluation(checkpoint.evaluation)
+    )
+
+
+def read_evaluation(path: Path) -> dict[str, Any] | None:
+    """The report of evaluate.py; None if there is none that can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def read_states(path: str) -> Float[Tensor, "tokens width"]:

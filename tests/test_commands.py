@@ -1,5 +1,7 @@
 """The front door: the commands as typed, and the trained model as imported."""
 
+import hashlib
+import json
 import re
 import subprocess
 import sys
@@ -9,12 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 import invformer
 from invformer import commands
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import (
+    CertificateViolation,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+)
 from invformer.evaluation.round_trip import perturb
 from invformer.training.fit import fit
 
@@ -158,6 +166,69 @@ def test_the_console_script_has_every_command(
         commands.main()
     assert end.value.code == 2
     assert "did you mean 'sample'?" in capsys.readouterr().err
+
+
+# --- exported folders ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path, typed: Typed) -> Path:
+    typed("evaluate", "evaluate.lipschitz_sequences=0")
+    folder = tmp_path / "shared"
+    assert "written to" in typed("export", f"out={folder}")
+    return folder
+
+
+def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
+    run: Path, exported: Path
+) -> None:
+    model, original = invformer.load(exported), invformer.load(run)
+    tokens = torch.arange(1, 9)[None]
+    assert torch.equal(model.network(tokens), original.network(tokens))
+    assert model.certificate == original.certificate
+    _, front, text = (exported / "README.md").read_text().split("---\n", 2)
+    report = original.evaluation
+    assert report is not None
+    (entry,) = yaml.safe_load(front)["model-index"]
+    assert entry["results"][0]["metrics"][0]["value"] == round(report["bpc"], 4)
+    for said in (
+        f"{report['bpc']:.4f} bits",
+        "5-gram",
+        "proven to be at most 0.",
+        "python train.py",
+    ):
+        assert said in text
+    assert not re.search(r"None|TODO|\{|nan", text)
+
+
+def test_a_changed_byte_is_refused(exported: Path) -> None:
+    for name in ("model.safetensors", "config.json", "vocabulary.json", "certificate.json"):
+        content = (exported / name).read_bytes()
+        middle = len(content) // 2
+        changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+        (exported / name).write_bytes(changed)
+        with pytest.raises(CheckpointError, match=f"{name}: was changed"):
+            invformer.load(exported)
+        (exported / name).write_bytes(content)
+
+
+def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -> None:
+    proven = json.loads((exported / "certificate.json").read_text())
+    name = next(iter(proven["per_branch"]))
+    proven["per_branch"][name] *= 0.9
+    content = json.dumps(proven).encode()
+    (exported / "certificate.json").write_bytes(content)
+    manifest = json.loads((exported / "manifest.json").read_text())
+    manifest["sha256"]["certificate.json"] = hashlib.sha256(content).hexdigest()
+    (exported / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CertificateViolation, match="does not hold for the weights"):
+        invformer.load(exported)
+
+
+def test_an_export_overwrites_nothing(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("mine")
+    assert "is not empty; name a new folder" in typed("export", f"out={tmp_path}", code=7)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 # --- the model as imported -----------------------------------------------------------------------

@@ -487,6 +487,15 @@ class InvertConfig(Root):
         check_device(self, self.device)
 
 
+@dataclass(kw_only=True)
+class ExportConfig(Root):
+    """Write a trained model to a folder that can be shared and loaded elsewhere."""
+
+    program: ClassVar[str] = "export.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    out: str = field(metadata={"help": "new folder"})
+
+
 def check_device(section: Section, device: str) -> None:
     """Refuse a device that PyTorch could not have."""
     why = f"{shown(device)} is not {DEVICES}"

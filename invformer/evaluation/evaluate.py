@@ -210,7 +210,9 @@ def arithmetic(config: TrainConfig, device: torch.device) -> AbstractContextMana
     return nullcontext()
 
 
-def certify_model(model: CharTransformer, config: TrainConfig, path: Path) -> Certificate | None:
+def certify_model(
+    model: CharTransformer, config: TrainConfig, path: Path | str
+) -> Certificate | None:
     """The certificate for the weights as cast for training's forward pass; None for baselines.
 
     A branch above its target by no more than that cast can do (a run that was stopped between two

@@ -1,0 +1,188 @@
+"""A model as a folder to share: weights, configuration, vocabulary, certificate, model card.
+
+Loading such a folder compares every file with its SHA-256 and proves the certificate again.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import yaml
+
+from invformer.assemble.model import build_model
+from invformer.config import from_dict, to_dict
+from invformer.config.schema import TrainConfig
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, StorageError
+from invformer.nn.certificate import Certificate, certify
+from invformer.nn.transformer import CharTransformer
+
+WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
+CERTIFICATE, MANIFEST, CARD = "certificate.json", "manifest.json", "README.md"
+FORMAT = "invformer-model-1"
+KEPT = ("step", "command", "commit", "data_source", "data_sha256")
+ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines
+
+
+def write_export(
+    folder: Path,
+    network: CharTransformer,
+    vocabulary: Vocabulary,
+    config: TrainConfig,
+    metadata: dict[str, Any],
+    certificate: Certificate | None,
+    evaluation: dict[str, Any] | None,
+) -> None:
+    """Write the folder, which must not exist yet or be empty.
+
+    Raises:
+        StorageError: it holds something, or cannot be written.
+    """
+    proven = None if certificate is None else certificate.to_dict()
+    about = {"config": to_dict(config), "training": {k: metadata.get(k) for k in KEPT}}
+    weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+    files = {
+        WEIGHTS: safetensors.torch.save(weights),
+        CONFIG: as_json(about),
+        VOCABULARY: as_json(vocabulary.to_dict()),
+        CERTIFICATE: as_json(proven),
+    }
+    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    files[MANIFEST] = as_json({"format": FORMAT, "sha256": hashes})
+    files[CARD] = model_card(network, config, metadata, proven, evaluation).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise StorageError(f"{folder} is not empty; name a new folder")
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise StorageError(f"{folder}: cannot be written ({error.strerror})") from error
+
+
+def as_json(value: Any) -> bytes:
+    """Readable JSON in UTF-8."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def read_export(folder: Path) -> tuple[CharTransformer, Vocabulary, TrainConfig, dict[str, Any]]:
+    """Network, vocabulary, configuration and provenance from an exported folder.
+
+    Raises:
+        CheckpointError: a file is missing, was changed, or does not fit the others.
+        CertificateViolation: the weights do not have the certificate that lies beside them.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if manifest["format"] != FORMAT:
+            raise CheckpointError(f"{folder}: the format {manifest['format']!r:.40} is not known")
+        files = {name: (folder / name).read_bytes() for name in manifest["sha256"]}
+        for name, content in files.items():
+            if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
+                raise CheckpointError(f"{folder / name}: was changed since it was exported")
+        about = json.loads(files[CONFIG])
+        config = from_dict(about["config"])
+        vocabulary = Vocabulary.from_dict(json.loads(files[VOCABULARY]))
+        network = build_model(config.model, vocabulary.size, config.data.seq_len)
+        weights = safetensors.torch.load(files[WEIGHTS])
+        network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
+        claimed = json.loads(files[CERTIFICATE])
+    except ConfigurationError as error:
+        raise CheckpointError(f"{folder}: its configuration is invalid ({error})") from None
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{folder}: no exported model ({reason})") from None
+    prove_again(network.eval(), claimed, folder)
+    return network, vocabulary, config, about["training"]
+
+
+def prove_again(network: CharTransformer, claimed: dict[str, Any] | None, folder: Path) -> None:
+    """Certify the weights, and compare with the certificate in the folder."""
+    if claimed is None:
+        return
+    certificate = certify(network, dtype=getattr(torch, claimed["dtype"]))
+    bounds = certificate.per_branch
+    same = bounds.keys() == claimed["per_branch"].keys() and all(
+        bound <= claimed["per_branch"][name] * (1 + ROUNDING) for name, bound in bounds.items()
+    )
+    if not (same and certificate.holds):
+        raise CertificateViolation(f"{folder / CERTIFICATE}: does not hold for the weights there")
+
+
+def model_card(
+    network: CharTransformer,
+    config: TrainConfig,
+    metadata: dict[str, Any],
+    certificate: dict[str, Any] | None,
+    evaluation: dict[str, Any] | None,
+) -> str:
+    """README.md of the folder: what the model is, how good, what is proven, how to load it."""
+    parameters = sum(p.numel() for p in network.parameters())
+    head: dict[str, Any] = {
+        "license": "mit", "library_name": "invformer", "pipeline_tag": "text-generation",
+        "tags": ["invertible", "lipschitz", "character-level"],
+    }  # fmt: skip
+    lines = [
+        f"A character-level Transformer ({config.model.name}, {parameters:,} parameters, context "
+        f"{config.data.seq_len} characters), trained by "
+        "invformer. It predicts the next character of a text and is no assistant.",
+        "",
+        f"- Text: {metadata.get('data_source') or config.data.name}",
+        f"- Steps: {metadata.get('step')}",
+    ]
+    if metadata.get("command"):
+        lines.append(f"- Command: `{metadata['command']}`")
+    if metadata.get("commit"):
+        lines.append(f"- Commit: {metadata['commit']}")
+    lines += ["", "## Likelihood", ""]
+    if evaluation is None:
+        lines.append("This model was exported without an evaluation.")
+    else:
+        data, ngram = evaluation["data"], evaluation["ngram"]
+        beside = f" (a 5-gram of the training text: {ngram['bpc']:.4f})" if ngram else ""
+        lines.append(
+            f"{evaluation['bpc']:.4f} bits per character on the {data['split']} split of "
+            f"{data['name']}, {evaluation['num_characters']:,} characters{beside}."
+        )
+        if inversion := evaluation["inversion"]:
+            lines.append(
+                f"\nOf {inversion['num_characters']:,} characters "
+                f"{inversion['characters_recovered']:.1%} were recovered from the network's top "
+                f"states, {inversion['characters_certified']:.1%} were proven."
+            )
+        result = {
+            "task": {"type": "text-generation"},
+            "dataset": {"name": data["name"], "type": data["name"], "split": data["split"]},
+            "metrics": [{"type": "bits_per_character", "value": round(evaluation["bpc"], 4)}],
+        }
+        head["model-index"] = [{"name": "invformer", "results": [result]}]
+    lines += ["", "## Certificate", "", *certificate_text(certificate)]
+    lines += [
+        "", "## Use", "", "```python", "import invformer", "",
+        'model = invformer.load("this folder")  # proves the certificate again',
+        'print(model.generate("The ", length=200))', "```", "", "License: MIT", "",
+    ]  # fmt: skip
+    front = yaml.safe_dump(head, sort_keys=False)
+    return "\n".join(["---", front.rstrip(), "---", "", "# invformer model", "", *lines])
+
+
+def certificate_text(certificate: dict[str, Any] | None) -> list[str]:
+    """The certificate in words, and its limits."""
+    if certificate is None:
+        return ["None: this is a baseline without Lipschitz bound."]
+    bound = max(certificate["per_branch"].values())
+    causal = certificate["kind"] == "causal"
+    constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
+    weighted = "a learned weighted " if certificate["in_metrics"] else "the "
+    return [
+        f"The {constant} of every residual branch is proven to be at most {bound:.6f} in "
+        f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "
+        f"up to {certificate['seq_len']} tokens and weights in {certificate['dtype']}. The stack "
+        "between embedding and final LayerNorm can therefore be inverted by fixed-point iteration.",
+        "",
+        "The certificate says nothing about the LayerNorm and head above the stack, and no small "
+        "constant of the whole network follows from it.",
+    ]
