@@ -11,13 +11,13 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from invformer.errors import CertificateViolation
+from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, invertible_stack
-from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point import InversionStatus
 from invformer.numerics.norms import vector_norm
-from invformer.numerics.precision import unit_roundoff
 from invformer.numerics.residual_equation import rtol_of_single_precision
 
 Method = Literal["auto", "picard", "anderson"]
@@ -25,26 +25,27 @@ Method = Literal["auto", "picard", "anderson"]
 
 @dataclass(frozen=True)
 class InversionReport:
-    """A text round trip: tokens → features → tokens.
+    """A text round trip: tokens → states → tokens.
 
     Attributes:
         residual: largest ‖y − x̂ − f(x̂)‖ over samples and layers, in the stack's norm.
-        error_bound: largest bound on ‖x̂ − x‖ at the embedding, forward rounding included (by the
-            rounding model of docs/numerics.md); inf if nothing is proven.
+        error_bound: largest bound on ‖x̂ − x‖ at the embedding, by the rounding model of
+            docs/numerics.md; inf if there is none.
         reconstruction_error: largest measured ‖x̂ − x‖ at the embedding, in the same norm.
         decoding_margin: half the least distance between embeddings, in the stack's norm.
-        preimage_bound: largest distance, at the embedding, of the decoded text from any other text
-            with the same output, by :meth:`.InvertibleStack.preimage_bound`. Below twice the
-            decoding margin there is none.
         num_steps: largest number of iterations per layer.
         num_evaluations: the same of evaluations of its branch, measurement included.
         converged_fraction: share of (sample, layer) pairs that converged.
         characters_recovered: share of characters that came back as they were.
-        characters_certified: share of characters that are proven to be those that went up: the
-            error bound is below the decoding margin, or no other text has this output.
+        characters_proven: share of characters that :func:`.prefix_margins` proves from the states;
+            None if that was not asked for.
+        margin, arithmetic_error, distance, radius: the least margin, the largest arithmetic error
+            and distance, and the least radius of any character, as that proof has them.
+        unproven: why nothing was proven, if the rounding of this model is not bounded.
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
+        seconds_proof: wall time of the proof.
         seconds_forward: wall time of a forward pass of the stack, the median of three in turns;
             None if that was not asked for.
         seconds_inverse: the same of the inversion.
@@ -57,15 +58,20 @@ class InversionReport:
     error_bound: float
     reconstruction_error: float
     decoding_margin: float
-    preimage_bound: float
     num_steps: dict[str, int]
     num_evaluations: dict[str, int]
     converged_fraction: float
     characters_recovered: float
-    characters_certified: float
+    characters_proven: float | None
+    margin: float | None
+    arithmetic_error: float | None
+    distance: float | None
+    radius: float | None
+    unproven: str | None
     num_characters: int
     dtype: str
     method: str
+    seconds_proof: float | None
     seconds_forward: float | None
     seconds_inverse: float | None
     seconds_inverse_bare: float | None
@@ -82,6 +88,7 @@ def invert_text(
     method: Method = "auto",
     atol: float | None = None,
     max_steps: int = 500,
+    prove: bool = True,
     timed: bool = False,
 ) -> tuple[Integer[Tensor, "sequences tokens"], InversionReport]:
     """Push a text up the stack, bring it back down, and compare.
@@ -89,18 +96,23 @@ def invert_text(
     Args:
         model: a model with an invertible stack, in eval mode.
         tokens: the text.
-        certificate: proven constants of that stack; the error bounds rest on them.
+        certificate: proven constants of that stack, for the solver and its error bounds.
         dtype: arithmetic of forward pass and iteration.
         method: fixed-point solver.
         atol: error allowed per layer, on top of the relative one that follows dtype and constant;
             None allows none.
         max_steps: iterations allowed per layer.
+        prove: whether to prove what was decoded, which takes a forward pass of every symbol at
+            every place.
         timed: invert three times more to see what that costs; below float64 without evidence too,
             in float64 to the accuracy of float32 too.
 
     Returns:
         The decoded tokens and the report. Nothing is raised for samples that did not converge: the
         report says how many.
+
+    Raises:
+        CertificateViolation: a proven character is not the one that went up.
     """
     stack = invertible_stack(model)
     if next(model.parameters()).dtype != dtype:
@@ -130,12 +142,10 @@ def invert_text(
                 }
             )
     decoded = model.embedding.nearest_tokens(solution.value)
-    margin = model.embedding.decoding_margin(stack.norm)
-    again = model.embedding(decoded)
-    apart = stack.preimage_bound(again, z, of_single_tokens(stack, certificate, dtype))
-    # Embeddings are sums of two parts, rounded.
-    rounded = 4 * unit_roundoff(dtype) * vector_norm(again.double(), stack.norm)
-    proven = (solution.error_bound < margin) | (apart + rounded < 2 * margin)
+    start = time.perf_counter()
+    evidence = prefix_margins(model, decoded, z) if prove else None
+    if evidence is not None:
+        refuse_wrong_proof(evidence, decoded, tokens)
     layers = solution.layers
     converged = torch.stack([s.status == InversionStatus.CONVERGED for s in layers.values()])
     error = vector_norm((solution.value - x).double(), stack.norm)
@@ -143,22 +153,43 @@ def invert_text(
         residual=max(s.residual.max().item() for s in layers.values()),
         error_bound=solution.error_bound.max().item(),
         reconstruction_error=error.max().item(),
-        decoding_margin=margin,
-        preimage_bound=apart.max().item(),
+        decoding_margin=model.embedding.decoding_margin(stack.norm),
         num_steps={name: int(s.num_steps.max()) for name, s in layers.items()},
         num_evaluations={name: int(s.num_evaluations.max()) for name, s in layers.items()},
         converged_fraction=converged.double().mean().item(),
         characters_recovered=(decoded == tokens).double().mean().item(),
-        characters_certified=proven.double().mean().item(),
+        characters_proven=evidence and evidence.proven.double().mean().item(),
+        margin=evidence and evidence.margin.min().item(),
+        arithmetic_error=evidence and evidence.arithmetic_error.max().item(),
+        distance=evidence and evidence.distance.max().item(),
+        radius=evidence and evidence.radius.min().item(),
+        unproven=evidence and evidence.reason,
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),
         method=method,
+        seconds_proof=evidence and time.perf_counter() - start,
         seconds_forward=seconds.get("forward"),
         seconds_inverse=seconds.get("inverse"),
         seconds_inverse_bare=seconds.get("bare"),
         seconds_inverse_coarse=seconds.get("coarse"),
     )
     return decoded, report
+
+
+def refuse_wrong_proof(evidence: MarginEvidence, decoded: Tensor, tokens: Tensor) -> None:
+    """Compare proven characters with the text that went up.
+
+    Raises:
+        CertificateViolation: one of them is another.
+    """
+    wrong = (evidence.proven & (decoded != tokens)).nonzero()
+    if len(wrong):
+        sequence, place = wrong[0].tolist()
+        raise CertificateViolation(
+            f"{len(wrong)} proven characters are not those of the text, the first is character "
+            f"{place} of sequence {sequence}: the forward pass that made the states errs by more "
+            f"than half the margin of {evidence.margin[sequence, place]:.3g}, or this is a bug"
+        )
 
 
 def in_turns(work: Mapping[str, Callable[[], Any]], turns: int = 3) -> dict[str, float]:
@@ -175,15 +206,3 @@ def seconds_of(work: Callable[[], Any]) -> float:
     work()
     wait()
     return time.perf_counter() - start
-
-
-def of_single_tokens(
-    stack: InvertibleStack, certificate: Certificate, dtype: torch.dtype
-) -> Certificate:
-    """What is proven of the diagonal blocks: enough to tell texts apart, and less than constants.
-
-    They are known in the Euclidean norm of one token, so in token_max and in no other norm.
-    """
-    if certificate.kind == "causal" or stack.norm != "token_max":
-        return certificate
-    return certify(stack, dtype=dtype, kind="causal")

@@ -80,7 +80,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if inversion is not None:
         symbols = "symbols" if unknown else "characters"
         recovered = f"{inversion['characters_recovered']:.2%} of the {symbols} recovered"
-        said = f"{recovered}, {inversion['characters_certified']:.2%} proven"
+        said = f"{recovered}, {inversion['characters_proven']:.2%} proven"
         lines.append(("inversion", f"{said}; {unknown:.1%} are unknown" if unknown else said))
     measured = [
         (row["estimate"], name)
@@ -132,15 +132,28 @@ def inversion_lines(inversion: Mapping[str, Any] | None, verbose: bool) -> list[
     steps, margin = inversion["num_steps"].values(), inversion["decoding_margin"]
     why = f"larger than {margin:.2g}, half the distance of two symbols"
     bound = informative(inversion["error_bound"], margin, why, verbose)
-    other = informative(inversion["preimage_bound"], 2 * margin, why, verbose)
     return [
+        ("proof", proof(inversion)),
         ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
-        ("proven error bound", bound),
-        ("other texts with this output within", other),
+        ("error bound by the rounding model", bound),
         ("distance of two symbols", f"at least {2 * margin:.2e}"),
         ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
         ("inverse costs", inversion_cost(inversion)),
     ]
+
+
+def proof(inversion: Mapping[str, Any]) -> str:
+    """By which numbers the characters are proven, or are not."""
+    if inversion["unproven"] is not None:
+        return f"none: {inversion['unproven']}"
+    numbers = (
+        f"least margin {inversion['margin']:.3g}, after an arithmetic error of at most "
+        f"{inversion['arithmetic_error']:.2g}"
+    )
+    if inversion["radius"] <= inversion["distance"]:
+        away = f"the states of this text are up to {inversion['distance']:.2g} away"
+        return f"not of every character: {numbers}; {away}"
+    return f"no other text has states within {inversion['radius']:.3g} ({numbers})"
 
 
 def inversion_cost(inversion: Mapping[str, Any]) -> str:

@@ -20,6 +20,8 @@ from invformer.numerics.norms import Norm
 
 # Below this a temperature makes no difference, and float32 would divide by zero.
 COLDEST = 1e-30
+# Entries of differences to symbols that are held at once when states are decoded.
+MOST_DIFFERENCES = 1 << 24
 
 
 class CharEmbedding(nn.Module):
@@ -60,16 +62,19 @@ class CharEmbedding(nn.Module):
     ) -> Integer[Tensor, "*batch tokens"]:
         """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range.
 
-        In float64 and relative to the centre of all embeddings: otherwise distances of symbols that
-        are near one another, and far from zero, cancel.
+        By differences in float64, relative to the nearest symbol: nothing cancels or underflows
+        where symbols are near one another and far from zero, or all near zero.
         """
         table = self.token.weight.double()
-        centre = table.mean(0)
-        table = table - centre
-        at_token = x[..., : self.token.embedding_dim].double() - centre
-        at_token = at_token - self.position[: x.shape[-2]].double()
-        # ‖a − e‖² without ‖a‖², which is the same for every symbol e.
-        return (table.square().sum(-1) - 2 * at_token @ table.mT).argmin(-1)
+        at_token = x[..., : self.token.embedding_dim].double()
+        at_token = (at_token - self.position[: x.shape[-2]].double()).flatten(0, -2)
+        nearest = []
+        for some in at_token.split(max(1, MOST_DIFFERENCES // table.numel())):
+            apart = some[:, None] - table
+            unit = apart.abs().amax(-1).amin(-1)
+            apart /= unit.where(unit > 0, 1.0)[:, None, None]
+            nearest.append(apart.square().sum(-1).argmin(-1))
+        return torch.cat(nearest).view(x.shape[:-1])
 
     @torch.no_grad()
     def decoding_margin(self, norm: Norm = "token_max") -> float:

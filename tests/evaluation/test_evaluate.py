@@ -100,6 +100,28 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
     assert report["nats"] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.parametrize(
+    ("apart", "unknown", "dtype"),
+    [(0.5, 1e10, torch.float32), (1e-4, 1e7, torch.float32), (0.5, 1e10, torch.float64),
+     (1e-160, 0, torch.float64), (3e-45, 0, torch.float32), (1e-40, 0, torch.bfloat16)],
+)  # fmt: skip
+def test_no_checkpoint_makes_a_wrong_character_proven(
+    tmp_path: Path, apart: float, unknown: float, dtype: torch.dtype
+) -> None:
+    torch.set_flush_denormal(True)
+    saved = Saved(tmp_path, "model=contractive_bounded")
+    table = saved.model.embedding.token.weight.data
+    away = torch.zeros(table.shape, dtype=torch.float64)
+    away[:, 0] = apart * torch.arange(len(table))
+    away[0, 1] = unknown
+    table.copy_(away.to(dtype))
+    inversion = saved.evaluated("evaluate.lipschitz_sequences=0")["inversion"]
+    torch.set_flush_denormal(False)
+    assert inversion["characters_proven"] <= inversion["characters_recovered"]
+    if unknown > 1:
+        assert inversion["characters_recovered"] == 1
+
+
 def test_a_full_disk_does_not_take_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,110 @@
+"""Which characters of a text are proven by the states at the top of a causal network.
+
+For a causal network F, a text x̂ and a position i let
+
+    m_i = min over symbols v ≠ x̂_i of ‖F(x̂_{<i}, v)_i − F(x̂)_i‖₂,   δ_i = ‖F(x̂)_i − z_i‖₂.
+
+A text whose states lie within m_j − δ_j of the states z_j for all j ≤ i begins with x̂_1 … x̂_i: at
+the first position j where it differs it has the state F(x̂_{<j}, v)_j for some v ≠ x̂_j, which lies
+m_j or more from F(x̂)_j. So it takes forward passes alone, of every symbol at every position, and
+an enclosure of the rounding of each (:mod:`invformer.evaluation.enclosed_network`). F is the
+network of real numbers with the weights that its forward pass multiplies by.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Integer
+from torch import Tensor
+
+from invformer.evaluation.enclosed_network import Network, NotEnclosed
+from invformer.nn.branch import frozen_weights
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.enclosure import (
+    add,
+    constant,
+    ieee_products,
+    negated,
+    norm_at_least,
+    norm_at_most,
+)
+
+# Symbols that are pushed up at once: their activations stay in a processor's cache.
+ROWS = 256
+
+
+@dataclass(frozen=True)
+class MarginEvidence:
+    """What states prove about a text, per character; every field is (sequences, tokens).
+
+    Attributes:
+        margin: proven lower bound on m_i, arithmetic error included.
+        arithmetic_error: largest bound on the error of a computed state of this position, ‖·‖₂.
+        distance: proven upper bound on δ_i, the distance of the text's exact states from those
+            given.
+        radius: min over j ≤ i of margin_j − distance_j. A text all of whose states lie within this
+            distance of those given begins with the first i symbols of this one.
+        proven: whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its
+            state is then farther from that given than this text's. Never for the unknown symbol,
+            which stands for many characters.
+        reason: why nothing is proven, where the rounding of a network is not bounded.
+    """
+
+    margin: Float[Tensor, "sequences tokens"]
+    arithmetic_error: Float[Tensor, "sequences tokens"]
+    distance: Float[Tensor, "sequences tokens"]
+    radius: Float[Tensor, "sequences tokens"]
+    proven: Bool[Tensor, "sequences tokens"]
+    reason: str | None = None
+
+
+@torch.no_grad()
+def prefix_margins(
+    model: CharTransformer,
+    tokens: Integer[Tensor, "sequences tokens"],
+    states: Float[Tensor, "sequences tokens width"],
+    unknown: int | None = 0,
+) -> MarginEvidence:
+    """What the states at the top of a stack prove about a text.
+
+    Cost: a forward pass of every symbol at every position, about six times in float64.
+
+    Args:
+        model: any model; where its rounding is not bounded, nothing is proven and a reason given.
+        tokens: the text, as decoded from the states.
+        states: the states at the top of the stack, in front of its LayerNorm, in any precision.
+        unknown: the symbol that stands for every character outside the vocabulary.
+    """
+    try:
+        with frozen_weights(model), ieee_products(tokens.device):
+            network = Network(model, tokens.shape[-1])
+            found = [evidence_of(network, *pair) for pair in zip(tokens, states, strict=True)]
+    except NotEnclosed as error:
+        nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
+        return MarginEvidence(nan, nan, nan, nan, torch.zeros_like(tokens).bool(), str(error))
+    margin, arithmetic_error, distance, radius = (
+        torch.stack(numbers) for numbers in zip(*found, strict=True)
+    )
+    told_apart = (2 * distance < margin) & margin.isfinite()
+    proven = told_apart.cumprod(-1).bool() & (tokens != unknown)
+    return MarginEvidence(margin, arithmetic_error, distance, radius, proven)
+
+
+def evidence_of(
+    network: Network, tokens: Integer[Tensor, "tokens"], states: Float[Tensor, "tokens width"]
+) -> tuple[Tensor, ...]:
+    """Margin, arithmetic error, distance and radius of every character of one text."""
+    length, symbols = len(tokens), network.vocab_size
+    own, past = network(tokens, torch.arange(length, device=tokens.device), None)
+    distance = norm_at_most(add(own, negated(constant(states))))
+    margins, errors = [], []
+    for rows in torch.arange(length * symbols, device=tokens.device).split(ROWS):
+        places, symbol = rows // symbols, rows % symbols
+        state, _ = network(symbol, places, past)
+        margin, error = norm_at_least(add(state, negated(own.map(lambda t: t[places]))))  # noqa: B023
+        margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
+        errors.append(error)
+    margin = torch.cat(margins).view(length, symbols).amin(-1)
+    error = torch.cat(errors).view(length, symbols).amax(-1)
+    return margin, error, distance, (margin - distance).cummin(0).values

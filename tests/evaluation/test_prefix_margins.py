@@ -1,0 +1,334 @@
+"""What states prove about a text: never more than is true, and all of it where rounding allows."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from flint import arb, ctx
+from torch import Tensor
+
+from invformer.evaluation import enclosed_network
+from invformer.evaluation.enclosed_network import Network, activate
+from invformer.evaluation.prefix_margins import prefix_margins
+from invformer.nn.activation_norm import ChannelAffine
+from invformer.nn.branch import frozen_weights
+from invformer.nn.feed_forward import ACTIVATIONS, activation_slope
+from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics import enclosure
+from invformer.numerics.enclosure import Enclosure
+from invformer.numerics.precision import denormals_flushed
+from tests.nn.builders import (
+    SEQ_LEN,
+    VOCAB,
+    baseline,
+    contractive_model,
+    convolutional_baseline,
+    l2_baseline,
+    model_of_the_past,
+    random_tokens,
+    trained_a_little,
+)
+
+ctx.prec = 200
+exactly = np.vectorize(arb, otypes=[object])
+
+MODELS: dict[str, Callable[[], CharTransformer]] = {
+    "l2": contractive_model,
+    "l2 with channel scales": lambda: contractive_model(metric=True),
+    "l2, causal certificate": lambda: contractive_model(certificate="causal"),
+    "unit ball": lambda: contractive_model(bounded=True, metric=True),
+    "unit ball, input radius": lambda: contractive_model(bounded=True, input_radius=3.0),
+    "strictly causal, kernel 3": model_of_the_past,
+}
+
+
+@torch.enable_grad()
+def ready(make: Callable[[], CharTransformer]) -> CharTransformer:
+    """A model after a few steps of training."""
+    return trained_a_little(make()).eval()
+
+
+def numbers(x: Tensor) -> np.ndarray:
+    """A tensor's numbers, exactly."""
+    return exactly(x.detach().double().numpy())
+
+
+def exact_attention(branch, x: np.ndarray) -> np.ndarray:
+    """Attention by its definition, row by row."""
+    weights, bias = branch.weights(), numbers(branch.position(len(x)).clamp(min=-1e9))
+    total = 0
+    for head in range(len(weights.g)):
+        own_bias = bias[head % len(bias)]
+        if hasattr(weights, "w_q"):
+            q = k = v = x @ numbers(weights.w_q[head])
+        else:
+            q, k, v = (exact_ball(x @ numbers(weights.w_qkv[part, head]), 1.0) for part in range(3))
+            if branch.strictly_causal:
+                k, v = (np.concatenate([0 * a[:1], a[:-1]]) for a in (k, v))
+        rows = []
+        for i in range(len(x)):
+            if hasattr(weights, "w_q"):
+                size = arb(q.shape[-1]).sqrt()
+                logits = [-sum(a * a for a in q[i] - k[j]) / size for j in range(i + 1)]
+            else:
+                tau = arb(weights.temperature[head].item())
+                logits = [tau * (q[i] * k[j]).sum() for j in range(i + 1)]
+            p = [(logit + own_bias[i, j]).exp() for j, logit in enumerate(logits)]
+            rows.append(sum(a * b for a, b in zip(p, v, strict=False)) / sum(p))
+        total = total + np.stack(rows) @ numbers(weights.g[head])
+    return total
+
+
+def exact_ball(x: np.ndarray, radius: float) -> np.ndarray:
+    """x/√(1 + ‖x‖²/R²)."""
+    lengths = (x**2).sum(-1, keepdims=True) / arb(radius) ** 2 + 1
+    return x / np.vectorize(lambda v: v.sqrt(), otypes=[object])(lengths)
+
+
+def exact_feed_forward(branch, x: np.ndarray) -> np.ndarray:
+    """silu((x, those before) W + b) V."""
+    w = branch.weights()
+    before = [np.concatenate([0 * x[:lag], x[: len(x) - lag]]) for lag in range(w.kernel)]
+    hidden = np.concatenate(before, -1) @ numbers(w.w_in) + numbers(w.b_in)
+    return np.vectorize(lambda h: h / (1 + (-h).exp()), otypes=[object])(hidden) @ numbers(w.w_out)
+
+
+def exact_states(model: CharTransformer, tokens: Tensor) -> np.ndarray:
+    """F(x) of one text in balls of 200 bits."""
+    embedding = model.embedding
+    x = numbers(embedding.token.weight[tokens]) + numbers(embedding.position[: len(tokens)])
+    x = np.concatenate([x, exactly(np.zeros((len(x), embedding.padding)))], -1)
+    for _, layer in model.stack.layers():
+        if isinstance(layer, ChannelAffine):
+            scale, shift = layer.effective_weights()
+            x = x * numbers(scale) + numbers(shift)
+            continue
+        seen = x if layer.input_radius is None else exact_ball(x, layer.input_radius)
+        attends = hasattr(layer.branch, "position")
+        x = x + (exact_attention if attends else exact_feed_forward)(layer.branch, seen)
+    return x
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request: pytest.FixtureRequest) -> CharTransformer:
+    """A trained model of every kind, in float32."""
+    return ready(MODELS[request.param]).float()
+
+
+@torch.no_grad()
+def test_enclosures_of_states_contain_those_in_200_bits(model: CharTransformer) -> None:
+    (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
+    with frozen_weights(model):
+        own, past = Network(model, SEQ_LEN)(tokens, places, None)
+        other = (tokens + 1) % VOCAB
+        state, _ = Network(model, SEQ_LEN)(other, places, past)
+        exact = exact_states(model, tokens)
+        changed = tokens.clone()
+        changed[5] = other[5]
+        at_five = state.map(lambda t: t[5])
+        for found, true in ((own, exact), (at_five, exact_states(model, changed)[5])):
+            pairs = (t.flatten().tolist() for t in found)
+            for middle, radius, value in zip(*pairs, true.flatten(), strict=True):
+                assert abs(value - arb(middle)) <= arb(radius)
+        assert own.radius.max() < 1e-9
+
+
+@pytest.mark.parametrize("relative", [1e-6, 1e-2])
+def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
+    model: CharTransformer, relative: float
+) -> None:
+    model = model.double()
+    generator = torch.Generator().manual_seed(0)
+    with frozen_weights(model):
+        layers = [layer for _, layer in model.stack.residual_layers()]
+        for layer, (branch, _, _) in zip(layers, Network(model, SEQ_LEN).branches, strict=True):
+            x = torch.randn(SEQ_LEN, 12, generator=generator)
+            radius = (relative * torch.rand(x.shape, generator=generator)).float()
+            found, _ = branch(Enclosure(x, radius), torch.arange(SEQ_LEN), None)
+            fullest = 0.0
+            for place in range(SEQ_LEN):  # the corner that raises one entry most, to first order
+                channel = place % 12
+                at = x.clone().requires_grad_()
+                layer.added(at[None])[0, place, channel].backward()
+                corner = layer.added((x + at.grad.sign() * radius)[None]).detach()[0]
+                away = (corner - found.middle).abs() - 1e-14
+                assert (away <= found.radius).all()
+                fullest = max(fullest, (away / found.radius)[place, channel].item())
+            assert fullest > 0.1
+
+
+BASELINES = {"dot product": baseline, "free l2": l2_baseline, "kernel": convolutional_baseline}
+
+
+@pytest.mark.parametrize("make", BASELINES.values(), ids=BASELINES)
+@torch.no_grad()
+def test_enclosures_of_baselines_contain_float64_states(
+    make: Callable[[], CharTransformer],
+) -> None:
+    model = ready(make)
+    (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
+    own, _ = Network(model, SEQ_LEN)(tokens, places, None)
+    states = model.stack(model.embedding(tokens))
+    assert ((own.middle - states).abs() <= own.radius + 1e-13).all()
+    evidence = prefix_margins(model, tokens[None], states[None], unknown=None)
+    assert evidence.proven.all()
+
+
+@torch.no_grad()
+def test_margins_are_those_of_every_symbol_at_every_place(model: CharTransformer) -> None:
+    tokens = random_tokens(1)
+    states = model.stack(model.embedding(tokens))
+    found = prefix_margins(model, tokens, states, unknown=None)
+    wide = model.double()
+    own = wide.stack(wide.embedding(tokens))[0]
+    for place in range(SEQ_LEN):
+        others = tokens.repeat(VOCAB, 1)
+        others[:, place] = torch.arange(VOCAB)
+        apart = (wide.stack(wide.embedding(others))[:, place] - own[place]).norm(dim=-1)
+        least = apart[torch.arange(VOCAB) != tokens[0, place]].min()
+        assert found.margin[0, place] == pytest.approx(least.item(), rel=1e-4)
+    assert found.proven.all()
+    assert torch.equal(found.radius, (found.margin - found.distance).cummin(-1).values)
+    assert (found.distance < 1e-3 * found.margin).all()
+
+
+@torch.no_grad()
+def test_no_text_but_the_proven_one_has_states_within_the_radius() -> None:
+    model = ready(lambda: contractive_model(bounded=True, metric=True))
+    texts = torch.tensor(list(product(range(VOCAB), repeat=3)))
+    states = model.stack(model.embedding(texts))
+    generator = torch.Generator().manual_seed(0)
+    proven = wrong = 0
+    for noise in (0.0, 0.3, 1.0, 2.0):
+        chosen = torch.randint(len(texts), (20,), generator=generator)
+        damaged = states[chosen]
+        damaged = damaged + noise * torch.randn(damaged.shape, generator=generator) / 3
+        decoded = texts[(states[None] - damaged[:, None]).square().sum((-1, -2)).argmin(-1)]
+        evidence = prefix_margins(model, decoded, damaged, unknown=None)
+        away = (states[None] - damaged[:, None]).norm(dim=-1)  # (damaged, texts, places)
+        for end in range(3):
+            reach = (evidence.margin - evidence.distance)[:, None, : end + 1]
+            inside = (away[..., : end + 1] < reach).all(-1)
+            begins = (texts[None, :, : end + 1] == decoded[:, None, : end + 1]).all(-1)
+            assert (begins | ~inside).all()
+            assert torch.equal(evidence.radius[:, end], reach[:, 0].amin(-1))
+            assert (inside.any(-1) | ~evidence.proven[:, end]).all()
+        proven += int(evidence.proven.sum())
+        wrong += int((evidence.proven & (decoded != texts[chosen])).sum())
+    assert proven > 60
+    assert wrong == 0
+
+
+@pytest.mark.parametrize("place", [0, 5, SEQ_LEN - 1])
+@torch.no_grad()
+def test_a_wrong_symbol_is_not_proven_nor_what_follows_it(place: int) -> None:
+    model = ready(model_of_the_past)
+    tokens = random_tokens(2)
+    states = model.stack(model.embedding(tokens))
+    tokens[0, place] = (tokens[0, place] + 1) % VOCAB
+    proven = prefix_margins(model, tokens, states, unknown=None).proven
+    assert proven[0].tolist() == [index < place for index in range(SEQ_LEN)]
+    assert proven[1].all()
+
+
+@torch.no_grad()
+def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is() -> None:
+    model = ready(contractive_model)
+    tokens = random_tokens(1)
+    tokens[0, 4] = 0
+    states = model.stack(model.embedding(tokens))
+    assert torch.equal(prefix_margins(model, tokens, states).proven, tokens != 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [(torch.float32, 3e-45), (torch.float64, 1e-160), (torch.float64, 1e-310),
+     (torch.bfloat16, 1e-40), (torch.float32, 1e-34)],
+)  # fmt: skip
+@torch.no_grad()
+def test_symbols_that_underflow_are_not_proven(dtype: torch.dtype, scale: float) -> None:
+    model = ready(contractive_model).to(dtype)
+    model.embedding.token.weight.mul_(0).add_(torch.arange(VOCAB)[:, None].to(dtype) * scale)
+    tokens = random_tokens(2)
+    with denormals_flushed():
+        states = model.stack(model.embedding(tokens))
+        assert not prefix_margins(model, tokens, states, unknown=None).proven.any()
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, 1e200])
+@torch.no_grad()
+def test_numbers_that_are_none_prove_nothing(number: float) -> None:
+    model = ready(contractive_model)
+    tokens = random_tokens(1)
+    states = model.stack(model.embedding(tokens))
+    states[0, 3, 2] = number
+    assert prefix_margins(model, tokens, states, unknown=None).proven[0].tolist() == [True] * 3 + [
+        False
+    ] * (SEQ_LEN - 3)
+    model.stack.blocks[1].feed_forward.branch.b_in[1] = number
+    states = model.stack(model.embedding(tokens))
+    assert not prefix_margins(model, tokens, states, unknown=None).proven.any()
+
+
+@torch.no_grad()
+def test_what_sees_later_tokens_is_not_proven_and_says_why() -> None:
+    model = ready(contractive_model)
+    mask = VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
+    model.stack.blocks[0].attention.branch.position = mask
+    tokens = random_tokens(1)
+    evidence = prefix_margins(model, tokens, model.stack(model.embedding(tokens)))
+    assert not evidence.proven.any()
+    assert "see later ones" in evidence.reason
+
+
+ACTIVATION = {
+    "silu": lambda x: x / (1 + mpmath.exp(-x)),
+    "gelu": lambda x: x * mpmath.ncdf(x),
+    "relu": lambda x: max(x, mpmath.mpf(0)),
+    "tanh": mpmath.tanh,
+}
+
+
+@pytest.mark.parametrize("name", ["exp", "rsqrt", *ACTIVATION])
+def test_the_library_errs_by_less_than_half_of_what_is_assumed_of_it(name: str) -> None:
+    x = 6 * torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([x, torch.linspace(-30, 30, 1001)]) + 1e-9
+    x = x.abs() if name == "rsqrt" else x
+    function = {"exp": torch.exp, "rsqrt": torch.rsqrt, **ACTIVATIONS}[name]
+    oracle = {"exp": mpmath.exp, "rsqrt": lambda v: 1 / mpmath.sqrt(v), **ACTIVATION}[name]
+    allowed = enclosure.EXP if name in ("exp", "rsqrt") else enclosure.ACTIVATION
+    with mpmath.workdps(40):
+        for v, found in zip(x.tolist(), function(x).tolist(), strict=True):
+            exact = oracle(mpmath.mpf(v))
+            scale = abs(mpmath.mpf(v)) if name == "gelu" else abs(exact)
+            assert abs(found - exact) <= allowed / 2 * scale
+
+
+@pytest.mark.parametrize("name", list(ACTIVATION))
+def test_slopes_and_curvatures_bound_those_of_the_activations(name: str) -> None:
+    x = torch.linspace(-40, 40, 400_000)
+    slope = activation_slope(name, x)
+    assert slope.abs().max() <= enclosed_network.SLOPE[name]
+    assert (
+        activation_slope(name, x.float()) - slope
+    ).abs().max() <= enclosed_network.SLOPE_ERROR / 2
+    if name != "relu":
+        assert (slope.diff() / x.diff()).abs().max() <= enclosed_network.CURVATURE[name]
+
+
+@pytest.mark.parametrize("relative", [1e-9, 1e-2, 1.0])
+@pytest.mark.parametrize("name", list(ACTIVATION))
+def test_an_activation_of_any_number_in_an_enclosure_is_in_its_enclosure(
+    name: str, relative: float
+) -> None:
+    x = 4 * torch.randn(2000, generator=torch.Generator().manual_seed(1))
+    radius = (relative * (x.abs() + 0.1)).float()
+    found = activate(Enclosure(x, radius), name)
+    for share in torch.linspace(-1, 1, 9):
+        value = ACTIVATIONS[name](x + share * radius)
+        assert ((value - found.middle).abs() <= found.radius + 1e-15).all()
