@@ -68,7 +68,7 @@ class ModelConfig(Section):
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
     position_bias_form: Literal["table", "linear", "sinusoid"] = option(
-        "table", "free, or of low rank over lags, which trains faster at thousands of tokens"
+        "table", "a free number for each lag, a line, or a sum of sinusoids"
     )
     attention_kernel: Literal["auto", "math", "native", "blocked", "sdpa", "flex"] = option(
         "auto", "implementation of attention; all but math need memory linear in seq_len"
@@ -108,9 +108,9 @@ class ModelConfig(Section):
         for key in ("d_embedding", "loud_channels"):
             channels = getattr(self, key) or 0
             refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
-        table = self.position_bias and self.position_bias_form == "table"
-        why = "sdpa takes no bias table: pick blocked, or another model.position_bias_form"
-        refuse(table and self.attention_kernel == "sdpa", "attention_kernel", why)
+        biased = self.position_bias or self.is_l2
+        why = "sdpa is for model=dot_product with model.position_bias=false: pick auto"
+        refuse(biased and self.attention_kernel == "sdpa", "attention_kernel", why)
         if name != "contractive_bounded":
             refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
             refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")

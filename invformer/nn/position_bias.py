@@ -7,13 +7,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from invformer.kernels.attention import LogitBias, LowRank
+from invformer.kernels.attention import LogitBias
 from invformer.kernels.blocked import toeplitz
 
 SLOPES = (2.0, 1.0, 0.4, 0.1)
 NEAREST = 3.0
-# Large parts of a linear bias are multiples of this: exact in float32 up to 2¹⁷.
-COARSE = 2.0**-6
 # Sinusoids of the periods 8, 32, 128 and 512 tokens.
 PERIODS = (8.0, 32.0, 128.0, 512.0)
 
@@ -128,8 +126,8 @@ class CausalMask(VisibilityMask):
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
         """The same in every form that attention kernels take."""
-        by_lag = self.by_lag(num_tokens)
-        return LogitBias(lambda: self(num_tokens), by_lag, is_zero=True)
+        is_zero = type(self) is CausalMask
+        return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens), is_zero)
 
     def log_mass(self) -> Float[Tensor, "heads"]:
         """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
@@ -165,30 +163,8 @@ class RelativePositionBias(CausalMask):
         self.require(num_tokens)
         return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
 
-    def logit_bias(self, num_tokens: int) -> LogitBias:
-        """The same in every form that attention kernels take."""
-        return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens))
 
-
-class LowRankPositionBias(CausalMask):
-    """A bias that is a product of something of the query's position and of the key's.
-
-    Fused kernels take it as extra channels, keep skipping what the causal mask hides, and need no
-    table; to certificates it is a bias like any other, through its mass.
-    """
-
-    def low_rank(self, num_tokens: int) -> LowRank:
-        """The factors; they need not describe lag 0, where b is zero."""
-        raise NotImplementedError
-
-    def logit_bias(self, num_tokens: int) -> LogitBias:
-        """The same in every form that attention kernels take."""
-        return LogitBias(
-            lambda: self(num_tokens), self.by_lag(num_tokens), self.low_rank(num_tokens)
-        )
-
-
-class LinearPositionBias(LowRankPositionBias):
+class LinearPositionBias(CausalMask):
     """b_h(lag) = offset_h − slope_h (lag − 1) at lag ≥ 1, b_h(0) = 0; offset and slope are learned.
 
     ALiBi (Press et al. 2022) with learned slopes and a jump after the self token. Starts where
@@ -211,23 +187,8 @@ class LinearPositionBias(LowRankPositionBias):
         lag = torch.arange(num_tokens - 1, device=self.slope.device)
         return nn.functional.pad(self.offset[:, None] - self.slope[:, None] * lag, (1, 0))
 
-    def low_rank(self, num_tokens: int) -> LowRank:
-        """slope · j and slope · i, each as a coarse part, exact in float32, and a small rest.
 
-        The coarse parts of near tokens cancel without rounding, however late in the sequence.
-        """
-        position = torch.arange(num_tokens, device=self.slope.device)
-        height = self.slope.double()[:, None] * position
-        coarse = (height.detach() / COARSE).round() * COARSE
-        rest = height - coarse
-        constant = (self.offset + self.slope).double()[:, None]
-        one = torch.ones_like(coarse)
-        left = torch.stack([-coarse, one, one, -rest], -1)
-        right = torch.stack([one, coarse, rest + constant, one], -1)
-        return LowRank(left.to(self.slope.dtype), right.to(self.slope.dtype))
-
-
-class SinusoidalPositionBias(LowRankPositionBias):
+class SinusoidalPositionBias(CausalMask):
     """b_h(lag) = a_h + Σ_r A_hr cos(2π lag/T_r) + B_hr sin(2π lag/T_r) at lag ≥ 1, b_h(0) = 0.
 
     The periods T_r are 8, 32, 128 and 512 tokens; a, A and B are learned. Starts as a sum of equal
@@ -260,17 +221,6 @@ class SinusoidalPositionBias(LowRankPositionBias):
         # Sums, not matrix products: autocast would run those in half precision.
         waves = self.cosine[:, None] * cos + self.sine[:, None] * sin
         return nn.functional.pad(self.offset[:, None] + waves.sum(-1), (1, 0))
-
-    def low_rank(self, num_tokens: int) -> LowRank:
-        """cos ω(i − j) and sin ω(i − j) by the addition theorems."""
-        angle = self.angles(num_tokens)
-        cos, sin = angle.cos().to(self.cosine), angle.sin().to(self.cosine)
-        a, b = self.cosine[:, None], self.sine[:, None]
-        heads = len(self.cosine)
-        one = torch.ones_like(cos[:, :1]).expand(heads, -1, -1)
-        left = [cos.expand(heads, -1, -1), sin.expand(heads, -1, -1), one]
-        right = [a * cos - b * sin, a * sin + b * cos, self.offset[:, None, None] * one]
-        return LowRank(torch.cat(left, -1), torch.cat(right, -1))
 
 
 def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:

@@ -84,15 +84,10 @@ def refuse_missing_kernel(config: TrainConfig) -> None:
             f"model.attention_kernel: flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "
             f"not {config.model.head_width}; pick auto, or fewer heads"
         )
-    if kernel == "flex" and config.trainer.deterministic and config.model.position_bias:
+    if kernel == "flex" and config.trainer.deterministic:
         raise ConfigurationError(
-            "model.attention_kernel: flex adds up the gradients of a position bias in any order; "
-            "pick auto, or trainer.deterministic=false"
-        )
-    if kernel == "sdpa" and not on_cpu and (config.model.position_bias or config.model.is_l2):
-        raise ConfigurationError(
-            "model.attention_kernel: sdpa is for the CPU, or for dot products without "
-            "model.position_bias; pick auto"
+            "model.attention_kernel: flex adds up gradients in any order; pick auto, or "
+            "trainer.deterministic=false"
         )
 
 

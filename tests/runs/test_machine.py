@@ -28,7 +28,7 @@ def test_devices_that_are_not_there_are_a_configuration_error(
 
 @pytest.mark.parametrize(
     ("kernel", "accelerator", "gpus"),
-    [("flex", "cpu", 1), ("flex", "auto", 0), ("sdpa", "auto", 1)],
+    [("flex", "cpu", 1), ("flex", "auto", 0)],
 )
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
     kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -36,8 +36,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
-    model = ["model.position_bias_form=linear"] if kernel == "sdpa" else []
-    config = load_config([*words, *model, f"model.attention_kernel={kernel}"])
+    config = load_config([*words, f"model.attention_kernel={kernel}"])
     with pytest.raises(ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
         build_run(config)
     assert not (tmp_path / "runs").exists()
@@ -51,7 +50,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     ("words", "message"),
     [
         (["trainer.deterministic=false"], None),
-        (["model.position_bias=false"], None),
+        (["model.position_bias=false"], "in any order; pick auto"),
         ([], r"in any order; pick auto, or trainer\.deterministic=false"),
         (["trainer.deterministic=false", "model.num_heads=16"], "at least 16 channels, not 8"),
     ],
