@@ -53,7 +53,7 @@ class Training:
         self.optimizer.step()
         refresh_normalisers(self.model)
         if self.probe is not None:
-            self.probe.look()
+            self.probe.values()
 
 
 class Normalisation:

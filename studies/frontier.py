@@ -339,8 +339,7 @@ def local_constant(
         CertificateViolation: a branch's estimate exceeds its own bound.
     """
     with frozen_weights(model):
-        probe = LipschitzProbe(model, windows, ("token_max",), num_steps)
-        estimates = probe.estimate()["token_max"]
+        estimates = LipschitzProbe(model, windows, "token_max").estimate(num_steps)
         bounds = certified_branches(model, "token_max")
     for name, estimate in estimates.items():
         pair = {"estimate": estimate.value.max().item(), "bound": bounds.get(name)}

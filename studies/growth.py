@@ -37,7 +37,7 @@ from invformer.assemble.saved_model import trained_configuration
 from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.lipschitz.power_iteration import lanczos_estimate
+from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import (
     attention_jacobian,
     merge_heads,
@@ -259,8 +259,8 @@ def estimate(weights: DotProduct | TiedL2, x: Tensor, bias: Tensor, case: Case) 
         jacobian = attention_jacobian(x, weights.w_q, weights.g, bias)
     else:
         jacobian = linearise(dot_product_map(weights, bias), x)
-    found = lanczos_estimate(
-        jacobian, max_steps=case.max_steps, rtol=case.rtol, check_every=5,
+    found = operator_norm(
+        jacobian, "frobenius", num_steps=case.max_steps, rtol=case.rtol,
         generator=torch.Generator(device=x.device).manual_seed(case.seed),
     )  # fmt: skip
     return Result(found.value.tolist(), found.converged.double().mean().item())

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds import kim, local
-from invformer.lipschitz.power_iteration import lanczos_estimate
+from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, project
 from invformer.numerics.l2_attention import attention_weights
 from invformer.numerics.linear_map import linearise
@@ -22,8 +22,8 @@ from studies import castin, jasmin
 
 Layer = DotProductAttention | TiedL2Attention
 
-LANCZOS_STEPS = 300
-LANCZOS_RTOL = 1e-6  # the value's relative error is of the order of its square
+STEPS = 300
+RTOL = 1e-6  # the value's relative error is of the order of its square
 FORMS: tuple[Literal["paper", "centred"], ...] = ("paper", "centred")
 
 
@@ -98,7 +98,7 @@ class Comparison(NamedTuple):
 def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Comparison:
     """Every bound of the layer and the truth at its input, in ``frobenius``."""
     jacobian = layer.linearise(z) if isinstance(layer, TiedL2Attention) else linearise(layer, z)
-    truth = lanczos_estimate(jacobian, max_steps=LANCZOS_STEPS, rtol=LANCZOS_RTOL)
+    truth = operator_norm(jacobian, "frobenius", num_steps=STEPS, rtol=RTOL)
     heads = heads_of(layer, z)
     l2 = isinstance(layer, TiedL2Attention)
     bounds = l2_bounds(layer, heads) if l2 else dot_product_bounds(heads, z)

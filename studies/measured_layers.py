@@ -21,7 +21,7 @@ from invformer.data.corpora import Corpus, load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.lipschitz.branch_jacobians import residual_branches
+from invformer.lipschitz.jacobians import residual_branches
 from invformer.nn.attention import DotProductAttention, TiedL2Attention, split_heads
 from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer, PreNormBranch

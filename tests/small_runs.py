@@ -30,8 +30,8 @@ def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIV
         f"trainer.max_steps={STEPS}", f"trainer.val_every={VAL_EVERY}",
         "trainer.eval_batch_size=2", "trainer.progress=false",
         "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
-        "monitor.flush_every=4", "monitor.norms=[token_max]", "monitor.inversion_sequences=1",
-        "monitor.every=1", "monitor.num_sequences=1", "monitor.probe_length=16",
+        "monitor.flush_every=4", "monitor.inversion_sequences=1",
+        "monitor.length=16",
         f"run.root={root}", f"run.name={name}", *more,
     ]  # fmt: skip
 

@@ -45,7 +45,6 @@ from invformer.training.fit import Run
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
-from invformer.training.probe_budget import MOST_SEQUENCES
 
 START_SECONDS = 120.0  # in which a process loads what it needs
 
@@ -205,18 +204,16 @@ def build_callbacks(
     """Monitors first, then the flush that sends what they recorded, then checkpoints."""
     monitor = config.monitor
     callbacks: list[L.Callback] = [RandomState()]
-    num_sequences = monitor.num_sequences or MOST_SEQUENCES
-    probe = data.probe("train", num_sequences) if monitor.enabled else None
-    if probe is not None:
+    probe = None
+    if monitor.enabled:
+        length = min(monitor.length, config.data.seq_len)
+        probe = data.probe("train", monitor.num_sequences)[:, :length]
+        val_every = config.trainer.val_every
         callbacks.append(
             LipschitzMonitor(
-                probe, run_log, norms=tuple(monitor.norms),
-                budget=monitor.budget, every=monitor.every,
-                sequences=monitor.num_sequences, length=monitor.probe_length,
-                local_every=config.trainer.val_every,
-                num_steps=monitor.num_steps, seed=config.run.seed,
+                probe, run_log, every=monitor.every, local_every=val_every, seed=config.run.seed
             )
-        )  # fmt: skip
+        )
     if module.model.is_invertible:
         dtype = FORWARD_DTYPE[config.trainer.precision]
         keeper = CertificateKeeper(directory.certificate, run_log, dtype)

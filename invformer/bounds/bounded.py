@@ -112,12 +112,15 @@ def token_max_local_bound(
     w_qkv: Float[Tensor, "3 heads width d_head"],
     g: Float[Tensor, "heads d_head width"],
     strictly_causal: bool = False,
+    diagonal: bool = False,
 ) -> Float[Tensor, "*batch"]:
     """‖J‖ in token_max at a text ≤ ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²), b_h = max_i a_i^h.
 
     a_i^h = Σ_j B_ij^h of :func:`comparison`. max_i Σ_h a_i^h ‖G_h‖ is returned if it is smaller.
+    ``diagonal``: of the diagonal blocks ∂f_i/∂x_i, with a_i^h = B_ii^h.
     """
-    gain, output = comparison(at, w_qkv, strictly_causal).sum(-1), g.double()
+    blocks, output = comparison(at, w_qkv, strictly_causal), g.double()
+    gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
     worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
     summed = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
     rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()

@@ -38,15 +38,16 @@ PerSequence = Float[Tensor, "*batch"]
 
 
 def token_max_local_bound(
-    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps, diagonal: bool = False
 ) -> PerSequence:
     """‖J‖ in token_max ≤ ‖[b_h σ_h G_h/t_h]_h‖₂ · max_i (Σ_h (t_h β_i^h/b_h)²)^½ for any t_h > 0.
 
     β are the :func:`token_gains`, b_h = max_i β_i^h, σ_h = ‖W_h‖₂. The least of t_h = 1,
     t_h² = b_h σ_h ‖G_h‖₂ and max_i Σ_h β_i^h σ_h ‖G_h‖₂ is returned. To rounding it is never above
-    the global certificate, which has 4 φ⁻¹(n_h) + 1 for β and b.
+    the global certificate, which has 4 φ⁻¹(n_h) + 1 for β and b. ``diagonal``: the same of the
+    diagonal blocks ∂f_i/∂x_i, with :func:`diagonal_gains` for β.
     """
-    beta = token_gains(q, p)
+    beta = diagonal_gains(q, p) if diagonal else token_gains(q, p)
     worst = beta.amax(-1)
     query, output, g = spectral_norm_bound(w_q), spectral_norm_bound(g), g.double()
     bounds = [(beta * (query * output)[:, None]).sum(-2).amax(-1)]
@@ -65,6 +66,12 @@ def token_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads 
     """
     at = _Moments.of(q.double(), p)
     return 2 / at.s * at.covariance_norm + (at.p * at.key_and_value_norms).sum(-1)
+
+
+def diagonal_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
+    """‖∂Y_i/∂q_i‖ = P_ii + (2/s) λ_max(C_i): what a token does to its own row."""
+    at = _Moments.of(q.double(), p)
+    return at.p.diagonal(dim1=-2, dim2=-1) + 2 / at.s * at.covariance_norm
 
 
 def fast_local_bound(q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps) -> PerSequence:

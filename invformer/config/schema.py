@@ -6,11 +6,10 @@ Integers have a ceiling too, so that ``10**20`` steps are refused before anythin
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from invformer.config.section import Root, Section, option, refuse, section, shown
+from invformer.config.section import Root, Section, option, section, shown
 
 MANY = "[1, 1e9]"
 SIZE = "[1, 1e6]"
@@ -29,7 +28,6 @@ CorpusName = Literal[
 ]  # fmt: skip
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
-MonitoredNorm = Literal["token_max", "frobenius"]
 CONTRACTIVE_ONLY = (
     "lipschitz_target", "channel_metric", "loud_channels", "activation_norm", "input_radius",
     "d_embedding", "initial_sharpness", "initial_output",
@@ -271,40 +269,12 @@ class MonitorConfig(Section):
 
     key: ClassVar[str] = "monitor"
     enabled: bool = option(True, "measure local Lipschitz constants and the inverse")
-    norms: list[MonitoredNorm] = option(
-        ["token_max", "frobenius"], "norms of the local Lipschitz estimates"
-    )
-    budget: float = option(
-        0.05,
-        "largest share of a step that estimates and local bounds take, on top; sizes what is null",
-        within="(0, 10]",
-    )
-    every: int | None = option(
-        None, "optimiser steps between estimates; null follows the budget", within=MANY
-    )
-    num_sequences: int | None = option(
-        None, "sequences in the probe batch; null follows the budget", within="[1, 1e4]"
-    )
-    probe_length: int | None = option(
-        None,
-        "characters of each probe sequence, from its start; null follows the budget",
-        within="[1, 1e6]",
-    )
-    flush_every: int = option(25, "optimiser steps between transfers to the host", within=MANY)
-    num_steps: int | None = option(
-        None,
-        "power iteration steps per estimate; null is one, and up to four where steps are left out",
-        within="[1, 1e4]",
-    )
+    every: int = option(1, "optimiser steps between estimates", MANY)
+    num_sequences: int = option(1, "sequences of the probe text", "[1, 1e4]")
+    length: int = option(8, "characters of each, from its start, at most seq_len", "[1, 1e6]")
+    flush_every: int = option(25, "optimiser steps between transfers to the host", MANY)
     inversion: bool = option(True, "invert the stack at each validation (contractive models only)")
-    inversion_sequences: int = option(4, "sequences that are inverted", within="[1, 1e4]")
-
-    def check(self) -> None:
-        """A monitor that is on measures something, once."""
-        if self.enabled and not self.norms:
-            self.refuse("norms", "name at least one, or set monitor.enabled=false")
-        if twice := [norm for norm, count in Counter(self.norms).items() if count > 1]:
-            self.refuse("norms", f"{twice[0]} is named twice")
+    inversion_sequences: int = option(4, "sequences that are inverted", "[1, 1e4]")
 
 
 @dataclass(kw_only=True)
@@ -344,12 +314,7 @@ class TrainConfig(Root):
     run: RunConfig = section(RunConfig)
 
     def check(self) -> None:
-        """The schedule fits the run, the probe the windows, and sharding the optimiser."""
-        length = self.monitor.probe_length
-        if length is not None and length > self.data.seq_len:
-            refuse(
-                "monitor.probe_length", f"{length} is more than data.seq_len={self.data.seq_len}"
-            )
+        """The schedule fits the run, and sharding the optimiser."""
         why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
         self.refuse_if(self.warmup_steps > self.trainer.max_steps, "optim.warmup_steps", why)
         if self.trainer.strategy == "fsdp":

@@ -163,7 +163,7 @@ class CertificateKeeper(L.Callback):
             replace_file(self.path, content)
         self.run_log.record(
             pl_module.step,
-            {"lipschitz/certified_max": self.certificate.bound_max},
+            {"lipschitz/certified": self.certificate.bound_max},
         )
 
     def on_save_checkpoint(
@@ -295,13 +295,13 @@ def check_finite(step: int, row: Row) -> None:
 
 
 def check_sandwich(step: int, row: Row) -> None:
-    """Within one norm, estimate ≤ local bound ≤ bound for every branch.
+    """estimate ≤ local bound ≤ bound for every branch.
 
     Raises:
-        CertificateViolation: naming step, branch, norm and both numbers.
+        CertificateViolation: naming step, branch and both numbers.
     """
     for key in row:
-        if key.startswith("lipschitz/") and key.endswith("/estimate"):
+        if key.startswith("lipschitz_branches/") and key.endswith("/estimate"):
             where = key.removesuffix("/estimate")
             values = {k: row.get(f"{where}/{k}") for k in ("estimate", "local_bound", "bound")}
             require_sandwich(f"step {step}: {where}", values)

@@ -28,7 +28,7 @@ from invformer.runs.sharding import (
 )
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
-from invformer.training.probe_budget import Clock, Ledger
+from invformer.training.stopwatch import Stopwatch
 from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)
@@ -73,9 +73,8 @@ class CharLanguageModel(L.LightningModule):
         self.bits_per_char = BitsPerChar()
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
+        self.watch = Stopwatch(torch.device("cpu"))
         self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
-        self.ledger: Ledger | None = None
-        self._normalised: Any = None  # when the constants were last refreshed
 
     def configure_model(self) -> None:
         """Take the model apart if the strategy asks for that."""
@@ -171,29 +170,18 @@ class CharLanguageModel(L.LightningModule):
         raise non_finite(culprit.step, f"{text}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the weights, then the constants that normalise them; record what that costs."""
+        """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
         self.gather()
         if self.average is not None:
             self.average.update(self.trainer.global_step)
-        if not self.is_normalised:
-            return
-        ledger = self.ledger = self.ledger or Ledger(Clock(self.device))
-        began = ledger.clock.mark()
-        refresh_normalisers(self.model)
-        ended = ledger.clock.mark()
-        ledger.add_look(began, ended)
-        if self._normalised is not None:
-            ledger.add_step(self._normalised, began)
-        self._normalised = ended
-        ledger.settle()
-        share = ledger.share()
-        if share is not None:  # of the rest of a step
-            self.run_log.record(self.trainer.global_step, {"perf/normalisation_share": share})
+        with self.watch:
+            refresh_normalisers(self.model)
 
     def on_train_start(self) -> None:
         """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
+        self.watch = Stopwatch(self.device)
         self.gather()
         refresh_normalisers(self.model)
         if self.average is not None:
@@ -223,6 +211,8 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
+        if self.is_normalised and (share := self.watch.share()) is not None:
+            self.run_log.record(self.step, {"perf/normalisation_share": share})
         self.bits_per_char.reset()
         if self.trainer.is_global_zero:
             first = first_character_nats(self.model.head.out_features)

@@ -64,21 +64,27 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        before = [] if skip is None else [(t, t.clone()) for t in self._tensors_on(skip.device)]
+        tensors = [] if skip is None else self._tensors_on(skip.device)
+        before = [flat(some) for some in tensors]
         for part, group in zip(self.parts, self.param_groups, strict=True):
             for inner in part.param_groups:
                 inner["lr"] = group["lr"]
             part.step()
-        if skip is not None:
-            for tensor, kept in before:
-                tensor.copy_(torch.where(skip.bool(), kept, tensor))
+        for some, kept in zip(tensors, before, strict=True):
+            assert skip is not None
+            chosen = torch.where(skip.bool(), kept, flat(some)).split([t.numel() for t in some])
+            torch._foreach_copy_(some, [c.view_as(t) for c, t in zip(chosen, some, strict=True)])
         return loss
 
-    def _tensors_on(self, device: torch.device) -> list[torch.Tensor]:
-        """Weights and memory, without what is counted on the host."""
+    def _tensors_on(self, device: torch.device) -> list[list[torch.Tensor]]:
+        """Weights and memory by dtype, without what is counted on the host."""
         weights = [p for group in self.param_groups for p in group["params"]]
         memory = [m for part in self.parts for s in part.state.values() for m in s.values()]
-        return [t for t in (*weights, *memory) if torch.is_tensor(t) and t.device == device]
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for tensor in (*weights, *memory):
+            if torch.is_tensor(tensor) and tensor.device == device:
+                by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        return list(by_dtype.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both parts and the present learning rates."""
@@ -95,6 +101,11 @@ class MuonWithAdamW(Optimizer):
         for key in ("lr", "initial_lr"):
             for group, value in zip(self.param_groups, state_dict[key], strict=True):
                 group[key] = value
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All entries in one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -2,9 +2,7 @@
 
 import io
 import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,40 +13,16 @@ from invformer.runs.run_log import read_rows
 if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is something to draw
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
 
 Series = tuple[list[int], list[float]]
 
-ESTIMATE = re.compile(r"lipschitz/(?P<norm>\w+)/(?P<block>\w+)/(?P<kind>\w+)/estimate")
-MARKERS = "osD^vP*Xp<>h"
-# Blocks the legend names: with more it would be taller than the picture.
-MOST_NAMED = 8
-BOUND_STYLE = {"color": "0.6", "linewidth": 2.2}
+PREFIX, SUFFIX = "lipschitz_branches/", "/estimate"
 SMOOTHED_SHARE = 0.02  # of the run: what the mean of a noisy curve looks back over
 STEP_AXIS = "optimiser step"
 
 
-@dataclass(frozen=True)
-class Branch:
-    """A residual branch in one norm, with the metrics that belong to it."""
-
-    norm: str
-    block: str
-    kind: str
-
-    @property
-    def estimate(self) -> str:
-        """Key of the estimated local constant."""
-        return f"lipschitz/{self.norm}/{self.block}/{self.kind}/estimate"
-
-    @property
-    def bound(self) -> str:
-        """Key of what the normalisation gives in the same norm."""
-        return f"lipschitz/{self.norm}/{self.block}/{self.kind}/bound"
-
-
 def plot_run(metrics: Path, folder: Path) -> list[Path]:
-    """Draw what a run recorded: likelihood, Lipschitz constants in each norm, inversion.
+    """Draw what a run recorded: likelihood, Lipschitz constants, inversion.
 
     Args:
         metrics: the run's metrics.jsonl.
@@ -63,9 +37,7 @@ def plot_run(metrics: Path, folder: Path) -> list[Path]:
     curves = read_curves(metrics)
     figures = {
         "bpc": draw_bits_per_character(curves),
-        "lipschitz_token_max": draw_lipschitz(curves, "token_max"),
-        "lipschitz_frobenius": draw_lipschitz(curves, "frobenius"),
-        "lipschitz_own_token": draw_lipschitz(curves, "own_token"),
+        "lipschitz": draw_lipschitz(curves),
         "inverse": draw_inverse(curves),
     }
     return [
@@ -107,82 +79,39 @@ def draw_bits_per_character(curves: Mapping[str, Series]) -> "Figure | None":
     return figure
 
 
-def draw_lipschitz(curves: Mapping[str, Series], norm: str) -> "Figure | None":
-    """Estimated local constants of every branch under their bounds, all in one norm.
-
-    The target is drawn in the norm in which the bounds keep it, and in no other.
-    """
-    branches = branches_of(curves, norm)
-    if not branches:
+def draw_lipschitz(curves: Mapping[str, Series]) -> "Figure | None":
+    """Estimate, local bound and target of every branch, attention above feed-forward."""
+    names = [k.removeprefix(PREFIX).removesuffix(SUFFIX) for k in curves if k.endswith(SUFFIX)]
+    names = sorted(name for name in names if PREFIX + name + SUFFIX in curves)
+    kinds = sorted({name.partition("/")[2] for name in names})
+    if not kinds:
         return None
-    figure, (axes,) = new_figure(1)
-    bounds = {branch: curves[branch.bound] for branch in branches if branch.bound in curves}
-    for branch, (steps, values) in bounds.items():
-        axes.plot(steps, positive(values), **BOUND_STYLE, **kind_style(branch.kind))
-    blocks = sorted({branch.block for branch in branches})
-    for branch in branches:
-        steps, values = curves[branch.estimate]
-        style = block_style(blocks.index(branch.block), len(blocks), len(steps))
-        axes.plot(steps, positive(values), linewidth=1.1, **style, **kind_style(branch.kind))
-    target = kept_target(curves, [values for _, values in bounds.values()])
-    if target is not None:
-        axes.axhline(target, color="black", linestyle=":")
-    key = lipschitz_key(blocks, branches, list(bounds), target)
-    axes.legend(handles=key, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    what = "largest diagonal block" if norm == "own_token" else f"{norm} norm"
-    ylabel = f"local Lipschitz constant, {what} (no unit)"
-    axes.set(xlabel=STEP_AXIS, ylabel=ylabel, yscale="log")
-    return figure
-
-
-def lipschitz_key(
-    blocks: Sequence[str],
-    branches: Sequence[Branch],
-    bounded: Sequence[Branch],
-    target: float | None,
-) -> "list[Line2D]":
-    """The legend: blocks by shade and marker, kinds of branch by line style."""
-    from matplotlib.lines import Line2D
-
-    def entry(label: str, **style: Any) -> Line2D:
-        return Line2D([], [], label=label.replace("feed_forward", "feed-forward"), **style)
-
-    key = [
-        entry(blocks[index].replace("_", " "), **block_style(index, len(blocks), 1))
-        for index in evenly(len(blocks), MOST_NAMED)
-    ]
-    for kind in sorted({branch.kind for branch in branches}):
-        key.append(entry(f"{kind}, estimate", color="0.2", **kind_style(kind)))
-    for kind in sorted({branch.kind for branch in bounded}):
-        key.append(entry(f"{kind}, bound", **BOUND_STYLE, **kind_style(kind)))
-    if target is not None:
-        key.append(entry(f"target {target:g}", color="black", linestyle=":"))
-    return key
-
-
-def evenly(count: int, most: int) -> list[int]:
-    """The numbers below ``count``, or as many of them, first and last included, as are allowed."""
-    if count <= most:
-        return list(range(count))
-    return [round(k * (count - 1) / (most - 1)) for k in range(most)]
-
-
-def kind_style(kind: str) -> dict[str, Any]:
-    """Attention solid, feed-forward dashed."""
-    return {"linestyle": {"attention": "-", "feed_forward": "--"}.get(kind, "-.")}
-
-
-def block_style(index: int, num_blocks: int, num_points: int) -> dict[str, Any]:
-    """A shade and a few markers; viridis gets lighter all the way, so greys stay apart too."""
     from matplotlib import colormaps
 
-    spacing = max(1, num_points // 8)
-    return {
-        "color": colormaps["viridis"](0.85 * index / max(1, num_blocks - 1)),
-        "marker": MARKERS[index % len(MARKERS)],
-        "markersize": 4,
-        "markevery": (index * spacing // num_blocks, spacing),
-    }
+    figure, rows = new_figure(len(kinds))
+    for axes, kind in zip(rows, kinds, strict=True):
+        blocks = [name for name in names if name.partition("/")[2] == kind]
+        for index, name in enumerate(blocks):
+            # viridis gets lighter all the way, so that greys stay apart too
+            color = colormaps["viridis"](0.85 * index / max(1, len(blocks) - 1))
+            steps, values = curves[f"{PREFIX}{name}/estimate"]
+            ends = index in (0, len(blocks) - 1)
+            label = f"{name.partition('/')[0].replace('_', ' ')}, estimate" if ends else None
+            axes.plot(steps, positive(values), color=color, linewidth=1.1, label=label)
+            if f"{PREFIX}{name}/local_bound" in curves:
+                steps, values = curves[f"{PREFIX}{name}/local_bound"]
+                axes.plot(
+                    steps, positive(values), "^", color=color, fillstyle="none",
+                    label="local bounds" if index == 0 else None,
+                )  # fmt: skip
+        if "lipschitz/target" in curves:
+            target = curves["lipschitz/target"][1][-1]
+            axes.axhline(target, color="black", linestyle=":", label=f"target {target:g}")
+        name = kind.replace("feed_forward", "feed-forward")
+        axes.set(ylabel=f"{name}: local Lipschitz\nconstant (no unit)", yscale="log")
+        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+    rows[-1].set(xlabel=STEP_AXIS)
+    return figure
 
 
 def draw_inverse(curves: Mapping[str, Series]) -> "Figure | None":
@@ -213,20 +142,6 @@ def draw_inverse(curves: Mapping[str, Series]) -> "Figure | None":
         if axes.lines:
             axes.legend()
     return figure
-
-
-def branches_of(curves: Mapping[str, Series], norm: str) -> list[Branch]:
-    """Every branch with an estimate in a norm."""
-    matches = (ESTIMATE.fullmatch(key) for key in curves)
-    return [Branch(**match.groupdict()) for match in matches if match and match["norm"] == norm]
-
-
-def kept_target(curves: Mapping[str, Series], bounds: Sequence[Sequence[float]]) -> float | None:
-    """The target, if every bound is at or below it: then this is the norm it was set in."""
-    if not bounds or "lipschitz/target" not in curves:
-        return None
-    target = curves["lipschitz/target"][1][-1]
-    return target if all(bound <= target for values in bounds for bound in values) else None
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -5,7 +5,6 @@ import torch
 from torch.func import jacrev
 
 from invformer.bounds import bounded
-from invformer.lipschitz.branch_jacobians import branch_jacobians, residual_branches
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import certify
@@ -321,27 +320,3 @@ def test_a_stack_of_it_is_certified_inverted_and_probed() -> None:
         solution = model.stack.inverse(model.stack(x), certificate)
     assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"certificate": "causal"},
-        {"certificate": "causal", "strictly_causal": True, "kernel": 3},
-    ],
-)
-def test_the_probe_sees_the_jacobians_that_the_branches_state(options: dict) -> None:
-    model = trained_a_little(contractive_model(bounded=True, **options)).double()
-    tokens = random_tokens(2)
-    branches = {
-        name: (branch, x) for name, branch, x in residual_branches(model, model.embedding(tokens))
-    }
-    for group in branch_jacobians(model, tokens):
-        direction = torch.randn(group.jacobian.shape, dtype=torch.float64)
-        pushed, pulled = group.jacobian.jvp(direction), group.jacobian.vjp(direction)
-        for index, name in enumerate(group.names):
-            branch, x = branches[name]
-            alone = branch.linearise(x)
-            torch.testing.assert_close(pushed[index], alone.jvp(direction[index]))
-            torch.testing.assert_close(pulled[index], alone.vjp(direction[index]))

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from invformer.errors import NonFiniteError
-from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import (
     CausalMask,
     CharTransformer,
@@ -193,40 +192,6 @@ def test_a_certificate_is_plain_data() -> None:
 
     certificate = certify(trained_a_little(contractive_model()))
     assert json.loads(json.dumps(certificate.to_dict()))["norm"] == "token_max"
-
-
-@pytest.mark.parametrize("build", [contractive_model, baseline])
-def test_probe_estimates_approach_the_dense_constant_from_below(build) -> None:
-    model = trained_a_little(build())
-    tokens = random_tokens(1, seed=3)
-    probe = LipschitzProbe(model, tokens, norms=("frobenius",), num_steps=200)
-    estimates = probe.estimate()["frobenius"]
-    x = model.embedding(tokens)[0].detach()
-    block = model.stack.blocks[0]
-    branch = block.attention.branch if model.is_invertible else block.attention
-    true = torch.linalg.matrix_norm(dense_jacobian(branch, x), 2).item()
-    found = estimates["block_00/attention"].value.item()
-    assert found <= true * (1 + 1e-12)
-    assert found == pytest.approx(true, rel=1e-3)
-
-
-def test_warm_started_estimates_of_a_fixed_model_only_improve() -> None:
-    model = trained_a_little(contractive_model())
-    probe = LipschitzProbe(model, random_tokens(1))
-    first, later = (None, None)
-    for _ in range(30):
-        values = {n: e.value for n, e in probe.estimate()["frobenius"].items()}
-        first = first or values
-        later = values
-    assert all((later[n] >= first[n] - 1e-12).all() for n in first)
-
-
-def test_estimates_stay_below_bounds_in_both_norms() -> None:
-    model = trained_a_little(contractive_model())
-    probe = LipschitzProbe(model, random_tokens(4), num_steps=20)
-    for norm, estimates in probe.estimate().items():
-        bounds = certify(model, norm=norm).per_branch
-        assert all(e.value.max().item() <= bounds[name] for name, e in estimates.items())
 
 
 def test_a_mask_whose_last_row_sees_least_is_certified_by_its_fullest_row() -> None:

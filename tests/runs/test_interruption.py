@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import invformer.training.fit as fit_module
-import invformer.training.monitor as monitor_module
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
@@ -30,7 +29,7 @@ from invformer.training.module import CharLanguageModel
 from tests.small_runs import options, write_text
 from tests.zygote import ROOT
 
-BRANCH = "lipschitz/token_max/block_00/attention"
+BRANCH = "lipschitz_branches/block_00/attention"
 
 
 class StopAt(L.Callback):
@@ -64,28 +63,25 @@ def run_of(folder: Path, stop_at: int | None = None) -> fit_module.Run:
     return run
 
 
-def exceed_bound(monkeypatch: pytest.MonkeyPatch, look: int) -> None:
-    """Let one look of the monitor, counted from zero, find a constant that is far too large."""
-    true_row = monitor_module.lipschitz_row
-    looks = iter(range(1000))
+def exceed_bound(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Let one estimate of the monitor, counted from zero, be far too large."""
+    true_values = LipschitzProbe.values
+    count = iter(range(1000))
 
-    def row(probe: LipschitzProbe) -> dict:
-        found = true_row(probe)
-        if next(looks) == look:
-            (keys,) = (key for key in found if isinstance(key, tuple))
-            values = found[keys]
-            assert isinstance(values, Tensor)
-            values[keys.index(f"{BRANCH}/estimate")] = 99.0
+    def values(probe: LipschitzProbe, *args: Any, **kwargs: Any) -> Tensor:
+        found = true_values(probe, *args, **kwargs)
+        if next(count) == at:
+            found[probe.names.index(BRANCH.removeprefix("lipschitz_branches/"))] = 99.0
         return found
 
-    monkeypatch.setattr(monitor_module, "lipschitz_row", row)
+    monkeypatch.setattr(LipschitzProbe, "values", values)
 
 
 @pytest.mark.parametrize("stop_at", [1, 2, 3])  # after the last of these, in a validation
 def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_and_saves_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stop_at: int
 ) -> None:
-    exceed_bound(monkeypatch, look=1)
+    exceed_bound(monkeypatch, at=1)
     run = run_of(folder, stop_at)
     with pytest.raises(CertificateViolation, match=f"step 1: {BRANCH}: estimate 99") as error:
         fit_module.fit(run)

@@ -60,7 +60,7 @@ def options(folder: Path, *more: str) -> list[str]:
         "trainer.sample_length=0", "logger.name=none", f"run.root={folder / 'runs'}", "run.name=a",
         "trainer.num_threads=1", "trainer.accelerator=cpu", "monitor.inversion=false",
         # Otherwise the clock decides what the monitor does:
-        "monitor.every=1", "monitor.num_sequences=1", "monitor.probe_length=16",
+        "monitor.length=16",
         *more,
     ]  # fmt: skip
 

@@ -14,7 +14,7 @@ from invformer.assemble.model import build_model
 from invformer.config import load_config
 from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import training_windows
-from invformer.lipschitz.branch_jacobians import residual_branches
+from invformer.lipschitz.jacobians import residual_branches
 from invformer.nn.certificate import as_branches
 from invformer.nn.residual import MetricBlock
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh

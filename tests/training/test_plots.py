@@ -1,6 +1,5 @@
-"""Pictures of a run: drawn from metrics.jsonl alone, one norm each, no global state."""
+"""Pictures of a run: drawn from metrics.jsonl alone, no global state."""
 
-import itertools
 import math
 import subprocess
 import sys
@@ -12,22 +11,16 @@ import torch
 from invformer.errors import StorageError
 from invformer.runs.run_log import JsonLinesSink
 from invformer.training.plots import (
-    Branch,
-    branches_of,
     draw_bits_per_character,
     draw_inverse,
     draw_lipschitz,
-    kept_target,
     plot_run,
     read_curves,
     running_mean,
 )
 
 PNG = b"\x89PNG\r\n\x1a\n"
-BOUNDS = {
-    "token_max": {"attention": 0.69, "feed_forward": 0.69},
-    "frobenius": {"attention": 5.6, "feed_forward": 0.69},
-}
+BRANCHES = [f"block_0{i}/{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
 
 
 def write_metrics(path: Path, num_steps: int = 12) -> Path:
@@ -35,12 +28,11 @@ def write_metrics(path: Path, num_steps: int = 12) -> Path:
     sink = JsonLinesSink(path)
     for step in range(num_steps):
         row = {"train/bpc": 3.0 + 2.0 / (step + 1), "lipschitz/target": 0.7}
-        for norm, bounds in BOUNDS.items():
-            for kind, bound in bounds.items():
-                for block in ("block_00", "block_01"):
-                    branch = Branch(norm, block, kind)
-                    row |= {branch.estimate: 0.1 + 0.01 * step, branch.bound: bound}
+        for branch in BRANCHES:
+            row[f"lipschitz_branches/{branch}/estimate"] = 0.1 + 0.01 * step
+            row[f"lipschitz_branches/{branch}/bound"] = 0.7
         if step % 4 == 3:
+            row |= {f"lipschitz_branches/{branch}/local_bound": 0.3 for branch in BRANCHES}
             row |= {
                 "val/bpc": 3.1 + 2.0 / step,
                 "inverse/residual_max": 1e-6,
@@ -54,14 +46,9 @@ def write_metrics(path: Path, num_steps: int = 12) -> Path:
     return path
 
 
-def test_a_run_leaves_four_pictures(tmp_path: Path) -> None:
+def test_a_run_leaves_three_pictures(tmp_path: Path) -> None:
     written = plot_run(write_metrics(tmp_path / "metrics.jsonl"), tmp_path)
-    assert [path.name for path in written] == [
-        "bpc.png",
-        "lipschitz_token_max.png",
-        "lipschitz_frobenius.png",
-        "inverse.png",
-    ]
+    assert [path.name for path in written] == ["bpc.png", "lipschitz.png", "inverse.png"]
     assert all(path.read_bytes().startswith(PNG) for path in written)
 
 
@@ -71,9 +58,9 @@ def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     assert plot_run(tmp_path / "metrics.jsonl", tmp_path) == [tmp_path / "bpc.png"]
 
 
-def test_a_baseline_without_bounds_has_its_estimates_drawn(tmp_path: Path) -> None:
-    branch = Branch("frobenius", "block_00", "attention")
-    figure = draw_lipschitz({branch.estimate: ([0, 1], [3.0, 4.0])}, "frobenius")
+def test_a_baseline_without_bounds_has_its_estimates_drawn() -> None:
+    key = "lipschitz_branches/block_00/attention/estimate"
+    figure = draw_lipschitz({key: ([0, 1], [3.0, 4.0]), "lipschitz/estimate": ([0], [9.0])})
     assert figure is not None
     (axes,) = figure.axes
     assert [list(line.get_ydata()) for line in axes.lines] == [[3.0, 4.0]]
@@ -83,88 +70,41 @@ def test_axes_are_named_with_their_units(tmp_path: Path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     figures = [
         draw_bits_per_character(curves),
-        draw_lipschitz(curves, "token_max"),
-        draw_lipschitz(curves, "frobenius"),
+        draw_lipschitz(curves),
         draw_inverse(curves),
     ]
     assert all(figure is not None for figure in figures)
     axes = [one for figure in figures if figure is not None for one in figure.axes]
     assert all(one.get_ylabel() for one in axes)
     bottoms = [figure.axes[-1].get_xlabel() for figure in figures if figure is not None]
-    assert bottoms == ["optimiser step"] * 4
+    assert bottoms == ["optimiser step"] * 3
     assert axes[0].get_ylabel() == "bits per character"
-    assert "token_max" in axes[1].get_ylabel()
-    assert "frobenius" in axes[2].get_ylabel()
+    assert "attention" in axes[1].get_ylabel()
+    assert "feed-forward" in axes[2].get_ylabel()
 
 
-def test_the_target_stands_only_in_the_norm_it_was_set_in(tmp_path: Path) -> None:
+def test_estimates_local_bounds_and_the_target_are_drawn_for_every_kind(tmp_path: Path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
-    targets = {}
-    for norm, bounds in BOUNDS.items():
-        targets[norm] = kept_target(curves, [[bound] for bound in bounds.values()])
-        figure = draw_lipschitz(curves, norm)
-        assert figure is not None
-        labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-        assert ("target 0.7" in labels) == (targets[norm] is not None)
-    assert targets == {"token_max": 0.7, "frobenius": None}
-
-
-def test_attention_is_solid_and_feed_forward_dashed_under_its_own_bound(tmp_path: Path) -> None:
-    curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
-    figure = draw_lipschitz(curves, "frobenius")
+    figure = draw_lipschitz(curves)
     assert figure is not None
-    heights = {
-        style: {
-            line.get_ydata()[0] for line in figure.axes[0].lines if line.get_linestyle() == style
-        }
-        for style in ("-", "--")
-    }
-    assert heights == {"-": {0.1, 5.6}, "--": {0.1, 0.69}}
+    for axes in figure.axes:
+        assert {line.get_ydata()[0] for line in axes.lines} == {0.1, 0.3, 0.7}
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels == ["block 00, estimate", "local bounds", "block 01, estimate", "target 0.7"]
 
 
-def test_blocks_differ_in_greyscale_and_in_their_markers(tmp_path: Path) -> None:
+def test_blocks_differ_in_greyscale_and_the_key_names_the_first_and_the_last() -> None:
     curves = {
-        Branch("token_max", f"block_{i:02d}", "attention").estimate: ([0, 1], [0.1, 0.2])
-        for i in range(4)
+        f"lipschitz_branches/block_{i:02d}/attention/estimate": ([0, 1], [0.1, 0.2])
+        for i in range(64)
     }
-    figure = draw_lipschitz(curves, "token_max")
-    assert figure is not None
-    lines = figure.axes[0].lines
-    assert len({line.get_marker() for line in lines}) == 4
-    grey = [
-        sum(w * c for w, c in zip((0.2, 0.7, 0.1), line.get_color(), strict=False))
-        for line in lines
-    ]
-    steps = [later - earlier for earlier, later in itertools.pairwise(grey)]
-    assert min(steps) > 0.1
-
-
-@pytest.mark.parametrize("num_blocks", [8, 9, 64])
-def test_the_key_of_many_blocks_names_a_few_and_leaves_the_axes_their_room(
-    num_blocks: int,
-) -> None:
-    curves = {}
-    for block in range(num_blocks):
-        branch = Branch("token_max", f"block_{block:02d}", "attention")
-        curves |= {branch.estimate: ([0, 1], [0.1, 0.2]), branch.bound: ([0, 1], [0.5, 0.5])}
-    figure = draw_lipschitz(curves, "token_max")
+    figure = draw_lipschitz(curves)
     assert figure is not None
     (axes,) = figure.axes
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    blocks = [name for name in names if name.startswith("block")]
-    assert len(blocks) == 8
-    assert (blocks[0], blocks[-1]) == ("block 00", f"block {num_blocks - 1:02d}")
-    figure.draw_without_rendering()
-    assert axes.get_window_extent().height > 0.7 * figure.bbox.height
-
-
-def test_branches_are_found_by_norm_and_not_by_summaries() -> None:
-    curves = {
-        "lipschitz/token_max/block_01/attention/estimate": ([0], [1.0]),
-        "lipschitz/frobenius/block_00/feed_forward/estimate": ([0], [1.0]),
-        "lipschitz/token_max/estimate_max": ([0], [1.0]),
-    }
-    assert branches_of(curves, "token_max") == [Branch("token_max", "block_01", "attention")]
+    greys = [sum(line.get_color()[:3]) for line in axes.lines]
+    assert max(greys) - min(greys) > 0.8
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["block 00, estimate", "block 63, estimate"]
 
 
 def test_the_running_mean_is_that_of_the_last_finite_values() -> None:
