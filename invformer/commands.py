@@ -3,7 +3,6 @@
 Heavy imports stand inside the functions: a mistyped command line is answered before torch loads.
 """
 
-import math
 import os
 import sys
 import time
@@ -21,7 +20,7 @@ from invformer.config.schema import (
     TrainConfig,
 )
 from invformer.config.section import Root, nearest
-from invformer.errors import CheckpointError, ConfigurationError, DataError
+from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
 from invformer.runs.exit import guarded, stop_on_signals
 from invformer.runs.ranks import Supervisor, end_with_supervisor, is_rank
@@ -159,9 +158,16 @@ def invert(argv: Sequence[str] | None = None) -> None:
         if text is not None:
             same = sum(a == b for a, b in zip(text, found.text, strict=True))
             print(f"{same} of {count} characters recovered, ", end="")
-        bound = f"{found.error_bound:.2g}" if math.isfinite(found.error_bound) else "none"
-        print(f"{sum(found.proven)} of {count} proven")
-        print(f"error {found.residual:.2g} at the embedding (proven bound: {bound})")
+            undamaged = not config.noise and config.bits is None
+            wrong = (a != b and p for a, b, p in zip(text, found.text, found.proven, strict=True))
+            if undamaged and any(wrong):
+                raise CertificateViolation("a proven character is wrong: a bug in invformer")
+        known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""
+        why = f" (none: {found.unproven})" if found.unproven else ""
+        print(f"{sum(found.proven)} of {count} proven{why}")
+        if found.radius > 0:
+            print(f"no other text has states within {found.radius:.3g} of these")
+        print(f"error {found.residual:.2g} at the embedding{known}")
         print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 
     run(InvertConfig, work, argv)

@@ -151,7 +151,7 @@ def model_card(
             lines.append(
                 f"\nOf {inversion['num_characters']:,} characters "
                 f"{inversion['characters_recovered']:.1%} were recovered from the network's top "
-                f"states, {inversion['characters_certified']:.1%} were proven."
+                f"states, {inversion['characters_proven']:.1%} were proven."
             )
         result = {
             "task": {"type": "text-generation"},

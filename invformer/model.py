@@ -28,6 +28,7 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import certify_model
+from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.export import WEIGHTS, read_export, write_export
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
@@ -42,11 +43,14 @@ class RecoveredText:
 
     Attributes:
         text: the recovered characters; U+FFFD for the unknown symbol.
-        proven: per character, whether no other text has states as near to the given ones.
-        error_bound: proven bound on the distance of the computed embeddings from the exact
-            preimage of the states, in the stack's norm; inf if none is known.
+        proven: per character, whether :func:`.prefix_margins` proves it: the states of this text
+            are nearer to the given ones than half the distance of any other text's states.
+        error_bound: bound on the distance of the recovered embeddings from the exact preimage of
+            the states, by the rounding model of docs/numerics.md; inf if none is known.
         num_steps: largest number of solver steps in any layer.
         residual: largest distance of the recovered embeddings from those of the text.
+        radius: no other text has all states within this distance of the given ones (if positive).
+        unproven: why nothing is proven, if the rounding of this model is not bounded.
     """
 
     text: str
@@ -54,6 +58,8 @@ class RecoveredText:
     error_bound: float
     num_steps: int
     residual: float
+    radius: float
+    unproven: str | None
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 40 else f"{self.text[:37]}..."
@@ -157,16 +163,33 @@ class TrainedModel:
         if z.ndim != 2 or z.shape[-1] != width or not len(z):
             raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
         network, certificate = self._exact
-        parts = []
-        for window in z.to(self.device, torch.float64).split(network.seq_len):
-            parts.append(recover(network, certificate, window[None]))
-        tokens = torch.cat([part[0] for part in parts])
+        windows = z.to(self.device, torch.float64).split(network.seq_len)
+        parts = [self._recover(network, certificate, window[None]) for window in windows]
         return RecoveredText(
-            self.vocabulary.decode(tokens.cpu()),
-            tuple(bool(p) for part in parts for p in part[1]),
-            max(part[2] for part in parts),
-            max(part[3] for part in parts),
-            max(part[4] for part in parts),
+            text="".join(part.text for part in parts),
+            proven=tuple(proven for part in parts for proven in part.proven),
+            error_bound=max(part.error_bound for part in parts),
+            num_steps=max(part.num_steps for part in parts),
+            residual=max(part.residual for part in parts),
+            radius=min(part.radius for part in parts),
+            unproven=next((part.unproven for part in parts if part.unproven), None),
+        )
+
+    def _recover(
+        self, network: CharTransformer, certificate: Certificate, z: Float[Tensor, "1 tokens width"]
+    ) -> RecoveredText:
+        """The text of one window of states."""
+        solution = invertible_stack(network).inverse(z, certificate=certificate, throw=False)
+        tokens = network.embedding.nearest_tokens(solution.value)
+        evidence = prefix_margins(network, tokens, z)
+        return RecoveredText(
+            text=self.vocabulary.decode(tokens[0].cpu()),
+            proven=tuple(evidence.proven[0].tolist()),
+            error_bound=solution.error_bound.max().item(),
+            num_steps=max(int(layer.num_steps.max()) for layer in solution.layers.values()),
+            residual=(solution.value - network.embedding(tokens)).norm(dim=-1).max().item(),
+            radius=evidence.radius.min().item(),
+            unproven=evidence.reason,
         )
 
     def export(self, folder: str | os.PathLike[str]) -> None:
@@ -192,20 +215,6 @@ class TrainedModel:
                 unknown, len(text),
             )  # fmt: skip
         return self.vocabulary.encode(text).long().to(self.device)
-
-
-def recover(
-    network: CharTransformer, certificate: Certificate, z: Float[Tensor, "1 tokens width"]
-) -> tuple[Tensor, list[bool], float, int, float]:
-    """Tokens, whether each is proven, error bound, solver steps and residual of one window."""
-    solution = invertible_stack(network).inverse(z, certificate=certificate, throw=False)
-    tokens = network.embedding.nearest_tokens(solution.value)
-    error_bound = solution.error_bound.max().item()
-    steps = max(int(layer.num_steps.max()) for layer in solution.layers.values())
-    apart = (solution.value - network.embedding(tokens)).norm(dim=-1).max().item()
-    margin = network.embedding.decoding_margin(certificate.norm)
-    proven = ((tokens != 0) & (apart + error_bound < margin))[0].tolist()
-    return tokens[0], proven, error_bound, steps, apart
 
 
 def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:

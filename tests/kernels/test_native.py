@@ -171,3 +171,8 @@ def test_too_little_memory_is_an_error_of_its_own() -> None:
     nothing = ctypes.c_void_p()
     with pytest.raises(MemoryError, match="not enough memory for attention_forward"):
         _call("forward", endless, *[NOTHING] * 3, nothing, NOTHING, nothing, l2=True)
+
+
+def test_the_mark_for_the_compiler_is_the_one_that_torch_sets() -> None:
+    marked = torch.compiler.assume_constant_result(lambda: True)
+    assert vars(native.is_available).items() >= vars(marked).items() != {}.items()
