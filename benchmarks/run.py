@@ -94,9 +94,8 @@ def measure_case(setting: Setting, memory: bool) -> Iterator[Row]:
         return
     inversion: dict[str, Work] = {
         "forward": StackForward(contractive, case),
-        "picard": Inversion(contractive, case, "picard"),
-        "anderson": Inversion(contractive, case, "anderson"),
-        "picard-without-evidence": Inversion(contractive, case, "picard", evidence=False),
+        "picard": Inversion(contractive, case),
+        "picard-without-evidence": Inversion(contractive, case, evidence=False),
     }
     yield from setting.rows("invert", inversion, case.characters)
     for task, num_prompts in (("generate", 1), ("generate-together", case.batch_size)):

@@ -109,16 +109,15 @@ class Inversion:
     Args:
         model: a model with an invertible stack.
         case: sizes.
-        method: the fixed-point solver.
         evidence: measure every layer's residual in float64 and bound the error.
     """
 
-    def __init__(self, model: nn.Module, case: Case, method: str, evidence: bool = True) -> None:
+    def __init__(self, model: nn.Module, case: Case, evidence: bool = True) -> None:
         assert isinstance(model, CharTransformer)
         assert isinstance(model.stack, InvertibleStack)
         self.model = model.eval()
         self.stack = model.stack
-        self.options = {"method": method, "evidence": evidence, "throw": False}
+        self.options = {"evidence": evidence, "throw": False}
         self.certificate = certify(model)
         with torch.no_grad(), frozen_weights(model):
             self.z = model.stack(model.embedding(windows(case, next(model.parameters()).device)[0]))

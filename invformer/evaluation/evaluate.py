@@ -280,7 +280,6 @@ def invert_split(
         sequences,
         certificate,
         dtype=DTYPES[measure.inversion_dtype],
-        method=measure.inversion_method,
         atol=measure.atol,
         timed=True,
     )

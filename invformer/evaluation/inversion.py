@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Integer
@@ -16,11 +16,8 @@ from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.fixed_point import InversionStatus
+from invformer.numerics.fixed_point import rtol_of_single_precision
 from invformer.numerics.norms import vector_norm
-from invformer.numerics.residual_equation import rtol_of_single_precision
-
-Method = Literal["auto", "picard", "anderson"]
 
 
 @dataclass(frozen=True)
@@ -44,14 +41,13 @@ class InversionReport:
         unproven: why nothing was proven, if the rounding of this model is not bounded.
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
-        method: fixed-point solver.
         seconds_proof: wall time of the proof.
         seconds_forward: wall time of a forward pass of the stack, the median of three in turns;
             None if that was not asked for.
         seconds_inverse: the same of the inversion.
         seconds_inverse_bare: the same without its evidence; None in float64, where it is no less.
         seconds_inverse_coarse: in float64 the same, evidence included, to the relative error that
-            float32 is asked for (:func:`.residual_equation.rtol_of_single_precision`); else None.
+            float32 is asked for (:func:`.fixed_point.rtol_of_single_precision`); else None.
     """
 
     residual: float
@@ -70,7 +66,6 @@ class InversionReport:
     unproven: str | None
     num_characters: int
     dtype: str
-    method: str
     seconds_proof: float | None
     seconds_forward: float | None
     seconds_inverse: float | None
@@ -85,7 +80,6 @@ def invert_text(
     certificate: Certificate,
     *,
     dtype: torch.dtype = torch.float32,
-    method: Method = "auto",
     atol: float | None = None,
     max_steps: int = 500,
     prove: bool = True,
@@ -98,7 +92,6 @@ def invert_text(
         tokens: the text.
         certificate: proven constants of that stack, for the solver and its error bounds.
         dtype: arithmetic of forward pass and iteration.
-        method: fixed-point solver.
         atol: error allowed per layer, on top of the relative one that follows dtype and constant;
             None allows none.
         max_steps: iterations allowed per layer.
@@ -122,7 +115,7 @@ def invert_text(
         certificate = certify(stack, dtype=dtype)  # for the weights as they are used here
     x = model.embedding(tokens)
     z = stack(x)
-    options: dict[str, Any] = {"method": method, "max_steps": max_steps, "throw": False}
+    options: dict[str, Any] = {"max_steps": max_steps, "throw": False}
     if atol is not None:
         options["atol"] = atol
     with frozen_weights(stack):
@@ -147,7 +140,7 @@ def invert_text(
     if evidence is not None:
         refuse_wrong_proof(evidence, decoded, tokens)
     layers = solution.layers
-    converged = torch.stack([s.status == InversionStatus.CONVERGED for s in layers.values()])
+    converged = torch.stack([s.converged for s in layers.values()])
     error = vector_norm((solution.value - x).double(), stack.norm)
     report = InversionReport(
         residual=max(s.residual.max().item() for s in layers.values()),
@@ -166,7 +159,6 @@ def invert_text(
         unproven=evidence and evidence.reason,
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),
-        method=method,
         seconds_proof=evidence and time.perf_counter() - start,
         seconds_forward=seconds.get("forward"),
         seconds_inverse=seconds.get("inverse"),

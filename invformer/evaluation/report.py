@@ -137,7 +137,7 @@ def inversion_lines(inversion: Mapping[str, Any] | None, verbose: bool) -> list[
         ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
         ("error bound by the rounding model", bound),
         ("distance of two symbols", f"at least {2 * margin:.2e}"),
-        ("solver steps per layer", f"{min(steps)}–{max(steps)} ({inversion['method']})"),
+        ("solver steps per layer", f"{min(steps)}–{max(steps)}"),
         ("inverse costs", inversion_cost(inversion)),
     ]
 

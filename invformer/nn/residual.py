@@ -11,11 +11,11 @@ from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
 from invformer.nn.branch import LipschitzBranch, exact_copy
 from invformer.nn.channel_metric import ChangeOfMetric, ChannelMetric
 from invformer.numerics.ball import into_ball
+from invformer.numerics.error_bound import output_rounding
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
-from invformer.numerics.residual_equation import output_rounding
 
 
 class InvertibleResidual(nn.Module):
@@ -81,14 +81,16 @@ class InvertibleResidual(nn.Module):
 
         Args:
             y: what the layer put out.
-            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`; ``compact``
-                unless they say otherwise.
+            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
         """
-        token_wise = self.branch.is_token_wise
-        options = {"compact": True, "evidence": True, "token_wise": token_wise, **options}
-        exact = self.exact() if options["evidence"] else None
-        inner_size = self.branch.inner_size(options["norm"], y.shape[-2])
-        return invert_residual(self.added, y, residual_map=exact, inner_size=inner_size, **options)
+        return invert_residual(
+            self.added,
+            y,
+            residual_map=self.exact() if options.get("evidence", True) else None,
+            inner_size=self.branch.inner_size(options["norm"], y.shape[-2]),
+            token_wise=self.branch.is_token_wise,
+            **options,
+        )
 
     def rounding(
         self,
@@ -98,7 +100,7 @@ class InvertibleResidual(nn.Module):
     ) -> Float[Tensor, "samples"]:
         """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
         inner_size = self.branch.inner_size(norm, y.shape[-2])
-        return output_rounding(self.added, x, y, self.exact(), norm, inner_size)
+        return output_rounding(self.added, self.exact(), x, y, norm, inner_size)
 
 
 class InvertibleBlock(nn.Module):

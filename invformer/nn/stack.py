@@ -22,7 +22,7 @@ from invformer.numerics.error_bound import (
     stack_error_bound,
 )
 from invformer.numerics.fixed_point import FixedPointSolution
-from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.norms import Norm, norm_upper
 
 
 @dataclass(frozen=True)
@@ -180,9 +180,8 @@ class InvertibleStack(nn.Module):
                 for a quarter to a third less work below float64, and nothing is proven of it.
 
         Raises:
-            ValueError: ``polish`` is asked for, and a float64 value cannot enter the next layer; or
-                the certificate is of another kind or norm than this stack's targets, of another
-                stack or of shorter sequences.
+            ValueError: the certificate is of another kind or norm than this stack's targets, of
+                another stack or of shorter sequences.
         """
         if (certificate.kind, certificate.norm) != (self.kind, self.norm):
             raise ValueError(
@@ -190,10 +189,6 @@ class InvertibleStack(nn.Module):
                 f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
             )
         self._require_own(certificate, z.shape[-2])
-        if options.get("polish"):
-            raise ValueError(
-                "a stack is not polished layer by layer: invert a float64 copy instead"
-            )
         solutions: dict[str, FixedPointSolution] = {}
         steps: list[ErrorStep] = []
         with frozen_weights(self):
@@ -246,8 +241,7 @@ class InvertibleStack(nn.Module):
             raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
         self._require_own(certificate, z.shape[-2])
         difference = z.double() - self(x).double()
-        outward = 1 + difference.shape[1:].numel() * 2.0**-52
-        top = ErrorStep(1.0, vector_norm(difference, self.norm) * outward)
+        top = ErrorStep(1.0, norm_upper(difference, self.norm))
         upwards: list[ErrorStep] = []
         with frozen_weights(self):
             for name, layer in self.layers():

@@ -2,14 +2,19 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Norm, norm_upper, vector_norm
 from invformer.numerics.precision import unit_roundoff
+
+# Headroom over a rounding error that was measured at one point, elsewhere.
+FROM_POINT_TO_POINT = 4
 
 
 def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: float) -> Tensor:
@@ -31,47 +36,90 @@ def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: flo
     return residual.double() / (1 - lipschitz_bound) * outward
 
 
-def causal_error_bound(
-    token_residual: Float[Tensor, "*batch tokens"],
-    lipschitz_bound: float,
-    off_diagonal_bound: float | Float[Tensor, "tokens tokens"],
-) -> Float[Tensor, "*batch tokens"]:
-    """Bounds e_i ≥ ‖x̂_i − x*_i‖ of every token of a causal map, by recursion over time.
+@dataclass(frozen=True)
+class RoundingModel:
+    """What arithmetic may be off by: a model, not a theorem. Bounds with it say "by the model".
 
-        e_i = (‖r_i‖ + L max_{j<i} e_j) / (1 − c)          (``off_diagonal_bound`` a number L)
-        e_i = (‖r_i‖ + Σ_{j<i} L_ij e_j) / (1 − c)         (a matrix L_ij)
+        ‖fl(f(x)) − f(x)‖ ≤ k u s,   k = 4 √(N + D),   s = ‖x‖ + ‖f(x)‖ + inner_size + √(N D t)
 
-    because x̂_i − x*_i = −r_i − a_i − b_i, where a_i = f_i(x̂_{<i}, x̂_i) − f_i(x̂_{<i}, x*_i) is at
-    most c ‖x̂_i − x*_i‖ and b_i = f_i(x̂_{<i}, x*_i) − f_i(x*_{<i}, x*_i) at most L max_{j<i} e_j.
-    If L < 1 − c they stay below max‖r‖/(1 − c − L); otherwise they may grow like (L/(1 − c))^i,
-    and so may the truth: c alone bounds no error, however small the residual.
+    Sums of m terms of random signs err by about √m u (Higham & Mary 2019, SIAM J. Sci. Comput. 41,
+    Theorem 2.4); a branch sums over at most N tokens and a few D channels, and 4 is headroom. With
+    t, the smallest normal number, √t covers what underflows, squares in a norm included. Logits
+    far larger than x and f(x) are not covered.
+
+    Where f was evaluated both in the working format and in float64, their distance, the gap,
+    measures the working format's rounding.
+
+    Attributes:
+        tokens: N.
+        width: D.
+        inner_size: length of what f adds up inside, whatever x is.
+        working: the format of iterates and of the forward pass.
+        measured: the format of the residual.
+    """
+
+    tokens: int
+    width: int
+    inner_size: float
+    working: torch.dtype
+    measured: torch.dtype
+
+    @property
+    def factor(self) -> float:
+        """k."""
+        return 4 * math.sqrt(self.tokens + self.width)
+
+    @property
+    def relative(self) -> float:
+        """k u of the residual."""
+        return self.factor * unit_roundoff(self.measured)
+
+    def padded(self, size: Tensor, dtype: torch.dtype) -> Tensor:
+        """s from size = ‖x‖ + ‖f(x)‖."""
+        underflow = math.sqrt(self.tokens * self.width * torch.finfo(dtype).tiny)
+        return size + self.inner_size + underflow
+
+    def of_step(self, size: Tensor) -> Tensor:
+        """≥ the rounding of f(x) − f(x′) in the working format, for the size of both together."""
+        return 2 * self.factor * unit_roundoff(self.working) * self.padded(size / 2, self.working)
+
+    def of_residual(self, size: Tensor, gap: Tensor | float) -> Tensor:
+        """≥ the rounding of y − x − f(x), for size = ‖x‖ + ‖f(x)‖ + ‖y‖."""
+        scaled = 16 * unit_roundoff(self.measured) / unit_roundoff(self.working) * gap
+        return self.relative * self.padded(size, self.measured) + scaled
+
+    def of_output(self, size: Tensor, gap: Tensor | float) -> Tensor:
+        """≥ ‖y − (x + f(x))‖ for the x that the forward pass took to y, for the same size."""
+        if self.working == self.measured:
+            return self.of_residual(size, gap)
+        return FROM_POINT_TO_POINT * (
+            gap + unit_roundoff(self.working) * self.padded(size, self.working)
+        )
+
+
+def output_rounding(
+    f: SequenceMap,
+    exact: SequenceMap,
+    x: Float[Tensor, "samples tokens width"],
+    y: Float[Tensor, "samples tokens width"],
+    norm: Norm,
+    inner_size: float,
+) -> Float[Tensor, "samples"]:
+    """≥ ‖y − (x + f(x))‖ where y was computed as x + f(x), by the rounding model.
 
     Args:
-        token_residual: ‖y_i − x̂_i − f_i(x̂)‖ plus rounding, in the norm of one token.
-        lipschitz_bound: c ≥ 0, constant of x_i ↦ f_i(x_{<i}, x_i) for every fixed past.
-        off_diagonal_bound: L, constant of x_{<i} ↦ f_i from max_{j<i} ‖x_j‖ to the norm of one
-            token, for every i; or L_ij, constant of x_j ↦ f_i with everything else fixed.
-
-    Returns:
-        One bound per token, inf unless c < 1. Cost O(N) for a number, O(N²) for a matrix.
-
-    Source: ours, docs/numerics.md.
+        f: the branch, in the format of x.
+        exact: f in float64.
+        x: what went in.
+        y: what the forward pass made of it.
+        norm: of the result.
+        inner_size: as for :func:`.fixed_point.invert_residual`.
     """
-    residual = token_residual.double()
-    if not lipschitz_bound < 1:
-        return torch.full_like(residual, math.inf)
-    outward = (1 + 8 * torch.finfo(torch.float64).eps) / (1 - lipschitz_bound)
-    errors: list[Tensor] = []
-    largest = torch.zeros_like(residual[..., 0])
-    for i in range(residual.shape[-1]):
-        if isinstance(off_diagonal_bound, Tensor):
-            row = off_diagonal_bound[i, :i].to(residual)
-            inherited = (torch.stack(errors, -1) @ row if errors else largest) * (1 + i * 2.0**-52)
-        else:
-            inherited = off_diagonal_bound * largest
-        errors.append((residual[..., i] + inherited) * outward)
-        largest = torch.maximum(largest, errors[-1])
-    return torch.stack(errors, -1)
+    fx = f(x)
+    model = RoundingModel(*x.shape[-2:], inner_size, y.dtype, torch.float64)
+    gap = norm_upper(fx.double() - exact(x.double()), norm)
+    size = sum(vector_norm(part.double(), norm) for part in (x, fx, y))
+    return model.of_output(size, gap)
 
 
 class ErrorStep(NamedTuple):

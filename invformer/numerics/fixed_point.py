@@ -1,307 +1,167 @@
-"""The inversion engine: the x with y = x + f(x), and the evidence for it.
+"""Invert y = x + f(x) for a contraction f, with a bound on the error of every sample.
 
-Every answer carries a bound on its error that holds whatever found it (:mod:`.error_bound`), a
-verdict per sample, and the largest rate seen, which can disprove the constant the bound relies on.
+    x ← y − f(x),    ‖x̂ − x*‖ ≤ (‖y − x̂ − f(x̂)‖ + rounding) / (1 − c)
+
+Source: Behrmann et al. 2019, arXiv 1811.00995, Algorithm 1 and Theorem 1.
 """
 
 import math
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from copy import copy
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from invformer.numerics.acceleration import Anderson, Picard
-from invformer.numerics.fixed_point_iteration import (
-    RUNNING,
-    State,
-    iterate,
-    predicted_steps,
-    refused_or_running,
-)
-from invformer.numerics.fixed_point_solution import (
-    FixedPointError,
-    FixedPointSolution,
-    InversionStatus,
+from invformer.numerics.error_bound import (
+    FROM_POINT_TO_POINT,
+    RoundingModel,
+    contraction_error_bound,
 )
 from invformer.numerics.linear_map import SequenceMap
-from invformer.numerics.norms import NORMS, Norm
-from invformer.numerics.precision import RESIDUAL_FLOOR
-from invformer.numerics.residual_equation import (
-    Contraction,
-    ResidualEquation,
-    residual_equation,
-)
-from invformer.numerics.token_wise import approach
+from invformer.numerics.norms import Norm, norm_upper, vector_norm
+from invformer.numerics.precision import RESIDUAL_FLOOR, at_least_single
 
-Method = Literal["picard", "anderson", "auto"]
-# Picard steps that ``auto`` takes before it calls a sample slow. A step of Anderson's costs about
-# twice one of Picard's, so that it pays where the residual shrinks by less than a half each time.
-PICARD_STEPS = 40
+Contraction = Literal["global", "causal"]
 
-__all__ = [
-    "FixedPointError",
-    "FixedPointSolution",
-    "InversionStatus",
-    "Method",
-    "invert_residual",
-    "predicted_steps",
-]
+RUNNING = -1
+LEAST_DEFAULT_RTOL = 1e-10
+STEPS_WITHOUT_PREDICTION = 1_000
+MOST_PREDICTED_STEPS = 10_000
 
 
+class InversionStatus(IntEnum):
+    """The verdict on one sample.
+
+    CONVERGED: (‖y − x̂ − f(x̂)‖ + rounding)/(1 − c) ≤ atol + rtol ‖x̂‖.
+    MAX_STEPS: the steps ran out first.
+    NONFINITE: y, f or the residual contains NaN or infinity.
+    NOT_CONTRACTIVE: ‖f(x) − f(x′)‖ > c ‖x − x′‖ was seen, beyond rounding: c is disproved.
+    TOLERANCE_BELOW_PRECISION: no answer in this format can meet the tolerance; nothing was tried.
+    """
+
+    CONVERGED = 0
+    MAX_STEPS = 1
+    NONFINITE = 2
+    NOT_CONTRACTIVE = 3
+    TOLERANCE_BELOW_PRECISION = 4
+
+
+ADVICE = {
+    InversionStatus.MAX_STEPS: "raise max_steps, loosen the tolerance, or certify f in this norm",
+    InversionStatus.NONFINITE: "look for NaN or infinity in y and in the weights of f",
+    InversionStatus.NOT_CONTRACTIVE: "the iterates disprove lipschitz_bound: certify the weights "
+    "that f runs with, in this norm",
+    InversionStatus.TOLERANCE_BELOW_PRECISION: "loosen the tolerance or pass float64 tensors",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPointSolution:
+    """An approximate inverse x̂ and how far it can be from the truth; every field is per sample.
+
+    Attributes:
+        value: x̂, (*batch, N, D).
+        residual: ‖y − x̂ − f(x̂)‖.
+        error_bound: ≥ ‖x̂ − x‖ for the x that a forward pass took to y, by the rounding model; inf
+            if nothing follows (no constant, a disproved one, one of diagonal blocks alone).
+        num_steps: Picard steps taken.
+        num_evaluations: evaluations of f, measurement included.
+        status: an :class:`InversionStatus`.
+        norm: the norm of residual, bound and tolerance.
+    """
+
+    value: Float[Tensor, "*batch tokens width"]
+    residual: Float[Tensor, "*batch"]
+    error_bound: Float[Tensor, "*batch"]
+    num_steps: Int[Tensor, "*batch"]
+    num_evaluations: Int[Tensor, "*batch"]
+    status: Int[Tensor, "*batch"]
+    norm: Norm
+
+    @property
+    def converged(self) -> Tensor:
+        """Which samples are CONVERGED."""
+        return self.status == InversionStatus.CONVERGED
+
+    def failure(self) -> str | None:
+        """What failed, how badly and what to try, in one line; None if every sample converged."""
+        failed = ~self.converged
+        if not failed.any():
+            return None
+        count = [(status, int((self.status == status).sum())) for status in ADVICE]
+        kinds = [(status, n) for status, n in count if n]
+        worst = self.residual[failed].nan_to_num(math.inf, math.inf).max()
+        return (
+            f"{int(failed.sum())} of {failed.numel()} samples were not inverted "
+            f"({', '.join(f'{n} {status.name}' for status, n in kinds)}): worst residual "
+            f"{float(worst):.1e} in {self.norm} after {int(self.num_steps.max())} steps. "
+            + "; ".join(ADVICE[status] for status, _ in kinds)
+        )
+
+
+class FixedPointError(RuntimeError):
+    """Some samples could not be inverted; ``solution`` has all there is to know."""
+
+    def __init__(self, solution: FixedPointSolution) -> None:
+        super().__init__(solution.failure())
+        self.solution = solution
+
+
+@torch.no_grad()
 def invert_residual(
     f: SequenceMap,
     y: Float[Tensor, "*batch tokens width"],
     *,
     lipschitz_bound: float | None,
     norm: Norm,
-    method: Method = "picard",
     contraction: Contraction = "global",
-    off_diagonal_bound: float | Tensor | None = None,
     atol: float = 0.0,
     rtol: float | None = None,
     max_steps: int | None = None,
-    initial: Float[Tensor, "*batch tokens width"] | None = None,
     residual_map: SequenceMap | None = None,
-    forward_map: SequenceMap | None = None,
-    forward_dtype: torch.dtype | None = None,
     inner_size: float = 0.0,
-    evaluation_error: Tensor | float | None = None,
-    output_error: Tensor | float | None = None,
-    compact: bool = False,
     token_wise: bool = False,
-    polish: bool = False,
     evidence: bool = True,
     throw: bool = True,
 ) -> FixedPointSolution:
     """x̂ ≈ x* with x* + f(x*) = y, sample by sample, with a bound on ‖x̂ − x*‖.
 
-    Picard iterates x ← y − f(x) (Behrmann et al. 2019, Algorithm 1); the other methods propose
-    better steps and fall back to Picard's whenever the residual does not drop. Whatever was done,
-
-        ‖x̂ − x*‖ ≤ (‖y − x̂ − f(x̂)‖ + rounding) / (1 − c)       (``contraction="global"``)
-
-    in ``norm``, with the residual in float64. A sample is frozen once it has its verdict, so its
-    answer does not depend on its batch mates beyond the rounding of f itself. Below
-    float64 the iterates that pass in their own precision are measured in float64 all together, at
-    the end. Host synchronisations a step: one (have all samples got a verdict?), below float64
-    another, with ``compact`` two more whenever samples are solved.
-
-    The result is detached: the solver does not record its steps, not even for the weights inside f.
+    A sample leaves the batch with its verdict, so its answer does not depend on its batch mates
+    beyond the rounding of f itself. Nothing is recorded for gradients. The device is waited for
+    twice a step.
 
     Args:
-        f: acts on each sample of (*batch, N, D) separately and does not change between calls.
-        y: what to invert; its dtype is the precision of the iterates.
+        f: acts on each sample of (samples, N, D) separately, in any number of samples.
+        y: what to invert; its dtype is the precision of the iterates and of the forward pass.
         lipschitz_bound: c < 1, proven, in ``norm``; None if nothing is: the error bound is then
             infinite and CONVERGED speaks of the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
-        method: ``picard`` (one evaluation a step), ``anderson`` (the same, five steps remembered),
-            ``auto`` (Picard, then Anderson for samples that forty steps do not solve).
         contraction: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
             for every fixed past. The iteration then still converges from every start, but not
-            monotonically, c cannot be disproved by a growing step, and a small residual bounds no
-            error unless ``off_diagonal_bound`` is known (:func:`.error_bound.causal_error_bound`).
-        off_diagonal_bound: causal only, L or the matrix L_ij of that function.
+            monotonically; whole steps cannot disprove c, and a small residual bounds no error.
         atol: error allowed, in units of x.
         rtol: error allowed relative to ‖x̂‖; None takes 1e-10, or what the format and c can reach
             with room to spare if that is larger.
         max_steps: None takes what c predicts, twice and some more, or a thousand without a global
             c.
-        initial: where to start; None starts at y.
-        residual_map: f evaluated in float64, on float64 input. None tries f itself; an f that
-            refuses float64 is measured in its own precision, with that precision's allowance.
-        forward_map: f as the forward pass ran it, if y's dtype does not tell (y was computed in
-            float32 and is inverted in float64); only to measure what the forward pass rounds.
-        forward_dtype: the precision of ``forward_map``.
+        residual_map: f in float64, behind the residual of a y in less. Without one the residual
+            comes with the rounding of y's format.
         inner_size: length, in ``norm``, of what f adds up inside, whatever x is, where that may be
-            larger than what goes in and comes out (biases that cancel); for the model below.
-        evaluation_error: proven bound on ‖fl(f(x)) − f(x)‖ for the map behind the residual. None
-            takes a model: 4 √(N + D) u (‖x‖ + ‖f(x)‖ + inner_size), and 16 times the difference
-            between both precisions scaled down to float64 where two are there.
-        output_error: bound on ‖y − (x + f(x))‖ for the x that is wanted; 0 if y is exact. None
-            takes what a forward pass in y's dtype rounds, measured as the difference between both
-            precisions, times four.
-        compact: leave solved samples out of the batch. f must then accept any batch size;
-            kernels may round differently for it.
-        token_wise: f takes every token by itself, whatever sequences there are. Picard then moves
-            only the tokens that have not arrived, where ``norm`` is the largest of theirs.
-        polish: continue in float64 with the residual map; the value is then float64.
-        evidence: measure in float64 and bound the error. Without, CONVERGED speaks of the residual
-            in y's precision, nothing is proven (``error_bound`` is infinite), and below float64 an
-            evaluation of twice the price is saved.
+            larger than what goes in and comes out (biases that cancel); for the rounding model.
+        token_wise: f takes every token by itself, whatever sequences there are. Tokens that have
+            arrived then wait for the others, except in ``frobenius``.
+        evidence: measure the residual in float64 and bound the error. Without, CONVERGED speaks of
+            the residual in y's format, ``error_bound`` is infinite, and below float64 an evaluation
+            of twice the price is saved.
         throw: raise if any sample fails; otherwise leave it to ``status``.
-
-    Returns:
-        The inverse and its evidence, per sample.
 
     Raises:
         FixedPointError: ``throw`` and some sample did not converge.
-        ValueError: an argument is impossible, or y wants a gradient.
+        ValueError: an argument is impossible.
     """
-    _check_arguments(y, lipschitz_bound, norm, method, contraction, atol, rtol, max_steps)
-    if polish and not evidence:
-        raise ValueError("polish=True goes on in float64: it needs evidence=True")
-    if off_diagonal_bound is not None and contraction == "global":
-        raise ValueError(
-            "off_diagonal_bound belongs to contraction='causal'; a global c needs none"
-        )
-    with torch.no_grad():
-        equation = residual_equation(
-            f,
-            y.detach(),
-            initial,
-            residual_map,
-            forward_map,
-            forward_dtype,
-            inner_size=inner_size,
-            norm=norm,
-            lipschitz_bound=lipschitz_bound,
-            contraction=contraction,
-            off_diagonal_bound=off_diagonal_bound,
-            evaluation_error=evaluation_error,
-            output_error=output_error,
-            compact=compact,
-            evidence=evidence,
-        )
-        polish = polish and y.dtype != torch.float64
-        if not polish:
-            equation = equation.with_tolerance(atol, rtol)
-        first_residual = equation.first_residual
-        solver = _Solver(method, max_steps)
-        if polish:
-            equation, state = solver.solve_and_polish(equation, atol, rtol)
-        elif token_wise and solver.goes_by_tokens(equation):
-            equation, state = solver.solve_by_tokens(equation)
-        else:
-            state = solver.solve(equation, refused_or_running(equation))
-        solution = _conclude(equation, state, first_residual, y.shape)
-    if throw and not bool(solution.converged.all()):
-        raise FixedPointError(solution)
-    return solution
-
-
-@dataclass(frozen=True)
-class _Solver:
-    """How to solve: the method and its budget."""
-
-    method: Method
-    max_steps: int | None
-
-    def solve(self, equation: ResidualEquation, status: Tensor) -> State:
-        """Give every running sample its verdict."""
-        match self.method:
-            case "picard":
-                return iterate(equation, Picard(), self.max_steps, status)
-            case "anderson":
-                mixing = Anderson(token_wise=equation.contraction == "causal")
-                return iterate(equation, mixing, self.max_steps, status)
-            case "auto":
-                return self.solve_slow_ones_faster(equation, status)
-
-    def goes_by_tokens(self, equation: ResidualEquation) -> bool:
-        """Whether tokens of a token-wise f may be left where they are, one by one."""
-        plain = self.method in ("picard", "auto")
-        largest = equation.norm != "frobenius" and equation.contraction == "global"
-        solvable = not bool(equation.tolerance_below_precision().any())
-        return plain and largest and equation.lipschitz_bound is not None and solvable
-
-    def solve_by_tokens(self, equation: ResidualEquation) -> tuple[ResidualEquation, State]:
-        """First every token as far as it has to go, then whole sequences from there."""
-        allowed = math.inf if self.max_steps is None else self.max_steps
-        start = approach(equation, int(min(PICARD_STEPS, allowed)))
-        if start is None:
-            return equation, self.solve(equation, refused_or_running(equation))
-        left = None if self.max_steps is None else self.max_steps - start.num_steps
-        rest = replace(self, max_steps=left)
-        state = rest.solve(start.equation, refused_or_running(start.equation))
-        state.num_steps = state.num_steps + start.num_steps
-        state.num_evaluations = state.num_evaluations + start.num_steps
-        state.observed_rate = torch.maximum(state.observed_rate, start.observed_rate)
-        return start.equation, state
-
-    def solve_slow_ones_faster(self, equation: ResidualEquation, status: Tensor) -> State:
-        """Picard while its steps are few, then Anderson from where the others stand."""
-        allowed = math.inf if self.max_steps is None else self.max_steps
-        before = iterate(equation, Picard(), int(min(PICARD_STEPS, allowed)), status)
-        slow = before.status == InversionStatus.MAX_STEPS
-        if allowed <= PICARD_STEPS or not bool(slow.any()):
-            return before
-        left = None if self.max_steps is None else self.max_steps - PICARD_STEPS
-        mixing = replace(self, method="anderson", max_steps=left)
-        status = before.status.masked_fill(slow, RUNNING)
-        return _joined(mixing.solve(equation.from_start(before.x), status), [before])
-
-    def solve_and_polish(
-        self, equation: ResidualEquation, atol: float, rtol: float | None
-    ) -> tuple[ResidualEquation, State]:
-        """As far as y's precision goes, then on in float64 from there."""
-        if equation.residual_dtype != torch.float64:
-            raise ValueError("polish=True needs f in float64: pass residual_map")
-        rough = equation.with_tolerance(0.0, None)
-        before = self.solve(rough, refused_or_running(rough))
-        fine = equation.from_start(before.x).in_float64().with_tolerance(atol, rtol)
-        # Evidence against c stands, and so does NaN; any other verdict was about the low precision.
-        final = (before.status == InversionStatus.NOT_CONTRACTIVE) | (
-            before.status == InversionStatus.NONFINITE
-        )
-        status = torch.where(final, before.status, refused_or_running(fine))
-        return fine, _joined(self.solve(fine, status), [before])
-
-
-def _joined(last: State, before: list[State]) -> State:
-    """The last state, with the work and the rates of the earlier ones."""
-    for part in before:
-        last.num_steps = last.num_steps + part.num_steps
-        last.num_evaluations = last.num_evaluations + part.num_evaluations
-        last.observed_rate = torch.maximum(last.observed_rate, part.observed_rate)
-    return last
-
-
-def _conclude(
-    equation: ResidualEquation, s: State, first_residual: Tensor, shape: torch.Size
-) -> FixedPointSolution:
-    """Measure every final iterate, converged or not, and bound its error."""
-    evidence = s.evidence
-    if evidence is None or not bool(evidence.known.all()):
-        evidence = equation.measure(s.x, s.fx, s.r, s.size)
-        s.num_evaluations += 0 if equation.exact_residual else 1
-    _, residual, rounding, token_residual, output_error = evidence
-    broken = (s.status == InversionStatus.NOT_CONTRACTIVE) | (s.status == InversionStatus.NONFINITE)
-    bound = equation.error_bound(residual, token_residual, rounding + output_error)
-    batch = shape[:-2]
-    predicted = None
-    if equation.lipschitz_bound is not None and equation.contraction == "global":
-        tolerance = equation.tolerance(equation.size_of_y)
-        predicted = predicted_steps(equation.lipschitz_bound, first_residual, tolerance)
-        predicted = predicted.reshape(batch)
-    return FixedPointSolution(
-        value=s.x.reshape(shape),
-        residual=residual.reshape(batch),
-        error_bound=bound.masked_fill(broken | bound.isnan(), math.inf).reshape(batch),
-        num_steps=s.num_steps.reshape(batch),
-        predicted_steps=predicted,
-        num_evaluations=s.num_evaluations.reshape(batch),
-        status=s.status.reshape(batch),
-        observed_rate=s.observed_rate.reshape(batch),
-        output_error=output_error.reshape(batch),
-        norm=equation.norm,
-        lipschitz_bound=equation.lipschitz_bound,
-        contraction=equation.contraction,
-        residual_dtype=equation.residual_dtype,
-    )
-
-
-def _check_arguments(
-    y: Tensor,
-    lipschitz_bound: float | None,
-    norm: str,
-    method: str,
-    contraction: str,
-    atol: float,
-    rtol: float | None,
-    max_steps: int | None,
-) -> None:
     if y.ndim < 2 or y.dtype not in RESIDUAL_FLOOR:
         raise ValueError(f"y must be floating point (*batch, N, D), got {y.dtype} {tuple(y.shape)}")
     if y.numel() == 0:
@@ -311,19 +171,232 @@ def _check_arguments(
             f"lipschitz_bound must be in [0, 1), got {lipschitz_bound}: scale f down, or pass None "
             "and get no error bound"
         )
-    if y.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "the steps of the solver are not recorded: wrap the call in torch.no_grad()"
+    flat = y.detach().reshape(-1, *y.shape[-2:])
+    exact = residual_map if evidence and y.dtype != torch.float64 else None
+    measured_in = y.dtype if exact is None else torch.float64
+    model = RoundingModel(*flat.shape[1:], inner_size, y.dtype, measured_in)
+    per_sample = flat.shape[1] if token_wise and norm != "frobenius" else 1
+    eq = _Equation(
+        f, exact, model, lipschitz_bound, norm, contraction, atol, rtol, evidence,
+        per_sample * len(flat), per_sample,
+    )  # fmt: skip
+    s = eq.start(flat, max_steps)
+    measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
+    num_evaluations = torch.ones(len(flat), dtype=torch.long, device=y.device)
+    todo = torch.ones_like(num_evaluations, dtype=torch.bool)
+    while bool(todo.any()):
+        _picard(eq, s)
+        x, fx = s.x.view_as(flat), s.fx.view_as(flat)
+        some = slice(None) if bool(todo.all()) else todo
+        measured[:, some] = eq.measure(flat[some], x[some], fx[some])
+        num_evaluations += todo & (exact is not None)
+        # What is small in y's format need not be so in float64: such samples go on.
+        todo &= ~eq.within_tolerance(measured[:2].sum(0), eq.size(x))
+        todo = s.resume(todo)
+    status, num_steps = (t.view(len(flat), -1).amax(1) for t in (s.status, s.num_steps))
+    solution = FixedPointSolution(
+        value=s.x.reshape(y.shape),
+        residual=measured[0].reshape(y.shape[:-2]),
+        error_bound=eq.error_bound(measured.sum(0), status).reshape(y.shape[:-2]),
+        num_steps=num_steps.reshape(y.shape[:-2]),
+        num_evaluations=(num_steps + num_evaluations).reshape(y.shape[:-2]),
+        status=status.reshape(y.shape[:-2]),
+        norm=norm,
+    )
+    if throw and not bool(solution.converged.all()):
+        raise FixedPointError(solution)
+    return solution
+
+
+def _picard(eq: "_Equation", s: "_Iterates") -> None:
+    """Steps of every running row until it has a verdict; rows that have one are left out."""
+    now = s.take(s.status == RUNNING)
+    while len(now.row):
+        x = now.y - now.fx
+        fx = eq.f(x)
+        eq.move(now, x, fx)
+        done = now.status != RUNNING
+        if bool(done.any()):
+            s.put(now.take(done))
+            now = now.take(~done)
+
+
+@dataclass
+class _Iterates:
+    """Where samples stand, or the single tokens of a token-wise f: an entry of each for a row."""
+
+    row: Tensor
+    y: Tensor  # (rows, N, D)
+    x: Tensor
+    fx: Tensor
+    residual: Tensor  # ‖y − x − f(x)‖, and so the length of the next step
+    length: Tensor  # ‖x‖ of the sample
+    num_steps: Tensor
+    max_steps: Tensor
+    status: Tensor
+
+    def take(self, rows: Tensor) -> "_Iterates":
+        """Some of the rows."""
+        if bool(rows.all()):
+            return copy(self)
+        return _Iterates(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def put(self, part: "_Iterates") -> None:
+        """Where some of the rows stand now."""
+        for name in ("x", "fx", "residual", "length", "num_steps", "status"):
+            getattr(self, name)[part.row] = getattr(part, name)
+
+    def resume(self, samples: Tensor) -> Tensor:
+        """Withdraw CONVERGED from some of the samples; which of them go on."""
+        status = self.status.view(len(samples), -1)
+        samples = samples & (status == InversionStatus.CONVERGED).all(1)
+        tired = self.num_steps.view_as(status).amax(1) >= self.max_steps.view_as(status).amin(1)
+        status[samples], status[samples & tired] = RUNNING, InversionStatus.MAX_STEPS
+        return samples & ~tired
+
+
+@dataclass(frozen=True)
+class _Equation:
+    """y = x + f(x): how f is evaluated, what is known of it and what is asked for."""
+
+    f: SequenceMap
+    exact: SequenceMap | None
+    model: RoundingModel
+    lipschitz_bound: float | None
+    norm: Norm
+    contraction: Contraction
+    atol: float
+    asked_rtol: float | None
+    evidence: bool
+    num_rows: int
+    rows_per_sample: int
+
+    @property
+    def margin(self) -> float:
+        """1 − c: error = residual / margin. One if c is not known."""
+        return 1.0 if self.lipschitz_bound is None else 1 - self.lipschitz_bound
+
+    @property
+    def smallest_rtol(self) -> float:
+        """The relative error that the format, the rounding model and c allow to certify."""
+        modelled = 3 * self.model.relative if self.evidence else 0.0
+        return (RESIDUAL_FLOOR[self.model.working] + modelled) / self.margin
+
+    @property
+    def rtol(self) -> float:
+        """The relative error allowed."""
+        if self.asked_rtol is not None:
+            return self.asked_rtol
+        return comfortable_rtol(self.smallest_rtol, self.lipschitz_bound or 0.0)
+
+    def size(self, x: Tensor) -> Tensor:
+        """‖x‖ of every row."""
+        return vector_norm(at_least_single(x), self.norm).double()
+
+    def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
+        """Whether residual/(1 − c) ≤ atol + rtol ‖x‖; never with NaN."""
+        return residual <= self.margin * (self.atol + self.rtol * length)
+
+    def start(self, y: Tensor, max_steps: int | None) -> _Iterates:
+        """x₀ = y; samples are refused where no answer in this format can meet the tolerance."""
+        fx, length = self.f(y), self.size(y)
+        if fx.shape != y.shape or fx.dtype != y.dtype:
+            raise ValueError(
+                f"f maps {y.dtype} {tuple(y.shape)} to {fx.dtype} {tuple(fx.shape)}: it must keep "
+                "dtype and shape"
+            )
+        inside = self.model.relative * self.model.inner_size if self.evidence else 0.0
+        least = self.smallest_rtol * length + inside / self.margin
+        status = torch.full_like(length, RUNNING, dtype=torch.long).masked_fill(
+            self.atol + self.rtol * length < least, InversionStatus.TOLERANCE_BELOW_PRECISION
         )
-    for name, value, choices in (
-        ("norm", norm, NORMS),
-        ("method", method, get_args(Method)),
-        ("contraction", contraction, get_args(Contraction)),
-    ):
-        if value not in choices:
-            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
-    for name, tolerance in (("atol", atol), ("rtol", rtol)):
-        if tolerance is not None and not 0 <= tolerance < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {tolerance}")
-    if max_steps is not None and max_steps < 1:
-        raise ValueError(f"max_steps must be at least 1, got {max_steps}")
+        if self.rows_per_sample > 1:
+            y, fx = (t.reshape(-1, 1, t.shape[-1]) for t in (y, fx))
+            length, status = (t.repeat_interleave(self.rows_per_sample) for t in (length, status))
+        residual = self.size(fx)
+        if max_steps is None:
+            max_steps = self.predicted_steps(residual, length)
+        return _Iterates(
+            row=torch.arange(len(y), device=y.device),
+            y=y,
+            x=y.clone(),
+            fx=fx.clone(),
+            residual=residual,
+            length=length,
+            num_steps=torch.zeros_like(status),
+            max_steps=torch.zeros_like(status) + max_steps,
+            status=status,
+        )
+
+    def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
+        """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""
+        c = self.lipschitz_bound
+        if c is None or self.contraction == "causal":
+            return STEPS_WITHOUT_PREDICTION
+        ratio = self.margin * (self.atol + self.rtol * length) / 4 / residual
+        steps = ratio.log() / math.log(max(c, 1e-300))
+        return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
+
+    def move(self, s: _Iterates, x: Tensor, fx: Tensor) -> None:
+        """Go to x = y − f(s.x) and give a verdict if it is time; of several the last counts."""
+        residual, length = self.size(fx - s.fx), self.size(x)
+        disproved = self.disproves(s.residual, residual, x, fx)
+        if self.rows_per_sample == 1 or len(length) == self.num_rows:  # tokens hardly move later
+            s.length = length.view(-1, self.rows_per_sample).amax(1)
+            s.length = s.length.repeat_interleave(self.rows_per_sample)
+        s.x, s.fx, s.residual, s.num_steps = x, fx, residual, s.num_steps + 1
+        for status, rows in (
+            (InversionStatus.MAX_STEPS, s.num_steps >= s.max_steps),
+            (InversionStatus.CONVERGED, self.within_tolerance(residual, s.length)),
+            (InversionStatus.NOT_CONTRACTIVE, disproved),
+            (InversionStatus.NONFINITE, ~(residual + length).isfinite()),
+        ):
+            s.status = s.status.masked_fill(rows, status)
+
+    def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
+        """Where f changed by more than c times the step to x, beyond what rounding may add."""
+        c = self.lipschitz_bound
+        if c is None or self.contraction == "causal":
+            return torch.zeros_like(step, dtype=torch.bool)
+        more = change > c * step
+        if bool(more.any()):
+            noise = self.model.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
+            more = change - noise > c * step
+        if self.exact is not None and bool(more.any()):
+            gap = self.size(fx.double() - self.exact(x.double()))
+            more = change - noise - 2 * FROM_POINT_TO_POINT * gap > c * step
+        return more
+
+    def measure(self, y: Tensor, x: Tensor, fx: Tensor) -> Tensor:
+        """‖y − x − f(x)‖ of every sample, what rounding may add to it, and what y may be off."""
+        if not self.evidence:
+            residual = self.size(y - x - fx)
+            return torch.stack([residual, residual * 0, residual * 0])
+        value, gap = fx.double(), 0.0
+        if self.exact is not None:
+            value = self.exact(x.double())
+            gap = self.size(fx.double() - value)
+        residual = norm_upper(y.double() - x.double() - value, self.norm)
+        size = self.size(x) + self.size(fx) + self.size(y)
+        return torch.stack(
+            [residual, self.model.of_residual(size, gap), self.model.of_output(size, gap)]
+        )
+
+    def error_bound(self, residual: Tensor, status: Tensor) -> Tensor:
+        """≥ ‖x̂ − x‖ from the residual and all rounding; infinite if nothing follows."""
+        broken = (status == InversionStatus.NOT_CONTRACTIVE) | (status == InversionStatus.NONFINITE)
+        unknown = self.lipschitz_bound is None or self.contraction == "causal" or not self.evidence
+        c = math.inf if unknown else self.lipschitz_bound
+        bound = contraction_error_bound(residual, c)
+        return bound.masked_fill(broken | bound.isnan(), math.inf)
+
+
+def comfortable_rtol(smallest: float, c: float) -> float:
+    """A relative error that can be met with room to spare where ``smallest`` can just be met."""
+    # Every step rounds anew and J carries that on: √(1 + c² + c⁴ + …) times one step's.
+    return max(LEAST_DEFAULT_RTOL, 8 * smallest / math.sqrt(1 - c * c))
+
+
+def rtol_of_single_precision(c: float) -> float:
+    """The relative error that float32 is asked for by default, if c < 1 is proven."""
+    return comfortable_rtol(RESIDUAL_FLOOR[torch.float32] / (1 - c), c)

@@ -1,5 +1,6 @@
 """The norms in which a Lipschitz constant can be stated; they are not comparable."""
 
+import math
 from typing import Literal, get_args
 
 import torch
@@ -31,6 +32,13 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
         case "entry_max":
             return x.abs().amax((-2, -1))
     raise ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")
+
+
+def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
+    """A number ≥ ‖X‖ in float64, for X as it is stored: rounding and underflow included."""
+    size = x.shape[-1] * x.shape[-2]
+    underflow = math.sqrt(size * torch.finfo(torch.float64).tiny)
+    return vector_norm(x.double(), norm) * (1 + (size + 8) * 2.0**-52) + underflow
 
 
 def dual_vector(o: Tensor, norm: Norm) -> Tensor:

@@ -1,6 +1,5 @@
-"""What a floating-point format can resolve: unit roundoff, residual floors, a rounding model."""
+"""What a floating-point format can resolve: unit roundoff, residual floors."""
 
-import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -39,24 +38,6 @@ def at_least_single(x: Tensor) -> Tensor:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u, the largest relative error of one rounding: half the gap between 1 and its successor."""
     return torch.finfo(dtype).eps / 2
-
-
-def rounding_factor(tokens: int, width: int) -> float:
-    """k in the model ‖fl(f(x)) − f(x)‖ ≤ k u (‖x‖ + ‖f(x)‖) of one branch:  k = 4 √(N + D).
-
-    Sums of m terms of random signs err by about √m u (Higham & Mary 2019, SIAM J. Sci. Comput. 41,
-    Theorem 2.4); a branch sums over at most N tokens and a few D channels, and 4 is headroom.
-    A model, not a theorem: a branch that works with intermediate values far larger than its input
-    and output needs its own bound (``evaluation_error`` of the solver).
-
-    Args:
-        tokens: N.
-        width: D.
-
-    Returns:
-        The factor k.
-    """
-    return 4 * math.sqrt(tokens + width)
 
 
 @contextmanager

@@ -45,7 +45,6 @@ def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
     assert {("generate", "dot_product"), ("generate-together", "contractive_l2")} <= found
     assert {
         ("invert", "picard"),
-        ("invert", "anderson"),
         ("invert", "picard-without-evidence"),
         ("train", "contractive_l2+monitor16"),
     } <= found
