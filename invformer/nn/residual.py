@@ -100,7 +100,7 @@ class InvertibleResidual(nn.Module):
     ) -> Float[Tensor, "samples"]:
         """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
         inner_size = self.branch.inner_size(norm, y.shape[-2])
-        return output_rounding(self.added, self.exact(), x, y, norm, inner_size)
+        return output_rounding(self.added, x, y, self.exact(), norm, inner_size)
 
 
 class InvertibleBlock(nn.Module):

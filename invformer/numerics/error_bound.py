@@ -99,9 +99,9 @@ class RoundingModel:
 
 def output_rounding(
     f: SequenceMap,
-    exact: SequenceMap,
     x: Float[Tensor, "samples tokens width"],
     y: Float[Tensor, "samples tokens width"],
+    exact: SequenceMap,
     norm: Norm,
     inner_size: float,
 ) -> Float[Tensor, "samples"]:
@@ -109,9 +109,9 @@ def output_rounding(
 
     Args:
         f: the branch, in the format of x.
-        exact: f in float64.
         x: what went in.
         y: what the forward pass made of it.
+        exact: f in float64.
         norm: of the result.
         inner_size: as for :func:`.fixed_point.invert_residual`.
     """

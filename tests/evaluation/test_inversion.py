@@ -87,7 +87,7 @@ def test_a_certificate_for_another_format_is_made_anew(monkeypatch: pytest.Monke
 
 def test_what_does_not_converge_is_counted_as_it_is() -> None:
     model = trained_a_little(contractive_model(0.97)).eval()
-    options = {"method": "picard", "max_steps": 1, "prove": False}
+    options = {"max_steps": 1, "prove": False}
     _, report = invert_text(model, named_tokens(4), certify(model), **options)
     assert report.converged_fraction < 1
 

@@ -210,7 +210,7 @@ def test_the_modelled_rounding_of_an_output_is_above_the_true_one() -> None:
     y = x + f(x)
     error = vector_norm(y.double() - (x.double() + f(x.double())), "token_max")
     assert (error > 0).all()
-    assert (error <= output_rounding(f, f, x, y, "token_max", 0.0)).all()
+    assert (error <= output_rounding(f, x, y, f, "token_max", 0.0)).all()
 
 
 # --- causal constants -----------------------------------------------------------------------------
