@@ -102,8 +102,8 @@ class Checkpoint:
     def evaluation(self) -> Path:
         """Where results belong: in the run's folder, or beside a checkpoint outside a run.
 
-        The names that were typed say where that is, even if the folder of checkpoints is a link to
-        another disk. Names such as ``.`` or a link to one checkpoint do not say it.
+        If the folder of checkpoints is a link to another disk, the run's folder is the one that
+        was typed. Names such as ``.`` or a link to one checkpoint do not tell it.
         """
         folder = self.path.parent
         if folder.name != CHECKPOINTS or self.path.is_symlink():
@@ -113,21 +113,13 @@ class Checkpoint:
         return folder / f"{self.path.resolve().name}.{EVALUATION}"
 
     def verify(self) -> None:
-        """Compare every file with its hash, holding one megabyte at a time.
-
-        Raises:
-            CheckpointError: a file is not what the manifest says.
-        """
+        """Compare every file with its hash, one megabyte at a time; raises CheckpointError."""
         for name in self.files:
             for _ in self._chunks(name):
                 pass
 
     def read(self, name: str) -> bytes:
-        """The content of a file, verified.
-
-        Raises:
-            CheckpointError: it is not what the manifest says.
-        """
+        """The content of a file, verified; raises CheckpointError."""
         return b"".join(self._chunks(name))
 
     def _chunks(self, name: str) -> Iterator[bytes]:
@@ -259,7 +251,7 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read what a checkpoint says about itself; no tensor is read, nothing in it is ever run.
+    """Read a checkpoint's manifest and ``model.json``; no tensor is read, and nothing is ever run.
 
     Raises:
         CheckpointError: not a checkpoint of this format, or a damaged one.
@@ -286,11 +278,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_manifest(plain: Any, path: Path) -> dict[str, FileRecord]:
-    """The files that a manifest lists.
-
-    Raises:
-        CheckpointError: it is none of this format, or a file exceeds its limit.
-    """
+    """The files that a manifest lists; raises CheckpointError."""
     files = {}
     match plain:
         case {"format": "invformer checkpoint", "version": 1, "files": dict(listed)}:
@@ -306,11 +294,7 @@ def read_manifest(plain: Any, path: Path) -> dict[str, FileRecord]:
 
 
 def read_metadata(content: bytes, path: Path) -> dict[str, Any]:
-    """What ``model.json`` says.
-
-    Raises:
-        CheckpointError: it does not describe a model.
-    """
+    """The content of ``model.json``; raises CheckpointError if it does not describe a model."""
     where = str(path / MODEL)
     metadata = parse(content, where)
     if not isinstance(metadata, dict) or metadata.keys() - REQUIRED.keys() - OPTIONAL:
@@ -345,10 +329,10 @@ def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint of a folder that verifies, and why newer ones were refused.
+    """The newest whole checkpoint of a folder, and why newer ones were refused.
 
     Raises:
-        CheckpointError: there are checkpoints, and none verifies.
+        CheckpointError: there are checkpoints, and none is whole.
     """
     refused: list[str] = []
     for path in saved_in(folder):

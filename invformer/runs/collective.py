@@ -1,6 +1,6 @@
-"""What the processes of a run tell each other in every step, without waiting for their devices.
+"""Numbers that the processes of a run exchange in every step, without waiting for their devices.
 
-Lightning's ``strategy.reduce`` puts a barrier first, which on GPUs waits for all that was started.
+Lightning's ``strategy.reduce`` begins with a barrier, which waits for all work of a GPU.
 """
 
 import torch
@@ -12,12 +12,12 @@ GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 
 
 def backends(device: torch.device) -> str | None:
-    """What processes whose work is done on such devices talk through; None leaves it to them."""
+    """The backend for processes that use such a device; None is PyTorch's choice."""
     return GPU_BACKENDS if device.type == "cuda" else None
 
 
 def largest_of_processes(number: int) -> int:
-    """The largest number that any process holds: waits for the other hosts, and no device."""
+    """The largest number that any process holds; waits for the other hosts but not for devices."""
     with torch.inference_mode(False):  # gloo cannot write into the tensors of a validation
         held = torch.tensor(number)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
@@ -25,7 +25,7 @@ def largest_of_processes(number: int) -> int:
 
 
 def mean_of_processes(value: Tensor) -> Tensor:
-    """The mean over all processes, in the devices' own time."""
+    """The mean over all processes, without waiting for the devices."""
     total = value.clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What a program shows: it may lose its reader, and it sends a terminal text, never commands."""
+"""Output that survives the loss of its reader and sends a terminal text, never commands."""
 
 import errno
 import io
@@ -18,9 +18,9 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console(io.FileIO):
-    """A descriptor that nobody has to read: when it takes no more, it becomes the null device.
+    """A descriptor that becomes the null device when it takes no more.
 
-    If that is because a disk is full, one line on standard error says so.
+    If the reason is a full disk, one line on standard error says so.
 
     Args:
         descriptor: where to write; it stays open when this object is closed.
@@ -47,10 +47,10 @@ class Console(io.FileIO):
 
 
 def outlive_console() -> None:
-    """Let the program go on, and end as it would have, when nobody reads its output any more.
+    """Let the program go on when its output cannot be written any more.
 
-    Nor does it end because the console has no such character: that is shown as ``\\u2264``. Streams
-    that somebody has put in the place of the process's own stay as they are.
+    A character that the console does not have is shown as ``\\u2264``. Streams that are not the
+    process's own stay as they are.
     """
     if logging.lastResort is not None:  # what shows warnings where nobody has set up logging
         logging.lastResort.setFormatter(PrintableFormatter())
@@ -76,15 +76,15 @@ def lasting(stream: TextIO) -> TextIO:
 
 
 def printable(text: str) -> str:
-    r"""The text with control characters, other than newline and tab, as ``\x1b``.
+    r"""The text with control characters, other than newline and tab, shown as ``\x1b``.
 
-    What a model learnt from a log with colours in it must not reach the terminal as commands.
+    A model that learnt from a log with colours must not send them to the terminal.
     """
     return CONTROL_CHARACTER.sub(lambda match: rf"\x{ord(match[0]):02x}", text)
 
 
 class PrintableFormatter(logging.Formatter):
-    """Messages as they can be shown: they may name what a file from elsewhere says."""
+    """Shows messages printably, because they may quote a file from elsewhere."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The message, printable."""

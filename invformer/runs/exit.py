@@ -12,8 +12,7 @@ from invformer.errors import InvformerError, RankLost
 from invformer.runs.console import printable
 from invformer.runs.ranks import hear_to_stop, is_rank, tell
 
-# What an allocator says that raises a plain RuntimeError: PyTorch's on the CPU, the C++ library's,
-# and CUDA's libraries.
+# In the RuntimeErrors of allocators: PyTorch's on the CPU, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator", "not enough memory", "can't allocate memory", "out of memory",
     "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
@@ -21,20 +20,11 @@ OUT_OF_MEMORY = (
 STORAGE = {
     getattr(errno, name, None)
     for name in (
-        "ENOSPC",
-        "EDQUOT",
-        "EROFS",
-        "EFBIG",
-        "EIO",
-        "EACCES",
-        "EPERM",
-        "EISDIR",
-        "ENOTDIR",
-        "ENAMETOOLONG",
-        "ELOOP",
+        "ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM", "EISDIR", "ENOTDIR",
+        "ENAMETOOLONG", "ELOOP",
     )
-}
-# What is said by whoever waits for a process that is gone.
+}  # fmt: skip
+# In the errors of a process that waits for one that is gone.
 LOST = (
     "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed by peer",
     "Connection reset by peer", "Broken pipe", "Timed out waiting", "/gloo/", "Socket Timeout",
@@ -42,15 +32,11 @@ LOST = (
 
 
 def guarded(work: Callable[[], None], debug: bool) -> int:
-    """Run the program's work and turn whatever ends it into an exit code.
+    """Run the program's work; return 0, or print one line and return the error's exit code.
 
     Args:
-        work: what the program does.
-        debug: show the traceback as well as the one line.
-
-    Returns:
-        0 when done; the error's own code; 7 for a full or read-only disk; 8 without memory; 9 when
-        another process of the run is gone; 130 after SIGINT; 1 for a bug.
+        work: the program.
+        debug: print the traceback too.
     """
     try:
         work()
@@ -67,7 +53,7 @@ def guarded(work: Callable[[], None], debug: bool) -> int:
 
 
 def explained(error: Exception) -> tuple[str, int]:
-    """What to say about an exception, and its exit code."""
+    """The line for an exception, and its exit code."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, InvformerError):
         return str(error), error.exit_code
@@ -92,7 +78,7 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 def report(message: str, exit_code: int) -> int:
-    """Print the one line and hand back the code; a rank leaves the printing to its supervisor."""
+    """Print the line and return the code; a rank hands the line to its supervisor."""
     line = printable(" ".join(message.split()))
     if not tell(end=exit_code, message=line):
         print(f"error: {line}", file=sys.stderr)
@@ -102,20 +88,20 @@ def report(message: str, exit_code: int) -> int:
 class Interrupted(KeyboardInterrupt):
     """SIGINT, as a type of its own.
 
-    A plain KeyboardInterrupt that passes through code executed from a string, as imports of torch
-    are, makes Python end ``python -m`` by the signal later on, whatever the exit code.
+    If a plain KeyboardInterrupt passes through code executed from a string (importing torch
+    executes some), Python later ends ``python -m`` by the signal, whatever the exit code.
     """
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """What SIGINT does where a program has something to say about it: a handler."""
+    """A handler of SIGINT that raises :class:`Interrupted`."""
     raise Interrupted
 
 
 def stop_on_signals() -> None:
-    """End at once on a signal to stop, with one line: for as long as nothing is to be saved.
+    """End at once and with one line on a signal to stop, as long as there is nothing to save.
 
-    The training loop replaces these handlers while it runs (see ``training.interruption``).
+    The training loop replaces these handlers while it runs (see ``interruption``).
     """
     hear_to_stop(_stop)
 

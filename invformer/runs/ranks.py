@@ -1,14 +1,14 @@
 """Several processes as one program: started, watched and ended together.
 
-The command that was typed becomes a supervisor. It starts the processes that train (the ranks),
-each with one pipe to it and one from it, and ends with one line and one exit code for all of them.
+The command that was typed becomes a supervisor. It starts the processes that train (the ranks) with
+one pipe to each and one from it, and ends with one line and one exit code for all of them.
 
-* A rank that dies or fails ends the others. Its own exit code is the run's if it could say what
-  went wrong (``errors``); if not, the run ends with code 9.
-* A rank that hangs soon stops the others too, since they wait for its gradients: when no batch was
-  begun for ``timeout`` seconds, all are killed, code 9.
-* The pipe to the ranks never carries anything. It closes when the supervisor is gone, however it
-  went, and then they end as well: no orphans.
+* If a rank dies or fails, the supervisor ends the others. The run's exit code is the rank's own if
+  the rank could say what went wrong (see ``errors``), and 9 otherwise.
+* If a rank hangs, the others soon wait for its gradients. When no batch was begun for ``timeout``
+  seconds, the supervisor kills all ranks and ends with code 9.
+* Nothing is ever written into the pipe to the ranks. It closes when the supervisor is gone, even
+  after kill -9, and then the ranks end too.
 """
 
 import json
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -43,6 +43,18 @@ class RunEnded(InvformerError):
         self.exit_code = exit_code
 
 
+def hear_to_stop(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Handle SIGINT, SIGTERM and SIGHUP.
+
+    SIGHUP means that the terminal was closed. It stays ignored where it is, as under ``nohup``.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handler)
+    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
+    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
+        signal.signal(hang_up, handler)
+
+
 # --- what a rank does ----------------------------------------------------------------------------
 
 
@@ -52,7 +64,7 @@ def is_rank() -> bool:
 
 
 def tell(**news: Any) -> bool:
-    """Send the supervisor a line; never waits. False where there is no supervisor."""
+    """Send the supervisor a line, without waiting; False if there is no supervisor."""
     if not is_rank():
         return False
     _, outgoing = map(int, os.environ[LINK].split(","))
@@ -66,11 +78,11 @@ def tell(**news: Any) -> bool:
 
 
 def end_with_supervisor() -> None:
-    """Let this process end when its supervisor is gone."""
+    """End this process when its supervisor is gone."""
     incoming, _ = map(int, os.environ[LINK].split(","))
 
     def wait() -> None:
-        os.read(incoming, 1)  # nothing is ever written: returns when the other end closes
+        os.read(incoming, 1)  # returns when the other end closes
         os._exit(RankLost.exit_code)
 
     threading.Thread(target=wait, name="supervisor-watch", daemon=True).start()
@@ -89,7 +101,7 @@ class Rank:
         link: where its lines arrive.
         heartbeat: when it last began a batch; None before the first and after the last.
         directory: the run's folder, once the first rank has opened it.
-        end: its exit code and message, if it could say.
+        end: its exit code and message, if it said them.
     """
 
     number: int
@@ -98,12 +110,12 @@ class Rank:
     heartbeat: float | None = None
     directory: str | None = None
     end: tuple[int, str] | None = None
-    _unread: bytes = field(default=b"", repr=False)
+    unread: bytes = b""
 
     def read(self) -> bool:
-        """Take in what arrived; False at the end."""
+        """Take in the lines that arrived; False at the end."""
         content = os.read(self.link, 1 << 16)
-        *lines, self._unread = (self._unread + content).split(b"\n")
+        *lines, self.unread = (self.unread + content).split(b"\n")
         for line in lines:
             news = json.loads(line)
             if "beat" in news:
@@ -115,29 +127,17 @@ class Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended, and not well."""
+        """Whether it ended with another code than 0."""
         return self.process.poll() not in (None, 0)
 
     def explanation(self) -> tuple[int, str]:
-        """Exit code and message, its own or ours."""
+        """Exit code and message: what the rank said, or what the system says about it."""
         code = self.process.returncode
         if self.end is not None and self.end[0] == code:
             return self.end
         if code < 0:
             return RankLost.exit_code, f"was ended by {signal.Signals(-code).name}"
         return RankLost.exit_code, f"ended with exit code {code}"
-
-
-def hear_to_stop(handler: Callable[[int, FrameType | None], None]) -> None:
-    """Have SIGINT, SIGTERM and SIGHUP handled so.
-
-    By SIGHUP a terminal takes its leave. Under ``nohup`` it is ignored, and stays so.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handler)
-    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
-    if hang_up is not None and signal.getsignal(hang_up) != signal.SIG_IGN:
-        signal.signal(hang_up, handler)
 
 
 class Supervisor:
@@ -176,7 +176,9 @@ class Supervisor:
                 if any(rank.failed for rank in self.ranks):
                     break
                 self.refuse_standstill()
-            self.await_explanations(GRACE if self.signal is None else GRACE_TO_STOP)
+            deadline = time.monotonic() + (GRACE if self.signal is None else GRACE_TO_STOP)
+            while self._selector.get_map() and time.monotonic() < deadline:
+                self.listen(POLL)  # another rank may know more about a failure
             self.conclude()
         finally:
             for rank in self.ranks:
@@ -209,7 +211,7 @@ class Supervisor:
             process.send_signal(self.signal)
 
     def listen(self, seconds: float) -> None:
-        """Read what the ranks send, for a moment."""
+        """Read the ranks' lines, for a moment."""
         if not self._selector.get_map():
             time.sleep(seconds)
         for key, _ in self._selector.select(seconds):
@@ -217,36 +219,22 @@ class Supervisor:
                 self._selector.unregister(key.fileobj)
 
     def refuse_standstill(self) -> None:
-        """Look for a rank that has begun no batch for too long.
-
-        Raises:
-            RankLost: there is one.
-        """
-        now = time.monotonic()
+        """Raise RankLost if a rank has begun no batch for too long."""
         beats = [(rank.heartbeat, rank.number) for rank in self.ranks if rank.heartbeat is not None]
-        if beats and now - min(beats)[0] > self.timeout:
+        if beats and time.monotonic() - min(beats)[0] > self.timeout:
             raise RankLost(
                 f"rank {min(beats)[1]} has begun no batch for {self.timeout:g} s "
                 "(trainer.rank_timeout), all were stopped; the same command continues"
             )
 
-    def await_explanations(self, seconds: float) -> None:
-        """Let the others end by themselves: one of them may know more."""
-        deadline = time.monotonic() + seconds
-        while self._selector.get_map() and time.monotonic() < deadline:
-            self.listen(POLL)
-
     def conclude(self) -> None:
-        """Say what ended the run, in one line for all.
+        """Raise the error that ended the run, in one line for all, if there was one.
 
-        Raises:
-            RunEnded: a rank failed and said why, or a signal arrived.
-            RankLost: a rank died, or failed without saying why.
+        A rank's own error comes before errors that only say that another process is gone.
         """
         failed = [rank for rank in self.ranks if rank.failed]
         if not failed:
             return
-        # Who only says that somebody else is gone comes last.
         failed.sort(key=lambda rank: rank.end is not None and rank.end[0] == RankLost.exit_code)
         ends = [(rank.number, *rank.explanation()) for rank in failed]
         explained = [end for end in ends if end[1] not in NOT_EXPLAINED]
@@ -268,7 +256,7 @@ class Supervisor:
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses."""
+    """A port of this machine that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

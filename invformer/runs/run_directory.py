@@ -15,8 +15,8 @@ from invformer.runs.encoding import MAX_BYTES, parse
 from invformer.runs.files import PARTIAL, open_regular, replace_file
 from invformer.runs.run_lock import LOCK, lock_run
 
-# What may differ between a run and its continuation: it changes no number that was computed.
-# That the text behind another path is the same is checked by itself.
+# These may differ between a run and its continuation, since they change no number. Another path has
+# to lead to the same text, which is checked separately.
 MAY_CHANGE = (
     "data.path", "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
     "trainer.sample_length",
@@ -63,11 +63,11 @@ class RunDirectory:
 def open_run(
     root: Path, name: str | None, default_name: str, config: Mapping[str, Any], resume: bool
 ) -> RunDirectory:
-    """Make a new run folder, or reopen one for the same configuration; keep other processes out.
+    """Make a new run folder, or reopen one for the same configuration, and lock it.
 
     Args:
         root: folder that holds the runs.
-        name: the run's name; None picks ``default_name`` with the time, a name nobody has.
+        name: the run's name; None picks ``default_name`` with the time.
         default_name: readable beginning of such a name.
         config: the resolved configuration as a plain dict; kept beside the run.
         resume: whether an existing run may be continued.
@@ -100,10 +100,7 @@ def open_run(
 
 
 def has_nothing_to_lose(path: Path) -> bool:
-    """Whether a folder is what a process leaves that ended while it made it, or before it trained.
-
-    That is: no checkpoint, no metrics, and nothing that a run does not make before its first step.
-    """
+    """Whether a folder has no checkpoint, no metrics, and only files that precede a first step."""
     names = {file.name for file in path.iterdir()} if path.is_dir() else {""}
     names = {name for name in names if not name.startswith((PARTIAL, f"{CONFIG}.partial"))}
     if names <= {LOCK}:
@@ -133,7 +130,7 @@ def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Pa
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Keep the configuration for the comparison that a continuation needs."""
+    """Keep the configuration, to which a continued run is compared."""
     replace_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
 
 
@@ -166,10 +163,9 @@ def saved_configuration(path: Path) -> dict[str, Any] | None:
 
 
 def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two configurations of one run and may not, in words.
+    """Differences between two configurations that one run may not have, in words.
 
-    A key that did not exist yet when the run began has its default: whoever adds one gives it a
-    default that changes nothing.
+    A key that did not exist when the run began counts with its default, which changes nothing.
     """
     new = dict(flatten(now))
     old = {key: default for key, default in DEFAULTS.items() if key in new} | dict(flatten(before))

@@ -18,13 +18,10 @@ _held: dict[tuple[int, Path], int] = {}  # descriptors
 
 
 def lock_run(path: Path) -> None:
-    """Keep other processes out of a run's folder until this one has ended, however it ends.
+    """Keep other processes out of a run's folder until this one ends.
 
-    The operating system holds the lock, so that none is left behind; the file it is on stays. Where
-    a file system knows no locks, nobody is kept out.
-
-    Args:
-        path: the folder; it exists.
+    The operating system releases the lock, even after kill -9; the file stays. A file system
+    without locks keeps nobody out.
 
     Raises:
         CheckpointError: another process has it.

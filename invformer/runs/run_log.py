@@ -32,9 +32,8 @@ Sink = Callable[[int, Row], None]
 class RunLog:
     """Collects scalars per step without synchronising, and hands complete rows to its sinks.
 
-    ``record`` never waits for the device: tensors stay where they are until :meth:`flush` copies
-    all of them with a single transfer. Rows leave in the order of their steps, each step once, with
-    everything that was recorded for it.
+    ``record`` never waits for the device: tensors stay there until :meth:`flush` copies all of them
+    with a single transfer. Rows leave in the order of their steps, each step once.
 
     Args:
         sinks: called with (step, row) for every finished row.

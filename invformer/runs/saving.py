@@ -27,7 +27,7 @@ METADATA = "invformer"  # where a run puts what ``model.json`` says
 class Checkpoints(L.Callback):
     """Saves at every validation and interruption; keeps the last two and the best (lowest bpc).
 
-    The best is the checkpoint whose name every later one carries. Nothing is deleted before the
+    Every checkpoint carries the name of the best one so far. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
     because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``,
     ``make_schedule`` and ``gather``.

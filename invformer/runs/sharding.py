@@ -1,9 +1,8 @@
 """Fully sharded data parallelism (FSDP2): gradients and the optimiser's memory in parts.
 
-Every process updates its part of every weight and remembers what AdamW remembers of it. Between two
-steps the weights are whole everywhere: the constants that normalise them are functions of whole
-matrices, and so is whatever looks at the model (monitor, certificate, inversion). Checkpoints hold
-whole tensors under the names and numbers that one process gives them.
+Every process updates its part of every weight and keeps AdamW's memory of that part. Between two
+steps all weights are whole everywhere, because normalisation, monitor, certificate and inversion
+are functions of whole matrices. Checkpoints hold whole tensors, as one process saves them.
 """
 
 import warnings
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Replace the model's parameters by this process's parts of them."""
-    # What comes out of a linear layer is a view of its product; nobody writes into logits.
+    # The output of a linear layer is a view of its product, but no code writes into logits.
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
@@ -45,7 +44,7 @@ def whole(value: Any) -> Any:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
+    """This process's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -57,7 +56,7 @@ def norms_of_whole(norms: Tensor) -> Tensor:
 
 
 def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
-    """What ``clip_grads_with_norm_`` does, for parts of gradients, in place."""
+    """``clip_grads_with_norm_`` for parts of gradients, in place."""
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -69,8 +68,8 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         num_processes: one per device.
-        timeout: for whatever the processes do together.
-        backend: what they talk through; None is what suits their devices.
+        timeout: of their communication.
+        backend: of their communication; None is the one for their devices.
     """
 
     def __init__(self, num_processes: int, timeout: timedelta, backend: str | None = None) -> None:
@@ -114,7 +113,7 @@ class ShardedStrategy(ModelParallelStrategy):
         return {**state, "state": memory}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Every process takes its parts of what one process would have."""
+        """Every process takes its parts."""
         states: list[dict[str, Any]] = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -131,8 +130,8 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> None:
         """Through the run's own IO, in the first process.
 
-        In Lightning's version every process first refuses a directory that is there: one that comes
-        late would refuse what the first process is just writing.
+        Lightning's version refuses a directory that exists: a late process would refuse the one
+        that the first process has just written.
         """
         Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
 

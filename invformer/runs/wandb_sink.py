@@ -1,8 +1,8 @@
 """Weights & Biases as one more place where metrics go; the only file that knows it.
 
-It is a mirror and must never hurt what it mirrors: nothing here raises, and nothing waits longer
-than ``START_SECONDS`` and ``FINISH_SECONDS``. Calls run one after the other in a thread of their
-own, behind a queue that drops what does not fit; ``metrics.jsonl`` has every row in any case.
+It must never hurt a run: nothing here raises, and nothing waits longer than ``START_SECONDS`` and
+``FINISH_SECONDS``. Calls run one after the other in a thread of their own, behind a bounded
+queue; ``metrics.jsonl`` has every row in any case.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ Mode = Literal["auto", "online", "offline", "disabled"]
 class WandbSink:
     """Mirrors rows, tables and images into one W&B run.
 
-    ``auto`` is online where an API key is at hand and offline otherwise; nothing ever prompts. What
-    cannot go online goes offline, and what cannot even do that goes nowhere, with one line about
-    it. Rows carry the optimiser step as a value of their own, which is the x-axis of every chart:
-    W&B drops rows whose own step goes backwards.
+    ``auto`` is online if W&B finds a key and offline otherwise; nothing ever prompts. If W&B cannot
+    go online it goes offline; if that fails too the run goes on without it, with one line. Rows
+    carry the optimiser step as a value of their own, which is the x-axis of every chart: W&B drops
+    rows whose own step goes backwards.
 
     Args:
         directory: the run's folder; W&B writes below it.
@@ -98,32 +98,23 @@ class WandbSink:
 
     def __call__(self, step: int, row: Row) -> None:
         """Log one row at its optimiser step."""
-        self._call(f"row of step {step}", lambda run: run.log({**row, STEP: step}))
+        self._call(f"row of step {step}", lambda run, _: run.log({**row, STEP: step}))
 
     def table(self, key: str, columns: list[Any], rows: list[Any]) -> None:
         """Attach a table, such as a certificate or a sample."""
-
-        def log(run: Any) -> None:
-            import wandb
-
-            run.log({key: wandb.Table(columns=columns, data=rows)})
-
-        self._call(key, log)
+        self._call(key, lambda run, wandb: run.log({key: wandb.Table(columns=columns, data=rows)}))
 
     def image(self, key: str, path: Path) -> None:
         """Attach a picture."""
-
-        def log(run: Any) -> None:
-            import wandb
-
-            run.log({key: wandb.Image(str(path))})
-
-        self._call(key, log)
+        self._call(key, lambda run, wandb: run.log({key: wandb.Image(str(path))}))
 
     def summary(self, values: dict[str, Any]) -> None:
-        """Set final values."""
-        plain = {k: v for k, v in values.items() if is_plain(v)}
-        self._call("summary", lambda run: run.summary.update(plain))
+        """Set final values: text and finite numbers."""
+        plain = {
+            key: value for key, value in values.items()
+            if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+        }  # fmt: skip
+        self._call("summary", lambda run, _: run.summary.update(plain))
 
     def finish(self, exit_code: int) -> None:
         """Close the run with the program's exit code; gives up after a minute."""
@@ -146,9 +137,10 @@ class WandbSink:
         except Exception as error:
             warn(f"{one_line(error)}; {otherwise}")
 
-    def _call(self, what: str, call: Callable[[Any], Any]) -> None:
+    def _call(self, what: str, call: Callable[[Any, Any], Any]) -> None:
+        """Have a call made with the run and the library."""
         if self.run is not None:
-            self._calls.submit(what, lambda: call(self.run))
+            self._calls.submit(what, lambda: call(self.run, sys.modules.get("wandb")))
 
 
 def start(options: dict[str, Any]) -> Any:
@@ -166,10 +158,10 @@ def start(options: dict[str, Any]) -> Any:
 
 
 class ContainedCalls:
-    """Runs calls in their order in a thread of its own; nobody waits for them or sees them fail.
+    """Runs calls one after the other in a thread of its own, which nothing waits for.
 
     Attributes:
-        failed: how many raised; the first says so in one line.
+        failed: how many raised; the first error is shown in one line.
         dropped: how many found the queue full.
     """
 
@@ -180,14 +172,14 @@ class ContainedCalls:
         threading.Thread(target=self._work, name="wandb-calls", daemon=True).start()
 
     def submit(self, what: str, call: Callable[[], Any]) -> None:
-        """Have a call made some time."""
+        """Queue a call."""
         try:
             self._waiting.put_nowait((what, call))
         except queue.Full:
             self.dropped += 1
 
     def last(self, call: Callable[[], Any], seconds: float) -> bool:
-        """Make a call after all others, and wait; whether it was made and went well."""
+        """Make a call after all others and wait for it; whether it succeeded."""
         deadline = time.monotonic() + seconds
         done = threading.Event()
         went_well = []
@@ -215,11 +207,11 @@ class ContainedCalls:
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What a call opens, waited for no longer than that; what is opened too late is closed again.
+    """The run that a call opens; a run that opens too late is closed again.
 
     Raises:
         TimeoutError: it took longer.
-        Exception: what the call raised.
+        RuntimeError: the call failed.
     """
     results: list[Any] = []
     errors: list[BaseException] = []
@@ -246,7 +238,7 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def abandon_service() -> None:
-    """End W&B's own process if it does not answer: its exit hooks would wait for it forever."""
+    """End W&B's own process, for which its exit hooks would wait forever."""
     with contextlib.suppress(Exception):
         from wandb.sdk import wandb_setup
 
@@ -256,7 +248,7 @@ def abandon_service() -> None:
 
 
 def wanted_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    """Online or not: as told, else as ``WANDB_MODE`` says, else by whether there is a key."""
+    """The mode that was asked for, else that of ``WANDB_MODE``, else online if there is a key."""
     if mode != "auto":
         return mode
     told = os.environ.get("WANDB_MODE", "").lower()
@@ -283,11 +275,6 @@ def has_api_key() -> bool:
         warn(f"{one_line(error)}; going offline")
         return False
     return found is not None
-
-
-def is_plain(value: Any) -> bool:
-    """Whether W&B can hold a value in its summary."""
-    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
 
 
 def one_line(error: BaseException) -> str:

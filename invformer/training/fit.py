@@ -38,10 +38,10 @@ class Run:
 
 
 def fit(run: Run) -> None:
-    """Train from scratch or from where the run stopped; leave sample, plots and W&B tables.
+    """Train from scratch or from where the run stopped; write sample, plots and W&B tables.
 
     Raises:
-        InvformerError: whatever stopped the run, as one line with an exit code.
+        InvformerError: the reason why the run stopped.
     """
     exit_code = 1
     try:
@@ -60,10 +60,10 @@ def fit(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """The training loop, with Lightning's ways of ending early turned into errors that say so.
+    """Run the training loop; a state that cannot be restored is a CheckpointError.
 
-    While it runs, and no longer, the module refreshes the normalisers once per step: were that left
-    on, a loop of somebody else's afterwards would train a model without constraints.
+    While the loop runs, and no longer, the module refreshes the normalisers once per step. If that
+    stayed on, another loop would train this model without constraints.
     """
     checkpoint = None if run.resume is None else run.resume.path.absolute()
     set_manual_refresh(run.module.model)
@@ -81,13 +81,8 @@ def train(run: Run) -> None:
         raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
     finally:
         set_manual_refresh(run.module.model, manual=False)
-    leave_process_group()
-
-
-def leave_process_group() -> None:
-    """Take leave of the other processes: who ends without it may be aborted by its own threads."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        torch.distributed.destroy_process_group()  # its threads may abort a process that ends
 
 
 def checkpoints_of(run: Run) -> Checkpoints:
@@ -97,7 +92,7 @@ def checkpoints_of(run: Run) -> Checkpoints:
 
 
 def announce(run: Run) -> None:
-    """Say in a few lines what is about to happen."""
+    """Print model, text and starting point in a few lines."""
     parameters = sum(p.numel() for p in run.module.model.parameters())
     corpus = run.data.corpus
     print(
@@ -119,7 +114,8 @@ def conclude(run: Run) -> None:
         print(f"--- sample ---\n{printable(sample)}\n---")
     pictures = plot_run(run.directory.metrics, run.directory.path)
     print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
-    print(f"evaluate with: {evaluation_command(run.directory)}")
+    command = ["python", "evaluate.py", f"checkpoint={run.directory.path}"]
+    print("evaluate with:", shlex.join(command))
     if run.wandb is None:
         return
     run.wandb.table("sample", ["text"], [[sample]])
@@ -129,23 +125,15 @@ def conclude(run: Run) -> None:
         run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
 
 
-def evaluation_command(directory: RunDirectory) -> str:
-    """What a shell takes to evaluate a run, whatever characters its folder's name has."""
-    return shlex.join(["python", "evaluate.py", f"checkpoint={directory.path}"])
-
-
 def certificate_rows(run: Run) -> list[list]:
     """The certificate of the final weights as table rows; none if the model has none."""
     newest, _ = newest_checkpoint(run.directory.checkpoints)
-    certificate = newest and newest.metadata.get("certificate")
-    return (
-        []
-        if not certificate
-        else [
-            [name, certificate["norm"], bound, certificate["targets"][name]]
-            for name, bound in certificate["per_branch"].items()
-        ]
-    )
+    if newest is None or not (saved := newest.metadata.get("certificate")):
+        return []
+    return [
+        [name, saved["norm"], bound, saved["targets"][name]]
+        for name, bound in saved["per_branch"].items()
+    ]
 
 
 def generate_sample(run: Run) -> str:
