@@ -17,17 +17,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from invformer.assemble.evaluation import evaluate_checkpoint
 from invformer.assemble.run import build_data, build_run
-from invformer.assemble.saved_model import load_model, untrained, weight_specs
+from invformer.assemble.saved_model import weight_specs
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig, TrainConfig
-from invformer.data.corpora import load_corpus
-from invformer.data.vocabulary import Vocabulary
+from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.evaluation.ngram import witten_bell_nats
-from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import (
     LEARNING,
     MODEL,
@@ -36,12 +31,10 @@ from invformer.runs.checkpoint import (
     newest_checkpoint,
     write_checkpoint,
 )
-from invformer.runs.encoding import specs_of
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests.runs.hostile import edit_json
-from tests.saved_runs import save_run
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
@@ -489,95 +482,3 @@ def test_a_state_of_another_run_is_refused_with_code_4(
     assert error.value.exit_code == 4, error.value
     assert "\n" not in str(error.value)
     assert (newest(folder).path / STATE).exists()
-
-
-# --- Evaluating ----------------------------------------------------------------------------------
-
-
-def evaluate(folder: Path, *more: str) -> dict:
-    words = [f"checkpoint={folder / 'runs' / 'a'}", "evaluate.lipschitz_sequences=0",
-             "evaluate.inversion_sequences=0", *more]  # fmt: skip
-    return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
-
-
-def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> None:
-    for path in (folder / "runs" / "a" / "checkpoints").iterdir():
-        edit_json(path, MODEL, lambda m: m["vocabulary"].update(characters=other_characters(m)))
-    with pytest.raises(CheckpointError, match="not that of the text it was trained on"):
-        evaluate(folder)
-
-
-def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:
-    os.mkfifo(folder / "pipe")
-    for path in ("/dev/zero", str(folder / "pipe")):
-        for saved in (folder / "runs" / "a" / "checkpoints").iterdir():
-            edit_json(saved, MODEL, lambda m, path=path: m["config"]["data"].update(path=path))
-        with pytest.raises(DataError, match=r"it was the checkpoint .* data\.path=PATH") as error:
-            evaluate(folder)
-        assert error.value.exit_code == 3
-        text = f"data.path={folder / 'text.txt'}"
-        assert evaluate(folder, text)["data"]["same_as_training"]
-        report = evaluate(folder, text, "data.max_characters=1000")  # needs the rest for the n-gram
-        assert report["ngram"] is None
-
-
-def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
-        evaluate(folder, "data.name=python_docs")
-
-
-def other_characters(metadata: dict) -> str:
-    """As many characters, one of them another."""
-    return metadata["vocabulary"]["characters"][:-1] + "~"
-
-
-def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
-    other = folder / "other.txt"
-    other.write_text("κείμενο " * 200)
-    with pytest.raises(CheckpointError, match="most characters of text_file"):
-        evaluate(folder, "data.name=text_file", f"data.path={other}")
-
-
-def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = folder / "other.txt"
-    other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
-    elsewhere = "data.name=text_file", f"data.path={other}"
-    learnt = load_corpus("text_file", folder / "text.txt")
-    expected = five_gram(learnt.train, load_corpus("text_file", other).val)
-    assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
-    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).val
-    assert learnt.val.startswith(short)
-    report = evaluate(folder, "data.max_characters=1000")
-    assert report["num_characters"] == len(short)
-    assert report["ngram"]["nats"] == five_gram(learnt.train, short)
-    report = evaluate(folder, "data.split=train")
-    assert report["ngram"] is None
-    print_table(report)
-    assert "-gram" not in capsys.readouterr().out
-    (folder / "text.txt").write_text("another text by now")
-    assert evaluate(folder, *elsewhere)["ngram"] is None
-
-
-def five_gram(train: str, text: str) -> float:
-    """Nats per character of a text to a 5-gram that has read another one."""
-    vocabulary = Vocabulary.from_text(train)
-    learnt, scored = vocabulary.encode(train), vocabulary.encode(text)
-    return witten_bell_nats(learnt, scored, 5, vocab_size=vocabulary.size)
-
-
-@pytest.mark.parametrize("precision", ["32-true", "64-true"])
-@pytest.mark.parametrize("preset", [path.stem for path in (ROOT / "configs/model").glob("*.yaml")])
-def test_every_model_comes_back_from_its_checkpoint(
-    preset: str, precision: str, tmp_path: Path
-) -> None:
-    """Which also says that blocks are alike, and within the sizes that are held against files."""
-    words = [f"model={preset}", "model.num_layers=3", "data.seq_len=9"]
-    config = load_config([*words, f"trainer.precision={precision}"], TrainConfig, ROOT)
-    vocabulary = Vocabulary.from_text("abcdefgh")
-    model = untrained(config, vocabulary.size)
-    checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))
-    restored = load_model(checkpoint, config, vocabulary).state_dict()
-    assert weight_specs(config, vocabulary.size) == specs_of(restored)
-    assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())
