@@ -79,7 +79,7 @@ def test_a_run_leaves_everything_it_promises(tmp_path: Path, text_file: Path) ->
     left = {path.name for path in run.iterdir()}
     assert {
         "config.yaml", "metrics.jsonl", "checkpoints", "certificate.json", "sample.txt",
-        "bpc.png", "lipschitz.png",
+        "summary.png",
     } <= left  # fmt: skip
 
 

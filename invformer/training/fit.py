@@ -107,20 +107,19 @@ def announce(run: Run) -> None:
 
 
 def conclude(run: Run) -> None:
-    """Write a sample and the plots, and hand both to W&B."""
+    """Write a sample and the summary, and hand both to W&B."""
     sample = generate_sample(run)
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
-    pictures = plot_run(run.directory.metrics, run.directory.path)
+    picture = plot_run(run.directory.metrics, run.directory.path, sample)
     print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
     command = ["python", "evaluate.py", f"checkpoint={run.directory.path}"]
     print("evaluate with:", shlex.join(command))
     if run.wandb is None:
         return
     run.wandb.table("sample", ["text"], [[sample]])
-    for path in pictures:
-        run.wandb.image(f"plots/{path.stem}", path)
+    run.wandb.image("summary", picture)
     if rows := certificate_rows(run):
         run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
 

@@ -1,11 +1,12 @@
-"""Pictures of a run, drawn from its metrics.jsonl; readable in greyscale."""
+"""The picture of a run, drawn from its metrics.jsonl; readable in greyscale."""
 
 import io
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import read_rows
@@ -17,34 +18,22 @@ if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is s
 Series = tuple[list[int], list[float]]
 
 PREFIX, SUFFIX = "lipschitz_branches/", "/estimate"
-SMOOTHED_SHARE = 0.02  # of the run: what the mean of a noisy curve looks back over
-STEP_AXIS = "optimiser step"
+SMOOTHED_SHARE = 0.02  # of the run: the mean of a noisy curve is over this share of its steps
+SHADES = {"estimate": "0.25", "local_bound": "0.6", "bound": "0.85"}
 
 
-def plot_run(metrics: Path, folder: Path) -> list[Path]:
-    """Draw what a run recorded: likelihood, Lipschitz constants, inversion.
+def plot_run(metrics: Path, folder: Path, sample: str = "") -> Path:
+    """Draw ``summary.png`` of a run and return its path.
 
     Args:
         metrics: the run's metrics.jsonl.
-        folder: where the PNG files go.
-
-    Returns:
-        The files written; a picture without data is left out.
+        folder: where the picture goes.
+        sample: a text that the model generated.
 
     Raises:
-        StorageError: a file cannot be written.
+        StorageError: the file cannot be written.
     """
-    curves = read_curves(metrics)
-    figures = {
-        "bpc": draw_bits_per_character(curves),
-        "lipschitz": draw_lipschitz(curves),
-        "inverse": draw_inverse(curves),
-    }
-    return [
-        save(figure, folder / f"{name}.png")
-        for name, figure in figures.items()
-        if figure is not None
-    ]
+    return save(draw_summary(read_curves(metrics), sample), folder / "summary.png")
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -60,88 +49,99 @@ def read_curves(metrics: Path) -> dict[str, Series]:
     return curves
 
 
-def draw_bits_per_character(curves: Mapping[str, Series]) -> "Figure | None":
-    """Training (raw and smoothed) and validation bits per character."""
-    if not {"train/bpc", "val/bpc"} & curves.keys():
-        return None
-    figure, (axes,) = new_figure(1)
+def draw_summary(curves: Mapping[str, Series], sample: str = "") -> "Figure":
+    """Bits per character, constants of every branch, their course, and inversion in words."""
+    figure = empty_figure(11, 7)
+    (likelihood, bars), (course, words) = figure.subplots(2, 2)
+    draw_bits_per_character(likelihood, curves)
+    draw_branches(bars, curves)
+    draw_course(course, curves)
+    words.axis("off")
+    words.text(0, 1, in_words(curves, sample), va="top", family="monospace", size=9)
+    return figure
+
+
+def draw_bits_per_character(axes: "Axes", curves: Mapping[str, Series]) -> None:
+    """Training, as a running mean, and validation; the axis leaves out the first tenth's fall."""
+    shown: list[float] = []
     if "train/bpc" in curves:
         steps, values = curves["train/bpc"]
         window = max(1, round(SMOOTHED_SHARE * len(values)))
-        axes.plot(steps, values, color="0.8", linewidth=0.7, label="train, each step")
-        mean = f"train, mean of {window} steps"
-        axes.plot(steps, running_mean(values, window), color="0.45", label=mean)
+        mean = running_mean(values, window)
+        axes.plot(steps, mean, color="0.6", label=f"train, mean of {window} steps")
+        shown += mean[len(mean) // 10 :]
     if "val/bpc" in curves:
-        style: dict[str, Any] = {"color": "black", "marker": "o", "markersize": 4}
-        axes.plot(*curves["val/bpc"], label="validation, whole split", **style)
-    axes.set(xlabel=STEP_AXIS, ylabel="bits per character")
-    axes.legend()
-    return figure
+        steps, values = curves["val/bpc"]
+        label = f"validation, whole split: {values[-1]:.3f}"
+        axes.plot(steps, values, color="black", marker="o", markersize=4, label=label)
+        shown += values
+    shown = [value for value in shown if math.isfinite(value)]
+    if shown and max(shown) > min(shown):
+        room = 0.1 * (max(shown) - min(shown))
+        axes.set_ylim(min(shown) - room, max(shown) + room)
+    axes.set(xlabel="optimiser step", ylabel="bits per character")
+    if axes.lines:
+        axes.legend()
 
 
-def draw_lipschitz(curves: Mapping[str, Series]) -> "Figure | None":
-    """Estimate, local bound and target of every branch, attention above feed-forward."""
-    names = [k.removeprefix(PREFIX).removesuffix(SUFFIX) for k in curves if k.endswith(SUFFIX)]
-    names = sorted(name for name in names if PREFIX + name + SUFFIX in curves)
-    kinds = sorted({name.partition("/")[2] for name in names})
-    if not kinds:
-        return None
-    from matplotlib import colormaps
-
-    figure, rows = new_figure(len(kinds))
-    for axes, kind in zip(rows, kinds, strict=True):
-        blocks = [name for name in names if name.partition("/")[2] == kind]
-        for index, name in enumerate(blocks):
-            # viridis gets lighter all the way, so that greys stay apart too
-            color = colormaps["viridis"](0.85 * index / max(1, len(blocks) - 1))
-            steps, values = curves[f"{PREFIX}{name}/estimate"]
-            ends = index in (0, len(blocks) - 1)
-            label = f"{name.partition('/')[0].replace('_', ' ')}, estimate" if ends else None
-            axes.plot(steps, positive(values), color=color, linewidth=1.1, label=label)
-            if f"{PREFIX}{name}/local_bound" in curves:
-                steps, values = curves[f"{PREFIX}{name}/local_bound"]
-                axes.plot(
-                    steps, positive(values), "^", color=color, fillstyle="none",
-                    label="local bounds" if index == 0 else None,
-                )  # fmt: skip
-        if "lipschitz/target" in curves:
-            target = curves["lipschitz/target"][1][-1]
-            axes.axhline(target, color="black", linestyle=":", label=f"target {target:g}")
-        name = kind.replace("feed_forward", "feed-forward")
-        axes.set(ylabel=f"{name}: local Lipschitz\nconstant (no unit)", yscale="log")
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
-    rows[-1].set(xlabel=STEP_AXIS)
-    return figure
-
-
-def draw_inverse(curves: Mapping[str, Series]) -> "Figure | None":
-    """How well and how fast the stack was inverted at each validation."""
-    if not any(key.startswith("inverse/") for key in curves):
-        return None
-    figure, (error, effort, recovered) = new_figure(3)
-    lines = (
-        (error, "residual_max", "residual", "-", "o"),
-        (error, "reconstruction_max", "reconstruction error", "--", "s"),
-        (error, "error_bound_max", "proven error bound", ":", "^"),
-        (effort, "num_steps_mean", None, "-", "o"),
-        (recovered, "characters_recovered", "characters recovered", "-", "o"),
-        (recovered, "converged_fraction", "iterations converged", "--", "s"),
+def draw_branches(axes: "Axes", curves: Mapping[str, Series]) -> None:
+    """Estimate ≤ local bound ≤ bound ≤ target of every branch, as last measured."""
+    names = sorted(
+        key.removeprefix(PREFIX).removesuffix(SUFFIX)
+        for key in curves
+        if key.startswith(PREFIX) and key.endswith(SUFFIX)
     )
-    for axes, name, label, style, marker in lines:
-        if f"inverse/{name}" in curves:
-            steps, values = curves[f"inverse/{name}"]
-            shown = positive(values) if axes is error else values
-            axes.plot(
-                steps, shown, style, color="black", marker=marker, fillstyle="none", label=label
-            )
-    error.set(ylabel="distance, worst of the sequences\n(norm of the certificate)", yscale="log")
-    effort.set(ylabel="solver steps per layer, mean")
-    effort.set_ylim(bottom=0)
-    recovered.set(ylabel="share", ylim=(-0.05, 1.05), xlabel=STEP_AXIS)
-    for axes in (error, recovered):
-        if axes.lines:
-            axes.legend()
-    return figure
+    width = 0.8 / len(SHADES)
+    for index, (what, shade) in enumerate(SHADES.items()):
+        found = [(i, PREFIX + f"{n}/{what}") for i, n in enumerate(names)]
+        found = [(i, curves[key][1][-1]) for i, key in found if key in curves]
+        if found:
+            places, heights = zip(*found, strict=True)
+            left = [place + (index - 1) * width for place in places]
+            axes.bar(left, heights, width, color=shade, label=what.replace("_", " "))
+    if "lipschitz/target" in curves:
+        target = curves["lipschitz/target"][1][-1]
+        axes.axhline(target, color="black", linestyle=":", label=f"target {target:g}")
+    axes.set_xticks(range(len(names)), [short(name) for name in names], rotation=90, size=8)
+    axes.set(ylabel="Lipschitz constant of each branch")
+    if names:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False)
+
+
+def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
+    """The worst branch's estimate, local bound, bound and target over the run."""
+    for key, style in (("estimate", "-"), ("local_bound", "^"), ("bound", "--"), ("target", ":")):
+        if f"lipschitz/{key}" in curves:
+            steps, values = curves[f"lipschitz/{key}"]
+            axes.plot(steps, values, style, color="black", label=key.replace("_", " "))
+    axes.set(xlabel="optimiser step", ylabel="worst branch")
+    axes.set_ylim(bottom=0)
+    if axes.lines:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False)
+
+
+def in_words(curves: Mapping[str, Series], sample: str) -> str:
+    """What inversion achieved at the last validation, and a sample."""
+    lines = []
+    if "inverse/characters_recovered" in curves:
+        last = {key: values[-1] for key, (_, values) in curves.items()}
+        lines += [
+            "From the top of the network back to the text:",
+            f"  characters recovered  {100 * last['inverse/characters_recovered']:.1f} %",
+            f"  largest error         {last['inverse/reconstruction_max']:.1e}",
+            f"  solver steps a layer  {last['inverse/num_steps_mean']:.1f}",
+            "",
+        ]
+    if sample:
+        shown = [textwrap.wrap(line, 52) or [""] for line in sample.splitlines()]
+        lines += ["A sample:", *(f"  {line}" for part in shown for line in part)][:16]
+    return "\n".join(lines).replace("$", r"\$")
+
+
+def short(name: str) -> str:
+    """``0 attention`` for block_00/attention."""
+    block, _, kind = name.partition("/")
+    return f"{int(block.removeprefix('block_'))} {kind.replace('_', '-')}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
@@ -157,22 +157,23 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def positive(values: Sequence[float]) -> list[float]:
-    """The same values with NaN, a gap in the line, where a logarithmic axis has no place."""
-    return [value if value > 0 else math.nan for value in values]
-
-
 def new_figure(num_rows: int) -> "tuple[Figure, list[Axes]]":
-    """A figure of stacked axes that belongs to nobody's global state and needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 2.2 + 2.6 * num_rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    """A figure of stacked axes."""
+    figure = empty_figure(9, 2.2 + 2.6 * num_rows)
     axes = list(figure.subplots(num_rows, sharex=True, squeeze=False)[:, 0])
     for one in axes:
         one.grid(color="0.9")
     return figure, axes
+
+
+def empty_figure(width: float, height: float) -> "Figure":
+    """A figure, in inches, that belongs to nobody's global state and needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def save(figure: "Figure", path: Path) -> Path:

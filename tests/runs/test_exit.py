@@ -252,7 +252,7 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
 ) -> None:
     directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
     monkeypatch.setattr(fit, "generate_sample", lambda _: COLOURED)
-    monkeypatch.setattr(fit, "plot_run", lambda *_: [])
+    monkeypatch.setattr(fit, "plot_run", lambda *_: None)
     monkeypatch.setattr(fit, "checkpoints_of", lambda _: SimpleNamespace(best=1.0))
     fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out

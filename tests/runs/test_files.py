@@ -28,7 +28,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
     "metrics.jsonl": lambda run: JsonLinesSink(run / "metrics.jsonl")(0, {"x": 1.0}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
-    "bpc.png": lambda run: save(new_figure(1)[0], run / "bpc.png"),
+    "summary.png": lambda run: save(new_figure(1)[0], run / "summary.png"),
     "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
     LOCK: lambda run: open_run(run.parent, run.name, "x", CONFIG, True),
 }

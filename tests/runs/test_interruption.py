@@ -49,7 +49,7 @@ class StopAt(L.Callback):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(fit_module, "plot_run", lambda *_: [])  # takes longer than the training
+    monkeypatch.setattr(fit_module, "plot_run", lambda *_: None)  # takes longer than the training
     write_text(tmp_path)
     return tmp_path
 

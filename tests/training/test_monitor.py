@@ -21,7 +21,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 @pytest.fixture
 def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(fit_module, "plot_run", lambda *_: [])  # takes longer than the training
+    monkeypatch.setattr(fit_module, "plot_run", lambda *_: None)  # takes longer than the training
     path = tmp_path / "squares.txt"
     path.write_text(TEXT)
     return path
