@@ -49,21 +49,6 @@ def attention_point(
     return AttentionPoint(q, k, v, p, scale)
 
 
-def stacked_points(points: list[AttentionPoint]) -> AttentionPoint:
-    """Several layers' points as one with a leading dimension, for products with all at once."""
-
-    def stack(parts: list[BallPoint]) -> BallPoint:
-        return BallPoint(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
-
-    return AttentionPoint(
-        stack([at.q for at in points]),
-        stack([at.k for at in points]),
-        stack([at.v for at in points]),
-        torch.stack([at.p for at in points]),
-        torch.stack([at.temperature for at in points])[:, None],
-    )
-
-
 def attention_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
     """dY = P dv + (P∘(dS − rowsum(P∘dS))) v,  dS = τ (dq kᵀ + q dkᵀ)."""
     dq, dk, dv = at.q.derivative(dz_q), at.k.derivative(dz_k), at.v.derivative(dz_v)

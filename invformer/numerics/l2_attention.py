@@ -4,8 +4,9 @@ Per head, with keys, queries and values the same tensor q ∈ R^{N×d} (rows are
 
     S_ij = −‖q_i − q_j‖²/√d + b_ij,    P = softmax_j S,    Y = P q
 
-Every function takes any leading batch dimensions and needs O(N²) memory per head. Products with the
-Jacobian are analytic and use P only: a mask (b = −∞) never meets an arithmetic operation, and no
+In every function q are the queries, p their attention weights, and a bias is added to the logits:
+−∞ hides (i, j), which (i, i) never is. Any leading dimensions are batch dimensions; memory is O(N²)
+per head. Products with the Jacobian use P only: a mask never meets an arithmetic operation, and no
 derivative rule of a fused kernel is needed.
 """
 
@@ -16,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.numerics.precision import without_autocast
+from invformer.numerics.precision import at_least_single, without_autocast
 
 
 def attention_weights(
@@ -27,16 +28,9 @@ def attention_weights(
 
     ‖q_i‖² is constant in j, which softmax ignores: the logits are (2 q_i·q_j − ‖q_j‖²)/√d + b_ij.
     This expansion cancels badly in half precision, hence the float32 floor, also under autocast.
-
-    Args:
-        q: queries, which are also the keys.
-        bias: added to the logits, broadcast over the batch; −∞ hides (i, j), which (i, i) never is.
-
-    Returns:
-        The attention weights; each row sums to one.
     """
     with without_autocast(q.device):
-        k = _shifted(q.to(torch.promote_types(q.dtype, torch.float32)))
+        k = _shifted(at_least_single(q))
         return _row_weights(k, with_lengths(k), bias)
 
 
@@ -48,7 +42,7 @@ def with_lengths(
     The length as one more channel is cheaper than another pass over N² logits.
     """
     with without_autocast(k.device):
-        k = k.to(torch.promote_types(k.dtype, torch.float32))
+        k = at_least_single(k)
         lengths = torch.linalg.vecdot(k, k).unsqueeze(-1) / -math.sqrt(k.shape[-1])
         return torch.cat([k, lengths], -1)
 
@@ -69,15 +63,7 @@ def l2_attention(
     q: Float[Tensor, "*batch heads tokens d_head"],
     bias: Float[Tensor, "#heads tokens tokens"] | None = None,
 ) -> Float[Tensor, "*batch heads tokens d_head"]:
-    """Y = P q, the output of every head before its output map.
-
-    Args:
-        q: queries, which are also the keys and the values.
-        bias: added to the logits, as in :func:`attention_weights`.
-
-    Returns:
-        One convex combination of the visible q_j per token and head.
-    """
+    """Y = P q, the output of every head before its output map."""
     p = attention_weights(q, bias)
     return (p @ q.to(p.dtype)).to(q.dtype)
 
@@ -87,16 +73,7 @@ def l2_attention_rows(
     keys: Float[Tensor, "*batch heads tokens d_head_and_one"],
     bias: Float[Tensor, "#heads rows tokens"],
 ) -> Float[Tensor, "*batch heads rows d_head"]:
-    """Some rows of Y = P k, for tokens that come after others whose k are kept.
-
-    Args:
-        queries: their k, which are also the last keys.
-        keys: those of all tokens, as :func:`with_lengths` gives them.
-        bias: their rows of the logits' bias.
-
-    Returns:
-        Their outputs, relative to the same origin as queries and keys.
-    """
+    """Some rows of Y = P k, for tokens after others whose keys :func:`with_lengths` has kept."""
     p = _row_weights(queries, keys, bias)
     return (p @ keys[..., :-1]).to(queries.dtype)
 
@@ -109,14 +86,6 @@ def l2_attention_jvp(
     """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
 
     T is dS up to a term constant in j, which the row sum removes.
-
-    Args:
-        q: the point of linearisation.
-        p: its attention weights.
-        dq: a direction.
-
-    Returns:
-        The derivative of Y along ``dq``.
     """
     k = _shifted(q)
     t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
@@ -131,14 +100,6 @@ def l2_attention_vjp(
     """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ)).
 
     The adjoint of :func:`l2_attention_jvp`: ⟨g, dY⟩ = ⟨q̄, dq⟩.
-
-    Args:
-        q: the point of linearisation.
-        p: its attention weights.
-        g: a cotangent of Y.
-
-    Returns:
-        The cotangent of q.
     """
     k = _shifted(q)
     t = softmax_jacobian(p, g @ k.mT)
@@ -154,14 +115,6 @@ def own_token_product(
     """dY_i as token i alone moves: [P_ii I + (2/√d) C_i] dq_i, C_i the P_i-covariance of q.
 
     Symmetric, so it is its own adjoint.
-
-    Args:
-        q: the point of linearisation.
-        p: its attention weights.
-        dq: a direction for every token.
-
-    Returns:
-        What each direction does to its own token's output.
     """
     k = _shifted(q)
     spread = softmax_jacobian(p, dq @ k.mT) @ k

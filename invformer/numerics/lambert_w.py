@@ -1,13 +1,14 @@
-"""The Lambert W function and two gains made of it: differentiable in torch, rounded up in Python.
+"""Two gains made of the Lambert W function: differentiable in torch, rounded up in Python.
 
-Everything reduces to the Wright omega function ω(y) = W₀(eʸ), the u > 0 with u + log u = y:
+Both come from the Wright omega function ω(y) = W₀(eʸ), the u > 0 with u + log u = y. With n the
+mass of the other visible tokens of a softmax row and φ(u) = u e^{u+1},
 
-    W₀(x) = ω(log x),    φ(u) = u e^{u+1},
     g(n) = φ⁻¹(n) = W₀(n/e) = ω(log n − 1),    κ(n) = 1 + 2 W₀(n e^{−3/2}) = 1 + 2 ω(log n − 3/2)
 
-The torch functions work under autograd (to third order), torch.func, vmap and torch.compile, in
-float32 and float64, without a host sync. The ``_upper`` functions serve certificates: Python
-floats, never below the true value.
+g is the largest mean logit gap Σ_j P_ij s_j (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2), κ the
+largest gain of a head's diagonal block (ours, docs/numerics.md). The torch functions work under
+autograd (to third order), torch.func, vmap and torch.compile, in float32 and float64. Those with
+``upper`` serve certificates: Python floats, above the true value by less than 1e-13 of its size.
 """
 
 import math
@@ -29,89 +30,18 @@ LOWEST_LOG_UPPER = -700.0
 LARGEST_LOG_UPPER = 1e300
 
 
-def lambert_w0(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """W₀(x), the w ≥ 0 with w eʷ = x.
-
-    Relative accuracy is that of the dtype, also as x → 0; W₀′(x) = e^{−w}/(1 + w) is finite there.
-
-    Args:
-        x: finite and ≥ 0, float32 or float64. A negative entry gives NaN (a check would be a sync).
-
-    Returns:
-        W₀ of every entry.
-
-    Source: Corless et al. 1996, *On the Lambert W function*.
-    """
-    with torch.no_grad():
-        w = _omega(x.log())
-    # Newton on w − x e^{−w} = 0 from the solution: cleans the rounding of log, and carries the
-    # derivatives (k steps from a constant start are right to order 2ᵏ − 1).
-    for _ in range(2):
-        w = w - (w - x * (-w).exp()) / (1 + w)
-    return w
-
-
-def phi_inverse(n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """g(n) = φ⁻¹(n) = W₀(n/e), the u ≥ 0 with u e^{u+1} = n; g(0) = 0, g′(0) = 1/e.
-
-    The largest mean logit gap Σ_j P_ij s_j of a softmax row whose own logit is 0 and whose other
-    tokens have mass n (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2, with n = N − 1).
-
-    Args:
-        n: finite and ≥ 0, float32 or float64.
-
-    Returns:
-        g of every entry; grows like log n.
-    """
-    return lambert_w0(n / math.e)
-
-
 def phi_inverse_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """g(n) from log n: the u with u + log u + 1 = log n, for masses that come as logsumexp.
-
-    Args:
-        log_n: log n from −∞ (no other token: g = 0, derivative 0) to any finite size.
-
-    Returns:
-        g of every entry; dg/d(log n) = g/(1 + g) ∈ [0, 1).
-    """
-    return _differentiable_omega(log_n - 1)
-
-
-def causal_gain(n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """κ(n) = 1 + 2 W₀(n e^{−3/2}), the largest gain of a head's diagonal Jacobian block.
-
-    Args:
-        n: finite and ≥ 0, float32 or float64: the mass of the other visible tokens.
-
-    Returns:
-        κ of every entry. Not a Lipschitz constant of the layer: earlier tokens are held fixed.
-
-    Source: ours, docs/numerics.md.
-    """
-    return 1 + 2 * lambert_w0(n * math.exp(-1.5))
+    """g(n) from log n ≥ −∞, where g = 0; dg/d(log n) = g/(1 + g) ∈ [0, 1)."""
+    return _omega(log_n - 1)
 
 
 def causal_gain_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """κ(n) = 1 + 2 ω(log n − 3/2) from log n, see :func:`causal_gain`.
-
-    Args:
-        log_n: log n from −∞ (κ = 1) to any finite size.
-
-    Returns:
-        κ of every entry.
-    """
-    return 1 + 2 * _differentiable_omega(log_n - 1.5)
+    """κ(n) from log n ≥ −∞, where κ = 1. No Lipschitz constant: earlier tokens are held fixed."""
+    return 1 + 2 * _omega(log_n - 1.5)
 
 
 def phi_inverse_upper(n: float) -> float:
-    """A float64 number ≥ g(n), above it by less than 1e-13 of its size: for certificates.
-
-    Args:
-        n: ≥ 0; inf and NaN give inf.
-
-    Returns:
-        An upper bound on g(n), proven by evaluating u + log u with its rounding.
+    """A float64 number ≥ g(n), proven by evaluating u + log u with its rounding.
 
     Raises:
         ValueError: n is negative.
@@ -120,25 +50,12 @@ def phi_inverse_upper(n: float) -> float:
 
 
 def phi_inverse_upper_from_log(log_n: float) -> float:
-    """A float64 number ≥ g(n), from any number ≥ log n.
-
-    Args:
-        log_n: −∞ gives 0; +∞ and NaN give inf.
-
-    Returns:
-        An upper bound on g(n).
-    """
+    """A float64 number ≥ g(n), from any number ≥ log n: −∞ gives 0, +∞ and NaN give inf."""
     return _omega_upper(log_n, shift=1.0)
 
 
 def causal_gain_upper(n: float) -> float:
-    """A float64 number ≥ κ(n) = 1 + 2 W₀(n e^{−3/2}), above it by less than 1e-13 of its size.
-
-    Args:
-        n: ≥ 0; inf and NaN give inf.
-
-    Returns:
-        An upper bound on κ(n).
+    """A float64 number ≥ κ(n).
 
     Raises:
         ValueError: n is negative.
@@ -147,35 +64,22 @@ def causal_gain_upper(n: float) -> float:
 
 
 def causal_gain_upper_from_log(log_n: float) -> float:
-    """A float64 number ≥ κ(n), from any number ≥ log n.
-
-    Args:
-        log_n: −∞ gives 1; +∞ and NaN give inf.
-
-    Returns:
-        An upper bound on κ(n).
-    """
+    """A float64 number ≥ κ(n), from any number ≥ log n: −∞ gives 1, +∞ and NaN give inf."""
     if log_n == -math.inf:
         return 1.0
     return math.nextafter(1 + 2 * _omega_upper(log_n, shift=1.5), math.inf)
 
 
 def _omega(y: Tensor) -> Tensor:
-    """ω(y) = eᶻ with z + eᶻ = y, by Newton on z."""
-    return _newton(y.clamp(min=LOWEST_LOG), start=None, num_steps=NUM_STEPS).exp()
-
-
-def _differentiable_omega(y: Tensor) -> Tensor:
-    """ω(y), with derivatives to third order from two Newton steps at the solution."""
+    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, twice more at the solution for the derivatives."""
     y = y.clamp(min=LOWEST_LOG)
     with torch.no_grad():
-        z = _newton(y, start=None, num_steps=NUM_STEPS)
-    return _newton(y, start=z, num_steps=2).exp()
+        z = _newton(y, torch.minimum(y, y.clamp(min=1).log()), NUM_STEPS)
+    return _newton(y, z, 2).exp()
 
 
-def _newton(y: Tensor, start: Tensor | None, num_steps: int) -> Tensor:
-    """z ← z − (z + eᶻ − y)/(1 + eᶻ), from log max(y, 1) for y > 0 and from y below."""
-    z = torch.minimum(y, y.clamp(min=1).log()) if start is None else start
+def _newton(y: Tensor, z: Tensor, num_steps: int) -> Tensor:
+    """z ← z − (z + eᶻ − y)/(1 + eᶻ)."""
     for _ in range(num_steps):
         u = z.exp()
         z = z - (z + u - y) / (1 + u)

@@ -1,7 +1,7 @@
 """The Jacobian of a map at a point, as a pair of products."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -41,9 +41,6 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
             Fused attention has no second derivative: run it as ``with only("math"):``.
         x: where to linearise.
 
-    Returns:
-        The products with J and Jᵀ.
-
     Raises:
         ValueError: f changes the shape of its input.
     """
@@ -67,33 +64,10 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
     )
 
 
-def plus_identity(jacobian: LinearMap) -> LinearMap:
-    """I + J, the Jacobian of the residual map x + f(x).
-
-    Args:
-        jacobian: J = ∂f/∂X.
-
-    Returns:
-        The products with I + J and its transpose.
-    """
-    return replace(
-        jacobian,
-        jvp=lambda dx: dx + jacobian.jvp(dx),
-        vjp=lambda g: g + jacobian.vjp(g),
-    )
-
-
 def dense_jacobian(
     f: SequenceMap, x: Float[Tensor, "tokens width"]
 ) -> Float[Tensor, "tokens*width tokens*width"]:
-    """The matrix of ∂f/∂X at one sample, ordered as X.flatten(): for small sizes only.
-
-    Args:
-        f: a map from (N, D) to the same shape.
-        x: where to linearise, one sample.
-
-    Returns:
-        The ND × ND Jacobian.
+    """The ND × ND matrix of ∂f/∂X at one sample, ordered as X.flatten(): for small sizes only.
 
     Raises:
         ValueError: x has batch dimensions.

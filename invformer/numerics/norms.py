@@ -14,12 +14,7 @@ NORMS: tuple[Norm, ...] = get_args(Norm)
 def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
     """‖X‖ of each sequence: ``token_max`` = maxᵢ ‖xᵢ‖₂, ``frobenius``, ``entry_max`` = max |X_ik|.
 
-    Args:
-        x: sequences, one row per token.
-        norm: which norm; a constant in one says nothing about a constant in another.
-
-    Returns:
-        One norm per sequence.
+    A constant in one norm says nothing about a constant in another.
 
     Raises:
         ValueError: the norm is none of the three.
@@ -51,18 +46,6 @@ def dual_vector(o: Tensor, norm: Norm) -> Tensor:
             return divide(o, length) * _one_hot_arg_max(length.flatten(-2)).unsqueeze(-1)
         case "entry_max":
             return o.sign() * _one_hot_arg_max(o.abs().flatten(-2)).view(o.shape)
-
-
-def maximiser(w: Tensor, norm: Norm, otherwise: Tensor) -> Tensor:
-    """The x of norm one that maximises ⟨w, x⟩; ``otherwise`` where w says nothing."""
-    match norm:
-        case "frobenius":
-            length = vector_norm(w, norm)[..., None, None]
-        case "token_max":
-            length = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        case "entry_max":
-            length = w.abs()
-    return torch.where(length > 0, divide(w, length), otherwise)
 
 
 def stationarity(x: Tensor, w: Tensor, gain: Tensor, norm: Norm) -> Tensor:

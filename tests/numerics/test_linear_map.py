@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from invformer.numerics.linear_map import dense_jacobian, linearise, plus_identity
+from invformer.numerics.linear_map import dense_jacobian, linearise
 
 N, D = 4, 3
 
@@ -66,15 +66,6 @@ def test_a_linear_map_knows_its_shape_and_dtype() -> None:
     assert jacobian.jvp(x).dtype == jacobian.vjp(x).dtype == torch.float32
     exact = linearise(mixing_map, x.double()).jvp(x.double())
     torch.testing.assert_close(jacobian.jvp(x).double(), exact, rtol=1e-5, atol=1e-5)
-
-
-def test_plus_identity_is_the_jacobian_of_the_residual_map() -> None:
-    x = torch.randn(N, D)
-    jacobian = plus_identity(linearise(mixing_map, x))
-    dense = dense_jacobian(lambda z: z + mixing_map(z), x)
-    v = torch.randn(N, D)
-    torch.testing.assert_close(jacobian.jvp(v).flatten(), dense @ v.flatten())
-    torch.testing.assert_close(jacobian.vjp(v).flatten(), dense.mT @ v.flatten())
 
 
 def test_a_map_that_changes_the_shape_is_refused() -> None:
