@@ -209,6 +209,6 @@ def test_a_configuration_from_before_there_were_metrics_has_none() -> None:
     model = from_dict(as_it_was_meant(before)).model
     assert (model.channel_metric, model.activation_norm) == (False, True)
     today = to_dict(load_config([]))
-    assert as_it_was_meant(today) == today
+    assert from_dict(as_it_was_meant({**today, "monitor": {"budget": 0.05}})) == load_config([])
     for broken in (None, [], {"model": 3}):
         assert as_it_was_meant(broken) is broken
