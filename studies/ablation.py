@@ -15,13 +15,14 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from invformer.config.section import option
 from invformer.errors import InvformerError
-from studies.study import Rows, Study, StudyOptions, Summary, main, panels
+from studies.study import Rows, Study, StudyOptions, Summary, grouped, main, panels
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -174,10 +175,8 @@ def read_run(folder: Path) -> Result:
 
 def mean_nats(rows: Rows[Case, Result]) -> dict[str, float]:
     """Mean over the seeds of every variant."""
-    found: dict[str, list[float]] = {}
-    for case, result in rows:
-        found.setdefault(case.variant, []).append(result.nats)
-    return {name: math.fsum(values) / len(values) for name, values in found.items()}
+    variants = grouped(rows, lambda row: row[0].variant)
+    return {name: fmean(result.nats for _, result in group) for name, group in variants.items()}
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

@@ -36,17 +36,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, CorpusName, ModelConfig
-from invformer.config.section import option, section
+from invformer.config.schema import MANY, ModelConfig
+from invformer.config.section import option
 from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.branch import frozen_weights
 from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, case_of, main, panels
+from studies.study import Outcome, Rows, Study, Summary, case_of, grouped, main, panels
 from studies.training import (
-    TextConfig,
+    AdamCase,
+    AdamOptions,
     mean_nats,
     recorded_inputs,
     text_fields,
@@ -70,20 +71,14 @@ ROUNDING = 1e-9  # by how much a measured norm may exceed a bound before it coun
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(AdamOptions):
     """Compare local bounds of attention layers, and regularisers of attention at equal loss."""
 
     program: ClassVar[str] = "-m studies.attention_distribution"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "layer_sizes": [16, 64, 256],
-        "d_model": 64,
-        "seq_len": 64,
-        "num_layers": 4,
-        "num_steps": 2000,
-        "weights": [0.003, 0.01, 0.03, 0.1, 0.3, 1.0],
-        "data.max_characters": None,
-        "data.val_characters": 100_000,
-    }
+    paper: ClassVar[str] = (
+        "layer_sizes=[16,64,256] d_model=64 seq_len=64 num_layers=4 num_steps=2000 "
+        "weights=[0.003,0.01,0.03,0.1,0.3,1.0] data.max_characters=null data.val_characters=100000"
+    )
     layer_sizes: list[int] = option(
         [16, 64], "N of random layers on random tokens; [] for none", within="[2, 1e4]"
     )
@@ -105,25 +100,20 @@ class Options(StudyOptions):
         0.3, "std of the noise on embeddings, in root mean squares of theirs", within="(0, 1e3]"
     )
     num_sequences: int = option(4, "validation windows for local constants", within="[1, 1e5]")
-    d_model: int = option(32, "width of the models, channels", within="[1, 1e4]")
-    num_heads: int = option(4, "attention heads, a divisor of both widths", within="[1, 1e4]")
     num_layers: int = option(2, "blocks of the models", within="[1, 1e3]")
     seq_len: int = option(32, "context of the models, more than 11 characters", within="[12, 1e4]")
-    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
     num_penalised: int = option(
         4, "windows of each batch that the regulariser is averaged over", within="[1, 1e6]"
     )
     num_steps: int = option(150, "optimiser steps", within=MANY)
-    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
-    data: TextConfig = section(TextConfig)
 
     def check(self) -> None:
         """Heads divide the widths."""
         self.require_divided_by_heads("d_model", "layer_width")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(AdamCase):
     """A random layer, or a model and everything about its training."""
 
     attention: Attention
@@ -131,23 +121,10 @@ class Case:
     causal: bool
     regulariser: Regulariser
     weight: float
-    num_steps: int
-    seq_len: int
-    d_model: int
-    num_heads: int
-    num_layers: int
-    batch_size: int
     num_penalised: int
-    lr: float
     noise: float
     allowance: float
     num_sequences: int
-    corpus: CorpusName
-    path: str | None
-    max_characters: int | None
-    val_characters: int
-    sha256: str
-    seed: int
 
     @property
     def group(self) -> str:
@@ -161,21 +138,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        nats: validation nats per character; NaN for a random layer or after a non-finite loss.
-        noisy_nats: the same with noise on the embeddings.
-        truth: ‖∂F/∂X‖ in frobenius by Lanczos, per attention layer and sequence.
-        residual: the largest Lanczos residual.
-        bounds: every upper bound at the same layers and sequences, by name.
-    """
-
-    nats: float
-    noisy_nats: float
-    truth: list[float]
-    residual: float
-    bounds: dict[str, list[float]]
+    nats: float  # per validation character; NaN for a random layer or after a non-finite loss
+    noisy_nats: float  # the same with noise on the embeddings
+    truth: list[float]  # ‖∂F/∂X‖ in frobenius by Lanczos, per attention layer and sequence
+    residual: float  # the largest Lanczos residual
+    bounds: dict[str, list[float]]  # every upper bound at the same layers and sequences, by name
 
 
 def cases(options: Options) -> list[Case]:
@@ -311,14 +280,12 @@ def ratios(rows: Iterable[tuple[Case, Result]]) -> Ratios:
     return found
 
 
-def by(
-    rows: Rows[Case, Result], key: Callable[[Case], Any]
-) -> dict[Any, list[tuple[Case, Result]]]:
+Groups = dict[Any, list[tuple[Case, Result]]]
+
+
+def by(rows: Rows[Case, Result], key: Callable[[Case], Any]) -> Groups:
     """The rows in groups of the same key."""
-    found: dict[Any, list[tuple[Case, Result]]] = {}
-    for case, result in rows:
-        found.setdefault(key(case), []).append((case, result))
-    return found
+    return grouped(rows, lambda row: key(row[0]))
 
 
 def violations(found: Ratios) -> int:
@@ -368,16 +335,10 @@ def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> floa
 
 @dataclass(frozen=True)
 class Equal:
-    """What one regulariser reached at equal loss, relative to no regulariser, seed by seed.
+    """What one regulariser reached at equal loss, relative to no regulariser, seed by seed."""
 
-    Attributes:
-        constants: local constant over that without regulariser.
-        damages: cost of embedding noise over that without regulariser; NaN where noise cost
-            nothing without one.
-    """
-
-    constants: list[float]
-    damages: list[float]
+    constants: list[float]  # local constant over that without regulariser
+    damages: list[float]  # the same for the cost of noise; NaN where it costs nothing without
 
 
 def equal_loss(rows: Rows[Case, Result]) -> dict[tuple[str, str], Equal]:
@@ -461,7 +422,7 @@ def mean_ratios(rows: Rows[Case, Result]) -> dict[str, dict[str, float]]:
 
 
 def means(rows: Rows[Case, Result]) -> str:
-    """Mean bound/truth of every bound over all cases, in words."""
+    """Mean bound/truth of every bound, in words."""
     return "; ".join(
         f"{attention} " + ", ".join(f"{name} {mean:.3g}" for name, mean in group.items())
         for attention, group in mean_ratios(rows).items()
@@ -480,32 +441,23 @@ def order(rows: Rows[Case, Result]) -> str:
 
 def equal_in_words(equal: Mapping[tuple[str, str], Equal]) -> str:
     """Every regulariser at equal loss: mean over seeds and range of the constant, and the noise."""
-    return "; ".join(
-        f"{attention} {name} {fmean(e.constants):.2f} "
-        f"[{min(e.constants):.2f}, {max(e.constants):.2f}] ({mean_or_dash(e.damages)})"
-        for (attention, name), e in equal.items()
-    )
-
-
-def mean_or_dash(values: Sequence[float]) -> str:
-    """The mean in two digits; a dash where one of the values does not exist."""
-    mean = fmean(values)
-    return "–" if math.isnan(mean) else f"{mean:.2f}"
+    words = []
+    for (attention, name), e in equal.items():
+        damage = fmean(e.damages)
+        noise = "–" if math.isnan(damage) else f"{damage:.2f}"
+        span = f"[{min(e.constants):.2f}, {max(e.constants):.2f}]"
+        words.append(f"{attention} {name} {fmean(e.constants):.2f} {span} ({noise})")
+    return "; ".join(words)
 
 
 def verdict(
-    exceeded: int,
-    wrong_order: int,
-    published: Sequence[float],
+    exceeded: int, wrong_order: int, published: Sequence[float],
     equal: Mapping[tuple[str, str], Equal],
-) -> tuple[Outcome, str]:
+) -> tuple[Outcome, str]:  # fmt: skip
     """Whether the theorem held, and who lowers the constant most at equal loss.
 
-    Args:
-        exceeded: how often the truth was above a bound.
-        wrong_order: how often a refined bound was above the one it refines.
-        published: bound/truth of the paper's own bound, wherever both are known.
-        equal: every regulariser at equal loss.
+    ``exceeded`` and ``wrong_order`` count bounds below the truth or above one that they refine;
+    ``published`` is bound/truth of the paper's own bound, wherever both are known.
     """
     if exceeded or wrong_order:
         why = f"{exceeded} bounds lie below the truth and {wrong_order} out of order: a bug"

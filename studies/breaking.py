@@ -70,17 +70,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Norms in entry_max.
+    """‖J‖ in entry_max."""
 
-    Attributes:
-        broken: ‖J‖ of the variant.
-        tied: ‖J‖ of tied L2 attention on the same tokens.
-        bound: the theorem's bound for that tied attention.
-    """
-
-    broken: float
-    tied: float
-    bound: float
+    broken: float  # of the variant
+    tied: float  # of tied L2 attention on the same tokens
+    bound: float  # the theorem's bound for that tied attention
 
 
 @dataclass(frozen=True)

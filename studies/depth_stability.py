@@ -29,14 +29,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
-from invformer.config.section import option, section
+from invformer.config.schema import AttentionName, CertificateName, ModelConfig
+from invformer.config.section import option
 from invformer.data.windows import evaluation_windows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, case_of, main, panels
-from studies.training import TextConfig, text_fields, text_of, train_by_adam
+from studies.study import Outcome, Rows, Study, Summary, case_of, main, panels
+from studies.training import AdamCase, AdamOptions, text_fields, text_of, train_by_adam
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -71,78 +71,39 @@ PAPER_NATS: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(AdamOptions):
     """Train every model kind at every depth with one fixed learning rate."""
 
     program: ClassVar[str] = "-m studies.depth_stability"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "depths": [2, 4, 6, 8, 10, 12, 14, 16, 18, 24, 32, 48, 64],
-        "d_model": 512,
-        "num_heads": 8,
-        "seq_len": 288,
-        "batch_size": 64,
-        "num_steps": 20_000,
-        "lr": 1e-4,
-        "data.name": "ptb",
-        "data.max_characters": None,
-        "data.val_characters": 1_000_000,
-    }
+    paper: ClassVar[str] = (
+        "depths=[2,4,6,8,10,12,14,16,18,24,32,48,64] d_model=512 num_heads=8 seq_len=288 "
+        "batch_size=64 num_steps=20000 lr=1e-4 data.name=ptb data.max_characters=null "
+        "data.val_characters=1000000"
+    )
     kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
     depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", within="[1, 1e3]")
-    d_model: int = option(32, "width, channels", within="[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
-    seq_len: int = option(32, "context, characters", within="[2, 1e5]")
-    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
-    num_steps: int = option(100, "optimiser steps", within=MANY)
-    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
     lipschitz_target: float = option(0.7, "c of the contractive kinds", within="(0, 1)")
     position_bias: bool = option(True, "learned relative position bias (the paper has none)")
-    data: TextConfig = section(TextConfig)
-
-    def check(self) -> None:
-        """Heads divide the width."""
-        self.require_divided_by_heads("d_model")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(AdamCase):
     """One model and everything about its training."""
 
     kind: Kind
-    num_layers: int
-    d_model: int
-    num_heads: int
-    seq_len: int
-    batch_size: int
-    num_steps: int
-    lr: float
     lipschitz_target: float
     position_bias: bool
-    corpus: CorpusName
-    path: str | None
-    max_characters: int | None
-    val_characters: int
-    sha256: str
-    seed: int
 
 
 @dataclass(frozen=True)
 class Result:
-    """How the training ended.
+    """How the training ended."""
 
-    Attributes:
-        val_nats: validation nats per character; NaN after a non-finite loss.
-        train_nats: mean training loss over the last steps.
-        unigram_nats: what the training text's character frequencies score on the same characters.
-        largest_gradient: largest gradient norm over all steps.
-        steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
-    """
-
-    val_nats: float
-    train_nats: float
-    unigram_nats: float
-    largest_gradient: float
-    steps_taken: int
+    val_nats: float  # validation nats per character; NaN after a non-finite loss
+    train_nats: float  # mean training loss over the last steps
+    unigram_nats: float  # what character frequencies of the training text score there
+    largest_gradient: float  # largest gradient norm over all steps
+    steps_taken: int  # optimiser steps; fewer than asked for after a non-finite loss
 
     @property
     def margin(self) -> float:

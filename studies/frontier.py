@@ -22,7 +22,7 @@ The default is 12 small trainings; docs/results.md has the command of a grid of 
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
@@ -32,7 +32,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, AttentionName, CertificateName, CorpusName, ModelConfig
+from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import evaluation_windows
 from invformer.evaluation.inversion import invert_text
@@ -46,11 +46,11 @@ from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import training
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels
-from studies.training import WholeTextConfig, text_fields, text_of
+from studies.study import Rows, Study, StudyOptions, Summary, case_of, grouped, main, panels
+from studies.training import TextCase, WholeTextConfig, text_fields, text_of
 
 if TYPE_CHECKING:
-    from invformer.training.plots import Axes, Figure
+    from invformer.training.plots import Figure
 
 Optimiser = Literal["adamw", "muon"]
 
@@ -59,7 +59,6 @@ NGRAM_ORDER = 5
 BETAS = (0.9, 0.99)  # these two as train.py has them
 GRAD_CLIP = 1.0
 MARKERS = "osD^vP*X"
-LINES = ("-", "--", ":", "-.")
 
 
 @dataclass(kw_only=True)
@@ -67,24 +66,13 @@ class Options(StudyOptions):
     """Train certified and unconstrained models and hold their loss against their constants."""
 
     program: ClassVar[str] = "-m studies.frontier"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "certificates": ["token_max", "causal"],
-        "strictly_causal": [False, True],
-        "channel_metric": [False, True],
-        "lipschitz_targets": [0.3, 0.5, 0.7, 0.9, 0.97],
-        "optimisers": ["adamw", "muon"],
-        "depths": [2, 4, 8],
-        "num_seeds": 3,
-        "lr": [4e-3, 8e-3],
-        "d_model": 128,
-        "seq_len": 64,
-        "batch_size": 12,
-        "num_steps": 2000,
-        "data.name": "tiny_shakespeare",
-        "data.max_characters": None,
-        "data.val_fraction": 0.1,
-        "data.test_fraction": 0.0,
-    }
+    paper: ClassVar[str] = (
+        "certificates=[token_max,causal] strictly_causal=[false,true] channel_metric=[false,true] "
+        "lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] optimisers=[adamw,muon] depths=[2,4,8] "
+        "num_seeds=3 lr=[4e-3,8e-3] d_model=128 seq_len=64 batch_size=12 num_steps=2000 "
+        "data.name=tiny_shakespeare data.max_characters=null data.val_fraction=0.1 "
+        "data.test_fraction=0.0"
+    )
     models: list[AttentionName] = option(list(get_args(AttentionName)), "attention maps")
     certificates: list[CertificateName] = option(
         ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
@@ -127,8 +115,8 @@ class Options(StudyOptions):
             self.refuse("stride", f"{self.stride} is more than seq_len={self.seq_len}")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(TextCase):
     """One model, everything about its training, and how it is measured.
 
     ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
@@ -141,7 +129,6 @@ class Case:
     lipschitz_target: float | None
     optimiser: Optimiser
     num_layers: int
-    seed: int
     lr: float
     muon_lr: float | None
     weight_decay: float
@@ -153,12 +140,6 @@ class Case:
     stride: int
     num_windows: int
     probe_steps: int
-    corpus: CorpusName
-    path: str | None
-    max_characters: int | None
-    val_fraction: float
-    test_fraction: float
-    sha256: str
 
     @property
     def is_certified(self) -> bool:
@@ -168,45 +149,24 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What one trained model is worth; NaN where the training lost its numbers.
+    """What one trained model is worth; NaN where the training lost its numbers."""
 
-    Attributes:
-        nats: per character of the whole validation split.
-        bpc: the same in bits.
-        train_nats: mean training loss over the last steps.
-        ngram_nats: of a Witten–Bell 5-gram of the same training text on the same characters.
-        num_characters: how many were scored.
-        num_parameters: of the model.
-        steps_taken: optimiser steps; fewer than asked for after a non-finite loss.
-        norm: in which the certificate is stated; empty for baselines.
-        kind: global, or causal where the bounds are those of the diagonal Jacobian blocks.
-        certified: largest bound of any branch, or of its diagonal blocks where ``kind`` is causal,
-            in ``norm``; None for baselines.
-        certified_token_max: largest bound of a branch's Lipschitz constant in token_max, which is
-            what ``estimate`` is held against.
-        certified_total: bound of the whole stack in ``norm``; None unless ``kind`` is global.
-        estimate: largest local constant of any branch at the windows, in token_max, from below.
-        residual: how far the worst estimate is from stationary, relative to its value.
-        recovered: share of the windows' characters that inversion returns as they were.
-        evaluations: of every branch, bottom first, by the inversion of the worst window.
-    """
-
-    nats: float
+    nats: float  # per character of the whole validation split
     bpc: float
-    train_nats: float
-    ngram_nats: float
+    train_nats: float  # mean over the last steps
+    ngram_nats: float  # of a Witten–Bell 5-gram of the same text on the same characters
     num_characters: int
     num_parameters: int
-    steps_taken: int
-    norm: str
-    kind: str
-    certified: float | None
-    certified_token_max: float | None
-    certified_total: float | None
-    estimate: float
-    residual: float
-    recovered: float | None
-    evaluations: list[int]
+    steps_taken: int  # fewer than asked for after a non-finite loss
+    norm: str  # in which the certificate is stated; empty for baselines
+    kind: str  # global, or causal where the bounds are those of the diagonal Jacobian blocks
+    certified: float | None  # largest bound of a branch or of its diagonal blocks, in ``norm``
+    certified_token_max: float | None  # largest bound of a branch in token_max, above ``estimate``
+    certified_total: float | None  # of the whole stack in ``norm``; None unless global
+    estimate: float  # largest local constant of a branch at the windows, token_max, from below
+    residual: float  # how far the worst estimate is from stationary, relative to its value
+    recovered: float | None  # share of the windows' characters that come back
+    evaluations: list[int]  # of every branch, bottom first, by the inversion of the worst window
 
     @property
     def failed(self) -> bool:
@@ -239,23 +199,20 @@ def constraints(
         yield None, False, False, None
         return
     is_bounded = model == "contractive_bounded"
-    for certificate, strictly, metric, target in itertools.product(
-        options.certificates,
-        options.strictly_causal if is_bounded else [False],
-        options.channel_metric,
-        options.lipschitz_targets,
+    strictly_causal = options.strictly_causal if is_bounded else [False]
+    for certificate, *rest in itertools.product(
+        options.certificates, strictly_causal, options.channel_metric, options.lipschitz_targets
     ):
         # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
         is_tied_only = is_bounded and certificate.startswith("kim_")
-        yield "token_max" if is_tied_only else certificate, strictly, metric, target
+        yield "token_max" if is_tied_only else certificate, *rest
 
 
 def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
     """Every optimiser with its learning rates: AdamW has one, Muon two."""
     for optimiser in options.optimisers:
         muon = options.muon_lr if optimiser == "muon" else [None]
-        for lr, muon_lr in itertools.product(options.lr, muon):
-            yield optimiser, lr, muon_lr
+        yield from itertools.product([optimiser], options.lr, muon)
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -331,9 +288,9 @@ def spread_windows(
 def local_constant(
     model: CharTransformer, windows: Integer[Tensor, "count seq_len"], num_steps: int
 ) -> tuple[float, float, float | None]:
-    """The largest local constant of any branch, its residual, and the bound they are all below.
+    """The largest local constant of any branch in token_max, its residual, and the largest bound.
 
-    In token_max; the bound, None for baselines, is that of the branches' Lipschitz constants.
+    The bound is None for baselines.
 
     Raises:
         CertificateViolation: a branch's estimate exceeds its own bound.
@@ -356,16 +313,10 @@ def local_constant(
 
 @dataclass(frozen=True)
 class Point:
-    """One configuration at its best learning rate, over its seeds.
-
-    Attributes:
-        case: the configuration, with its first seed.
-        results: of the seeds whose training did not fail, or of all if every one did.
-        num_seeds: how many were trained.
-    """
+    """One configuration (a case with its first seed) at its best learning rate, over its seeds."""
 
     case: Case
-    results: list[Result]
+    results: list[Result]  # of seeds whose training did not fail, or of all if every one did
     num_seeds: int
 
     @property
@@ -396,16 +347,14 @@ class Point:
 
 def points_of(rows: Rows[Case, Result]) -> list[Point]:
     """Every configuration at the learning rate with the fewest failures, then the fewest nats."""
-    trials: dict[Case, list[Result]] = {}
-    for case, result in rows:
-        trials.setdefault(replace(case, seed=rows[0][0].seed), []).append(result)
-    best: dict[Case, Point] = {}
-    for case, results in trials.items():
+    first = rows[0][0].seed
+    trials: list[Point] = []
+    for case, group in grouped(rows, lambda row: replace(row[0], seed=first)).items():
+        results = [result for _, result in group]
         finite = [result for result in results if not result.failed]
-        point = Point(case, finite or results, len(results))
-        key = replace(case, lr=0.0, muon_lr=None)
-        best[key] = min(best.get(key, point), point, key=preference)
-    return list(best.values())
+        trials.append(Point(case, finite or results, len(results)))
+    choices = grouped(trials, lambda point: replace(point.case, lr=0.0, muon_lr=None))
+    return [min(points, key=preference) for points in choices.values()]
 
 
 def preference(point: Point) -> tuple[int, float]:
@@ -489,26 +438,24 @@ def table_line(point: Point, free: Point | None) -> dict[str, Any]:
 
 def headline(certified: Point | None, free: Point | None) -> str:
     """The best of both kinds and the gap between them."""
-    words = [
-        f"best {kind} {'not run' if point is None else in_words(point)}"
-        for kind, point in (("certified", certified), ("unconstrained", free))
-    ]
+    words = []
+    for kind, point in (("certified", certified), ("unconstrained", free)):
+        said = "not run"
+        if point is not None:
+            proven = ""
+            if point.case.is_certified:
+                blocks = "diagonal blocks" if point.results[0].kind == "causal" else "branches"
+                bound = max(point.values("certified"))
+                proven = f", {blocks} ≤ {bound:.4f} in {point.results[0].norm}"
+            said = (
+                f"{point.mean('nats'):.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, "
+                f"estimate {point.mean('estimate'):.3g} in token_max)"
+            )
+        words.append(f"best {kind} {said}")
     if certified and free:
         price = gap(certified, free)
         words.append(f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc")
     return "; ".join(words)
-
-
-def in_words(point: Point) -> str:
-    """A configuration with its loss and its constants."""
-    proven = ""
-    if point.case.is_certified:
-        kind = "diagonal blocks" if point.results[0].kind == "causal" else "branches"
-        proven = f", {kind} ≤ {max(point.values('certified')):.4f} in {point.results[0].norm}"
-    return (
-        f"{point.mean('nats'):.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, estimate "
-        f"{point.mean('estimate'):.3g} in token_max)"
-    )
 
 
 def paper_in_words() -> str:
@@ -530,27 +477,24 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     points = [p for p in points_of(rows) if math.isfinite(p.mean("nats"))]
     figure, (proven, measured) = panels(1, 2)
     labels = list(dict.fromkeys(p.label for p in points))
-    depths = list(dict.fromkeys(p.case.num_layers for p in points))
-    curves: dict[tuple[str, Optimiser, int], list[Point]] = {}
-    for point in points:
-        key = (point.label, point.case.optimiser, point.case.num_layers)
-        curves.setdefault(key, []).append(point)
+    curves = grouped(points, lambda p: (p.label, p.case.optimiser, p.case.num_layers))
     for (label, optimiser, depth), curve in curves.items():
         style: dict[str, Any] = {
             "color": str(round(0.6 * labels.index(label) / max(1, len(labels) - 1), 2)),
             "marker": MARKERS[labels.index(label) % len(MARKERS)],
-            "linestyle": LINES[depths.index(depth) % len(LINES)],
             "fillstyle": "full" if optimiser == "adamw" else "none",
             "label": f"{label}, {optimiser}, {depth} layers",
         }
         curve.sort(key=lambda point: point.case.lipschitz_target or 0.0)
-        draw_curve(measured, curve, "estimate", style)
+        bpc = [point.mean("bpc") for point in curve]
+        spans = [(min(p.values("bpc")), max(p.values("bpc"))) for p in curve]
+        bars = [[y - low for y, (low, _) in zip(bpc, spans, strict=True)],
+                [high - y for y, (_, high) in zip(bpc, spans, strict=True)]]  # fmt: skip
+        measured.errorbar([p.mean("estimate") for p in curve], bpc, bars, **style)
         if curve[0].case.is_certified:
-            draw_curve(proven, curve, "certified", style)
+            proven.errorbar([p.mean("certified") for p in curve], bpc, bars, **style)
         else:
-            height = curve[0].mean("bpc")
-            across = proven.get_yaxis_transform()
-            proven.plot([0, 1], [height, height], transform=across, clip_on=False, **style)
+            proven.plot([0, 1], [bpc[0]] * 2, transform=proven.get_yaxis_transform(), **style)
     case, result = rows[0]
     for axes in (proven, measured):
         axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
@@ -569,18 +513,6 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     figure.set_figheight(figure.get_figheight() + 0.06 * len(names))
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
     return figure
-
-
-def draw_curve(axes: "Axes", curve: Sequence[Point], name: str, style: Mapping[str, Any]) -> None:
-    """Bits per character against a field of the results, means with bars over the seeds."""
-    x, y = ([point.mean(field) for point in curve] for field in (name, "bpc"))
-    axes.plot(x, y, **style)
-    for point in curve:
-        if len(point.results) > 1:
-            across, up = point.values(name), point.values("bpc")
-            middle = point.mean(name), point.mean("bpc")
-            axes.plot([min(across), max(across)], [middle[1]] * 2, color=style["color"])
-            axes.plot([middle[0]] * 2, [min(up), max(up)], color=style["color"])
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

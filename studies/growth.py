@@ -23,7 +23,6 @@ below ¼ is called no growth) are not in the paper. Without the attack there is 
 
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -64,6 +63,7 @@ from studies.study import (
     StudyOptions,
     Summary,
     case_of,
+    grouped,
     main,
     outcome_of,
     panels,
@@ -95,11 +95,10 @@ class Options(StudyOptions):
     """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
 
     program: ClassVar[str] = "-m studies.growth"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "sizes": list(range(2, 100, 2)),
-        "attack_sizes": list(range(7, 100, 5)),  # n = 2, also published, has no power law yet
-        "num_sequences": 10,
-    }
+    # n = 2, also published for the attack, has no power law yet.
+    paper: ClassVar[str] = (
+        f"sizes={[*range(2, 100, 2)]} attack_sizes={[*range(7, 100, 5)]} num_sequences=10"
+    ).replace(", ", ",")
     model: Model = option("small", "whose layers are measured")
     checkpoint: str | None = option(None, "run folder, for model=checkpoint")
     text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")
@@ -366,11 +365,11 @@ class Curve(NamedTuple):
 
 def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:
     """The rows over n by curve, in the order of n."""
-    found: dict[Curve, list[tuple[Case, Result]]] = {}
-    for case, result in rows:
-        key = Curve(*(getattr(case, name) for name in Curve._fields))
-        found.setdefault(key, []).append((case, result))
-    return {key: sorted(part, key=lambda row: row[0].num_tokens) for key, part in found.items()}
+    by_length = sorted(rows, key=lambda row: row[0].num_tokens)
+    names = Curve._fields
+    found = grouped(by_length, lambda row: Curve(*(getattr(row[0], name) for name in names)))
+    first = dict.fromkeys(Curve(*(getattr(case, name) for name in names)) for case, _ in rows)
+    return {key: found[key] for key in first}
 
 
 def fits(rows: Rows[Case, Result]) -> dict[Curve, Fit]:

@@ -24,10 +24,10 @@ while every L2 map is on every range.
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -71,11 +71,7 @@ class Options(StudyOptions):
     """Invert residual attention maps by fixed-point iteration."""
 
     program: ClassVar[str] = "-m studies.invertibility"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "tokens": [32, 64, 128],
-        "widths": [32, 64, 128],
-        "batch_size": 128,
-    }
+    paper: ClassVar[str] = "tokens=[32,64,128] widths=[32,64,128] batch_size=128"
     scales: list[float] = option([0.5, 0.7, 0.9], "c", within="(0, 1)")
     ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", within="(0, 1e6]")
     tokens: list[int] = option([64], "N, tokens", within="[2, 1e4]")
@@ -116,23 +112,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """How the inversion went, and how wide F spreads its outputs.
+    """How the inversion went, and how wide F spreads its outputs."""
 
-    Attributes:
-        errors: largest |x − x*| over the batch before the first step and after every one.
-        first_step: the first step with an error of at most 1e-12; −1 if there is none.
-        input_std: standard deviation of the entries of X.
-        output_std: the same of F(X), without the factor s.
-        input_max: largest |entry| of X.
-        output_max: the same of F(X).
-    """
-
-    errors: list[float]
-    first_step: int
-    input_std: float
-    output_std: float
-    input_max: float
-    output_max: float
+    errors: list[float]  # largest |x − x*| over the batch before the first step and after every one
+    first_step: int  # the first with an error of at most 1e-12; −1 if there is none
+    input_std: float  # of the entries of X
+    output_std: float  # of the entries of F(X), without the factor s
+    input_max: float  # largest |entry| of X
+    output_max: float  # the same of F(X)
 
     @property
     def inverted(self) -> bool:

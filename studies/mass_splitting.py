@@ -23,9 +23,8 @@ ever does; not reproduced if it never does, or if closed form and brute force di
 
 import math
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -55,7 +54,7 @@ class Options(StudyOptions):
     """The closed form of mass splitting against brute force, and where splitting pays."""
 
     program: ClassVar[str] = "-m studies.mass_splitting"
-    paper: ClassVar[Mapping[str, Any]] = {"grid": 201, "first_atoms": [0.0, 0.5, 1.0, 2.0, 4.0]}
+    paper: ClassVar[str] = "grid=201 first_atoms=[0.0,0.5,1.0,2.0,4.0]"
     num_measures: int = option(400, "random measures per kind of attention", within="[1, 1e6]")
     grid: int = option(81, "points per axis of the plane of two atoms", within="[2, 1000]")
     radius: float = option(4.0, "R of the grid, in units of X", within="[1e-6, 100]")
@@ -93,21 +92,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What splitting gains.
+    """What splitting gains."""
 
-    Attributes:
-        error: largest relative difference between closed form and brute force; NaN if not compared.
-        share: share of the measures where splitting beats moving.
-        gain: largest splitting/moving of all measures.
-        jump: for ``finite``, the slope of the jump over moving; NaN elsewhere.
-        winners: for ``grid``, the positions in the flattened grid where splitting beats moving.
-    """
-
-    error: float
-    share: float
-    gain: float
-    jump: float
-    winners: list[int]
+    error: float  # largest relative difference of closed form and brute force; NaN if not compared
+    share: float  # share of the measures where splitting beats moving
+    gain: float  # largest splitting/moving of all measures
+    jump: float  # for ``finite``, the slope of the jump over moving; NaN elsewhere
+    winners: list[int]  # for ``grid``, positions in the flattened grid where splitting wins
 
 
 def cases(options: Options) -> list[Case]:
@@ -130,13 +121,7 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """One set of measures; tiny matrices, so always on the CPU."""
     del device
-    match case.part:
-        case "random":
-            return compare(case)
-        case "grid":
-            return survey(case)
-        case "finite":
-            return jump(case)
+    return {"random": compare, "grid": survey, "finite": jump}[case.part](case)
 
 
 # --- closed form against brute force -------------------------------------------------------------

@@ -21,10 +21,10 @@ constant above its bound, or one that is no number, is "not reproduced" whatever
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -62,11 +62,10 @@ class Options(StudyOptions):
     """Attention as a map of measures: growth with the radius, its bounds and its limits."""
 
     program: ClassVar[str] = "-m studies.mean_field"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "radii": [0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 12.0],
-        "num_measures": 600,
-        "lengths": [2, 10, 100, 1000, 3000],
-    }
+    paper: ClassVar[str] = (
+        "radii=[0.5,1.0,1.5,2.0,2.5,3.0,4.0,5.0,6.0,7.0,8.0,10.0,12.0] num_measures=600 "
+        "lengths=[2,10,100,1000,3000]"
+    )
     radii: list[float] = option(
         [1.0, 2.0, 3.0, 4.0, 6.0, 8.0], "R of the two atoms, in units of X", within="[1e-6, 1e3]"
     )
@@ -117,21 +116,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """A local constant between what should reach it and what should bound it.
+    """A local constant between what should reach it and what should bound it."""
 
-    Attributes:
-        value: ‖Df_m(X)‖_m; for ``weighted`` that of the measure that comes nearest to the bound.
-        predicted: the size, limit or norm the statement names; NaN for ``weighted``.
-        upper: the proven bound that the value must not exceed.
-        ceiling: √n ‖V‖ for ``large_radius``, which the limit cannot exceed; NaN elsewhere.
-        check: largest relative difference to automatic differentiation; NaN if not evaluated.
-    """
-
-    value: float
-    predicted: float
-    upper: float
-    ceiling: float
-    check: float
+    value: float  # ‖Df_m(X)‖_m; for ``weighted`` of the measure that comes nearest to the bound
+    predicted: float  # the size, limit or norm the statement names; NaN for ``weighted``
+    upper: float  # the proven bound that the value must not exceed
+    ceiling: float  # √n ‖V‖ for ``large_radius``, which its limit cannot exceed; NaN elsewhere
+    check: float  # largest relative difference to automatic differentiation; NaN if not evaluated
 
 
 def rate_of(eigenvalue: float) -> float:
@@ -162,15 +153,7 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """One statement at one size; tiny matrices, so always on the CPU."""
     del device
-    match case.statement:
-        case "two_dirac":
-            return two_dirac(case)
-        case "weighted":
-            return weighted(case)
-        case "large_radius":
-            return large_radius(case)
-        case "cesaro":
-            return cesaro(case)
+    return MEASURES[case.statement](case)
 
 
 def two_dirac(case: Case) -> Result:
@@ -264,6 +247,14 @@ def cesaro(case: Case) -> Result:
     value = torch.linalg.matrix_norm(p * one, 2).item()
     upper = castin.mean_field_bound(0.0, 1.0, 1.0, masked=True)
     return Result(value, 2.0, upper, math.nan, math.nan)
+
+
+MEASURES: dict[Statement, Callable[[Case], Result]] = {
+    "two_dirac": two_dirac,
+    "weighted": weighted,
+    "large_radius": large_radius,
+    "cesaro": cesaro,
+}
 
 
 def paper_factor(case: Case) -> float:

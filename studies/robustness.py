@@ -31,8 +31,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, CorpusName, ModelConfig
-from invformer.config.section import option, section
+from invformer.config.schema import MANY, ModelConfig
+from invformer.config.section import option
 from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
@@ -51,8 +51,15 @@ from studies.certified_radius import (
     feature_constants,
     head_norm,
 )
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, case_of, main, panels
-from studies.training import TextConfig, text_fields, text_of, train_by_adam, validation_windows
+from studies.study import Outcome, Rows, Study, Summary, case_of, grouped, main, panels
+from studies.training import (
+    AdamCase,
+    AdamOptions,
+    text_fields,
+    text_of,
+    train_by_adam,
+    validation_windows,
+)
 
 if TYPE_CHECKING:
     from invformer.training.plots import Figure
@@ -62,19 +69,14 @@ LEFT = ("nats", "accuracy", "flips")  # what every attack is judged by
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(AdamOptions):
     """Certified embedding radii, and what attacks achieve inside and outside them."""
 
     program: ClassVar[str] = "-m studies.robustness"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "d_model": 96,
-        "num_layers": 4,
-        "seq_len": 64,
-        "num_steps": 3000,
-        "num_windows": 64,
-        "pgd_steps": 40,
-        "data.max_characters": None,
-    }
+    paper: ClassVar[str] = (
+        "d_model=96 num_layers=4 seq_len=64 num_steps=3000 num_windows=64 pgd_steps=40 "
+        "data.max_characters=null"
+    )
     kinds: list[Kind] = option(list(get_args(Kind)), "models")
     num_seeds: int = option(3, "seeds, from seed on", within="[1, 1e4]")
     lipschitz_target: float = option(0.7, "c of the contractive kinds", within="(0, 1)")
@@ -90,24 +92,19 @@ class Options(StudyOptions):
     num_windows: int = option(16, "validation windows that are attacked", within="[1, 1e5]")
     pgd_steps: int = option(20, "gradient steps of an attack", within="[1, 1e5]")
     d_model: int = option(48, "width of the models, channels", within="[1, 1e4]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
     num_layers: int = option(2, "blocks of the models", within="[1, 1e3]")
-    seq_len: int = option(32, "context of the models, characters", within="[2, 1e4]")
-    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
     num_steps: int = option(300, "optimiser steps", within=MANY)
-    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
-    data: TextConfig = section(TextConfig)
 
     def check(self) -> None:
         """Heads divide the width, and there is something to attack."""
-        self.require_divided_by_heads("d_model")
+        super().check()
         for name in ("token_max_radii", "frobenius_radii"):
             if not getattr(self, name):
                 self.refuse(name, "give at least one")
 
 
-@dataclass(frozen=True)
-class Case:
+@dataclass(frozen=True, kw_only=True)
+class Case(AdamCase):
     """One model, its training, and everything that is tried on it."""
 
     kind: Kind
@@ -117,19 +114,6 @@ class Case:
     frobenius_radii: tuple[float, ...]
     num_windows: int
     pgd_steps: int
-    d_model: int
-    num_heads: int
-    num_layers: int
-    seq_len: int
-    batch_size: int
-    num_steps: int
-    lr: float
-    corpus: CorpusName
-    path: str | None
-    max_characters: int | None
-    val_characters: int
-    sha256: str
-    seed: int
 
     def __post_init__(self) -> None:
         for name in ("token_max_radii", "frobenius_radii"):
@@ -142,37 +126,21 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What was proven and measured; lists follow the options' radii.
+    """What was proven and measured; by norm, lists follow the options' radii."""
 
-    Attributes:
-        nats: clean nats per character, on the attacked windows; NaN after a non-finite loss.
-        accuracy: clean share of correct predictions.
-        length: root mean square length of an embedding; relative radii are in units of it.
-        spacing: the least distance of two characters' embeddings, relative to ``length``.
-        constants: proven constant from embedding to logits, by norm; empty without certificate.
-        radii: median certified relative radius over correct positions, by norm.
-        certified: share of all positions correct and certified at every relative radius, by norm.
-        attacks: nats, accuracy and flips under PGD at every relative radius, by norm.
-        beaten: how often an attack changed a prediction inside its certified radius.
-        margin_used: largest share of its margin a position lost to an attack at its radius.
-    """
-
-    nats: float
-    accuracy: float
-    length: float
-    spacing: float
-    constants: dict[str, float]
-    radii: dict[str, float]
-    certified: dict[str, list[float]]
-    attacks: dict[str, list[list[float]]]
-    beaten: int
-    margin_used: dict[str, float]
+    nats: float  # clean, on the attacked windows; NaN after a non-finite loss
+    accuracy: float  # clean share of correct predictions
+    length: float  # root mean square length of an embedding, the unit of relative radii
+    spacing: float  # the least distance of two characters' embeddings, relative to ``length``
+    constants: dict[str, float]  # proven from embedding to logits; empty without certificate
+    radii: dict[str, float]  # median certified relative radius over correct positions
+    certified: dict[str, list[float]]  # share of positions correct and certified at every radius
+    attacks: dict[str, list[list[float]]]  # nats, accuracy and flips under PGD at every radius
+    beaten: int  # how often an attack changed a prediction inside its certified radius
+    margin_used: dict[str, float]  # largest share of a margin lost to an attack at its radius
 
 
-NOTHING = Result(  # of a training that ended in a non-finite loss
-    nats=math.nan, accuracy=math.nan, length=math.nan, spacing=math.nan, constants={}, radii={},
-    certified={}, attacks={}, beaten=0, margin_used={},
-)  # fmt: skip
+NOTHING = Result(*[math.nan] * 4, {}, {}, {}, {}, 0, {})  # of a training that was lost
 
 
 def cases(options: Options) -> list[Case]:
@@ -282,11 +250,7 @@ def median_of(values: Tensor) -> float:
 
 def by_kind(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
     """The seeds of every model whose training stayed finite."""
-    found: dict[Kind, list[tuple[Case, Result]]] = {}
-    for case, result in rows:
-        if math.isfinite(result.nats):
-            found.setdefault(case.kind, []).append((case, result))
-    return found
+    return grouped((row for row in rows if math.isfinite(row[1].nats)), lambda row: row[0].kind)
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

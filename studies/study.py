@@ -5,7 +5,7 @@ A study is a module of this package with its cases, its measurement, its verdict
     @dataclass(kw_only=True)
     class Options(StudyOptions):   # with a docstring: --help prints it
         program: ClassVar[str] = "-m studies.example"
-        paper: ClassVar[Mapping[str, Any]] = {"sizes": [100, 1000]}  # what scale=paper changes
+        paper: ClassVar[str] = "sizes=[100,1000]"       # the words that scale=paper stands for
         sizes: list[int] = option([100], "numbers of tokens N", within="[2, 1e5]")
 
     @dataclass(frozen=True)
@@ -69,6 +69,7 @@ Scale = Literal["default", "paper"]
 Outcome = Literal["reproduced", "partly reproduced", "not reproduced", "not in the paper"]
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
 Item = TypeVar("Item")
+Key = TypeVar("Key")
 Rows = Sequence[tuple[AnyCase, AnyResult]]
 Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no claim), in words
 
@@ -77,7 +78,7 @@ Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no cl
 class StudyOptions(Root):
     """What can be set in every study."""
 
-    paper: ClassVar[Mapping[str, Any]] = {}
+    paper: ClassVar[str] = ""
     scale: Scale = option(
         "default", "paper is the published size; scale=paper --print-config shows what that sets"
     )
@@ -122,21 +123,13 @@ class StudyOptions(Root):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study found.
+    """What a study found."""
 
-    Attributes:
-        table: lines with the same keys, the paper's value beside ours where there is one.
-        paper: what the paper reports, in a few words.
-        ours: the same of this run.
-        outcome: whether the claim was reproduced.
-        why: one honest sentence: what agrees, what does not, and what could not be compared.
-    """
-
-    table: list[dict[str, Any]]
-    paper: str
-    ours: str
+    table: list[dict[str, Any]]  # lines with the same keys, the paper's value beside ours
+    paper: str  # what the paper reports, in a few words
+    ours: str  # the same of this run
     outcome: Outcome
-    why: str
+    why: str  # what agrees, what does not, and what could not be compared
 
     @property
     def verdict(self) -> str:
@@ -147,6 +140,14 @@ class Summary:
     def columns(self) -> list[str]:
         """The table's columns; none of a table without lines."""
         return list(self.table[0]) if self.table else []
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their key, in the order of their first appearance."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def outcome_of(findings: Iterable[Finding]) -> Outcome:
@@ -196,9 +197,7 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
 def scale_words(schema: type[StudyOptions], argv: Sequence[str]) -> list[str]:
     """The settings that ``scale=paper`` stands for; put first, whatever else is set wins."""
     asked = [match[1] for word in argv if (match := SCALE_WORD.fullmatch(word))]
-    if asked[-1:] != ["paper"]:
-        return []
-    return [f"{key}={as_word(value)}" for key, value in schema.paper.items()]
+    return schema.paper.split() if asked[-1:] == ["paper"] else []
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -17,9 +17,9 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -46,12 +46,10 @@ class Options(StudyOptions):
     """Maximise the Jacobian's norm over X and compare with the theorem's bound."""
 
     program: ClassVar[str] = "-m studies.tightness"
-    paper: ClassVar[Mapping[str, Any]] = {
-        "sizes": [100, 150, 200, 300, 400, 500, 600, 700, 800, 900, 1000],
-        "frobenius_sizes": [10, 30, 100, 300],
-        "num_starts": 50,
-        "num_steps": 2000,
-    }
+    paper: ClassVar[str] = (
+        "sizes=[100,150,200,300,400,500,600,700,800,900,1000] frobenius_sizes=[10,30,100,300] "
+        "num_starts=50 num_steps=2000"
+    )
     sizes: list[int] = option(
         [100, 200, 400, 1000], "N in entry_max, D = H = 1, tokens", within="[2, 1e5]"
     )
@@ -101,19 +99,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Both sides of Lip(F), in the norm of the case.
+    """Both sides of Lip(F), in the norm of the case."""
 
-    Attributes:
-        lower: the largest norm of J_F(X) that any start reached.
-        median: the median over the starts.
-        upper: the theorem's bound: Kim et al. 2021 in entry_max and frobenius, ours in token_max.
-        closed_form: what the worst configuration for D = H = 1 attains; NaN elsewhere.
-    """
-
-    lower: float
-    median: float
-    upper: float
-    closed_form: float
+    lower: float  # the largest norm of J_F(X) that any start reached
+    median: float  # over the starts
+    upper: float  # the theorem's bound: Kim et al. 2021 in entry_max and frobenius, ours elsewhere
+    closed_form: float  # what the worst configuration for D = H = 1 attains; NaN elsewhere
 
 
 def cases(options: Options) -> list[Case]:

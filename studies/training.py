@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.config.schema import CorpusName
-from invformer.config.section import Section, option
+from invformer.config.schema import MANY, CorpusName
+from invformer.config.section import Section, option, section
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import training_windows
@@ -24,7 +24,7 @@ from invformer.errors import DataError
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
 from studies.layer_bounds import Layer
-from studies.study import progress
+from studies.study import StudyOptions, progress
 
 LAST_STEPS = 10  # over which the final training loss is averaged
 
@@ -75,6 +75,20 @@ class WholeTextConfig(CorpusConfig):
             self.refuse("val_fraction", f"{total} leaves no text for training")
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextCase:
+    """What every case on a text has: the text, by name and content, and a seed."""
+
+    corpus: CorpusName
+    path: str | None
+    max_characters: int | None
+    val_characters: int | None = None  # None is the whole validation split
+    val_fraction: float = 0.05
+    test_fraction: float = 0.05
+    sha256: str
+    seed: int
+
+
 @dataclass(frozen=True, eq=False)
 class Text:
     """A corpus as tokens."""
@@ -104,12 +118,10 @@ def read_text(
     return Text(vocabulary.encode(found.train), val, vocabulary.size, found.sha256[:16])
 
 
-def text_of(case: Any) -> Text:
-    """The text that a case names in ``corpus``, ``path``, ``max_characters`` and the rest."""
-    if hasattr(case, "val_characters"):
-        return read_text(case.corpus, case.path, case.max_characters, case.val_characters)
+def text_of(case: TextCase) -> Text:
+    """The text of a case."""
     shares = case.val_fraction, case.test_fraction
-    return read_text(case.corpus, case.path, case.max_characters, None, *shares)
+    return read_text(case.corpus, case.path, case.max_characters, case.val_characters, *shares)
 
 
 def text_fields(data: CorpusConfig, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
@@ -118,12 +130,9 @@ def text_fields(data: CorpusConfig, seq_len: int, num_windows: int = 1) -> dict[
     Raises:
         DataError: the text is shorter than a window, or its validation part than all of them.
     """
-    values: dict[str, Any] = {
-        name: getattr(data, name)
-        for name in ("path", "max_characters", "val_characters", "val_fraction", "test_fraction")
-        if hasattr(data, name)
-    }
-    text = text_of(_Fields(corpus=data.name, **values))
+    values = {key: value for key, value in vars(data).items() if key != "name"}
+    unknown = TextCase(corpus=data.name, sha256="", seed=0, **values)
+    text = text_of(unknown)
     for split, tokens in (("training", text.train), ("validation", text.val)):
         if len(tokens) <= seq_len:
             raise DataError(f"seq_len={seq_len}: the {split} text has {len(tokens)} characters")
@@ -133,14 +142,8 @@ def text_fields(data: CorpusConfig, seq_len: int, num_windows: int = 1) -> dict[
             f"the {len(text.val)} characters of the validation text make {found} windows of "
             f"{seq_len}, {num_windows} are asked for; raise data.val_characters or ask for fewer"
         )
-    return {"corpus": data.name, "sha256": text.sha256, **values}
-
-
-class _Fields:
-    """Values as attributes."""
-
-    def __init__(self, **values: Any) -> None:
-        self.__dict__.update(values)
+    named = {key: value for key, value in vars(unknown).items() if key != "seed"}
+    return named | {"sha256": text.sha256}
 
 
 def validation_windows(
@@ -152,20 +155,45 @@ def validation_windows(
     return tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
 
 
+@dataclass(kw_only=True)
+class AdamOptions(StudyOptions):
+    """What can be set where small models are trained by Adam at a constant learning rate."""
+
+    d_model: int = option(32, "width of the models, channels", within="[1, 1e5]")
+    num_heads: int = option(4, "attention heads, a divisor of the width", within="[1, 1e4]")
+    seq_len: int = option(32, "context of the models, characters", within="[2, 1e5]")
+    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
+    num_steps: int = option(100, "optimiser steps", within=MANY)
+    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
+    data: TextConfig = section(TextConfig)
+
+    def check(self) -> None:
+        """Heads divide the width."""
+        self.require_divided_by_heads("d_model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamCase(TextCase):
+    """The size and the training of such a model."""
+
+    d_model: int
+    num_heads: int
+    num_layers: int
+    seq_len: int
+    batch_size: int
+    num_steps: int
+    lr: float
+
+
 # --- training ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Training:
-    """How a training went.
+    """How a training went."""
 
-    Attributes:
-        losses: of every step taken; the last one is not finite if it was stopped.
-        largest_gradient: largest gradient norm over all steps, before clipping.
-    """
-
-    losses: list[float]
-    largest_gradient: float
+    losses: list[float]  # of every step taken; the last one is not finite if it was stopped
+    largest_gradient: float  # largest gradient norm over all steps, before clipping
 
     @property
     def finite(self) -> bool:
@@ -193,17 +221,8 @@ def train(
 ) -> Training:
     """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
 
-    Args:
-        model: freshly built; initialised from the first batch here.
-        tokens: the training text.
-        optimiser: of the model's parameters.
-        num_steps: optimiser steps.
-        batch_size: windows of ``model.seq_len`` per batch.
-        seed: of the order of windows.
-        schedule: of the learning rate, moved once per step; None keeps it constant.
-        grad_clip: largest gradient norm; None leaves gradients alone.
-        penalty: of an attention layer and its input, added to the loss for every layer.
-        what: words for the progress bar.
+    The model is freshly built; the first batch initialises it. ``schedule`` is moved once
+    per step; ``penalty`` of an attention layer and its input is added for every layer.
     """
     set_manual_refresh(model)
     device = model.head.weight.device
@@ -239,7 +258,7 @@ def train(
 
 
 def train_by_adam(
-    model: CharTransformer, case: Any, penalty: Callable[[Layer, Tensor], Tensor] | None = None
+    model: CharTransformer, case: AdamCase, penalty: Callable[[Layer, Tensor], Tensor] | None = None
 ) -> Training:
     """Adam at the constant learning rate ``case.lr``, on the text of the case."""
     return train(

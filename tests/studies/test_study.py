@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -50,7 +49,7 @@ class Options(StudyOptions):
     """Square numbers."""
 
     program: ClassVar[str] = "-m studies.squares"
-    paper: ClassVar[Mapping[str, Any]] = {"numbers": [1, 10, 100], "text.name": "published"}
+    paper: ClassVar[str] = "numbers=[1,10,100] text.name=published"
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
     text: TextSection = section(TextSection)
