@@ -1,10 +1,8 @@
 """From a configuration to a training run."""
 
 import logging
-import os
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -14,22 +12,20 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
 from invformer.config import command_line, to_dict, to_yaml
-from invformer.config.schema import DataConfig, TrainConfig, TrainerConfig
+from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.checkpoint import Checkpoint, sweep
+from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.collective import backends
 from invformer.runs.encoding import specs_of
 from invformer.runs.files import replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
-from invformer.runs.ranks import DIRECTORY, tell
 from invformer.runs.resume import resume_point
-from invformer.runs.run_directory import RunDirectory, open_run, write_config
+from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
 from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
@@ -49,28 +45,15 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 START_SECONDS = 120.0  # in which a process loads what it needs
 
 
-def build_data(config: DataConfig, eval_batch_size: int, seed: int) -> TextDataModule:
-    """The corpus, its vocabulary from the training split alone, and its windows."""
-    corpus = read_corpus(config)
-    return TextDataModule(
-        corpus,
-        Vocabulary.from_text(corpus.train),
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        eval_batch_size=eval_batch_size,
-        seed=seed,
-    )
-
-
 def build_run(config: TrainConfig) -> Run:
     """Data, model, callbacks and trainer of one run, in a folder of its own."""
     quieten()
-    trainer_config = config.trainer
-    if trainer_config.num_threads is not None:
-        torch.set_num_threads(trainer_config.num_threads)
+    how = config.trainer
+    if how.num_threads is not None:
+        torch.set_num_threads(how.num_threads)
     refuse_missing_hardware(config)
-    data = build_data(config.data, trainer_config.eval_batch_size, config.run.seed)
-    directory = open_directory(config)
+    data = build_data(config)
+    directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory.checkpoints, metadata)
     if is_first_process():
@@ -80,46 +63,69 @@ def build_run(config: TrainConfig) -> Run:
     wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
     if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
         metadata["wandb_run_id"] = run_id
-    run_log = build_run_log(directory, wandb, resume) if is_first_process() else RunLog([])
+    sinks: list[Sink] = []
+    if is_first_process():
+        sinks.append(JsonLinesSink(directory.metrics, 0 if resume is None else resume.step))
+    run_log = RunLog(sinks if wandb is None else [*sinks, wandb])
     L.seed_everything(config.run.seed, verbose=False)
-    optim = config.optim
-    module = CharLanguageModel(
+    module = build_module(config, data, run_log, metadata)
+    trainer = L.Trainer(
+        max_steps=how.max_steps,
+        val_check_interval=how.val_every * how.accumulate,
+        check_val_every_n_epoch=None,
+        accelerator=how.accelerator,
+        devices=how.devices,
+        precision=how.precision,
+        accumulate_grad_batches=how.accumulate,
+        deterministic=how.deterministic,
+        callbacks=build_callbacks(config, directory, module, data, run_log, resume),
+        # On a cluster too: its scheduler starts this program once, and Lightning's own requeueing
+        # would save behind our back.
+        plugins=[DirectoryCheckpointIO(specs_of(module.state_dict())), LightningEnvironment()],
+        strategy=build_strategy(how),
+        logger=False,
+        enable_checkpointing=False,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=0,
+        enable_progress_bar=how.progress,
+        enable_model_summary=False,
+        default_root_dir=directory.path,
+    )
+    return Run(config, directory, module, data, trainer, wandb, resume)
+
+
+def build_data(config: TrainConfig) -> TextDataModule:
+    """The corpus, its vocabulary from the training split alone, and its windows."""
+    data, corpus = config.data, read_corpus(config.data)
+    return TextDataModule(
+        corpus,
+        Vocabulary.from_text(corpus.train),
+        seq_len=data.seq_len,
+        batch_size=data.batch_size,
+        eval_batch_size=config.trainer.eval_batch_size,
+        seed=config.run.seed,
+    )
+
+
+def build_module(
+    config: TrainConfig, data: TextDataModule, run_log: RunLog, metadata: dict[str, Any]
+) -> CharLanguageModel:
+    """The model that training begins with, its optimiser and its schedule."""
+    optim, max_steps = config.optim, config.trainer.max_steps
+    return CharLanguageModel(
         starting_model(config, data),
-        lambda m: build_optimizer(
-            m, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
+        lambda model: build_optimizer(
+            model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
             betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
         ),
-        lambda o: warmup_cosine(
-            o, config.warmup_steps, trainer_config.max_steps, optim.min_lr_fraction
+        lambda optimizer: warmup_cosine(
+            optimizer, config.warmup_steps, max_steps, optim.min_lr_fraction
         ),
         run_log,
         metadata,
         optim.grad_clip,
         optim.ema_decay,
     )  # fmt: skip
-    trainer = L.Trainer(
-        max_steps=trainer_config.max_steps,
-        val_check_interval=trainer_config.val_every * trainer_config.accumulate,
-        check_val_every_n_epoch=None,
-        accelerator=trainer_config.accelerator,
-        devices=trainer_config.devices,
-        precision=trainer_config.precision,
-        accumulate_grad_batches=trainer_config.accumulate,
-        deterministic=trainer_config.deterministic,
-        callbacks=build_callbacks(config, directory, module, data, run_log, resume),
-        # On a cluster too: its scheduler starts this program once, and Lightning's own requeueing
-        # would save behind our back.
-        plugins=[DirectoryCheckpointIO(specs_of(module.state_dict())), LightningEnvironment()],
-        strategy=build_strategy(trainer_config),
-        logger=False,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        num_sanity_val_steps=0,
-        enable_progress_bar=trainer_config.progress,
-        enable_model_summary=False,
-        default_root_dir=directory.path,
-    )
-    return Run(config, directory, module, data, trainer, wandb, resume)
 
 
 def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer:
@@ -153,44 +159,6 @@ def build_strategy(config: TrainerConfig) -> Strategy | str:
     if config.strategy == "fsdp":
         return ShardedStrategy(config.devices, timeout, backend)
     return DDPStrategy(timeout=timeout, process_group_backend=backend)
-
-
-def is_first_process() -> bool:
-    """Whether this process is the one that was started by hand, not one of its ranks."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-def open_directory(config: TrainConfig) -> RunDirectory:
-    """The run's folder, opened by the first process and handed to the ranks it starts."""
-    if not is_first_process():
-        return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
-    directory = open_run(
-        expand_home(config.run.root),
-        config.run.name,
-        f"{config.model.name}-{config.data.name}",
-        to_dict(config),
-        config.run.resume,
-    )
-    sweep(directory.path)
-    sweep(directory.checkpoints)
-    os.environ[DIRECTORY] = str(directory.path.absolute())
-    tell(directory=os.environ[DIRECTORY])
-    return directory
-
-
-def expand_home(path: str) -> Path:
-    """The path with the home folder for ``~`` or ``~user``.
-
-    Raises:
-        ConfigurationError: there is no such user, or the user has no home folder.
-    """
-    first, *rest = Path(path).parts or ("",)
-    if not first.startswith("~"):
-        return Path(path)
-    home = os.path.expanduser(first)
-    if not os.path.isabs(home) or not os.path.isdir(home):
-        raise ConfigurationError(f"run.root: {first} has no home folder here; write the path out")
-    return Path(home, *rest)
 
 
 def build_callbacks(
@@ -254,17 +222,6 @@ def build_wandb(
         tags=[*logger.tags, config.model.name, config.data.name],
         run_id=None if resume is None else resume.metadata.get("wandb_run_id"),
     )
-
-
-def build_run_log(
-    directory: RunDirectory, wandb: WandbSink | None, resume: Checkpoint | None
-) -> RunLog:
-    """metrics.jsonl always, W&B where there is a run."""
-    first_step = 0 if resume is None else resume.step
-    sinks: list[Sink] = [JsonLinesSink(directory.metrics, first_step)]
-    if wandb is not None:
-        sinks.append(wandb)
-    return RunLog(sinks)
 
 
 def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:

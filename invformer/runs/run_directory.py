@@ -1,6 +1,7 @@
 """The folder a run leaves behind: made once, continued or refused, never overwritten."""
 
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,10 +10,11 @@ from typing import Any
 
 from invformer.config import to_dict
 from invformer.config.schema import TrainConfig
-from invformer.errors import CheckpointError, StorageError
-from invformer.runs.checkpoint import CHECKPOINTS
+from invformer.errors import CheckpointError, ConfigurationError, StorageError
+from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.encoding import MAX_BYTES, parse
 from invformer.runs.files import PARTIAL, open_regular, replace_file
+from invformer.runs.ranks import DIRECTORY, tell
 from invformer.runs.run_lock import LOCK, lock_run
 
 # These may differ between a run and its continuation, since they change no number. Another path has
@@ -58,6 +60,44 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.path / CHECKPOINTS
+
+
+def is_first_process() -> bool:
+    """Whether this process is the one that was started by hand, not one of its ranks."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def directory_of(config: TrainConfig) -> RunDirectory:
+    """The run's folder, opened by the first process and handed to the ranks it starts."""
+    if not is_first_process():
+        return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
+    directory = open_run(
+        expand_home(config.run.root),
+        config.run.name,
+        f"{config.model.name}-{config.data.name}",
+        to_dict(config),
+        config.run.resume,
+    )
+    sweep(directory.path)
+    sweep(directory.checkpoints)
+    os.environ[DIRECTORY] = str(directory.path.absolute())
+    tell(directory=os.environ[DIRECTORY])
+    return directory
+
+
+def expand_home(path: str) -> Path:
+    """The path with the home folder for ``~`` or ``~user``.
+
+    Raises:
+        ConfigurationError: there is no such user, or the user has no home folder.
+    """
+    first, *rest = Path(path).parts or ("",)
+    if not first.startswith("~"):
+        return Path(path)
+    home = os.path.expanduser(first)
+    if not os.path.isabs(home) or not os.path.isdir(home):
+        raise ConfigurationError(f"run.root: {first} has no home folder here; write the path out")
+    return Path(home, *rest)
 
 
 def open_run(

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from invformer.assemble.run import expand_home
 from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
 from invformer.evaluation.report import write_json
 from invformer.runs.files import open_kept, open_regular, replace_file
-from invformer.runs.run_directory import open_run, write_config
+from invformer.runs.run_directory import expand_home, open_run, write_config
 from invformer.runs.run_lock import LOCK, require_lock
 from invformer.runs.run_log import JsonLinesSink
 from invformer.runs.saving import Checkpoints

@@ -304,7 +304,7 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> Non
 def test_the_vocabulary_is_made_of_the_training_split_alone(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT + "Ω" * 400)
     config = load_config(options(tmp_path), TrainConfig, ROOT)
-    data = build_data(config.data, 4, 0)
+    data = build_data(config)
     assert "Ω" in data.corpus.val
     assert "".join(sorted(set(data.corpus.train))) == data.vocabulary.to_dict()["characters"]
     assert "Ω" not in data.corpus.train
