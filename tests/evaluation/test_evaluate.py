@@ -100,6 +100,20 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
     assert report["nats"] == pytest.approx(expected, rel=0.05)
 
 
+def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -> None:
+    saved = Saved(tmp_path)
+    corpus = load_corpus("text_file", tmp_path / "sums.txt")
+    quick = ["evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0"]
+    nats = {saved.evaluated(*quick)["nats"]}
+    for split in ("train", "test", "val"):
+        words = [f"checkpoint={tmp_path}", f"data.split={split}", *quick]
+        report, _ = evaluate_checkpoint(load_config(words, EvaluateConfig))
+        assert report["num_characters"] == len(corpus.split(split))
+        assert report["data"]["split"] == split
+        nats.add(report["nats"])
+    assert len(nats) == 3
+
+
 @pytest.mark.parametrize(
     ("apart", "unknown", "dtype"),
     [(0.5, 1e10, torch.float32), (1e-4, 1e7, torch.float32), (0.5, 1e10, torch.float64),

@@ -1,0 +1,142 @@
+"""Inputs that reach a bound, and laws that a bound which is too small breaks."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.bounds import bounded, contractive, local
+from invformer.numerics import bounded_attention, l2_attention
+from invformer.numerics.ball import to_ball
+
+HEADS, TOKENS, WIDTH, D_HEAD = 3, 6, 5, 4
+
+
+def test_a_key_alone_reaches_the_diagonal_block_bound() -> None:
+    """Queries and values read a channel that saturates them, keys another; one opposite token."""
+    small, tau = 1e-7, torch.tensor([4.0])
+    w_qkv = torch.tensor([[small, 0.0], [0.0, 1.0], [small, 0.0]])[:, None, :, None]
+    g = torch.tensor([[[1.0, 0.0]]])
+    certified = bounded.causal_bound(w_qkv, tau, g, [1.0])
+    past = torch.tensor([-1e12, 0.0])
+
+    def output(own: Tensor) -> Tensor:
+        q, k, v = (to_ball(torch.stack([past, own]) @ w[0]).u for w in w_qkv)
+        return (tau * q[1] * k[:, 0]).softmax(-1) @ v @ g[0]
+
+    jacobian = torch.autograd.functional.jacobian(output, torch.tensor([1e12, 0.0]))
+    true = torch.linalg.matrix_norm(jacobian, 2).item()
+    assert true == pytest.approx(2.0, abs=1e-6)
+    assert true <= certified <= 1.000001 * true
+
+
+def test_a_row_that_sees_much_comes_near_the_frobenius_bound() -> None:
+    """A second token sees the first with the mass of 10¹² others, at the distance that moves it."""
+    one, log_mass = torch.ones(1, 1, 1), torch.tensor([[-math.inf, math.log(1e12)]])
+    certified = contractive.frobenius_bound(one, one, log_mass)
+    bias = torch.tensor([[[0.0, -math.inf], [math.log(1e12), 0.0]]])
+
+    def norm(distance: Tensor) -> float:
+        q = torch.stack([torch.zeros(()), distance])[None, :, None]
+        jacobian = torch.autograd.functional.jacobian(
+            lambda q: l2_attention.l2_attention(q, bias), q
+        )
+        return torch.linalg.matrix_norm(jacobian.view(2, 2), 2).item()
+
+    true = max(norm(distance) for distance in torch.linspace(4.5, 6.5, 50))
+    assert 0.2 * certified < true <= certified
+
+
+def test_blocks_of_strictly_causal_attention_are_bounded_one_by_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    w_qkv = torch.randn(3, 1, WIDTH, D_HEAD, generator=generator)
+    x, tau = torch.randn(TOKENS, WIDTH, generator=generator), torch.tensor([2.0])
+    bias = torch.zeros(1, TOKENS, TOKENS).masked_fill(
+        torch.ones(TOKENS, TOKENS).triu(1).bool(), -math.inf
+    )
+
+    def delayed(z: Tensor) -> Tensor:
+        return torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], 1)
+
+    def point(x: Tensor) -> bounded_attention.AttentionPoint:
+        q, k, v = x @ w_qkv
+        return bounded_attention.attention_point(q, delayed(k), delayed(v), tau, bias)
+
+    def output(x: Tensor) -> Tensor:
+        at = point(x)
+        return (at.p @ at.v.u)[0]
+
+    jacobian = torch.autograd.functional.jacobian(output, x)  # (tokens, d, tokens, width)
+    blocks = torch.linalg.matrix_norm(jacobian.transpose(1, 2), 2)
+    bound = bounded.comparison(point(x), w_qkv, True)[0]
+    assert (blocks <= bound).all()
+    assert (bound.triu(1) == 0).all()
+
+
+def l2_bound(name: str) -> Callable[[int], Tensor]:
+    """A bound of tied L2 attention for so many identical heads."""
+
+    def bound(heads: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x = 2 * torch.randn(1, TOKENS, WIDTH, generator=generator)
+        w = torch.randn(1, WIDTH, D_HEAD, generator=generator).expand(heads, -1, -1)
+        g = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
+        q = x[:, None] @ w
+        p = l2_attention.attention_weights(q)
+        if name == "query_and_key_terms":
+            return math.sqrt(heads) * torch.stack(local.query_and_key_terms(q, p, w))
+        return getattr(local, name)(q, p, w, g)
+
+    return bound
+
+
+def dot_product_bound(heads: int) -> Tensor:
+    """The same of dot-product attention."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, TOKENS, WIDTH, generator=generator)
+    w = torch.randn(3, 1, WIDTH, D_HEAD, generator=generator).expand(-1, heads, -1, -1)
+    w_o = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
+    q, k, v = x[:, None] @ w[:, None]
+    p = (q @ k.mT / math.sqrt(D_HEAD)).softmax(-1)
+    return local.dot_product_local_bound(q, k, v, p, *w, w_o)
+
+
+def bounded_bound(name: str, **options: bool) -> Callable[[int], Tensor]:
+    """The same of attention in the unit ball."""
+
+    def bound(heads: int) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(1, TOKENS, WIDTH, generator=generator)
+        w = torch.randn(3, 1, WIDTH, D_HEAD, generator=generator).expand(-1, heads, -1, -1)
+        g = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
+        bias = torch.zeros(1, TOKENS, TOKENS)
+        tau = torch.full((heads,), 2.0)
+        at = bounded_attention.attention_point(*(x[:, None] @ w[:, None]), tau, bias)
+        return getattr(bounded, name)(at, w, g, **options)
+
+    return bound
+
+
+BOUNDS = {
+    name: l2_bound(name)
+    for name in (
+        "token_max_local_bound",
+        "fast_local_bound",
+        "tight_local_bound",
+        "comparison_local_bound",
+        "query_and_key_terms",
+    )
+} | {
+    "dot_product": dot_product_bound,
+    "ball, token_max": bounded_bound("token_max_local_bound"),
+    "ball, frobenius": bounded_bound("frobenius_local_bound"),
+    "ball, frobenius, tight": bounded_bound("frobenius_local_bound", tight=True),
+}
+
+
+@pytest.mark.parametrize("bound", BOUNDS.values(), ids=BOUNDS)
+def test_heads_that_are_alike_add_up(bound: Callable[[int], Tensor]) -> None:
+    """f of H equal heads is H times that of one."""
+    assert torch.allclose(bound(9), 9 * bound(1), rtol=1e-6)
