@@ -14,11 +14,12 @@ from invformer.nn import (
     CharTransformer,
     ContractiveFeedForward,
     ContractiveL2Attention,
+    DiagonalScaling,
     DotProductAttention,
     FeedForward,
+    InvertibleBlock,
     InvertibleStack,
     L2Attention,
-    MetricBlock,
     PreNormBlock,
     PreNormStack,
     RelativePositionBias,
@@ -123,7 +124,8 @@ def contractive_stack(name: str, case: Case) -> InvertibleStack:
             attention = BoundedAttention(width, heads, width // heads, bias, LIPSCHITZ_TARGET)
         feed_forward = ContractiveFeedForward(width, 4 * width, LIPSCHITZ_TARGET)
         loud = loud_channels(width, index, first=d_embedding)
-        blocks.append(MetricBlock(attention, feed_forward, width, loud))
+        scalings = tuple(DiagonalScaling(width, channels) for channels in loud)
+        blocks.append(InvertibleBlock(attention, feed_forward, scalings=scalings))
     return InvertibleStack(blocks, case.seq_len)
 
 

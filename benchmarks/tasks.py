@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from benchmarks.models import Case, windows
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn import CharTransformer, InvertibleStack, certify, frozen_weights
+from invformer.nn import CharTransformer, InvertibleStack, certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 
 Work = Callable[[], object]
@@ -66,12 +66,12 @@ class Normalisation:
     def __call__(self) -> None:
         """All constants of the model, and every branch's effective weights."""
         refresh_normalisers(self.model)
-        with frozen_weights(self.model):
-            pass
+        with torch.no_grad():
+            self.model.weights()
 
 
 class Evaluation:
-    """The code length of one batch, with folded weights."""
+    """The code length of one batch, with its weights computed once."""
 
     def __init__(self, model: nn.Module, case: Case, precision: str) -> None:
         self.model = model.eval()
@@ -82,7 +82,7 @@ class Evaluation:
     @torch.no_grad()
     def __call__(self) -> None:
         """Forward, cross-entropy."""
-        with frozen_weights(self.model), arithmetic(self.device, self.precision):
+        with arithmetic(self.device, self.precision):
             logits = self.model(self.inputs)
         F.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten())
 
@@ -99,8 +99,7 @@ class StackForward:
     @torch.no_grad()
     def __call__(self) -> None:
         """x ↦ z."""
-        with frozen_weights(self.model):
-            self.model.stack(self.x)
+        self.model.stack(self.x)
 
 
 class Inversion:
@@ -119,12 +118,12 @@ class Inversion:
         self.stack = model.stack
         self.options = {"evidence": evidence, "throw": False}
         self.certificate = certify(model)
-        with torch.no_grad(), frozen_weights(model):
+        with torch.no_grad():
             self.z = model.stack(model.embedding(windows(case, next(model.parameters()).device)[0]))
 
     def __call__(self) -> None:
         """z ↦ x."""
-        self.stack.inverse(self.z, self.certificate, **self.options)
+        self.stack.inverse(self.z, certificate=self.certificate, **self.options)
 
 
 class Generation:
@@ -145,8 +144,7 @@ class Generation:
     @torch.no_grad()
     def __call__(self) -> None:
         """Greedy, so that no random numbers are drawn."""
-        with frozen_weights(self.model):
-            self.model.generate(self.prompts, GENERATED, temperature=0)
+        self.model.generate(self.prompts, GENERATED, temperature=0)
 
 
 def arithmetic(device: torch.device, precision: str) -> AbstractContextManager:

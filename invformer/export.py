@@ -176,7 +176,7 @@ def certificate_text(certificate: dict[str, Any] | None) -> list[str]:
     bound = max(certificate["per_branch"].values())
     causal = certificate["kind"] == "causal"
     constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
-    weighted = "a learned weighted " if certificate["in_metrics"] else "the "
+    weighted = "a learned weighted " if certificate["conditions"] else "the "
     return [
         f"The {constant} of every residual branch is proven to be at most {bound:.6f} in "
         f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "

@@ -38,8 +38,9 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, ModelConfig
 from invformer.config.section import option
-from invformer.nn.attention import DotProductAttention, L2Attention
 from invformer.nn.branch import frozen_weights
+from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin

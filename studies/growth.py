@@ -37,13 +37,8 @@ from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import (
-    attention_jacobian,
-    merge_heads,
-    paper_output_map,
-    project,
-    split_heads,
-)
+from invformer.nn.attention import attention_jacobian, merge_heads, project, split_heads
+from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import SequenceMap, linearise
 from studies import castin
 from studies.measured_layers import (

@@ -37,7 +37,8 @@ from invformer.bounds import contractive, kim
 from invformer.config import load_config
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.nn.attention import DotProductAttention, L2Attention
+from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability
@@ -218,7 +219,7 @@ def random_attention(case: Case, device: torch.device) -> Attention:
         w_o = module.w_o.flatten(0, 1)
         factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, case.num_tokens)
     elif isinstance(module, L2Attention) and case.map == "contractive":
-        weights = module.effective_weights()
+        weights = module.weights()
         factor = 1 / contractive.token_max_bound(*weights, case.num_tokens)
     return Attention(module.to(device), factor)
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from invformer.bounds import kim, local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import DotProductAttention, L2Attention, TiedL2Attention, project
+from invformer.nn.attention import TiedL2Attention, project
+from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.kim_attention import L2Attention
 from invformer.numerics.l2_attention import attention_weights
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound

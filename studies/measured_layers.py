@@ -22,8 +22,9 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.jacobians import residual_branches
-from invformer.nn.attention import DotProductAttention, TiedL2Attention, split_heads
+from invformer.nn.attention import TiedL2Attention, split_heads
 from invformer.nn.branch import frozen_weights
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.transformer import CharTransformer, PreNormBranch
 
 DTYPE = torch.float64

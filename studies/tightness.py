@@ -28,7 +28,8 @@ from torch import Tensor
 from invformer.bounds import contractive, kim
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.nn.attention import attention_jacobian, paper_output_map, project, unproject
+from invformer.nn.attention import attention_jacobian, project, unproject
+from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels, progress

@@ -4,27 +4,20 @@ import math
 from typing import Any
 
 from invformer.config.schema import ModelConfig
-from invformer.nn.attention import (
-    ContractiveL2Attention,
-    DotProductAttention,
-    L2Attention,
-    PaperContractiveL2Attention,
-)
+from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.channel_metric import loud_channels
-from invformer.nn.convolutional_feed_forward import (
-    ContractiveConvolutionalFeedForward,
-    ConvolutionalFeedForward,
-)
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.position_bias import (
     CausalMask,
     LinearPositionBias,
     RelativePositionBias,
     SinusoidalPositionBias,
 )
-from invformer.nn.residual import InvertibleBlock, MetricBlock
+from invformer.nn.residual import InvertibleBlock
+from invformer.nn.scaling import DiagonalScaling, loud_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
@@ -65,13 +58,12 @@ def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) 
         channels = slice(first, first + share) if padded else None
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = build_contractive_feed_forward(config, channels)
+        d_norm = config.d_model if config.activation_norm else None
+        scalings = None, None
         if config.channel_metric:
             loud = loud_channels(config.d_model, index, config.loud_channels, d_embedding)
-            block = MetricBlock(attention, feed_forward, config.d_model, loud, radius)
-        else:
-            d_norm = config.d_model if config.activation_norm else None
-            block = InvertibleBlock(attention, feed_forward, d_norm, radius)
-        blocks.append(block)
+            scalings = tuple(DiagonalScaling(config.d_model, channels) for channels in loud)
+        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
 
@@ -121,10 +113,8 @@ def build_contractive_feed_forward(
         "initial_sharpness": config.initial_sharpness,
         "initial_output": config.initial_output,
     }
-    if config.feed_forward_kernel > 1:
-        return ContractiveConvolutionalFeedForward(*size, config.feed_forward_kernel, **options)
     norm = "entry_max" if config.certificate == "kim_entry_max" else "spectral"
-    return ContractiveFeedForward(*size, norm=norm, **options)
+    return ContractiveFeedForward(*size, norm=norm, kernel=config.feed_forward_kernel, **options)
 
 
 def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
@@ -135,9 +125,7 @@ def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
     kernel = config.feed_forward_kernel
     return PreNormBlock(
         attention(config.d_model, config.num_heads, position, config.attention_kernel),
-        ConvolutionalFeedForward(*size, kernel, config.activation)
-        if kernel > 1
-        else FeedForward(*size, config.activation),
+        FeedForward(*size, config.activation, kernel),
         config.d_model,
         config.dropout,
     )

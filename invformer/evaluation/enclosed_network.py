@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor, nn
 
-from invformer.nn.activation_norm import ChannelAffine, ChannelWeights
-from invformer.nn.attention import DotProductAttention, TiedL2Attention, merge_heads, split_heads
+from invformer.nn.attention import L2Weights, TiedL2Attention, merge_heads, split_heads
+from invformer.nn.attention import side_by_side as joined_heads
 from invformer.nn.bounded_attention import BoundedAttention, side_by_side
+from invformer.nn.branch import LipschitzBranch
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import (
     ACTIVATIONS,
     Activation,
@@ -20,6 +22,7 @@ from invformer.nn.feed_forward import (
     activation_slope,
 )
 from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.scaling import ActivationNorm, ScalingWeights
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormStack
 from invformer.numerics.enclosure import (
@@ -72,7 +75,7 @@ class Network:
     and diagonal scalings make of them, A x + B, is made where a branch reads them.
 
     Args:
-        model: in its frozen weights.
+        model: with the weights it has now.
         length: tokens of a text.
 
     Raises:
@@ -86,14 +89,17 @@ class Network:
         width = torch.zeros(model.head.in_features, device=model.embedding.position.device)
         factor, shift = paired(constant(width + 1)), paired(constant(width))
         self.branches: list[tuple[Branch, Pair, Pair]] = []
-        for layer in layers_of(model.stack, length):
-            if isinstance(layer, Branch):
-                self.branches.append((layer, factor, shift))
-                continue
-            require_normal(*layer)
-            by, to = (constant(weight) for weight in layer)
-            factor = scale(factor, by.middle)
-            shift = accumulate(scale(shift, by.middle), paired(to))
+        for branch, scaling in layers_of(model.stack, length):
+            inside = factor, shift
+            if scaling is not None:
+                require_normal(scaling.scale, scaling.shift)
+                by, to = constant(scaling.scale), constant(scaling.shift)
+                shifted = accumulate(scale(shift, by.middle), paired(to))
+                inside = scale(factor, by.middle), shifted
+            if branch is not None:
+                self.branches.append((branch, *inside))
+            else:
+                factor, shift = inside
         self.at_the_top = factor, shift
 
     def __call__(
@@ -268,11 +274,10 @@ class AttentionBranch(Branch):
 class L2AttentionBranch(AttentionBranch):
     """Tied L2 attention: the logits are −‖q_i − q_j‖²/√d = (q_i·q_j − ‖q_j‖²/2 − ‖q_i‖²/2) 2/√d."""
 
-    def __init__(self, branch: TiedL2Attention, length: int) -> None:
-        weights = branch.weights()
-        super().__init__(branch.position, weights.g.flatten(-3, -2), length)
+    def __init__(self, position: VisibilityMask, weights: L2Weights, length: int) -> None:
+        super().__init__(position, weights.g.flatten(-3, -2), length)
         require_normal(weights.w_q)
-        self.w_q = matrix(constant(branch.joined(weights)))
+        self.w_q = matrix(constant(joined_heads(weights.w_q)))
         self.num_heads, _, d_head = weights.w_q.shape
         self.factor = constant(torch.full_like(weights.w_q[:1, :1, :1], 4 / d_head)).middle.sqrt()
 
@@ -352,50 +357,57 @@ def delayed(x: Enclosure, lag: int) -> Enclosure:
     return x.map(lambda t: delay(t, lag))
 
 
-def layers_of(stack: nn.Module, length: int) -> Iterator["Branch | ChannelWeights"]:
-    """The layers of a stack in the order they act: e^s and b of channels, or a residual branch.
+def layers_of(
+    stack: nn.Module, length: int
+) -> Iterator[tuple["Branch | None", ScalingWeights | None]]:
+    """The layers of a stack in the order they act: each branch with the D and b it reads in.
+
+    A normalisation D x + b has no branch.
 
     Raises:
         NotEnclosed: there is one that is not known here.
     """
     if isinstance(stack, InvertibleStack):
+        weights = stack.weights()
         for name, layer in stack.layers():
-            if isinstance(layer, ChannelAffine):
-                yield layer.effective_weights()
+            if isinstance(layer, ActivationNorm):
+                yield None, weights[name]
                 continue
-            branch = enclosed_branch(name, layer.branch, length)
+            branch = enclosed_branch(name, layer.branch, length, weights[name].branch)
             if layer.input_radius is not None:
                 branch.prepare = partial(into_ball, radius=layer.input_radius)
-            yield branch
+            yield branch, weights[name].scaling
         return
     assert isinstance(stack, PreNormStack)
     for index, block in enumerate(stack.blocks):
         for name in ("attention", "feed_forward"):
             layer = getattr(block, name)
-            branch = enclosed_branch(f"block_{index:02d}/{name}", layer.inner, length)
+            inner = layer.inner
+            weights = inner.weights() if isinstance(inner, LipschitzBranch) else None
+            branch = enclosed_branch(f"block_{index:02d}/{name}", inner, length, weights)
             branch.prepare = partial(layer_norm, norm=layer.norm)
-            yield branch
+            yield branch, None
 
 
-def enclosed_branch(name: str, branch: nn.Module, length: int) -> Branch:
-    """A branch in enclosures.
+def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> Branch:
+    """A branch in enclosures, with its weights.
 
     Raises:
         NotEnclosed: it is not known here.
     """
     match branch:
         case ContractiveFeedForward():
-            w = branch.weights()
-            return FeedForwardBranch(w.w_in, w.b_in, w.w_out, None, branch.activation)
+            w_in, b_in, w_out, _ = weights
+            return FeedForwardBranch(w_in, b_in, w_out, None, branch.activation)
         case FeedForward():
             first, pointwise, last = branch
             return FeedForwardBranch(
                 first.weight.mT, first.bias, last.weight.mT, last.bias, pointwise.activation
             )
         case TiedL2Attention():
-            return L2AttentionBranch(branch, length)
+            return L2AttentionBranch(branch.position, weights, length)
         case BoundedAttention():
-            w_qkv, temperature, g = branch.weights()
+            w_qkv, temperature, g = weights
             return DotProductBranch(
                 branch.position,
                 side_by_side(w_qkv),

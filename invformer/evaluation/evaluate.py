@@ -35,7 +35,6 @@ from invformer.evaluation.likelihood import Likelihood, score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import write_json
-from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
@@ -303,8 +302,7 @@ def generation_rate(
     """Characters per second of continuing the split's first ones, up to a window each, at once."""
     starts = torch.arange(num_texts) % len(tokens)
     prompt, length = tokens[starts, None].long().to(device), min(model.seq_len, MOST_GENERATED)
-    with frozen_weights(model):
-        model.generate(prompt, 1)
-        start = time.perf_counter()
-        model.generate(prompt, length, temperature=0)[-1, -1].item()  # waits for the device
-        return num_texts * length / (time.perf_counter() - start)
+    model.generate(prompt, 1)
+    start = time.perf_counter()
+    model.generate(prompt, length, temperature=0)[-1, -1].item()  # waits for the device
+    return num_texts * length / (time.perf_counter() - start)

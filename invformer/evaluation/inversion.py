@@ -13,7 +13,6 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
-from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point import rtol_of_single_precision
@@ -114,26 +113,26 @@ def invert_text(
     if certificate.dtype != str(dtype).removeprefix("torch."):
         certificate = certify(stack, dtype=dtype)  # for the weights as they are used here
     x = model.embedding(tokens)
-    z = stack(x)
+    weights = stack.weights()
+    z = stack(x, weights)
     options: dict[str, Any] = {"max_steps": max_steps, "throw": False}
     if atol is not None:
         options["atol"] = atol
-    with frozen_weights(stack):
-        solution = stack.inverse(z, certificate, **options)
-        seconds: dict[str, float] = {}
-        if timed:
-            variant: dict[str, Any] = {"evidence": False}
-            name = "bare"
-            if dtype == torch.float64:
-                variant = {"rtol": rtol_of_single_precision(certificate.bound_max)}
-                name = "coarse"
-            seconds = in_turns(
-                {
-                    "forward": lambda: stack(x),
-                    "inverse": lambda: stack.inverse(z, certificate, **options),
-                    name: lambda: stack.inverse(z, certificate, **options, **variant),
-                }
-            )
+    solution = stack.inverse(z, weights, certificate, **options)
+    seconds: dict[str, float] = {}
+    if timed:
+        variant: dict[str, Any] = {"evidence": False}
+        name = "bare"
+        if dtype == torch.float64:
+            variant = {"rtol": rtol_of_single_precision(certificate.bound_max)}
+            name = "coarse"
+        seconds = in_turns(
+            {
+                "forward": lambda: stack(x, weights),
+                "inverse": lambda: stack.inverse(z, weights, certificate, **options),
+                name: lambda: stack.inverse(z, weights, certificate, **options, **variant),
+            }
+        )
     decoded = model.embedding.nearest_tokens(solution.value)
     start = time.perf_counter()
     evidence = prefix_margins(model, decoded, z) if prove else None

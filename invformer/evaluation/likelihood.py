@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 
 Window = tuple[Tensor, Tensor, Tensor]
@@ -71,10 +70,10 @@ def score(model: CharTransformer, windows: Iterable[Window], device: torch.devic
     total += first_character_nats(model.head.out_features)
     count = 1
     start = time.perf_counter()
-    with frozen_weights(model):
-        for inputs, targets, scored in windows:
-            logits = model(inputs.to(device))
-            total += window_nats(logits, targets.to(device), scored.to(device)).cpu()
-            count += int(scored.sum())
+    weights = model.weights()
+    for inputs, targets, scored in windows:
+        logits = model(inputs.to(device), weights)
+        total += window_nats(logits, targets.to(device), scored.to(device)).cpu()
+        count += int(scored.sum())
     seconds = time.perf_counter() - start
     return Likelihood(nats=total.item() / count, num_characters=count, seconds=seconds)

@@ -11,7 +11,7 @@ from torch import Tensor
 from invformer.errors import CertificateViolation
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
-from invformer.nn.branch import LipschitzBranch, frozen_weights
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import certified_branches, certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
@@ -77,14 +77,14 @@ def local_bounds(
 ) -> dict[Norm, dict[str, Tensor]]:
     """Proven local bounds of every branch at some sequences, per norm; nothing for baselines."""
     found: dict[Norm, dict[str, Tensor]] = {norm: {} for norm in NORMS_MEASURED}
-    if not model.is_invertible:
+    weights = model.weights()
+    if weights is None:
         return found
-    with frozen_weights(model):
-        for name, branch, x in residual_branches(model, model.embedding(tokens)):
-            assert isinstance(branch, LipschitzBranch)
-            for norm in NORMS_MEASURED:
-                if branch.has_one_local_bound and norm != NORMS_MEASURED[0]:
-                    found[norm][name] = found[NORMS_MEASURED[0]][name]
-                else:
-                    found[norm][name] = branch.local_bound(x, norm, tight)
+    for name, branch, x in residual_branches(model, model.embedding(tokens), weights):
+        assert isinstance(branch, LipschitzBranch)
+        for norm in NORMS_MEASURED:
+            if branch.has_one_local_bound and norm != NORMS_MEASURED[0]:
+                found[norm][name] = found[NORMS_MEASURED[0]][name]
+            else:
+                found[norm][name] = branch.local_bound(x, norm, tight, weights[name].branch)
     return found

@@ -19,7 +19,6 @@ from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
 from invformer.evaluation.enclosed_network import Network, NotEnclosed
-from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.enclosure import (
     add,
@@ -77,7 +76,7 @@ def prefix_margins(
         unknown: the symbol that stands for every character outside the vocabulary.
     """
     try:
-        with frozen_weights(model), ieee_products(tokens.device):
+        with ieee_products(tokens.device):
             network = Network(model, tokens.shape[-1])
             found = [evidence_of(network, *pair) for pair in zip(tokens, states, strict=True)]
     except NotEnclosed as error:

@@ -104,7 +104,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def certified_norm(certificate: Mapping[str, Any]) -> str:
     """The quantity that a certificate bounds, in words."""
     diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
-    weighted = "weighted " if certificate["in_metrics"] else ""
+    weighted = "weighted " if certificate["conditions"] else ""
     return f"{weighted}{certificate['norm']}{diagonal} (target {certificate['target']})"
 
 

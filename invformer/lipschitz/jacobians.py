@@ -31,7 +31,7 @@ from invformer.nn.feed_forward import (
 )
 from invformer.nn.position_bias import CausalMask
 from invformer.nn.residual import InvertibleResidual
-from invformer.nn.stack import InvertibleStack
+from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
@@ -66,14 +66,18 @@ class Stacked(Protocol):
 
 
 def residual_branches(
-    model: CharTransformer, x: Float[Tensor, "*batch tokens width"]
+    model: CharTransformer,
+    x: Float[Tensor, "*batch tokens width"],
+    weights: StackWeights | None = None,
 ) -> Iterator[tuple[str, Branch, Tensor]]:
     """Every residual branch with its name and what it sees, for the stack's input x."""
     if isinstance(model.stack, InvertibleStack):
+        with torch.no_grad():
+            weights = weights or model.stack.weights()
         for name, layer in model.stack.layers():
             if isinstance(layer, InvertibleResidual):
-                yield name, layer.branch, layer.seen(x)
-            x = layer(x)
+                yield name, layer.branch, layer.seen(weights[name].enter(x))
+            x = layer(x, weights[name])
         return
     for index, block in enumerate(model.stack.blocks):
         assert isinstance(block, PreNormBlock)
@@ -258,9 +262,7 @@ class StackedModules:
 
 def stacked_weights(branches: Sequence[LipschitzBranch]) -> list[Tensor]:
     """The weights of several branches of one kind, each with a leading dimension of branches."""
-    first = branches[0]
-    together = first.kind() is not None and not first.is_frozen
-    weights = first.forward_weights(branches) if together else [b.weights() for b in branches]
+    weights = branches[0].weights_of(branches)
     return [torch.stack(each) for each in zip(*weights, strict=True)]
 
 

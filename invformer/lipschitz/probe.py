@@ -18,10 +18,9 @@ from invformer.lipschitz.jacobians import (
     stacked,
 )
 from invformer.lipschitz.power_iteration import SCOUTS, LipschitzEstimate, PowerIteration
-from invformer.nn.activation_norm import ActivationNorm
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.channel_metric import ChannelMetric
-from invformer.nn.residual import InvertibleBlock, MetricBlock
+from invformer.nn.residual import InvertibleBlock
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer, PreNormBlock
 from invformer.numerics.ball import to_ball
@@ -39,7 +38,7 @@ class Layer(NamedTuple):
 
     name: str
     branch: Branch
-    metric: ChannelMetric | None = None
+    scaling: DiagonalScaling | None = None
     norm: ActivationNorm | None = None
     input_radius: float | None = None
 
@@ -254,25 +253,24 @@ def layers_of(model: CharTransformer) -> list[Layer]:
                 layers.append(Layer(full, part))
                 continue
             assert isinstance(block, InvertibleBlock)
-            metric = getattr(block, f"{name}_metric") if isinstance(block, MetricBlock) else None
             norm = getattr(block, f"{name}_norm", None)
-            layers.append(Layer(full, part.branch, metric, norm, part.input_radius))
+            layers.append(Layer(full, part.branch, part.scaling, norm, part.input_radius))
     return layers
 
 
 def coordinates(layers: Sequence[Layer]) -> tuple[Tensor | None, Tensor | None]:
     """D and b of every layer, (layers, 1, 1, D), in the coordinates of the embedding.
 
-    Layers with a metric have a D and b of their own. Where norms e^s x + b' stand between layers,
+    Layers with a scaling have a D and b of their own. Where norms e^s x + b' stand between layers,
     D is the product of those below and b what they add. None where there is neither.
     """
-    metrics = [layer.metric for layer in layers if layer.metric is not None]
+    scalings = [layer.scaling for layer in layers if layer.scaling is not None]
     norms = [layer.norm for layer in layers if layer.norm is not None]
-    if not metrics and not norms:
+    if not scalings and not norms:
         return None, None
-    log_scale = torch.stack([each.log_scale for each in metrics or norms])
-    shift = torch.stack([each.shift for each in metrics or norms])
-    if not metrics:
+    log_scale = torch.stack([each.log_scale for each in scalings or norms])
+    shift = torch.stack([each.shift for each in scalings or norms])
+    if not scalings:
         above = log_scale.cumsum(0)
         log_scale = above - log_scale
         added = shift / above.exp()

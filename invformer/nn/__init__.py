@@ -1,19 +1,14 @@
-"""Layers: contractive attention and feed-forward, ActivationNorm, invertible stacks, the model."""
+"""Layers: contractive attention and feed-forward, invertible residual layers, stacks, the model."""
 
-from invformer.nn.activation_norm import ActivationNorm
-from invformer.nn.attention import (
-    ContractiveL2Attention,
-    DotProductAttention,
-    L2Attention,
-    PaperContractiveL2Attention,
-)
+from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import Certificate, NoCertificateError, certify, enforce
-from invformer.nn.channel_metric import ChannelMetric, loud_channels
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling, loud_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
@@ -22,18 +17,17 @@ __all__ = [
     "BoundedAttention",
     "CausalMask",
     "Certificate",
-    "ChannelMetric",
     "CharEmbedding",
     "CharTransformer",
     "ContractiveFeedForward",
     "ContractiveL2Attention",
+    "DiagonalScaling",
     "DotProductAttention",
     "FeedForward",
     "InvertibleBlock",
     "InvertibleResidual",
     "InvertibleStack",
     "L2Attention",
-    "MetricBlock",
     "NoCertificateError",
     "PaperContractiveL2Attention",
     "PreNormBlock",
@@ -42,6 +36,5 @@ __all__ = [
     "VisibilityMask",
     "certify",
     "enforce",
-    "frozen_weights",
     "loud_channels",
 ]

@@ -1,9 +1,9 @@
-"""Self-attention maps: dot product (baseline), tied L2, and L2 that contracts by construction.
+"""Self-attention maps: dot product (baseline), and L2 that contracts by construction.
 
 Notation: X ∈ R^{N×D}, rows are tokens; H heads of d = D/H channels; q^h = X W^Q_h ∈ R^{N×d}.
 
     dot product   F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O
-    tied L2       F(X) = Σ_h (P^h q^h) G_h,   P^h = softmax(−‖q_i − q_j‖²/√d + b_h(i − j))
+    tied L2       F(X) = Σ_h (P^h q^h) G_h,   P^h_ij = softmax_j(−‖q^h_i − q^h_j‖²/√d + b_h(i − j))
 
 Because W^K = W^Q, the value path P X A_h W^V_h W^O_h with A_h = W^Q_h W^Q_hᵀ/√d (Kim et al. 2021)
 is a function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d = (P q) G_h, with the output map G_h.
@@ -15,23 +15,18 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from invformer.bounds import contractive, kim, local
-from invformer.kernels.attention import Kernel, attend, attend_l2
-from invformer.nn.branch import (
-    PER_SPECTRAL_NORM,
-    LipschitzBranch,
-    affine,
-    cast,
-    is_affordable,
-)
-from invformer.nn.channel_metric import Metrics
+from invformer.kernels.attention import Kernel, attend_l2
+from invformer.nn.affine import affine
+from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
 from invformer.nn.position_bias import VisibilityMask, log_masses
+from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
-    max_row_sum,
     scaled_weights,
     sigmas,
     write_to,
@@ -40,7 +35,6 @@ from invformer.numerics import l2_attention as core
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
-from invformer.numerics.precision import without_autocast
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
 LEAST_SIGMA = 1e-18
@@ -49,87 +43,17 @@ LEAST_SIGMA = 1e-18
 NORMS_PER_TOKEN = 6
 
 AttentionCertificate = Literal["token_max", "causal"]
-PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
-
-
-class AttentionCache:
-    """What a branch keeps of the tokens it has seen: keys and values of an attention, the one
-    tensor L2 attention has for both, or the tokens as they came.
-
-    Args:
-        capacity: most tokens.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        # What is subtracted from every key, where keys are kept relative to the first.
-        self.origin: Tensor | None = None
-        self._kept: list[Tensor] = []
-
-    def append(
-        self, *new: Float[Tensor, "*batch new channels"]
-    ) -> list[Float[Tensor, "*batch tokens channels"]]:
-        """Take in some tokens; everything of all tokens so far, as views."""
-        if not self._kept:
-            self._kept = [x.new_empty(*x.shape[:-2], self.capacity, x.shape[-1]) for x in new]
-        end = self.length + new[0].shape[-2]
-        for kept, x in zip(self._kept, new, strict=True):
-            kept[..., self.length : end, :] = x
-        self.length = end
-        return [kept[..., :end, :] for kept in self._kept]
-
-
-class DotProductAttention(nn.Module):
-    """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline of Vaswani et al.
-
-    Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
-
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
-    """
-
-    def __init__(
-        self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
-    ) -> None:
-        super().__init__()
-        self.kernel: Kernel = kernel
-        self.num_heads = num_heads
-        self.position = position.for_heads(num_heads)
-        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
-        self.out = nn.Linear(d_model, d_model, bias=False)
-
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Attend, causally."""
-        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
-        y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
-        return self.out(merge_heads(y))
-
-    def next_outputs(
-        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
-    ) -> Float[Tensor, "*batch new width"]:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
-        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
-        k, v = past.append(k, v)
-        bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
-        logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
-        return self.out(merge_heads(logits.softmax(-1) @ v))
 
 
 class L2Weights(NamedTuple):
-    """The weights an L2 attention runs with: W^Q as (H, D, d) and G as (H, d, D)."""
+    """W^Q as (H, D, d), in the memory of one (D, H d) matrix, and G as (H, d, D)."""
 
     w_q: Tensor
     g: Tensor
 
 
 class TiedL2Attention(LipschitzBranch):
-    """f(X)_i = Σ_h (P^h q^h)_i G_h: what all L2 attentions share. Subclasses say what G_h is.
+    """f(X)_i = Σ_h (P^h q^h)_i G_h, whatever G_h is: the layers below differ in their weights.
 
     The mask always keeps the self token, and there is no separate key matrix to untie: either would
     destroy the Lipschitz property (docs/numerics.md shows by how much).
@@ -139,49 +63,50 @@ class TiedL2Attention(LipschitzBranch):
     kernel: Kernel = "auto"
 
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Attend, causally, with the frozen or shared weights if there are any."""
-        return self.applied(x, self._shared or self.weights())
-
-    def applied(
         self,
         x: Float[Tensor, "*batch tokens width"],
-        weights: L2Weights,
+        weights: L2Weights | None = None,
         centre: Float[Tensor, "width"] | None = None,
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Σ_h (P^h q^h) G_h, the queries those of x + m."""
-        q = split_heads(affine(x, self.joined(weights), centre=centre), len(weights.w_q))
-        y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)
-        return merge_heads(y) @ weights.g.flatten(-3, -2)
+        """Σ_h (P^h q^h) G_h with q^h = X W^Q_h, or (X + m) W^Q_h with a centre m."""
+        w_q, g = weights or self.weights()
+        # One matrix for all heads: queries, which are the keys and the values as well.
+        q = affine(x, side_by_side(w_q), centre=centre)  # (*batch, N, H d)
+        q = split_heads(q, len(w_q))  # (*batch, H, N, d)
+        # P_ij = softmax_j(−‖q_i − q_j‖²/√d + b(i − j)), (*batch, H, N, N), times the values q_j.
+        # Fused kernels never hold the squared distances of all pairs at once.
+        y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)  # (*batch, H, N, d)
+        return merge_heads(y) @ g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(
-        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+        self,
+        x: Float[Tensor, "*batch new width"],
+        past: AttentionCache,
+        weights: L2Weights | None = None,
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
-        weights = self.weights()
-        q = split_heads(x @ self.joined(weights), len(weights.w_q))
+        w_q, g = weights or self.weights()
+        q = split_heads(x @ side_by_side(w_q), len(w_q))
         if past.origin is None:
             past.origin = q[..., :1, :]
         q = q - past.origin
         (keys,) = past.append(core.with_lengths(q))
         bias = self.position.last_rows(q.shape[-2], keys.shape[-2])
         y = core.l2_attention_rows(q, keys, bias) + past.origin
-        return merge_heads(y) @ weights.g.flatten(-3, -2)
+        return merge_heads(y) @ g.flatten(-3, -2)
 
-    def joined(self, weights: L2Weights) -> Float[Tensor, "width heads_d_head"]:
-        """[W^Q_1, …, W^Q_H] as one matrix."""
-        return self.derived(weights, lambda held: side_by_side(held.w_q))
-
-    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+    def linearise(
+        self, x: Float[Tensor, "*batch tokens width"], weights: L2Weights | None = None
+    ) -> LinearMap:
         """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
-        w_q, g = self.weights()
+        w_q, g = weights or self.weights()
         return attention_jacobian(x, w_q, g, self.position(x.shape[-2]))
 
-    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+    def lipschitz_bound(
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: L2Weights | None = None
+    ) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_q, g = (cast(w, dtype) for w in self.weights())
-        log_mass = self.position.log_mass_per_row().to(w_q.device)
+        w_q, g, log_mass = self._certified(dtype, weights)
         match norm:
             case "token_max":
                 return contractive.token_max_bound(w_q, g, log_mass.amax(-1))
@@ -190,11 +115,41 @@ class TiedL2Attention(LipschitzBranch):
             case "entry_max":
                 return kim.entry_max_composite_bound(w_q, g, log_mass.amax(-1))
 
+    def causal_bound(
+        self, dtype: torch.dtype | None = None, weights: L2Weights | None = None
+    ) -> float:
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
+
+        Raises:
+            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
+        """
+        if not self.position.is_causal:
+            raise ValueError("the causal certificate needs a causal mask")
+        w_q, g, log_mass = self._certified(dtype, weights)
+        mass = log_mass.amax(-1)
+        # A Lipschitz constant bounds the diagonal blocks too.
+        return min(
+            contractive.causal_bound(w_q, g, mass), contractive.token_max_bound(w_q, g, mass)
+        )
+
+    def _certified(
+        self, dtype: torch.dtype | None, weights: L2Weights | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """W^Q and G as cast, and log n of every head and row."""
+        w_q, g = weights or self.weights()
+        log_mass = self.position.log_mass_per_row().to(w_q.device)
+        return cast(w_q, dtype), cast(g, dtype), log_mass
+
     def local_bound(
-        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        norm: Norm,
+        tight: bool = False,
+        weights: L2Weights | None = None,
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
-        w_q, g = self.weights()
+        weights = weights or self.weights()
+        w_q, g = weights
         q = project(x, w_q)
         p = core.attention_weights(q, self.position(x.shape[-2]))
         match norm:
@@ -208,51 +163,7 @@ class TiedL2Attention(LipschitzBranch):
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
         # What holds everywhere holds here: the certificate is a local bound too.
-        return bound.clamp(max=self.lipschitz_bound(norm))
-
-    def causal_bound(self, dtype: torch.dtype | None = None) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
-
-        Raises:
-            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
-        """
-        if not self.position.is_causal:
-            raise ValueError("the causal certificate needs a causal mask")
-        w_q, g = (cast(w, dtype) for w in self.weights())
-        log_mass = self.position.log_mass_per_row().to(w_q.device)
-        mass = log_mass.amax(-1)
-        # A Lipschitz constant bounds the diagonal blocks too.
-        return min(
-            contractive.causal_bound(w_q, g, mass), contractive.token_max_bound(w_q, g, mass)
-        )
-
-
-class L2Attention(TiedL2Attention):
-    """Tied L2 multi-head attention (Kim et al. 2021, §3.2), Lipschitz but not scaled.
-
-    G_h = W^Q_hᵀ W^V_h W^O_h / √d, so W^K = W^Q and the factor A_h are there by construction.
-
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
-    """
-
-    def __init__(
-        self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
-    ) -> None:
-        super().__init__()
-        self.kernel = kernel
-        self.position = position.for_heads(num_heads)
-        d_head = d_model // num_heads
-        self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
-        self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
-        self.w_o = nn.Parameter(torch.randn(num_heads, d_head, d_model) / math.sqrt(d_model))
-
-    def effective_weights(self) -> L2Weights:
-        """W^Q, and G_h = W^Q_hᵀ W^V_h W^O_h / √d."""
-        return L2Weights(self.w_q, paper_output_map(self.w_q, self.w_v, self.w_o))
+        return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
 
 class ContractiveL2Attention(TiedL2Attention):
@@ -274,6 +185,8 @@ class ContractiveL2Attention(TiedL2Attention):
         kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
         initial_output: size of the output map's entries at initialisation.
     """
+
+    folds_scaling = True
 
     def __init__(
         self,
@@ -300,16 +213,11 @@ class ContractiveL2Attention(TiedL2Attention):
         """Shape, certificate and what kind of mask or bias there is."""
         return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
 
-    @property
-    def folds_metrics(self) -> bool:
-        """Its weights are plain products with the input and of the output."""
-        return True
-
     @staticmethod
-    def forward_weights(
-        branches: Sequence["ContractiveL2Attention"], metrics: Metrics | None = None
+    def weights_of(
+        branches: Sequence["ContractiveL2Attention"], scalings: ScalingWeights | None = None
     ) -> list[L2Weights]:
-        """W^Q, and G_h = (c/√H) Ĝ_h / (κ_h σ_h), of every branch; D W^Q and G_h D⁻¹."""
+        """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape
         log_mass = log_masses([b.position for b in branches])
         gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
@@ -319,13 +227,13 @@ class ContractiveL2Attention(TiedL2Attention):
         g = scaled_weights(
             [b.w_g for b in branches],
             per_head.repeat_interleave(d_head, dim=-1)[..., None],
-            None if metrics is None else metrics.inverse[:, None, :],
+            None if scalings is None else scalings.inverse[:, None, :],
         )
         w_q: list[Tensor] = [b.w_q.weight for b in branches]
-        if metrics is not None:
-            w_q = list((torch.stack(w_q) * metrics.scale[:, None, :, None]).unbind())
+        if scalings is not None:
+            w_q = list((torch.stack(w_q) * scalings.scale[:, None, :, None]).unbind())
         return [
-            L2Weights(w, g_b.unflatten(0, (num_heads, d_head)))
+            L2Weights(by_side(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
 
@@ -347,73 +255,6 @@ class ContractiveL2Attention(TiedL2Attention):
     def own_token_by_construction(self) -> Tensor | None:
         """c, by either certificate."""
         return self.correction.double() * self.lipschitz_target
-
-    def head_gain(self) -> Float[Tensor, "heads"]:
-        """κ_h, the gain of one head in the certificate's sense; grows like log n_h."""
-        return head_gain(self.position.log_mass().to(self.w_q.weight), self.certificate)
-
-
-class PaperContractiveL2Attention(TiedL2Attention):
-    """c F(X) / Lip(F): Contractive-L2-MHA as published (Kim et al. 2021, §4), with W^V and W^O.
-
-    ``kim_entry_max`` divides by Theorem 3.2's bound in the norm max |X_ik|, ``kim_frobenius`` by
-    its bound in ‖X‖_F with the exponent 4 on ‖W^Q_h‖ (2, as often reproduced, cannot hold).
-    Gradients flow through numerator and denominator, as in the paper.
-
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias.
-        lipschitz_target: c in (0, 1).
-        certificate: whose bound divides.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
-    """
-
-    def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        position: VisibilityMask,
-        lipschitz_target: float,
-        certificate: PaperCertificate = "kim_entry_max",
-        kernel: Kernel = "auto",
-    ) -> None:
-        super().__init__(lipschitz_target)
-        self.kernel = kernel
-        self.position = position.for_heads(num_heads)
-        self.certificate = certificate
-        d_head = d_model // num_heads
-        shape = (num_heads, d_model, d_head)
-        self.w_q = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
-        self.w_v = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
-        self.w_o = SpectralNormalised(torch.randn(d_model, d_model) / math.sqrt(d_model))
-
-    def effective_weights(self) -> L2Weights:
-        """W^Q, and G_h = c W^Q_hᵀ W^V_h W^O_h / (√d Lip(F))."""
-        w_q, w_v = self.w_q.weight, self.w_v.weight
-        w_o = self.w_o.weight.unflatten(0, (w_q.shape[0], w_q.shape[2]))
-        bound = self.published_bound()
-        scale = self.target_scale() / bound.clamp_min(torch.finfo(bound.dtype).tiny)
-        return L2Weights(w_q, paper_output_map(w_q, w_v, w_o) * scale)
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in the norm of the certificate; nothing in the others."""
-        if norm != self.certificate.removeprefix("kim_"):
-            return None
-        return self.correction.double() * self.lipschitz_target
-
-    def published_bound(self) -> Float[Tensor, ""]:
-        """Theorem 3.2 on the present weights, differentiable; float rounding is left to certify."""
-        d_head = self.w_q.weight.shape[-1]
-        u = phi_inverse_from_log(self.position.log_mass().to(self.w_q.weight)).max()
-        if self.certificate == "kim_frobenius":
-            per_head = self.w_q.sigma() ** 4 * self.w_v.sigma() ** 2
-            tokens = math.sqrt(self.position.seq_len / d_head)
-            return tokens * (4 * u + 1) * per_head.sum().sqrt() * self.w_o.sigma()
-        w_q, w_v, w_o = self.w_q.weight, self.w_v.weight, self.w_o.weight
-        query = (max_row_sum(w_q) * max_row_sum(w_q.mT)).amax()
-        value = max_row_sum(w_v.mT).amax()
-        return (4 * u + 1 / math.sqrt(d_head)) * max_row_sum(w_o.mT) * query * value
 
 
 def head_gain(
@@ -475,10 +316,6 @@ def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     return w.transpose(-3, -2).flatten(-2)
 
 
-def paper_output_map(w_q: Tensor, w_v: Tensor, w_o: Tensor) -> Float[Tensor, "heads d_head width"]:
-    """G_h = W^Q_hᵀ W^V_h W^O_h / √d: the value path of the paper with its factor A_h.
-
-    In the precision of the weights, also under autocast: it is G_h that certificates cast.
-    """
-    with without_autocast(w_q.device):
-        return w_q.mT @ w_v @ w_o / math.sqrt(w_q.shape[-1])
+def by_side(w: Float[Tensor, "heads width d_head"]) -> Float[Tensor, "heads width d_head"]:
+    """The same weights in the memory of one (D, H d) matrix."""
+    return side_by_side(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)

@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend
-from invformer.nn.attention import AttentionCache, merge_heads, split_heads
-from invformer.nn.branch import LipschitzBranch, affine, cast
-from invformer.nn.channel_metric import Metrics
+from invformer.nn.affine import affine
+from invformer.nn.attention import merge_heads, split_heads
+from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
@@ -37,7 +39,13 @@ INITIAL_TEMPERATURE = 2.0
 
 
 class BoundedWeights(NamedTuple):
-    """W_Q, W_K, W_V as (3, H, D, d), τ as (H,) and G as (H, d, D), every constant folded in."""
+    """The weights of Σ_h P^h v^h G_h with q, k, v = ψ(X W), every constant multiplied in.
+
+    Attributes:
+        w_qkv: W_Q, W_K, W_V as (3, H, D, d), in the memory of one (D, 3 H d) matrix.
+        temperature: τ as (H,).
+        g: G as (H, d, D).
+    """
 
     w_qkv: Tensor
     temperature: Tensor
@@ -80,6 +88,8 @@ class BoundedAttention(LipschitzBranch):
         ValueError: strictly causal, and the mask lets tokens see later ones.
     """
 
+    folds_scaling = True
+
     def __init__(
         self,
         d_model: int,
@@ -115,10 +125,10 @@ class BoundedAttention(LipschitzBranch):
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
     @staticmethod
-    def forward_weights(
-        branches: Sequence["BoundedAttention"], metrics: Metrics | None = None
+    def weights_of(
+        branches: Sequence["BoundedAttention"], scalings: ScalingWeights | None = None
     ) -> list[BoundedWeights]:
-        """β Ŵ, τ, and G_h = (c/n) Ĝ_h / L_h, of every branch; β D Ŵ and G_h D⁻¹."""
+        """β Ŵ, τ and G_h = (c/n) Ĝ_h / L_h of each; with scalings β D Ŵ and G_h D⁻¹."""
         first = branches[0]
         num_heads, d_head = first.num_heads, first.w_g.weight.shape[0] // first.num_heads
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
@@ -126,8 +136,8 @@ class BoundedAttention(LipschitzBranch):
         gain = composed_gain(sharpness, temperature, first.certificate, first.strictly_causal)
         scale = torch.stack([b.target_scale() for b in branches])[:, None]
         scale = (scale / gain).repeat_interleave(d_head, dim=-1)
-        rows = None if metrics is None else metrics.scale[:, None, None, :, None]
-        columns = None if metrics is None else metrics.inverse[:, None, :]
+        rows = None if scalings is None else scalings.scale[:, None, None, :, None]
+        columns = None if scalings is None else scalings.inverse[:, None, :]
         if first.certificate == "causal":
             per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
             joined = scaled_weights([b.w_qkv for b in branches], per_column, rows)
@@ -136,65 +146,49 @@ class BoundedAttention(LipschitzBranch):
             w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
         w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
-            BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
+            BoundedWeights(by_side(w), t, g.unflatten(0, (num_heads, d_head)))
             for w, t, g in zip(w_qkv, temperature, w_g, strict=True)
         ]
 
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Attend, with the frozen or shared weights if there are any."""
-        return self.applied(x, self._shared or self.weights())
-
-    def applied(
         self,
         x: Float[Tensor, "*batch tokens width"],
-        weights: BoundedWeights,
+        weights: BoundedWeights | None = None,
         centre: Float[Tensor, "width"] | None = None,
     ) -> Float[Tensor, "*batch tokens width"]:
-        """[P_h v_h]_h G, queries, keys and values those of x + m."""
-        y = self.attended(self.in_ball(x, weights, centre), weights.temperature)
-        return merge_heads(y) @ weights.g.flatten(-3, -2)
-
-    @property
-    def folds_metrics(self) -> bool:
-        """Its weights are plain products with the input and of the output."""
-        return True
-
-    def attended(
-        self, own: Projections, temperature: Float[Tensor, "heads"]
-    ) -> Float[Tensor, "*batch heads tokens d_head"]:
-        """Σ_j P_ij v_j of every head, from each token's own projections."""
-        q, k, v = self.seen(own)
-        scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
-        return attend(q * scale, k, v, self.position.logit_bias(q.shape[-2]), self.kernel)
+        """Σ_h P^h v^h G_h, of X + m with a centre m."""
+        weights = weights or self.weights()
+        q, k, v = self.seen(self.in_ball(x, weights, centre))  # each (*batch, H, N, d), ‖·‖₂ < 1
+        # Kernels divide logits by √d, so that they are τ q·k + b.
+        scale = (weights.temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
+        bias = self.position.logit_bias(q.shape[-2])
+        # softmax_j(τ q_i·k_j + b(i − j)) v_j
+        y = attend(q * scale, k, v, bias, self.kernel)  # (*batch, H, N, d)
+        return merge_heads(y) @ weights.g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(
-        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+        self,
+        x: Float[Tensor, "*batch new width"],
+        past: AttentionCache,
+        weights: BoundedWeights | None = None,
     ) -> Float[Tensor, "*batch new width"]:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
-        weights: BoundedWeights = self.weights()
-        _, temperature, g = weights
+        weights = weights or self.weights()
         q, k, v = self.in_ball(x, weights)
         k, v = past.append(k, v)
         if self.strictly_causal:
             k, v = delay(k), delay(v)
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
-        logits = (q * temperature[:, None, None].to(q)) @ k.mT + bias
-        return merge_heads(logits.softmax(-1) @ v) @ g.flatten(-3, -2)
+        logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
+        return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
     def point(
         self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
     ) -> core.AttentionPoint:
         """Projections and attention weights at X, by plain operations."""
         bias = self.position(x.shape[-2]).to(x)
-        return core.attention_point(*self.project(x, weights.w_qkv), weights.temperature, bias)
-
-    def project(
-        self, x: Float[Tensor, "*batch tokens width"], w_qkv: Float[Tensor, "3 heads width d_head"]
-    ) -> Projections:
-        """X W of every head: queries, and the keys and values that rows of the same index see."""
-        return self.seen(split(x @ side_by_side(w_qkv), self.num_heads))
+        z = x @ side_by_side(weights.w_qkv)
+        return core.attention_point(*self.seen(split(z, self.num_heads)), weights.temperature, bias)
 
     def in_ball(
         self,
@@ -203,8 +197,8 @@ class BoundedAttention(LipschitzBranch):
         centre: Float[Tensor, "width"] | None = None,
     ) -> Projections:
         """ψ((X + m) W) of every head, each token's own."""
-        joined = self.derived(weights, lambda held: side_by_side(held.w_qkv))
-        z = affine(x, joined, centre=centre).unflatten(-1, (3 * self.num_heads, -1))
+        z = affine(x, side_by_side(weights.w_qkv), centre=centre)  # (*batch, N, 3 H d)
+        z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
     def seen(self, parts: Projections) -> Projections:
@@ -222,9 +216,11 @@ class BoundedAttention(LipschitzBranch):
         q, k, v = parts
         return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
 
-    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+    def linearise(
+        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights | None = None
+    ) -> LinearMap:
         """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
-        weights = self.weights()
+        weights = weights or self.weights()
         at = self.point(x, weights)
         w_qkv, output = side_by_side(weights.w_qkv), weights.g.flatten(-3, -2)
 
@@ -239,10 +235,14 @@ class BoundedAttention(LipschitzBranch):
         return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
 
     def local_bound(
-        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        norm: Norm,
+        tight: bool = False,
+        weights: BoundedWeights | None = None,
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
-        weights = self.weights()
+        weights = weights or self.weights()
         at, strictly = self.point(x, weights), self.strictly_causal
         match norm:
             case "token_max":
@@ -251,7 +251,7 @@ class BoundedAttention(LipschitzBranch):
                 bound = bounded.frobenius_local_bound(at, weights.w_qkv, weights.g, strictly, tight)
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        return bound.clamp(max=self.lipschitz_bound(norm))
+        return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
         """c in token_max and c √N in frobenius, times what the causal n L_h leave out globally."""
@@ -273,9 +273,11 @@ class BoundedAttention(LipschitzBranch):
         """c, by either certificate."""
         return self.correction.double() * self.lipschitz_target
 
-    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+    def lipschitz_bound(
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
+    ) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_qkv, temperature, g = as_used(self.weights(), dtype)
+        w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
         match norm:
             case "token_max":
                 return bounded.token_max_bound(w_qkv, temperature, g)
@@ -284,7 +286,9 @@ class BoundedAttention(LipschitzBranch):
             case "entry_max":
                 return bounded.entry_max_bound(w_qkv, temperature, g)
 
-    def causal_bound(self, dtype: torch.dtype | None = None) -> float:
+    def causal_bound(
+        self, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
+    ) -> float:
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
 
         Raises:
@@ -292,7 +296,7 @@ class BoundedAttention(LipschitzBranch):
         """
         if not self.position.is_causal:
             raise ValueError("the causal certificate needs a causal mask")
-        w_qkv, temperature, g = as_used(self.weights(), dtype)
+        w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
         constants = self.log_sharpness.exp(), self.log_temperature.exp()
         gain = own_token_gain(*constants, self.strictly_causal).tolist()
         return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
@@ -345,7 +349,15 @@ def own_token_parts(
 
 def side_by_side(w_qkv: Float[Tensor, "three heads width d_head"]) -> Tensor:
     """[W_Q1, …, W_QH, W_K1, …, W_VH] as one (D, 3 H d) matrix."""
-    return w_qkv.flatten(0, 1).transpose(0, 1).flatten(1)
+    return w_qkv.permute(2, 0, 1, 3).flatten(1)
+
+
+def by_side(
+    w_qkv: Float[Tensor, "three heads width d_head"],
+) -> Float[Tensor, "three heads width d_head"]:
+    """The same weights in the memory of one (D, 3 H d) matrix."""
+    num_heads = w_qkv.shape[1]
+    return side_by_side(w_qkv).unflatten(-1, (3, num_heads, -1)).permute(1, 2, 0, 3)
 
 
 def split(z: Float[Tensor, "*batch tokens channels"], num_heads: int) -> Projections:

@@ -2,37 +2,33 @@
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from invformer.errors import NonFiniteError
-from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
-from invformer.nn.attention import (
-    ContractiveL2Attention,
-    L2Attention,
-    PaperContractiveL2Attention,
-)
+from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.branch import LipschitzBranch, frozen_weights
-from invformer.nn.channel_metric import ChangeOfMetric, ChannelMetric
-from invformer.nn.convolutional_feed_forward import ContractiveConvolutionalFeedForward
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
-from invformer.nn.spectral import SpectralNormalised
-from invformer.nn.stack import InvertibleStack
+from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling
+from invformer.nn.spectral import refresh_normalisers
+from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
 
-Kind = Literal["global", "causal"]
-# What there are proofs for. A subclass may compute something else.
-BLOCKS = (InvertibleBlock, MetricBlock)
-LAYERS = (InvertibleResidual, ActivationNorm, ChannelMetric, ChangeOfMetric)
+# There are proofs for these types. A subclass may compute something else.
+LAYERS = (InvertibleResidual, ActivationNorm)
 BRANCHES = (
-    L2Attention, ContractiveL2Attention, PaperContractiveL2Attention, BoundedAttention,
-    ContractiveFeedForward, ContractiveConvolutionalFeedForward,
-)  # fmt: skip
+    ContractiveL2Attention,
+    BoundedAttention,
+    ContractiveFeedForward,
+    L2Attention,
+    PaperContractiveL2Attention,
+)
 
 
 class NoCertificateError(ValueError):
@@ -44,19 +40,20 @@ class Certificate:
     """Proven upper bounds for one stack.
 
     Attributes:
-        norm: the norm on sequences in which every bound here is stated.
+        norm: the norm on sequences in which every bound here is stated; for a branch with a scaling
+            D of the channels the weighted norm ‖D x‖.
         kind: ``global`` (Lipschitz constants) or ``causal`` (norms of the diagonal Jacobian blocks,
             enough to invert a causal stack; not Lipschitz constants).
-        target: the largest ``lipschitz_target`` of the branches: what was asked for.
+        target: the largest ``lipschitz_target`` of the branches.
         targets: the target of every residual branch, by name.
         per_branch: proven bound for every residual branch, by name.
-        scales: largest scale of every channel-wise map, by name, rounded up.
-        inverse_scales: largest inverse scale of every channel-wise map, by name, rounded up.
-        total: bound on the whole stack, Π (1 + c_l) Π scales; None where ``kind`` is causal.
+        conditions: max D / min D of every branch with a scaling, by name, rounded up: in plain
+            coordinates its constant may be so many times larger.
+        scales: the largest scale of every ActivationNorm, by name, rounded up.
+        total: bound on the whole stack in plain coordinates, Π (1 + c_l condition_l) Π scales; None
+            where ``kind`` is causal.
         dtype: the precision the weights were cast to before they were certified.
         seq_len: longest sequence for which the bounds hold.
-        in_metrics: whether a branch's bound is one in coordinates of its own, ‖e^s x‖ for ‖x‖
-            (:class:`.channel_metric.ChannelMetric`), and what it adds may expand in plain ones.
     """
 
     norm: Norm
@@ -64,12 +61,11 @@ class Certificate:
     target: float
     targets: dict[str, float]
     per_branch: dict[str, float]
+    conditions: dict[str, float]
     scales: dict[str, float]
-    inverse_scales: dict[str, float]
     total: float | None
     dtype: str
     seq_len: int
-    in_metrics: bool
 
     @property
     def bound_max(self) -> float:
@@ -91,6 +87,7 @@ def certify(
     norm: Norm | None = None,
     dtype: torch.dtype = torch.float32,
     kind: Kind | None = None,
+    weights: StackWeights | None = None,
 ) -> Certificate:
     """Prove a bound for every branch of a model's invertible stack, on the weights as cast.
 
@@ -103,13 +100,14 @@ def certify(
         dtype: precision of the forward pass; the weights are cast to it first.
         kind: None for the kind of the stack's targets; ``causal`` bounds the diagonal blocks of any
             stack with causal masks, often far below its Lipschitz constants.
+        weights: of the stack, computed without gradients; None computes them.
 
     Returns:
         The certificate. A bound above the target is reported, not hidden: see :func:`enforce`.
 
     Raises:
-        NoCertificateError: the stack contains something without a proof, a subclass or a forward
-            hook among it, or nothing is known of it in this norm or of this kind.
+        NoCertificateError: the stack contains something without a proof, such as a subclass or a
+            forward hook, or nothing is known of it in this norm or of this kind.
         ValueError: there is no such norm or kind.
     """
     stack = invertible_stack(model)
@@ -123,18 +121,25 @@ def certify(
             f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
             "certify them in token_max"
         )
+    with torch.no_grad():
+        weights = weights or stack.weights()
     per_branch: dict[str, float] = {}
+    conditions: dict[str, float] = {}
     scales: dict[str, float] = {}
-    inverse_scales: dict[str, float] = {}
-    with frozen_weights(stack):
-        for name, layer in stack.layers():
-            if isinstance(layer, ChannelAffine):
-                scales[name], inverse_scales[name] = scale_bounds(layer, dtype)
-            else:
-                per_branch[name] = branch_bound(name, layer, norm, kind, dtype)
+    for name, layer in stack.layers():
+        if isinstance(layer, ActivationNorm):
+            scales[name] = largest_exp(weights[name].log_scale, dtype)
+            continue
+        per_branch[name] = branch_bound(name, layer, norm, kind, dtype, weights[name].branch)
+        if layer.scaling is not None:
+            log_scale = weights[name].scaling.log_scale
+            conditions[name] = product_up(
+                largest_exp(log_scale, dtype), largest_exp(-log_scale, dtype)
+            )
     total = None
     if kind == "global":
-        total = product_up(*(sum_up(1.0, c) for c in per_branch.values()), *scales.values())
+        in_plain = (product_up(c, conditions.get(name, 1.0)) for name, c in per_branch.items())
+        total = product_up(*(sum_up(1.0, c) for c in in_plain), *scales.values())
     targets = {name: branch.lipschitz_target for name, branch in stack.branches()}
     return Certificate(
         norm=norm,
@@ -142,12 +147,11 @@ def certify(
         target=max(targets.values()),
         targets=targets,
         per_branch=per_branch,
+        conditions=conditions,
         scales=scales,
-        inverse_scales=inverse_scales,
         total=total,
         dtype=str(dtype).removeprefix("torch."),
         seq_len=stack.seq_len,
-        in_metrics=any(isinstance(block, MetricBlock) for block in stack.blocks),
     )
 
 
@@ -163,9 +167,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
     """
     stack = invertible_stack(model)
     require_finite(stack)
-    for module in stack.modules():  # a correction is kept: it must not make up for old constants
-        if isinstance(module, SpectralNormalised):
-            module.refresh()
+    refresh_normalisers(stack)  # a correction is kept: it must not make up for old constants
     certificate = certify(stack, dtype=dtype)
     for attempt in range(5):
         if certificate.holds:
@@ -183,15 +185,14 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
 
 
 def require_finite(stack: InvertibleStack) -> None:
-    """Look at every parameter, also at those that no constant depends on.
+    """Check every parameter, also those that no constant depends on, and every scale.
 
     Raises:
         NonFiniteError: one of them is NaN or infinite; the message names its layer.
     """
     for name, layer in stack.layers():
-        tensors = list(layer.parameters())
-        if isinstance(layer, ChannelAffine):
-            tensors += [layer.log_scale, layer.shift]
+        scalings = [m.weights() for m in layer.modules() if isinstance(m, DiagonalScaling)]
+        tensors = [*layer.parameters(), *(w for scaling in scalings for w in scaling)]
         if not all(tensor.isfinite().all() for tensor in tensors):
             raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
 
@@ -211,17 +212,23 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
                 f"{name or type(module).__name__}: LayerNorm in the stack has no useful Lipschitz "
                 "bound (it grows like 1/√ε); certify a contractive model"
             )
+    if isinstance(stack, LipschitzBranch | InvertibleResidual | InvertibleBlock):
+        raise NoCertificateError(
+            f"certify takes a stack, not {type(stack).__name__}: wrap both branches of a block in "
+            "InvertibleStack([InvertibleBlock(attention, feed_forward)], seq_len), or call "
+            "lipschitz_bound(norm) of one branch"
+        )
     raise NoCertificateError(
         f"{type(stack).__name__} is no invertible stack, so there is nothing to certify"
     )
 
 
 def require_own(stack: InvertibleStack) -> None:
-    """Refuse whatever may compute something else than what is proven.
+    """Raise if a block, layer or branch may compute something that the proof does not cover.
 
     Raises:
-        NoCertificateError: a block, layer or branch of a type without a proof, or a module whose
-            forward pass was replaced or is hooked; the message names it.
+        NoCertificateError: it has a type without a proof, or a module has a forward hook or a
+            replaced forward; the message names it.
     """
     for name, module in stack.named_modules():
         changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
@@ -231,53 +238,44 @@ def require_own(stack: InvertibleStack) -> None:
                 "it computes; remove it, then certify"
             )
     for index, block in enumerate(stack.blocks):
-        require_type(f"block_{index:02d}", block, BLOCKS)
+        require_type(f"block_{index:02d}", block, (InvertibleBlock,))
         for name, layer in block.named_children():
             require_type(f"block_{index:02d}/{name}", layer, LAYERS)
-    for name, branch in stack.branches():
-        require_type(name, branch, BRANCHES)
+    for name, layer in stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            require_type(name, layer.branch, BRANCHES)
+            require_type(name, layer.scaling, (DiagonalScaling, type(None)))
 
 
-def require_type(name: str, module: nn.Module, known: tuple[type, ...]) -> None:
-    """Refuse another type than those that something is proven of.
-
-    Raises:
-        NoCertificateError: it is none of them.
-    """
+def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
+    """Raise NoCertificateError for a type that nothing is proven about."""
     if type(module) not in known:
         raise NoCertificateError(f"{name}: no proof is known for {type(module).__name__}")
 
 
 def branch_bound(
-    name: str, layer: InvertibleResidual, norm: Norm, kind: Kind, dtype: torch.dtype
+    name: str,
+    layer: InvertibleResidual,
+    norm: Norm,
+    kind: Kind,
+    dtype: torch.dtype | None,
+    weights: Any,
 ) -> float:
-    """The proven bound of one residual branch."""
-    branch = layer.branch
-    for part, module in branch.named_modules():
-        if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            raise NoCertificateError(
-                f"{name}.{part}: dropout in training mode multiplies the constant by up to "
-                f"1/(1 − {module.p}); call eval() first"
-            )
+    """The proven bound of one residual branch.
+
+    Raises:
+        NoCertificateError: nothing is known in this norm or of this kind.
+    """
     try:
-        return (
-            branch.causal_bound(dtype) if kind == "causal" else layer.lipschitz_bound(norm, dtype)
-        )
+        return layer.proven_bound(norm, kind, dtype, weights)
     except ValueError as error:
         raise NoCertificateError(f"{name}: {error}") from None
 
 
-def scale_bounds(layer: ChannelAffine, dtype: torch.dtype) -> tuple[float, float]:
-    """max_k e^{s_k} and max_k e^{−s_k}, rounded up: the layer's constant and its inverse's.
-
-    As computed in the format s is kept in, and in ``dtype``: the format of the exponential decides
-    its last digits.
-    """
-    kept = layer.log_scale.detach()
-    logs = (kept, kept.to(dtype))
-    largest = max(s.exp().max().item() for s in logs)
-    of_inverse = max((-s).exp().max().item() for s in logs)
-    return product_up(largest, 1 + 1e-6), product_up(of_inverse, 1 + 1e-6)
+def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
+    """max_k e^{s_k}, rounded up, for s as it is kept and as cast: both formats are computed in."""
+    logs = (log_scale, log_scale.to(dtype))
+    return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)
 
 
 def as_branches(model: nn.Module) -> dict[str, LipschitzBranch]:
@@ -293,5 +291,9 @@ def certified_branches(
     stack = getattr(model, "stack", model)
     if not isinstance(stack, InvertibleStack):
         return {}
-    with frozen_weights(stack):
-        return {name: layer.lipschitz_bound(norm, dtype) for name, layer in stack.residual_layers()}
+    with torch.no_grad():
+        weights = stack.weights()
+    return {
+        name: layer.proven_bound(norm, "global", dtype, weights[name].branch)
+        for name, layer in stack.residual_layers()
+    }

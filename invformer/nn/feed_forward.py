@@ -1,4 +1,4 @@
-"""Feed-forward branches: the ordinary one, and those that contract by construction."""
+"""Feed-forward maps: the ordinary one, and one that contracts by construction."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -10,14 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.bounds import layers, local
-from invformer.nn.branch import (
-    PER_SPECTRAL_NORM,
-    LipschitzBranch,
-    affine,
-    cast,
-    is_affordable,
-)
-from invformer.nn.channel_metric import Metrics
+from invformer.nn.affine import affine
+from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
+from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
@@ -36,8 +32,10 @@ Activation = Literal["silu", "gelu", "relu", "tanh"]
 INITIAL_SHARPNESS = 8.0
 # Taking β out of folded matrices rounds every entry by 2⁻⁵³ of itself: ‖·‖₂ by √rank times that.
 UNFOLDING = 1 + 2.0**-40
+# Pre-activations of earlier tokens' unit-variance channels, at first.
+INITIAL_PAST = 0.5
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
-# The same, written over their argument: without gradients, new memory costs more than the function.
+# The same, written over their argument: new memory costs more than the function.
 IN_PLACE = {
     "silu": torch.ops.aten.silu_,
     "gelu": torch.ops.aten.gelu_,
@@ -47,13 +45,34 @@ IN_PLACE = {
 
 
 class FeedForward(nn.Sequential):
-    """x ↦ W₂ φ(W₁ x + b₁) + b₂ per token, unconstrained."""
+    """x_i ↦ W₂ φ(Σ_{l=0}^{k−1} V_l x_{i−l} + b₁) + b₂, unconstrained.
 
-    # Tokens that a hidden unit sees: its own and those before.
-    kernel = 1
+    Args:
+        d_model: width D.
+        d_ff: number of hidden units.
+        activation: φ.
+        kernel: k, tokens that a hidden unit sees: its own and those before.
+    """
 
-    def __init__(self, d_model: int, d_ff: int, activation: Activation = "gelu") -> None:
+    def __init__(
+        self, d_model: int, d_ff: int, activation: Activation = "gelu", kernel: int = 1
+    ) -> None:
         super().__init__(nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model))
+        self.kernel = kernel
+        if kernel > 1:
+            self[0] = nn.Linear(kernel * d_model, d_ff)
+
+    def forward(
+        self, input: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Apply it to every token and those before."""
+        return super().forward(windows(input, self.kernel))
+
+    def next_outputs(
+        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
 
 class Pointwise(nn.Module):
@@ -69,11 +88,17 @@ class Pointwise(nn.Module):
 
 
 class FeedForwardWeights(NamedTuple):
-    """What a contractive feed-forward multiplies by, as (in, out): f(x) = φ(x W + b) V.
+    """The weights of f(X) = φ(X W + b) V, every constant multiplied in.
 
     The sharpness β is in all three: W = Ŵ₁β, b = b₁β, V = c Ŵ₂/(lip(φ) β). So it takes no pass over
-    tokens, and what is certified is what is multiplied, in any precision. ``w_in`` has D rows for
-    each of ``kernel`` tokens: the own one first, then those before, nearest first.
+    tokens, and the certified weights are those that are multiplied with, in any precision.
+
+    Attributes:
+        w_in: W as (k D, hidden): D rows for each of k tokens, a token's own first, then those
+            before, nearest first.
+        b_in: b as (hidden,).
+        w_out: V as (hidden, D).
+        sharpness: β as (hidden,).
     """
 
     w_in: Tensor
@@ -83,7 +108,7 @@ class FeedForwardWeights(NamedTuple):
 
     @property
     def kernel(self) -> int:
-        """Tokens that a hidden unit sees: its own and those before."""
+        """k, tokens that a hidden unit sees: its own and those before."""
         return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
@@ -94,6 +119,10 @@ class ContractiveFeedForward(LipschitzBranch):
     touching the constant (Chen et al. 2019 learn one β for LipSwish; here each unit has its own).
     The constant holds per token, hence in ``token_max`` and in ``frobenius`` alike.
 
+    With ``kernel`` = k > 1 a hidden unit sees Ŵ₁ x_i + Σ_{l=1}^{k−1} V_l x_{i−l}/β + b. To invert a
+    causal block its diagonal blocks have to contract, and those know Ŵ₁ only: ‖∂f_i/∂x_i‖₂ ≤ c, and
+    V is free. Lip(f) ≤ c (1 + Σ_l ‖V_l/β‖₂), finite but not held at c (ours, docs/numerics.md §16).
+
     Args:
         d_model: width D.
         d_ff: number of hidden units.
@@ -103,11 +132,12 @@ class ContractiveFeedForward(LipschitzBranch):
         output_channels: channels the output map writes to at initialisation (None: all).
         initial_sharpness: β of every hidden unit at initialisation.
         initial_output: size of the output map's entries at initialisation.
+        kernel: k, tokens that a hidden unit sees: its own and those before.
+
+    Raises:
+        ValueError: k is above one, and another norm than the spectral one is asked for.
     """
 
-    # Tokens that a hidden unit sees: its own and those before.
-    kernel = 1
-    is_token_wise = True
     has_one_local_bound = True
 
     def __init__(
@@ -120,57 +150,69 @@ class ContractiveFeedForward(LipschitzBranch):
         output_channels: slice | None = None,
         initial_sharpness: float = INITIAL_SHARPNESS,
         initial_output: float = INITIAL_OUTPUT,
+        kernel: int = 1,
     ) -> None:
         super().__init__(lipschitz_target)
+        if kernel > 1 and norm != "spectral":
+            raise ValueError(f"a kernel over tokens is held in spectral norms, not in {norm}")
         self.activation: Activation = activation
         self.norm = norm
+        self.kernel = kernel
+        self.is_token_wise = kernel == 1
+        # Before the first token there is x + m = 0 where scalings are folded in, but x = 0.
+        self.folds_scaling = kernel == 1
         self.w_in = SpectralNormalised(torch.randn(d_model, d_ff) / math.sqrt(d_model))
         self.b_in = nn.Parameter(torch.zeros(d_ff))
         w_out = initial_output * torch.randn(d_ff, d_model)
         self.w_out = SpectralNormalised(write_to(w_out, output_channels))
         self.log_sharpness = nn.Parameter(torch.full((d_ff,), math.log(initial_sharpness)))
-
-    def output_scale(self) -> Tensor:
-        """c/lip(φ), what Ŵ₂ is multiplied by."""
-        return self.target_scale() / layers.ACTIVATION_SLOPE[self.activation]
+        if kernel > 1:
+            past = (kernel - 1) * d_model
+            self.w_past = nn.Parameter(INITIAL_PAST / math.sqrt(past) * torch.randn(past, d_ff))
 
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply f to every token."""
-        return self.applied(x, self._shared or self.weights())
-
-    def applied(
         self,
         x: Float[Tensor, "*batch tokens width"],
-        weights: FeedForwardWeights,
+        weights: FeedForwardWeights | None = None,
         centre: Float[Tensor, "width"] | None = None,
     ) -> Float[Tensor, "*batch tokens width"]:
-        """φ((x + m) W + b) V, φ of hidden units in their place where no gradient needs them."""
+        """φ((X + m) W + b) V, φ written over its argument where no gradient needs that."""
+        weights = weights or self.weights()
         hidden = affine(windows(x, self.kernel), weights.w_in, weights.b_in, centre)
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
         return activation(hidden) @ weights.w_out
 
-    @property
-    def folds_metrics(self) -> bool:
-        """If units see one token: before the first there is D (x + m) = 0, not x = 0."""
-        return self.kernel == 1
+    def next_outputs(
+        self,
+        x: Float[Tensor, "*batch new width"],
+        past: AttentionCache,
+        weights: FeedForwardWeights | None = None,
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
     def kind(self) -> Hashable:
-        """Shape, activation and norm."""
-        return type(self), self.w_in.weight.shape, self.activation, self.norm
+        """Shape, activation, norm and kernel."""
+        return type(self), self.w_in.weight.shape, self.activation, self.norm, self.kernel
 
     @staticmethod
-    def forward_weights(
-        branches: Sequence["ContractiveFeedForward"], metrics: Metrics | None = None
+    def weights_of(
+        branches: Sequence["ContractiveFeedForward"], scalings: ScalingWeights | None = None
     ) -> list[FeedForwardWeights]:
-        """Ŵ₁β, b₁β, c Ŵ₂/(lip(φ) β) and β of every branch; D Ŵ₁β and c Ŵ₂D⁻¹/(lip(φ) β)."""
-        scaled = scaled_weights if branches[0].norm == "spectral" else scaled_by_row_sums
+        """Ŵ₁β, b₁β, c Ŵ₂/(lip(φ) β) and β of each; with scalings D Ŵ₁β and c Ŵ₂D⁻¹/(lip(φ) β).
+
+        With a kernel [Ŵ₁β; V_1; …; V_{k−1}] for Ŵ₁β.
+        """
+        first = branches[0]
+        scaled = scaled_weights if first.norm == "spectral" else scaled_by_row_sums
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
-        scale = torch.stack([b.output_scale() for b in branches])[:, None] / sharpness
-        rows = None if metrics is None else metrics.scale[:, :, None]
-        columns = None if metrics is None else metrics.inverse[:, None, :]
+        per_slope = [b.target_scale() / layers.ACTIVATION_SLOPE[b.activation] for b in branches]
+        scale = torch.stack(per_slope)[:, None] / sharpness
+        rows = None if scalings is None else scalings.scale[:, :, None]
+        columns = None if scalings is None else scalings.inverse[:, None, :]
         w_in = scaled([b.w_in for b in branches], sharpness[:, None, :], rows)
+        if first.kernel > 1:
+            w_in = [torch.cat([w, b.w_past]) for w, b in zip(w_in, branches, strict=True)]
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
         w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
         return [
@@ -178,19 +220,25 @@ class ContractiveFeedForward(LipschitzBranch):
             for weights in zip(w_in, b_in, w_out, sharpness, strict=True)
         ]
 
-    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+    def linearise(
+        self, x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights | None = None
+    ) -> LinearMap:
         """The Jacobian at X, token by token."""
-        weights = self.weights()
+        weights = weights or self.weights()
         slope = slopes(x, weights, self.activation)
         return feed_forward_jacobian(x, slope, weights)
 
     def local_bound(
-        self, x: Float[Tensor, "*batch tokens width"], norm: Norm, tight: bool = False
+        self,
+        x: Float[Tensor, "*batch tokens width"],
+        norm: Norm,
+        tight: bool = False,
+        weights: FeedForwardWeights | None = None,
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
         if norm == "entry_max":
             raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        weights = self.weights()
+        weights = weights or self.weights()
         slope = slopes(x, weights, self.activation)
         by_lag, w_out = without_sharpness(weights)
         hidden, width = w_out.shape
@@ -198,11 +246,13 @@ class ContractiveFeedForward(LipschitzBranch):
         tight = tight and is_affordable(x[..., 0].numel(), work)
         bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
         total = torch.stack([bound(slope, w_in, w_out) for w_in in by_lag]).sum(0)
-        return total.clamp(max=self.lipschitz_bound(norm))
+        return total.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
-    def inner_size(self, norm: Norm, num_tokens: int) -> float:
+    def inner_size(
+        self, norm: Norm, num_tokens: int, weights: FeedForwardWeights | None = None
+    ) -> float:
         """‖diag(b) V‖_F of a token: what biases add up to where they do not cancel."""
-        weights = self.weights()
+        weights = weights or self.weights()
         terms = (weights.b_in.detach()[:, None] * weights.w_out.detach()).double()
         per_channel = terms.square().sum(0)
         match norm:
@@ -214,16 +264,41 @@ class ContractiveFeedForward(LipschitzBranch):
                 return math.sqrt(num_tokens) * per_channel.sum().sqrt().item()
 
     def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in the norms that the normalisation holds."""
+        """c in the norms that the normalisation holds; with a kernel c (1 + Σ_l ‖V_l/β‖_F)."""
         held = ("entry_max",) if self.norm == "entry_max" else ("token_max", "frobenius")
-        return self.correction.double() * self.lipschitz_target if norm in held else None
+        if norm not in held:
+            return None
+        own = self.correction.double() * self.lipschitz_target
+        if self.kernel == 1:
+            return own
+        past = (self.w_past / self.log_sharpness.exp()).detach().double()
+        sizes = past.unflatten(0, (self.kernel - 1, -1)).flatten(1).norm(dim=-1)
+        return own * (1 + sizes.sum())
 
-    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
+    def own_token_by_construction(self) -> Tensor | None:
+        """c."""
+        return (
+            None if self.norm == "entry_max" else self.correction.double() * self.lipschitz_target
+        )
+
+    def lipschitz_bound(
+        self,
+        norm: Norm,
+        dtype: torch.dtype | None = None,
+        weights: FeedForwardWeights | None = None,
+    ) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
-        by_lag, w_out = without_sharpness(self.weights(), dtype)
+        by_lag, w_out = without_sharpness(weights or self.weights(), dtype)
         return sum_up(
             *(layers.feed_forward_bound(w_in, w_out, self.activation, norm) for w_in in by_lag)
         )
+
+    def causal_bound(
+        self, dtype: torch.dtype | None = None, weights: FeedForwardWeights | None = None
+    ) -> float:
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i, which know Ŵ₁ only."""
+        (own, *_), w_out = without_sharpness(weights or self.weights(), dtype)
+        return layers.feed_forward_bound(own, w_out, self.activation, "token_max")
 
 
 def scaled_by_row_sums(
@@ -280,6 +355,16 @@ def feed_forward_jacobian(
         dtype=x.dtype,
         device=x.device,
     )
+
+
+def with_past(
+    x: Float[Tensor, "*batch new width"], kernel: int, past: AttentionCache
+) -> Float[Tensor, "*batch tokens width"]:
+    """New tokens behind the k − 1 tokens before them, as far as there are any in ``past``."""
+    if kernel == 1:
+        return x
+    (seen,) = past.append(x)
+    return seen[..., -(x.shape[-2] + kernel - 1) :, :]
 
 
 def activation_slope(activation: Activation, h: Tensor) -> Tensor:

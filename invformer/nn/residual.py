@@ -1,106 +1,263 @@
-"""Residual layers y = x + f(x) that can be undone, and blocks of them."""
+"""Residual layers y = x + D⁻¹ f(D x + b) that can be undone, and blocks of them."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.activation_norm import ActivationNorm, ChannelAffine
-from invformer.nn.branch import LipschitzBranch, exact_copy
-from invformer.nn.channel_metric import ChangeOfMetric, ChannelMetric
+from invformer.nn.branch import LipschitzBranch, in_double
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
-from invformer.numerics.error_bound import output_rounding
+from invformer.numerics.error_bound import (
+    ErrorStep,
+    contraction_error_bound,
+    output_rounding,
+    residual_step,
+    scale_step,
+    stack_error_bound,
+)
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
 
+Kind = Literal["global", "causal"]
+
+
+class ResidualWeights(NamedTuple):
+    """The weights of y = x + D⁻¹ f(D x + b).
+
+    Attributes:
+        branch: those of f; or, folded for training, those of D⁻¹ f(D ·).
+        scaling: D and b; None where there are none, or where D is folded into ``branch``.
+        centre: m = D⁻¹ b, where D is folded into ``branch``.
+    """
+
+    branch: Any
+    scaling: ScalingWeights | None = None
+    centre: Tensor | None = None
+
+    def enter(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """u = D x + b; x + m where D is folded in."""
+        if self.centre is not None:
+            return x + self.centre
+        return x if self.scaling is None else self.scaling.apply(x)
+
+    def leave(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        """D⁻¹ f."""
+        return f if self.scaling is None else f * self.scaling.inverse
+
 
 class InvertibleResidual(nn.Module):
-    """y = x + f(x) with Lip(f) ≤ c < 1: a bijection (Behrmann et al. 2019, Theorem 1).
+    """y = x + D⁻¹ f(D x + b) with Lip(f) ≤ c < 1: a bijection (Behrmann et al. 2019, Theorem 1).
 
-    With a radius R the branch sees ψ_R(x) = x/√(1 + ‖x‖²/R²) of every token, and y = x + f(ψ_R(x)).
-    ψ_R is 1-Lipschitz, so every constant of f holds as it is, and what the branch adds is bounded:
+    Its inverse solves u + f(u) = D y + b for u, and x = D⁻¹(u − b). The layer contracts in the
+    weighted norm ‖D x‖, in which c, the error and the residual of a solution are stated.
+
+    With a radius R the branch sees ψ_R(u) = u/√(1 + ‖u‖²/R²) of every token instead of u. ψ_R is
+    1-Lipschitz, so every constant of f holds as it is, and what the branch adds is bounded:
     activations can no longer multiply from block to block (docs/numerics.md).
 
     Args:
         branch: the contraction f.
-        input_radius: R > 0; None shows the branch x itself.
+        scaling: D and b; None is D = I and b = 0.
+        input_radius: R > 0; None shows the branch u itself.
     """
 
-    def __init__(self, branch: LipschitzBranch, input_radius: float | None = None) -> None:
+    def __init__(
+        self,
+        branch: LipschitzBranch,
+        scaling: DiagonalScaling | None = None,
+        input_radius: float | None = None,
+    ) -> None:
         super().__init__()
         self.branch = branch
+        self.scaling = scaling
         self.input_radius = input_radius
 
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
+        self, x: Float[Tensor, "*batch tokens width"], weights: ResidualWeights | None = None
     ) -> Float[Tensor, "*batch tokens width"]:
-        """x + f(ψ_R(x))."""
-        return x + self.added(x)
+        """x + D⁻¹ f(ψ_R(D x + b))."""
+        weights = weights or self.weights()
+        if weights.centre is not None:
+            return x + self.branch(x, weights.branch, weights.centre)
+        return x + weights.leave(self.added(weights.enter(x), weights.branch))
 
     def added(
-        self, x: Float[Tensor, "*batch tokens width"]
+        self, u: Float[Tensor, "*batch tokens width"], weights: Any = None
     ) -> Float[Tensor, "*batch tokens width"]:
-        """f(ψ_R(x)), what the layer adds."""
-        return self.branch(self.seen(x))
+        """f(ψ_R(u)), with weights of the branch."""
+        return self.branch(self.seen(u), weights)
 
-    def seen(self, x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
-        """ψ_R(x), what the branch sees."""
-        return x if self.input_radius is None else into_ball(x, self.input_radius)
+    def seen(self, u: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+        """ψ_R(u)."""
+        return u if self.input_radius is None else into_ball(u, self.input_radius)
 
-    def in_metric(
-        self, x: Float[Tensor, "*batch tokens width"], metric: ChannelMetric
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """x + D⁻¹ f(ψ_R(D x + b)), with the D and b of a metric."""
-        if self.input_radius is not None:
-            return x + self.added(metric(x)) * (-metric.log_scale).exp()
-        return x + self.branch.in_metric(x, metric)
+    def weights(self) -> ResidualWeights:
+        """The weights as they are now; see :meth:`.InvertibleStack.weights`."""
+        return self.weights_of([self])[0]
 
-    def exact(self) -> SequenceMap:
-        """f ∘ ψ_R in float64."""
-        branch = exact_copy(self.branch)
-        return lambda x: branch(self.seen(x))
+    def kind(self) -> Hashable:
+        """Layers that agree in this can share :meth:`weights_of`; None: each on its own."""
+        kind = self.branch.kind()
+        return kind and (kind, self.scaling is None, self.input_radius is None)
 
-    def lipschitz_bound(self, norm: Norm, dtype: torch.dtype | None = None) -> float:
-        """A proven upper bound on Lip(f ∘ ψ_R) in ``norm``, for the weights as cast to ``dtype``.
+    @staticmethod
+    def weights_of(layers: Sequence["InvertibleResidual"]) -> list[ResidualWeights]:
+        """The weights of several layers of one kind."""
+        first, branches = layers[0], [layer.branch for layer in layers]
+        scalings = [layer.scaling for layer in layers if layer.scaling is not None]
+        if not scalings:
+            return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
+        together = scalings_together(scalings)
+        if first.folds_scaling():
+            folded = first.branch.weights_of(branches, together)
+            centres = together.shift * together.inverse
+            return [ResidualWeights(w, None, m) for w, m in zip(folded, centres, strict=True)]
+        return [
+            ResidualWeights(w, ScalingWeights(*scaling))
+            for w, *scaling in zip(first.branch.weights_of(branches), *together, strict=True)
+        ]
+
+    def folds_scaling(self) -> bool:
+        """Whether weights are computed with D and b folded in: in training, for less."""
+        possible = self.branch.folds_scaling and self.input_radius is None
+        autocast = has_autocast(self.branch.correction.device)
+        return torch.is_grad_enabled() and possible and not autocast
+
+    def proven_bound(
+        self,
+        norm: Norm,
+        kind: Kind = "global",
+        dtype: torch.dtype | None = None,
+        weights: Any = None,
+    ) -> float:
+        """A proven bound on Lip(f ∘ ψ_R), or on its diagonal blocks, for the weights as cast.
 
         Raises:
             ValueError: there is a radius and ``norm`` is entry_max, in which ψ_R does expand.
         """
+        if kind == "causal":
+            return self.branch.causal_bound(dtype, weights)
         if self.input_radius is not None and norm == "entry_max":
             raise ValueError("no bound in entry_max is known with an input_radius")
-        return self.branch.lipschitz_bound(norm, dtype)
+        return self.branch.lipschitz_bound(norm, dtype, weights)
 
+    @torch.no_grad()
     def inverse(
-        self, y: Float[Tensor, "*batch tokens width"], **options: Any
+        self,
+        y: Float[Tensor, "*batch tokens width"],
+        weights: ResidualWeights | None = None,
+        *,
+        lipschitz_bound: float | None = None,
+        norm: Norm = "token_max",
+        **options: Any,
     ) -> FixedPointSolution:
-        """The x with x + f(x) = y, and the evidence for it.
+        """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
 
         Args:
             y: what the layer put out.
+            weights: of the layer; None computes them.
+            lipschitz_bound: proven c in ``norm``; None proves it.
+            norm: of c and of every length.
             options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
+
+        Returns:
+            The solution; ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
         """
-        return invert_residual(
-            self.added,
-            y,
-            residual_map=self.exact() if options.get("evidence", True) else None,
-            inner_size=self.branch.inner_size(options["norm"], y.shape[-2]),
+        weights = weights or self.weights()
+        if lipschitz_bound is None:
+            kind: Kind = options.get("contraction", "global")
+            lipschitz_bound = self.proven_bound(norm, kind, weights=weights.branch)
+        solution, steps = self.solve(y, weights, lipschitz_bound, norm, **options)
+        if weights.scaling is None:
+            return solution
+        error = stack_error_bound(steps).to(y.device).expand(y.shape[:-2])
+        return replace(solution, error_bound=error)
+
+    def solve(
+        self,
+        y: Float[Tensor, "*batch tokens width"],
+        weights: ResidualWeights,
+        lipschitz_bound: float,
+        norm: Norm,
+        **options: Any,
+    ) -> tuple[FixedPointSolution, list[ErrorStep]]:
+        """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
+        self._require_plain(weights)
+        f, exact = self.map_of(weights.branch), None
+        if options.get("evidence", True):
+            exact = self.map_of(in_double(weights.branch))
+        solution = invert_residual(
+            f,
+            weights.enter(y),
+            lipschitz_bound=lipschitz_bound,
+            norm=norm,
+            residual_map=exact,
+            inner_size=self.branch.inner_size(norm, y.shape[-2], weights.branch),
             token_wise=self.branch.is_token_wise,
             **options,
         )
+        u, scaling = solution.value, weights.scaling
+        steps = error_steps(y, u, scaling, solution.error_bound, lipschitz_bound, norm)
+        x = u if scaling is None else scaling.undo(u)
+        return replace(solution, value=x), steps
 
-    def rounding(
+    def preimage_steps(
         self,
         x: Float[Tensor, "samples tokens width"],
         y: Float[Tensor, "samples tokens width"],
+        weights: ResidualWeights,
+        lipschitz_bound: float,
         norm: Norm,
-    ) -> Float[Tensor, "samples"]:
-        """≥ ‖y − (x + f(x))‖ for the y that the forward pass makes of x, by the rounding model."""
-        inner_size = self.branch.inner_size(norm, y.shape[-2])
-        return output_rounding(self.added, x, y, self.exact(), norm, inner_size)
+    ) -> list[ErrorStep]:
+        """How an error of y becomes one of x, for the y that the forward pass makes of x.
+
+        Rounding of both forward passes included, by the rounding model.
+        """
+        self._require_plain(weights)
+        u, v = weights.enter(x), weights.enter(y)
+        f, exact = self.map_of(weights.branch), self.map_of(in_double(weights.branch))
+        inner_size = self.branch.inner_size(norm, y.shape[-2], weights.branch)
+        rounding = 2 * output_rounding(f, u, v, exact, norm, inner_size)
+        error = contraction_error_bound(rounding, lipschitz_bound)
+        return error_steps(y, u, weights.scaling, error, lipschitz_bound, norm)
+
+    def map_of(self, weights: Any) -> SequenceMap:
+        """u ↦ f(ψ_R(u)) with weights of the branch."""
+        return lambda u: self.added(u, weights)
+
+    def _require_plain(self, weights: ResidualWeights) -> None:
+        """Raise ValueError for weights with D folded in: c holds for f, not for D⁻¹ f(D ·)."""
+        if weights.centre is not None:
+            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
+
+    @torch.no_grad()
+    def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
+        """Set D and b, if there are any, from a batch."""
+        if self.scaling is not None:
+            self.scaling.initialise_for(self.added, x)
+
+
+def error_steps(
+    y: Float[Tensor, "*batch tokens width"],
+    u: Float[Tensor, "*batch tokens width"],
+    scaling: ScalingWeights | None,
+    error_bound: Float[Tensor, "*batch"],
+    lipschitz_bound: float,
+    norm: Norm,
+) -> list[ErrorStep]:
+    """From an error of y to one of x: through D y + b, u + f(u) and D⁻¹(u − b)."""
+    inner = residual_step(error_bound, lipschitz_bound)
+    if scaling is None:
+        return [inner]
+    log_scale, _, inverse, shift = scaling
+    leave = scale_step(y, -log_scale, -shift * inverse, norm)
+    return [leave, inner, scale_step(u, log_scale, shift, norm)]
 
 
 class InvertibleBlock(nn.Module):
@@ -111,113 +268,43 @@ class InvertibleBlock(nn.Module):
         feed_forward: contractive feed-forward branch.
         d_model: width, for the two normalisations; None leaves them out.
         input_radius: of both residual layers.
+        scalings: of the attention's layer and of the feed-forward's.
     """
 
     def __init__(
         self,
         attention: LipschitzBranch,
         feed_forward: LipschitzBranch,
-        d_model: int | None,
+        d_model: int | None = None,
         input_radius: float | None = None,
+        scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = (None, None),
     ) -> None:
         super().__init__()
-        self.attention = InvertibleResidual(attention, input_radius)
+        self.attention = InvertibleResidual(attention, scalings[0], input_radius)
         self.attention_norm = None if d_model is None else ActivationNorm(d_model)
-        self.feed_forward = InvertibleResidual(feed_forward, input_radius)
+        self.feed_forward = InvertibleResidual(feed_forward, scalings[1], input_radius)
         self.feed_forward_norm = None if d_model is None else ActivationNorm(d_model)
 
-    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
         """The layers by name, in the order they act."""
         for name, layer in self.named_children():
             assert isinstance(layer, InvertibleResidual | ActivationNorm)
             yield name, layer
 
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
+        self, x: Float[Tensor, "*batch tokens width"], weights: Mapping[str, Any] | None = None
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply the layers in order."""
-        for _, layer in self.layers():
-            x = layer(x)
+        """Apply the layers in order, with their weights by name; None computes them here."""
+        for name, layer in self.layers():
+            x = layer(x, None if weights is None else weights[name])
         return x
 
     @torch.no_grad()
     def initialise(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Initialise the normalisations from a batch; what then leaves the block."""
+        """Initialise scalings and normalisations from a batch; returns the block's output."""
         for _, layer in self.layers():
-            if isinstance(layer, ActivationNorm):
-                layer.initialise(x)
+            layer.initialise(x)
             x = layer(x)
         return x
-
-
-class MetricBlock(InvertibleBlock):
-    """x ↦ x + D⁻¹ attention(D x + b), x ↦ x + D⁻¹ feed_forward(D x + b), D and b of each its own.
-
-    Each branch contracts in a metric of its own (:class:`.channel_metric.ChannelMetric`). What goes
-    from branch to branch is the stream in the coordinates of the next one, by one affine map.
-
-    Args:
-        attention: contractive attention branch.
-        feed_forward: contractive feed-forward branch.
-        d_model: width.
-        loud: channels that the attention and that the feed-forward write loudly to at first.
-        input_radius: of both residual layers.
-    """
-
-    def __init__(
-        self,
-        attention: LipschitzBranch,
-        feed_forward: LipschitzBranch,
-        d_model: int,
-        loud: tuple[Tensor, Tensor],
-        input_radius: float | None = None,
-    ) -> None:
-        super().__init__(attention, feed_forward, None, input_radius)
-        self.attention_metric = ChannelMetric(d_model, loud[0])
-        self.feed_forward_metric = ChannelMetric(d_model, loud[1])
-        self.enter = ChangeOfMetric(None, self.attention_metric)
-        self.between = ChangeOfMetric(self.attention_metric, self.feed_forward_metric)
-        self.leave = ChangeOfMetric(self.feed_forward_metric, None)
-
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply the layers in order; where gradients are wanted, metrics folded into weights.
-
-        Certificates, estimates and inversion are about the layers, weights and rounding as they
-        are; gradients are those of the same function, for less.
-        """
-        if not self.is_folded(x):
-            return super().forward(x)
-        x = self.attention.in_metric(x, self.attention_metric)
-        return self.feed_forward.in_metric(x, self.feed_forward_metric)
-
-    def is_folded(self, x: Tensor) -> bool:
-        """Whether a forward pass of x runs in folded weights: frozen ones are taken as they are."""
-        frozen = self.attention.branch.is_frozen or self.feed_forward.branch.is_frozen
-        return torch.is_grad_enabled() and not frozen and not has_autocast(x.device)
-
-    def metrics(self) -> Iterator[tuple[InvertibleResidual, ChannelMetric]]:
-        """Both residual layers, and the metric of each."""
-        yield self.attention, self.attention_metric
-        yield self.feed_forward, self.feed_forward_metric
-
-    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
-        """The layers by name, in the order they act."""
-        for name in ("enter", "attention", "between", "feed_forward", "leave"):
-            layer = getattr(self, name)
-            assert isinstance(layer, InvertibleResidual | ChangeOfMetric)
-            yield name, layer
-
-    @torch.no_grad()
-    def initialise(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
-        """Initialise both metrics from a batch; what then leaves the block."""
-        self.attention_metric.initialise_for(self.attention.added, x)
-        u = self.attention(self.enter(x))
-        x = ChangeOfMetric(self.attention_metric, None)(u)
-        self.feed_forward_metric.initialise_for(self.feed_forward.added, x)
-        return self.leave(self.feed_forward(self.between(u)))

@@ -8,73 +8,40 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.kernels.normaliser import Normalisation, gram_normaliser, gram_normalisers
+from invformer.kernels.normaliser import Normalisation, gram_normalisers
 
 # Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
 NUM_STEPS = 8
-# Entries of output maps start at this size: normalisation hides it from the function, but not from
-# Adam, whose steps have a size of their own and would hardly turn a matrix of large entries.
+# Entries of output maps start at this size. Normalisation hides it from the function, but not from
+# Adam, whose steps of a fixed size would hardly turn a matrix of large entries.
 INITIAL_OUTPUT = 0.1
 
 
 class SpectralNormalised(nn.Module):
     """Ŵ = W / σ̄(W) with σ̄ ≥ ‖W‖₂, for a matrix or a batch of matrices.
 
-    σ̄ (:mod:`invformer.kernels.normaliser`) is above the norm and needs no state: it is a
-    function of W alone, so copies, averages and resumed runs agree without carrying vectors along.
-    The gradient is that of σ = uᵀWv at the leading singular pair, which comes with it;
-    the small gap σ̄ − uᵀWv is treated as a constant (Miyato et al. 2018 do the same with u and v).
+    σ̄ (:mod:`invformer.kernels.normaliser`) is above the norm and a function of W alone, so copies,
+    averages and resumed runs agree without carrying vectors along. The gradient is that of
+    σ = uᵀWv at the leading singular pair, which comes with it; the small gap σ̄ − uᵀWv is treated
+    as a constant (Miyato et al. 2018 do the same with u and v).
 
-    By default every forward pass in training mode refreshes σ̄. A training loop that knows when the
-    weights change sets ``manual_refresh`` and calls :func:`refresh_normalisers` once per step.
-    Out of training mode σ̄ is refreshed when the weight was replaced or changed in place since it
-    was computed, as PyTorch counts changes: those through ``.data`` it does not see, and
-    :meth:`refresh`, ``train`` and ``eval`` are for them.
+    σ̄ is computed whenever it is needed, unless a training loop says that it refreshes the constants
+    itself after every update: :func:`set_manual_refresh` and :func:`refresh_normalisers`.
     """
 
     sigma_bound: Tensor
     u: Tensor
     v: Tensor
-    # The weight that σ̄ was computed from, and PyTorch's count of its changes then.
-    _normalised: tuple[Tensor, int]
 
     def __init__(self, weight: Float[Tensor, "*batch rows columns"]) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
         self.manual_refresh = False
         *batch, rows, columns = weight.shape
+        # Those of the last refresh; only used while ``manual_refresh``.
         self.register_buffer("sigma_bound", weight.new_ones(batch), persistent=False)
         self.register_buffer("u", weight.new_zeros(*batch, rows), persistent=False)
         self.register_buffer("v", weight.new_zeros(*batch, columns), persistent=False)
-        self.refresh()
-        self.register_load_state_dict_post_hook(refresh_after_loading)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy's constants are those of its own weight."""
-        super().__setstate__(state)
-        self._normalised = self.weight, changes(self.weight)
-
-    def refresh(self) -> None:
-        """Recompute σ̄, u and v from the present weight (new tensors: old graphs stay valid)."""
-        self.hold(self.computed())
-
-    @torch.no_grad()
-    def computed(self) -> Normalisation:
-        """σ̄, u and v of the present weight."""
-        with torch.inference_mode(False):  # whose tensors no later gradient could pass through
-            return gram_normaliser(self.weight.detach(), NUM_STEPS)
-
-    def hold(self, constants: Normalisation) -> None:
-        """Keep σ̄, u and v of the present weight."""
-        # Past nn.Module's own assignment: many small weights are told every step.
-        self._buffers.update(zip(("sigma_bound", "u", "v"), constants, strict=True))
-        self._normalised = self.weight, changes(self.weight)
-
-    def train(self, mode: bool = True) -> "SpectralNormalised":
-        """Switch mode; leaving training mode refreshes the constant."""
-        if self.training and not mode:
-            self.refresh()
-        return super().train(mode)
 
     def sigma(self) -> Float[Tensor, "*batch"]:
         """σ̄(W), an upper bound in value with the gradient of ‖W‖₂."""
@@ -87,39 +54,52 @@ class SpectralNormalised(nn.Module):
         factor = torch.as_tensor(factor).to(self.weight)
         return scaled_weights([self], factor[(None,) * max(1, 3 - factor.ndim)])[0]
 
-    def constants(self) -> Normalisation:
-        """σ̄, u and v, refreshed if nobody else sees to that."""
-        if not self.is_stale():
-            return self.sigma_bound, self.u, self.v
-        constants = self.computed()
-        # What stands for a tensor inside a transform of torch.func must not outlive it.
-        if not torch._C._are_functorch_transforms_active():
-            self.hold(constants)
-        return constants
 
-    def is_stale(self) -> bool:
-        """Whether σ̄ may be that of another weight, unless a training loop takes care of it."""
-        if self.training:
-            return not self.manual_refresh
-        if torch.compiler.is_compiling():  # no graph holds a normaliser that looks at its results
-            return False
-        weight, count = self._normalised
-        return weight is not self.weight or count != changes(weight)
+def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
+    """Let a training loop refresh every σ̄ of a model, once per update (or no longer)."""
+    for module in normalised(model):
+        module.manual_refresh = manual
+    if manual:
+        refresh_normalisers(model)
 
 
-def changes(weight: Tensor) -> int:
-    """How often a tensor was changed in place, where PyTorch counts that."""
-    return 0 if weight.is_inference() else weight._version
+def refresh_normalisers(model: nn.Module) -> None:
+    """Compute every σ̄ of a model, for forward passes until the next refresh."""
+    modules = normalised(model)
+    with torch.inference_mode(False):  # gradients could not pass through tensors made in it
+        for module, constants in zip(modules, compute_constants(modules), strict=True):
+            # Past nn.Module's own assignment, which is slow for many small weights.
+            module._buffers.update(zip(("sigma_bound", "u", "v"), constants, strict=True))
 
 
-def refresh_after_loading(module: SpectralNormalised, incompatible_keys: object) -> None:
-    """What ``load_state_dict`` calls at its end."""
-    module.refresh()
+def normalised(model: nn.Module) -> list[SpectralNormalised]:
+    """All normalised weights of a model."""
+    return [module for module in model.modules() if isinstance(module, SpectralNormalised)]
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisation]:
+    """σ̄, u and v of the present weights, those with Gram matrices of one size at once."""
+    return gram_normalisers([w.weight.detach() for w in weights], NUM_STEPS)
+
+
+def stacked_constants(weights: Sequence[SpectralNormalised]) -> Normalisation:
+    """σ̄, u and v of several weights of one shape, stacked."""
+    if weights[0].manual_refresh:
+        constants = [(w.sigma_bound, w.u, w.v) for w in weights]
+    else:
+        constants = compute_constants(weights)
+    if len(constants) == 1:
+        bound, u, v = constants[0]
+        return bound[None], u[None], v[None]
+    bounds, us, vs = zip(*constants, strict=True)
+    return torch.stack(bounds), torch.stack(us), torch.stack(vs)
 
 
 def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
     """σ̄ of several weights of one shape, with the gradients of their norms."""
-    bound, u, v = _stacked(weights)
+    bound, u, v = stacked_constants(weights)
     if not torch.is_grad_enabled():
         return bound
     if torch.compiler.is_compiling():  # which cannot trace a function with its own jvp
@@ -144,14 +124,14 @@ def scaled_weights(
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         scales = factors / sigmas(weights)[..., None, None]
         return list(scale_each([w.weight for w in weights], scales, further))
-    bound, u, v = _stacked(weights)
+    bound, u, v = stacked_constants(weights)
     return list(ScaledWeights.apply(factors, further, bound, u, v, *(w.weight for w in weights)))
 
 
 def scale_each(
     weights: Sequence[Tensor], scales: Tensor, further: Tensor | None
 ) -> Iterator[Tensor]:
-    """Every weight times its scale, and times what there is further.
+    """Every weight times its scale, and times its entry of ``further``.
 
     One after the other: each is still in the cache when it is taken up again.
     """
@@ -161,16 +141,6 @@ def scale_each(
         if f is not None:
             scaled = scaled * f if recorded else scaled.mul_(f)
         yield scaled
-
-
-def _stacked(weights: Sequence[SpectralNormalised]) -> Normalisation:
-    """σ̄, u and v of all."""
-    constants = [w.constants() for w in weights]
-    if len(constants) == 1:
-        bound, u, v = constants[0]
-        return bound[None], u[None], v[None]
-    bounds, us, vs = zip(*constants, strict=True)
-    return torch.stack(bounds), torch.stack(us), torch.stack(vs)
 
 
 class ScaledWeights(torch.autograd.Function):
@@ -216,7 +186,7 @@ class ScaledWeights(torch.autograd.Function):
 
 
 def _each(further: Tensor | None) -> Iterable[Tensor | None]:
-    """What there is further for every weight."""
+    """The further factor of every weight, or None for each."""
     return itertools.repeat(None) if further is None else further
 
 
@@ -281,23 +251,6 @@ class SigmasWithGradient(torch.autograd.Function):
         u, v = ctx.saved_tensors
         change = torch.stack([torch.zeros_like(u[0]) if c is None else c for c in changes[3:]])
         return ((change @ v.unsqueeze(-1)).squeeze(-1) * u).sum(-1)
-
-
-def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
-    """Hand the refresh of every normaliser to the training loop (or take it back)."""
-    for module in model.modules():
-        if isinstance(module, SpectralNormalised):
-            module.manual_refresh = manual
-
-
-@torch.no_grad()
-def refresh_normalisers(model: nn.Module) -> None:
-    """Recompute every σ̄ of a model, all weights with Gram matrices of one size at once."""
-    modules = [m for m in model.modules() if isinstance(m, SpectralNormalised)]
-    with torch.inference_mode(False):
-        found = gram_normalisers([m.weight.detach() for m in modules], NUM_STEPS)
-    for module, constants in zip(modules, found, strict=True):
-        module.hold(constants)
 
 
 def write_to(weight: Tensor, channels: slice | None) -> Tensor:

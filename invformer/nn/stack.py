@@ -1,28 +1,36 @@
-"""Stacks of invertible blocks: their inverse, and the error through them."""
+"""Stacks of invertible blocks: their weights, their inverse, and the error through them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.activation_norm import ChannelAffine
-from invformer.nn.branch import LipschitzBranch, frozen_weights, shared_weights
-from invformer.nn.channel_metric import ChannelMetric
+from invformer.nn.branch import LipschitzBranch, in_double
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, MetricBlock
-from invformer.numerics.error_bound import (
-    ErrorStep,
-    contraction_error_bound,
-    residual_step,
-    scale_step,
-    stack_error_bound,
-)
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
+from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
+from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution
 from invformer.numerics.norms import Norm, norm_upper
+
+if TYPE_CHECKING:
+    from invformer.nn.certificate import Certificate
+
+
+class StackWeights(dict[str, Any]):
+    """The weights of every layer of a stack by its full name, ``block_00/attention`` and so on."""
+
+    def double(self) -> "StackWeights":
+        """The same weights in float64, not normalised anew."""
+        return StackWeights({name: in_double(weights) for name, weights in self.items()})
+
+    def of_block(self, index: int, block: InvertibleBlock) -> dict[str, Any]:
+        """The weights of one block's layers, by the names they have in the block."""
+        return {name: self[full_name(index, name)] for name, _ in block.layers()}
 
 
 @dataclass(frozen=True)
@@ -40,42 +48,6 @@ class StackSolution:
     value: Tensor
     error_bound: Float[Tensor, "*batch"]
     layers: dict[str, FixedPointSolution]
-
-
-def apply_blocks(
-    blocks: Iterable[nn.Module], x: Float[Tensor, "*batch tokens width"], recompute: bool
-) -> Float[Tensor, "*batch tokens width"]:
-    """The blocks in order; with ``recompute`` the backward pass keeps only what is between them."""
-    for block in blocks:
-        if recompute and torch.is_grad_enabled():
-            x = checkpoint(block, x, use_reentrant=False)
-        else:
-            x = block(x)
-    return x
-
-
-class StackBounds(Protocol):
-    """What inversion needs of a certificate."""
-
-    @property
-    def norm(self) -> Norm:
-        """The norm in which the bounds are stated."""
-        ...
-
-    @property
-    def kind(self) -> Literal["global", "causal"]:
-        """Lipschitz constants, or diagonal blocks."""
-        ...
-
-    @property
-    def per_branch(self) -> dict[str, float]:
-        """Proven bound of every residual branch."""
-        ...
-
-    @property
-    def seq_len(self) -> int:
-        """Longest sequence for which the bounds hold."""
-        ...
 
 
 class InvertibleStack(nn.Module):
@@ -97,13 +69,13 @@ class InvertibleStack(nn.Module):
         blocks: list[InvertibleBlock],
         seq_len: int,
         norm: Norm = "token_max",
-        kind: Literal["global", "causal"] = "global",
+        kind: Kind = "global",
     ) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
         self.seq_len = seq_len
         self.norm: Norm = norm
-        self.kind: Literal["global", "causal"] = kind
+        self.kind: Kind = kind
         self.checkpoint_activations = False
         for name, branch in self.branches():
             position = getattr(branch, "position", None)
@@ -112,12 +84,12 @@ class InvertibleStack(nn.Module):
                     f"{name} knows {position.seq_len} positions, fewer than seq_len={seq_len}"
                 )
 
-    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ChannelAffine]]:
+    def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
         """Every layer by its full name, in the order they act."""
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
             for name, layer in block.layers():
-                yield f"block_{index:02d}/{name}", layer
+                yield full_name(index, name), layer
 
     def residual_layers(self) -> Iterator[tuple[str, InvertibleResidual]]:
         """Every residual layer by its full name, in the order they act."""
@@ -130,29 +102,52 @@ class InvertibleStack(nn.Module):
         for name, layer in self.residual_layers():
             yield name, layer.branch
 
+    def weights(self) -> StackWeights:
+        """The weights of every layer, branches of one kind at once; once a step is enough.
+
+        A layer's constants are a few dozen numbers each: layer by layer they take longer than the
+        products they scale, at small sizes.
+
+        With gradients, scalings of the channels are folded into a branch's weights where that is
+        possible: the same function, for less. Without gradients they stay apart: certificates,
+        estimates and inversion are about these weights.
+        """
+        weights = StackWeights(dict.fromkeys(name for name, _ in self.layers()))
+        kinds: dict[Hashable, dict[str, InvertibleResidual]] = {}
+        for name, layer in self.residual_layers():
+            kinds.setdefault(layer.kind() or name, {})[name] = layer
+        for layers in kinds.values():
+            found = InvertibleResidual.weights_of(list(layers.values()))
+            weights.update(zip(layers, found, strict=True))
+        norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
+        if norms:
+            together = scalings_together(list(norms.values()))
+            each = (ScalingWeights(*scaling) for scaling in zip(*together, strict=True))
+            weights.update(zip(norms, each, strict=True))
+        return weights
+
     def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
+        self, x: Float[Tensor, "*batch tokens width"], weights: StackWeights | None = None
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply the blocks in order."""
-        with shared_weights(self.sharing_branches(), self.shared_metrics(x)):
-            return apply_blocks(self.blocks, x, self.checkpoint_activations)
+        """Apply the blocks in order, with their weights; None computes them."""
+        if weights is None and not self.blocks_compute_weights():
+            weights = self.weights()
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, InvertibleBlock)
+            of_block = None if weights is None else weights.of_block(index, block)
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, of_block, use_reentrant=False)
+            else:
+                x = block(x, of_block)
+        return x
 
-    def sharing_branches(self) -> list[LipschitzBranch]:
-        """Whose weights are computed before the first block: none where each block is by itself."""
-        compiled = any(block._compiled_call_impl is not None for block in self.blocks)
-        if self.checkpoint_activations or compiled or torch.compiler.is_compiling():
-            return []
-        return [branch for _, branch in self.branches()]
-
-    def shared_metrics(self, x: Tensor) -> dict[LipschitzBranch, ChannelMetric]:
-        """The metrics that a forward pass of x folds into shared weights."""
-        return {
-            layer.branch: metric
+    def blocks_compute_weights(self) -> bool:
+        """Whether each block computes its own weights: compiled, recomputed, or sharded by FSDP."""
+        apart = any(
+            block._compiled_call_impl is not None or hasattr(block, "unshard")
             for block in self.blocks
-            if isinstance(block, MetricBlock) and block.is_folded(x)
-            for layer, metric in block.metrics()
-            if layer.input_radius is None
-        }
+        )
+        return apart or self.checkpoint_activations or torch.compiler.is_compiling()
 
     @torch.no_grad()
     def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
@@ -163,19 +158,25 @@ class InvertibleStack(nn.Module):
 
     @torch.no_grad()
     def inverse(
-        self, z: Float[Tensor, "*batch tokens width"], certificate: StackBounds, **options: Any
+        self,
+        z: Float[Tensor, "*batch tokens width"],
+        weights: StackWeights | None = None,
+        certificate: "Certificate | None" = None,
+        **options: Any,
     ) -> StackSolution:
         """Undo the layers from the top down.
 
-        The error bound follows E ← E · max e^{−s} through a channel-wise map (and its rounding) and
+        The error bound follows E ← E · max D⁻¹ through a channel-wise map (and its rounding) and
         E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l. A causal constant
         bounds no error, so there the bound is infinite (docs/numerics.md).
 
         Args:
             z: the output of the stack.
+            weights: of the stack, computed without gradients; None computes them.
             certificate: proven bounds of this stack, for the weights as cast to the format it runs
-                in. Under autocast z does not tell which that is, so the caller sees to it: float32
-                and float64 bounds differ by about 1e-7 of their size, half precision's by 1e-3.
+                in; None proves them. Under autocast z does not tell which format that is, so the
+                caller sees to it: float32 and float64 bounds differ by about 1e-7 of their size,
+                half precision's by 1e-3.
             options: passed to every layer's inverse. With ``evidence=False`` the same value comes
                 for a quarter to a third less work below float64, and nothing is proven of it.
 
@@ -183,6 +184,8 @@ class InvertibleStack(nn.Module):
             ValueError: the certificate is of another kind or norm than this stack's targets, of
                 another stack or of shorter sequences.
         """
+        weights = weights or self.weights()
+        certificate = certificate or self._prove(z.dtype)
         if (certificate.kind, certificate.norm) != (self.kind, self.norm):
             raise ValueError(
                 f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
@@ -191,18 +194,21 @@ class InvertibleStack(nn.Module):
         self._require_own(certificate, z.shape[-2])
         solutions: dict[str, FixedPointSolution] = {}
         steps: list[ErrorStep] = []
-        with frozen_weights(self):
-            for name, layer in reversed(list(self.layers())):
-                if isinstance(layer, ChannelAffine):
-                    steps.append(scale_step(z, layer.log_scale, layer.shift, self.norm))
-                    z = layer.inverse(z)
-                    continue
-                bound = certificate.per_branch[name]
-                solutions[name] = layer.inverse(
-                    z, lipschitz_bound=bound, norm=self.norm, contraction=self.kind, **options
-                )
-                z = solutions[name].value
-                steps.append(residual_step(solutions[name].error_bound, bound))
+        for name, layer in reversed(list(self.layers())):
+            if isinstance(layer, ActivationNorm):
+                steps.append(norm_step(z, weights[name], self.norm))
+                z = layer.inverse(z, weights[name])
+                continue
+            solutions[name], of_layer = layer.solve(
+                z,
+                weights[name],
+                certificate.per_branch[name],
+                self.norm,
+                contraction=self.kind,
+                **options,
+            )
+            z = solutions[name].value
+            steps.extend(of_layer)
         error = stack_error_bound(steps).to(z.device).expand(z.shape[:-2])
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)
@@ -213,7 +219,8 @@ class InvertibleStack(nn.Module):
         self,
         x: Float[Tensor, "samples tokens width"],
         z: Float[Tensor, "samples tokens width"],
-        certificate: StackBounds,
+        weights: StackWeights | None = None,
+        certificate: "Certificate | None" = None,
     ) -> Float[Tensor, "samples"]:
         """Bound on ‖x − x*‖ for every x* that the forward pass takes to z, from pushing x up.
 
@@ -228,7 +235,9 @@ class InvertibleStack(nn.Module):
         Args:
             x: what may be the input.
             z: the output that was seen, of the same forward pass.
-            certificate: proven bounds of this stack, of Lipschitz constants or of diagonal blocks.
+            weights: as for :meth:`inverse`.
+            certificate: proven bounds of this stack, of Lipschitz constants or of diagonal blocks;
+                None proves them.
 
         Returns:
             One bound per sample, in the stack's norm, by the rounding model.
@@ -237,25 +246,31 @@ class InvertibleStack(nn.Module):
             ValueError: the certificate is stated in another norm, or it is of another stack or of
                 shorter sequences.
         """
+        weights = weights or self.weights()
+        certificate = certificate or self._prove(z.dtype)
         if certificate.norm != self.norm:
             raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
         self._require_own(certificate, z.shape[-2])
-        difference = z.double() - self(x).double()
+        difference = z.double() - self(x, weights).double()
         top = ErrorStep(1.0, norm_upper(difference, self.norm))
-        upwards: list[ErrorStep] = []
-        with frozen_weights(self):
-            for name, layer in self.layers():
-                y = layer(x)
-                if isinstance(layer, ChannelAffine):
-                    upwards.append(scale_step(y, layer.log_scale, layer.shift, self.norm))
-                else:
-                    bound = certificate.per_branch[name]
-                    both = 2 * layer.rounding(x, y, self.norm)
-                    upwards.append(residual_step(contraction_error_bound(both, bound), bound))
-                x = y
-        return stack_error_bound([top, *reversed(upwards)])
+        upwards: list[list[ErrorStep]] = []
+        for name, layer in self.layers():
+            y = layer(x, weights[name])
+            if isinstance(layer, ActivationNorm):
+                upwards.append([norm_step(y, weights[name], self.norm)])
+            else:
+                bound = certificate.per_branch[name]
+                upwards.append(layer.preimage_steps(x, y, weights[name], bound, self.norm))
+            x = y
+        return stack_error_bound([top, *(step for steps in reversed(upwards) for step in steps)])
 
-    def _require_own(self, certificate: StackBounds, num_tokens: int) -> None:
+    def _prove(self, dtype: torch.dtype) -> "Certificate":
+        """The certificate of this stack."""
+        from invformer.nn.certificate import certify  # which is about stacks
+
+        return certify(self, dtype=dtype)
+
+    def _require_own(self, certificate: "Certificate", num_tokens: int) -> None:
         """Refuse bounds that can be seen to be of another stack, or of shorter sequences."""
         names = {name for name, _ in self.residual_layers()}
         if differing := sorted(certificate.per_branch.keys() ^ names):
@@ -266,3 +281,13 @@ class InvertibleStack(nn.Module):
             raise ValueError(
                 f"the certificate holds up to {certificate.seq_len} tokens, not for {num_tokens}"
             )
+
+
+def full_name(index: int, name: str) -> str:
+    """The name of a block's layer in the stack."""
+    return f"block_{index:02d}/{name}"
+
+
+def norm_step(y: Tensor, weights: ScalingWeights, norm: Norm) -> ErrorStep:
+    """How the inverse of an ActivationNorm passes an error of its output y on."""
+    return scale_step(y, weights.log_scale, weights.shift, norm)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from invformer.kernels.attention import only
-from invformer.nn.attention import AttentionCache
-from invformer.nn.branch import frozen_weights
+from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.residual import InvertibleResidual
-from invformer.nn.stack import InvertibleStack, apply_blocks
+from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.least_distance import least_distance
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
@@ -154,8 +154,13 @@ class PreNormStack(nn.Module):
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply the blocks in order."""
-        return apply_blocks(self.blocks, x, self.checkpoint_activations)
+        """Apply the blocks in order; recomputed activations are kept between blocks only."""
+        for block in self.blocks:
+            if self.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        return x
 
 
 @contextmanager
@@ -209,11 +214,16 @@ class CharTransformer(nn.Module):
         """Whether the stack can be undone."""
         return isinstance(self.stack, InvertibleStack)
 
+    def weights(self) -> StackWeights | None:
+        """The weights of an invertible stack; None for a baseline."""
+        return self.stack.weights() if isinstance(self.stack, InvertibleStack) else None
+
     def forward(
-        self, tokens: Integer[Tensor, "*batch tokens"]
+        self, tokens: Integer[Tensor, "*batch tokens"], weights: StackWeights | None = None
     ) -> Float[Tensor, "*batch tokens vocab"]:
-        """Logits of the next symbol at every position."""
-        return self.predict(self.stack(self.embedding(tokens)))
+        """Logits of the next symbol at every position; weights of the stack, None computes them."""
+        x = self.embedding(tokens)
+        return self.predict(self.stack(x) if weights is None else self.stack(x, weights))
 
     def predict(
         self, z: Float[Tensor, "*batch tokens width"]
@@ -227,41 +237,41 @@ class CharTransformer(nn.Module):
             self.stack.initialise(self.embedding(tokens))
 
     def extend(
-        self, tokens: Integer[Tensor, "*batch new"], past: dict[nn.Module, AttentionCache]
+        self,
+        tokens: Integer[Tensor, "*batch new"],
+        past: dict[nn.Module, AttentionCache],
+        weights: StackWeights | None = None,
     ) -> Float[Tensor, "*batch new vocab"]:
         """The logits of symbols that come after those in ``past``, which takes them in.
 
         Args:
             tokens: the new symbols; with those before at most ``seq_len``.
-            past: one cache per branch that sees earlier tokens; an empty dict at the beginning of
-                a text.
+            past: one cache per branch, empty for one that sees no earlier tokens; an empty dict at
+                the beginning of a text.
+            weights: of the stack; None computes them.
         """
-        start = next(iter(past.values())).length if past else 0
+        start = max((cache.length for cache in past.values()), default=0)
         x = self.embedding(tokens, start)
+
+        def next_outputs(branch: Any, x: Tensor, *weights: Any) -> Tensor:
+            cache = past.setdefault(branch, AttentionCache(self.seq_len))
+            return branch.next_outputs(x, cache, *weights)
+
         if isinstance(self.stack, InvertibleStack):
-            for _, layer in self.stack.layers():
+            weights = weights or self.stack.weights()
+            for name, layer in self.stack.layers():
+                w = weights[name]
                 if isinstance(layer, InvertibleResidual):
-                    x = x + self._extend_branch(layer.branch, layer.seen(x), past)
+                    u = layer.seen(w.enter(x))
+                    x = x + w.leave(next_outputs(layer.branch, u, w.branch))
                 else:
-                    x = layer(x)
+                    x = layer(x, w)
         else:
             for block in self.stack.blocks:
                 assert isinstance(block, PreNormBlock)
                 for branch in (block.attention, block.feed_forward):
-                    x = x + self._extend_branch(branch.inner, branch.norm(x), past)
+                    x = x + next_outputs(branch.inner, branch.norm(x))
         return self.predict(x)
-
-    def _extend_branch(
-        self, branch: nn.Module, x: Tensor, past: dict[nn.Module, AttentionCache]
-    ) -> Tensor:
-        """f of the new tokens: per token, or with what the branch has kept of the others."""
-        next_outputs = getattr(branch, "next_outputs", None)
-        if next_outputs is None:
-            return branch(x)
-        if branch not in past:
-            past[branch] = AttentionCache(self.seq_len)
-        outputs: Tensor = next_outputs(x, past[branch])
-        return outputs
 
     @torch.no_grad()
     def generate(
@@ -307,9 +317,10 @@ class CharTransformer(nn.Module):
         text = prompt[..., -self.seq_len :]
         past: dict[nn.Module, AttentionCache] = {}
         new, in_view = text, 0
-        with evaluating(self), frozen_weights(self):
+        with evaluating(self):
+            weights = self.weights()
             for _ in range(length):
-                logits = self.extend(new, past)[..., -1, :]
+                logits = self.extend(new, past, weights)[..., -1, :]
                 in_view += new.shape[-1]
                 new = sampled(logits, temperature, generator, top_k, top_p)
                 text = torch.cat([text, new], -1)[..., -self.seq_len :]

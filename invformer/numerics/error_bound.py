@@ -166,7 +166,7 @@ def scale_step(
         shift: b.
         norm: the norm of the bound.
     """
-    amplification = math.exp(-float(log_scale.min())) * (1 + 2.0**-20)
+    amplification = float(log_scale.min().double().neg().exp()) * (1 + 2.0**-20)
     y = y if y.dtype == torch.float64 else y.float()
     tokens = token_norm(y.abs().add_(shift.abs()), norm).double()
     outward = 1 + (y.shape[-1] + 8) * unit_roundoff(y.dtype)  # of the lengths themselves

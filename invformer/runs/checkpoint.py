@@ -137,11 +137,18 @@ class Checkpoint:
                 f"{MANIFEST})"
             )
 
-    def read_weights(self, wanted: Mapping[str, Spec]) -> dict[str, Tensor]:
+    def read_weights(
+        self, wanted: Mapping[str, Spec], to_continue: bool = False
+    ) -> dict[str, Tensor]:
         """The weights, on the CPU.
 
+        Args:
+            wanted: what they must be.
+            to_continue: whether training continues from them, with a state in the same order.
+
         Raises:
-            CheckpointError: they are damaged, others than wanted, or not finite.
+            CheckpointError: they are damaged, others than wanted, or not finite; or training would
+                continue from weights that have another order now.
         """
         where = str(self.path / WEIGHTS)
         need, have = num_bytes(wanted), self.weight_bytes
@@ -150,8 +157,14 @@ class Checkpoint:
                 f"{where}: its weights do not fit its configuration: {have} bytes, the model's "
                 f"weights take {need}"
             )
-        weights = from_bytes(self.read(WEIGHTS), where)
+        saved = from_bytes(self.read(WEIGHTS), where)
+        weights = {present_name(name): w for name, w in saved.items()}
         refuse_other_specs(specs_of(weights), wanted, where)
+        if to_continue and weights.keys() != saved.keys():
+            raise CheckpointError(
+                f"{where}: older than the present names of its weights: commit 7ad88a0 continues "
+                "training from it, this version evaluates it"
+            )
         if name := first_non_finite(weights):
             raise CheckpointError(f"{where}: weight {name} is not finite")
         return weights
@@ -174,6 +187,11 @@ class Checkpoint:
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
+
+
+def present_name(name: str) -> str:
+    """The name that a weight has today: the scaling of a branch once lay beside the branch."""
+    return re.sub(r"\b(attention|feed_forward)_metric\.", r"\1.scaling.", name)
 
 
 # --- writing -------------------------------------------------------------------------------------

@@ -188,7 +188,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         if "://" in str(path):
             raise CheckpointError(f"{path}: only local checkpoints are opened")
         saved = open_checkpoint(Path(path))
-        weights, state = saved.read_weights(self.wanted), saved.read_state()
+        weights, state = saved.read_weights(self.wanted, to_continue=True), saved.read_state()
         state[DATA] = state.pop("data")
         return {
             **state,

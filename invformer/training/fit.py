@@ -10,7 +10,6 @@ from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
 from invformer.kernels import native
-from invformer.nn.branch import frozen_weights
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.console import printable
@@ -143,6 +142,5 @@ def generate_sample(run: Run) -> str:
     model = run.module.model.eval()
     prompt = run.data.probe("val", 1)[0, :16].to(run.module.device)
     generator = torch.Generator(device=prompt.device).manual_seed(run.config.run.seed)
-    with frozen_weights(model):
-        tokens = model.generate(prompt, length, generator=generator)
+    tokens = model.generate(prompt, length, generator=generator)
     return run.data.vocabulary.decode(tokens.cpu())

@@ -179,7 +179,7 @@ class CharLanguageModel(L.LightningModule):
             refresh_normalisers(self.model)
 
     def on_train_start(self) -> None:
-        """Normalise as after a step: matrix by matrix, as on loading, the last bits may differ."""
+        """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
         self.watch = Stopwatch(self.device)
         self.gather()
@@ -191,16 +191,14 @@ class CharLanguageModel(L.LightningModule):
         """What is validated, and then certified and saved, is the average if there is one."""
         if self.average is not None:
             self.average.swap()
+            refresh_normalisers(self.model)
         super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
-        """Back to the weights that learn, and their constants as before it was left.
-
-        Normalised after leaving training mode too, so that it does not matter when a run continues.
-        """
+        """Back to the weights that learn, and to their constants."""
         if self.average is not None:
             self.average.swap()
-        refresh_normalisers(self.model)
+            refresh_normalisers(self.model)
 
     def on_train_end(self) -> None:
         """The average is what came of it."""

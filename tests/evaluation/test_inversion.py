@@ -64,7 +64,7 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate(
     wrong = tokens.clone()
     wrong[1, 3] = wrong[1, 3] % (VOCAB - 1) + 1
     at_wrong = model.stack(model.embedding(wrong)).detach()
-    monkeypatch.setattr(type(model.stack), "forward", lambda self, x: at_wrong.to(x))
+    monkeypatch.setattr(type(model.stack), "forward", lambda self, x, weights: at_wrong.to(x))
     with pytest.raises(CertificateViolation, match="character 3 of sequence 1"):
         invert_text(model, tokens, certify(model), dtype=torch.float64)
     assert invert_text(model, tokens, certify(model), prove=False)[1].characters_proven is None
@@ -75,9 +75,9 @@ def test_a_certificate_for_another_format_is_made_anew(monkeypatch: pytest.Monke
     certificate, used = certify(model), []
     inverse = type(model.stack).inverse
 
-    def spy(self, z, certificate, **options):
+    def spy(self, z, weights, certificate, **options):
         used.append(certificate.dtype)
-        return inverse(self, z, certificate, **options)
+        return inverse(self, z, weights, certificate, **options)
 
     monkeypatch.setattr(type(model.stack), "inverse", spy)
     for dtype in (torch.float64, torch.float32):

@@ -14,8 +14,7 @@ from torch import Tensor
 from invformer.evaluation import enclosed_network
 from invformer.evaluation.enclosed_network import Network, activate
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.nn.activation_norm import ChannelAffine
-from invformer.nn.branch import frozen_weights
+from invformer.nn import ActivationNorm
 from invformer.nn.feed_forward import ACTIVATIONS, activation_slope
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer
@@ -39,9 +38,9 @@ exactly = np.vectorize(arb, otypes=[object])
 
 MODELS: dict[str, Callable[[], CharTransformer]] = {
     "l2": contractive_model,
-    "l2 with channel scales": lambda: contractive_model(metric=True),
+    "l2 with channel scales": lambda: contractive_model(scaled=True),
     "l2, causal certificate": lambda: contractive_model(certificate="causal"),
-    "unit ball": lambda: contractive_model(bounded=True, metric=True),
+    "unit ball": lambda: contractive_model(bounded=True, scaled=True),
     "unit ball, input radius": lambda: contractive_model(bounded=True, input_radius=3.0),
     "strictly causal, kernel 3": model_of_the_past,
 }
@@ -104,13 +103,16 @@ def exact_states(model: CharTransformer, tokens: Tensor) -> np.ndarray:
     x = numbers(embedding.token.weight[tokens]) + numbers(embedding.position[: len(tokens)])
     x = np.concatenate([x, exactly(np.zeros((len(x), embedding.padding)))], -1)
     for _, layer in model.stack.layers():
-        if isinstance(layer, ChannelAffine):
-            scale, shift = layer.effective_weights()
-            x = x * numbers(scale) + numbers(shift)
+        scaling = layer if isinstance(layer, ActivationNorm) else layer.scaling
+        scale, shift = (1, 0) if scaling is None else map(numbers, scaling.weights()[1::2])
+        u = x * scale + shift
+        if isinstance(layer, ActivationNorm):
+            x = u
             continue
-        seen = x if layer.input_radius is None else exact_ball(x, layer.input_radius)
+        seen = u if layer.input_radius is None else exact_ball(u, layer.input_radius)
         attends = hasattr(layer.branch, "position")
-        x = x + (exact_attention if attends else exact_feed_forward)(layer.branch, seen)
+        f = (exact_attention if attends else exact_feed_forward)(layer.branch, seen)
+        x = x + f / scale
     return x
 
 
@@ -123,7 +125,7 @@ def model(request: pytest.FixtureRequest) -> CharTransformer:
 @torch.no_grad()
 def test_enclosures_of_states_contain_those_in_200_bits(model: CharTransformer) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
-    with frozen_weights(model):
+    with torch.no_grad():
         own, past = Network(model, SEQ_LEN)(tokens, places, None)
         other = (tokens + 1) % VOCAB
         state, _ = Network(model, SEQ_LEN)(other, places, past)
@@ -144,22 +146,26 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
 ) -> None:
     model = model.double()
     generator = torch.Generator().manual_seed(0)
-    with frozen_weights(model):
-        layers = [layer for _, layer in model.stack.residual_layers()]
-        for layer, (branch, _, _) in zip(layers, Network(model, SEQ_LEN).branches, strict=True):
-            x = torch.randn(SEQ_LEN, 12, generator=generator)
-            radius = (relative * torch.rand(x.shape, generator=generator)).float()
-            found, _ = branch(Enclosure(x, radius), torch.arange(SEQ_LEN), None)
-            fullest = 0.0
-            for place in range(SEQ_LEN):  # the corner that raises one entry most, to first order
-                channel = place % 12
-                at = x.clone().requires_grad_()
-                layer.added(at[None])[0, place, channel].backward()
-                corner = layer.added((x + at.grad.sign() * radius)[None]).detach()[0]
-                away = (corner - found.middle).abs() - 1e-14
-                assert (away <= found.radius).all()
-                fullest = max(fullest, (away / found.radius)[place, channel].item())
-            assert fullest > 0.1
+    with torch.no_grad():
+        weights, network = model.stack.weights(), Network(model, SEQ_LEN)
+    for (name, layer), (branch, _, _) in zip(
+        model.stack.residual_layers(), network.branches, strict=True
+    ):
+        x = torch.randn(SEQ_LEN, 12, generator=generator)
+        radius = (relative * torch.rand(x.shape, generator=generator)).float()
+        found, _ = branch(Enclosure(x, radius), torch.arange(SEQ_LEN), None)
+        fullest = 0.0
+        for place in range(SEQ_LEN):  # the corner that raises one entry most, to first order
+            channel = place % 12
+            at = x.clone().requires_grad_()
+            layer.added(at[None], weights[name].branch)[0, place, channel].backward()
+            corner = layer.added(
+                (x + at.grad.sign() * radius)[None], weights[name].branch
+            ).detach()[0]
+            away = (corner - found.middle).abs() - 1e-14
+            assert (away <= found.radius).all()
+            fullest = max(fullest, (away / found.radius)[place, channel].item())
+        assert fullest > 0.1
 
 
 BASELINES = {"dot product": baseline, "free l2": l2_baseline, "kernel": convolutional_baseline}
@@ -199,7 +205,7 @@ def test_margins_are_those_of_every_symbol_at_every_place(model: CharTransformer
 
 @torch.no_grad()
 def test_no_text_but_the_proven_one_has_states_within_the_radius() -> None:
-    model = ready(lambda: contractive_model(bounded=True, metric=True))
+    model = ready(lambda: contractive_model(bounded=True, scaled=True))
     texts = torch.tensor(list(product(range(VOCAB), repeat=3)))
     states = model.stack(model.embedding(texts))
     generator = torch.Generator().manual_seed(0)

@@ -9,7 +9,6 @@ import torch
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
-from invformer.nn.branch import frozen_weights
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics.linear_map import dense_jacobian
@@ -23,8 +22,8 @@ from tests.nn.builders import (
     contractive_model,
     convolutional_baseline,
     l2_baseline,
-    model_in_metrics,
     random_tokens,
+    scaled_model,
     trained_a_little,
 )
 
@@ -36,8 +35,8 @@ MODELS = {
     "past": lambda: contractive_model(
         certificate="causal", bounded=True, strictly_causal=True, kernel=3
     ),
-    "weighted": model_in_metrics,
-    "weighted in a ball": lambda: model_in_metrics(
+    "weighted": scaled_model,
+    "weighted in a ball": lambda: scaled_model(
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
     "dot product": baseline,
@@ -52,8 +51,8 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     found = {}
     for name, layer in model.stack.layers() if model.is_invertible else []:
         if hasattr(layer, "branch"):
-            with frozen_weights(layer):
-                found[name] = dense_jacobian(layer.added, x[0].detach())
+            at = x if layer.scaling is None else layer.scaling(x)
+            found[name] = dense_jacobian(layer.added, at[0].detach())
         x = layer(x).detach()
     if not model.is_invertible:
         for name, branch, at in residual_branches(model, x):
@@ -137,7 +136,7 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
 def test_a_few_sweeps_follow_what_many_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a stack that is deeper than their number, while weights move a little."""
     monkeypatch.setattr("tests.nn.builders.LAYERS", 12)
-    model = trained_a_little(model_in_metrics())
+    model = trained_a_little(scaled_model())
     tokens = random_tokens(2)
     probe, exact = LipschitzProbe(model, tokens), LipschitzProbe(model, tokens)
     for one in (probe, exact):
@@ -159,7 +158,7 @@ def test_measuring_leaves_model_and_random_numbers_alone_and_repeats(name: str) 
 
 
 def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
-    model = trained_a_little(model_in_metrics())
+    model = trained_a_little(scaled_model())
     probe, other = (LipschitzProbe(model, random_tokens(1)) for _ in range(2))
     probe.values()
     other.load_state_dict({name: tensor.clone() for name, tensor in probe.state_dict().items()})
@@ -179,7 +178,7 @@ def test_an_estimate_takes_few_launches_the_same_at_any_depth(
     for num_layers in (4, 8):
         monkeypatch.setattr("tests.nn.builders.LAYERS", num_layers)
         options = {"certificate": certificate, "bounded": bounded, "strictly_causal": False}
-        model = model_in_metrics(**options)
+        model = scaled_model(**options)
         set_manual_refresh(model)
         probe = LipschitzProbe(model, random_tokens(1))
         probe.values()
@@ -189,7 +188,7 @@ def test_an_estimate_takes_few_launches_the_same_at_any_depth(
         counts[num_layers] = launches.count
         assert len(probe.groups) == 2
     # Weights are still scaled one by one; all else is as it is at any depth.
-    assert counts[8] - counts[4] <= 4 * 11
+    assert counts[8] - counts[4] <= 4 * 12
     assert counts[4] <= 2 * 190
 
 

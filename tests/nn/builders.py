@@ -1,20 +1,20 @@
 """Small models for tests."""
 
-from functools import partial
-
 import torch
 
-from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.channel_metric import loud_channels
-from invformer.nn.convolutional_feed_forward import (
-    ContractiveConvolutionalFeedForward,
-    ConvolutionalFeedForward,
+from invformer.nn import (
+    BoundedAttention,
+    ContractiveFeedForward,
+    ContractiveL2Attention,
+    DiagonalScaling,
+    DotProductAttention,
+    FeedForward,
+    InvertibleBlock,
+    InvertibleStack,
+    L2Attention,
+    RelativePositionBias,
+    loud_channels,
 )
-from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
-from invformer.nn.position_bias import RelativePositionBias
-from invformer.nn.residual import InvertibleBlock, MetricBlock
-from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
@@ -28,7 +28,7 @@ def contractive_model(
     strictly_causal: bool = False,
     kernel: int = 1,
     input_radius: float | None = None,
-    metric: bool = False,
+    scaled: bool = False,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
     d_embedding = WIDTH // 3
@@ -36,7 +36,7 @@ def contractive_model(
     blocks = []
     for index in range(LAYERS):
         first = d_embedding + index * share
-        channels = None if metric else slice(first, first + share)
+        channels = None if scaled else slice(first, first + share)
         position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
         if bounded:
             attention = BoundedAttention(
@@ -53,20 +53,14 @@ def contractive_model(
             attention = ContractiveL2Attention(
                 WIDTH, HEADS, position, target, certificate, channels
             )
-        if kernel > 1:
-            feed_forward = ContractiveConvolutionalFeedForward(
-                WIDTH, 2 * WIDTH, target, kernel, output_channels=channels
-            )
-        else:
-            feed_forward = ContractiveFeedForward(
-                WIDTH, 2 * WIDTH, target, "silu", output_channels=channels
-            )
-        if metric:
-            loud = loud_channels(WIDTH, index)
-            blocks.append(MetricBlock(attention, feed_forward, WIDTH, loud, input_radius))
-        else:
-            width = WIDTH if norm else None
-            blocks.append(InvertibleBlock(attention, feed_forward, width, input_radius))
+        feed_forward = ContractiveFeedForward(
+            WIDTH, 2 * WIDTH, target, "silu", output_channels=channels, kernel=kernel
+        )
+        scalings = (None, None)
+        if scaled:
+            scalings = tuple(DiagonalScaling(WIDTH, c) for c in loud_channels(WIDTH, index))
+        d_norm = WIDTH if norm and not scaled else None
+        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, input_radius, scalings))
     kind = "causal" if certificate == "causal" else "global"
     stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
     model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)
@@ -79,20 +73,20 @@ def model_of_the_past() -> CharTransformer:
     return contractive_model(0.7, "causal", bounded=True, strictly_causal=True, kernel=3)
 
 
-def model_in_metrics(
+def scaled_model(
     target: float = 0.5,
     certificate: str = "causal",
     bounded: bool = True,
     strictly_causal: bool = True,
     **options,
 ) -> CharTransformer:
-    """Every branch contracts in a metric of its own."""
+    """Every branch contracts in a weighted norm of its own."""
     return contractive_model(
         target,
         certificate,
         bounded=bounded,
         strictly_causal=strictly_causal,
-        metric=True,
+        scaled=True,
         **options,
     )
 
@@ -101,11 +95,10 @@ def baseline(
     attention: type = DotProductAttention, dropout: float = 0.0, kernel: int = 1
 ) -> CharTransformer:
     """A tiny pre-norm baseline."""
-    feed_forward = FeedForward if kernel == 1 else partial(ConvolutionalFeedForward, kernel=kernel)
     blocks = [
         PreNormBlock(
             attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN)),
-            feed_forward(WIDTH, 2 * WIDTH),
+            FeedForward(WIDTH, 2 * WIDTH, kernel=kernel),
             WIDTH,
             dropout,
         )

@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 
-from invformer.nn.attention import (
+from invformer.nn import (
     ContractiveL2Attention,
     DotProductAttention,
     L2Attention,
     PaperContractiveL2Attention,
 )
+from invformer.nn.attention import head_gain
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import NORMS
@@ -162,7 +163,7 @@ def test_the_witness_nearly_attains_the_token_max_certificate() -> None:
         layer.w_g.weight.copy_(torch.eye(width))
     layer.eval()
     log_n = layer.position.log_mass()
-    g = (layer.head_gain() - 1).item() / 4
+    g = (head_gain(layer.position.log_mass(), layer.certificate) - 1).item() / 4
     x = torch.zeros(seq_len, width)
     radius = math.sqrt((1 + g) * math.sqrt(width))
     x[0:-1:2, 0], x[1:-1:2, 0] = radius, -radius

@@ -10,6 +10,7 @@ import torch
 
 from invformer.errors import NonFiniteError
 from invformer.nn import (
+    ActivationNorm,
     CausalMask,
     CharTransformer,
     ContractiveFeedForward,
@@ -20,15 +21,14 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.nn.activation_norm import ChannelAffine
 from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,
     WIDTH,
     baseline,
     contractive_model,
-    model_in_metrics,
     random_tokens,
+    scaled_model,
     trained_a_little,
 )
 
@@ -81,6 +81,11 @@ def test_layer_norm_in_the_stack_is_refused() -> None:
         certify(baseline())
 
 
+def test_a_branch_alone_is_told_which_wrapper_it_wants() -> None:
+    with pytest.raises(NoCertificateError, match=r"not L2Attention: wrap both .* InvertibleStack"):
+        certify(L2Attention(4, 1, CausalMask(5)))
+
+
 def test_an_unknown_branch_is_refused_by_name() -> None:
     model = contractive_model()
     model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(12, 12)
@@ -89,8 +94,8 @@ def test_an_unknown_branch_is_refused_by_name() -> None:
 
 
 class Louder(ContractiveFeedForward):
-    def applied(self, *inputs: Any) -> torch.Tensor:
-        return 10 * super().applied(*inputs)
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return 10 * super().forward(*inputs)
 
 
 def subclassed(model: CharTransformer) -> None:
@@ -111,6 +116,10 @@ def replaced(model: CharTransformer) -> None:
     model.stack.blocks[1].forward = lambda x: 10 * x
 
 
+def rescaled(model: CharTransformer) -> None:
+    model.stack.blocks[1].attention.scaling = torch.nn.Linear(WIDTH, WIDTH)
+
+
 def normalised(model: CharTransformer) -> None:
     model.stack.blocks[1].register_module("norm", torch.nn.LayerNorm(WIDTH))
 
@@ -127,6 +136,7 @@ def foreign(model: CharTransformer) -> None:
         (hooked_before, "blocks.0.attention: a forward hook"),
         (replaced, "blocks.1: a forward hook, or a forward of its own"),
         (normalised, "block_01/norm: no proof is known for LayerNorm"),
+        (rescaled, "block_01/attention: no proof is known for Linear"),
         (foreign, "block_01: no proof is known for Linear"),
     ],
 )
@@ -147,27 +157,22 @@ def test_diagonal_blocks_of_a_mask_that_sees_ahead_are_refused_by_name() -> None
         certify(model, kind="causal")
 
 
-@pytest.mark.parametrize("metrics", [False, True])
-def test_scales_bound_those_of_a_stack_in_bfloat16(metrics: bool) -> None:
-    model = model_in_metrics() if metrics else contractive_model()
-    for _, layer in model.stack.layers():
-        for parameter in (p for n, p in layer.named_parameters() if n == "log_scale"):
+@pytest.mark.parametrize("build", [contractive_model, scaled_model])
+def test_scales_bound_those_of_a_stack_in_bfloat16(build) -> None:
+    model = build()
+    for name, parameter in model.stack.named_parameters():
+        if name.endswith("log_scale"):
             parameter.data.normal_(std=2)
     half = copy.deepcopy(model).to(torch.bfloat16)
     for certified in (model, half):
         certificate = certify(certified, dtype=torch.bfloat16)
         for name, layer in half.stack.layers():
-            if isinstance(layer, ChannelAffine):
-                assert layer.effective_weights().scale.max() <= certificate.scales[name]
-                inverse = (-layer.log_scale).exp()
-                assert inverse.max() <= certificate.inverse_scales[name]
-
-
-def test_dropout_in_training_mode_is_refused() -> None:
-    model = contractive_model()
-    model.stack.blocks[0].attention.branch.extra = torch.nn.Dropout(0.1)
-    with pytest.raises(NoCertificateError, match=r"dropout.*eval\(\)"):
-        certify(model)
+            if isinstance(layer, ActivationNorm):
+                assert layer.weights().scale.max() <= certificate.scales[name]
+            elif layer.scaling is not None:
+                used = layer.scaling.weights()
+                condition = used.scale.max().double() * used.inverse.max().double()
+                assert condition <= certificate.conditions[name]
 
 
 def test_weights_are_certified_as_they_are_cast() -> None:
@@ -225,7 +230,6 @@ def test_weights_that_are_not_finite_are_named_not_certified() -> None:
     branch = dict(model.stack.branches())["block_01/attention"]
     with torch.no_grad():
         branch.w_g.weight[0, 0] = float("nan")
-    model.train().eval()
     assert not certify(model).holds
     with pytest.raises(NonFiniteError, match="block_01/attention: its weights are not finite") as e:
         enforce(model)

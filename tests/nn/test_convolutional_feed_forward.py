@@ -3,12 +3,9 @@
 import pytest
 import torch
 
-from invformer.nn.branch import exact_copy, frozen_weights, shared_weights
-from invformer.nn.convolutional_feed_forward import (
-    ContractiveConvolutionalFeedForward,
-    ConvolutionalFeedForward,
-)
-from invformer.nn.feed_forward import ACTIVATIONS
+from invformer.bounds.layers import ACTIVATION_SLOPE
+from invformer.nn.branch import in_double
+from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, FeedForward
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.token_shift import advance, delay, windows, windows_adjoint
 from tests.nn.test_bounded_attention import token_max_norm
@@ -17,10 +14,10 @@ TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
 NORMS = ("token_max", "frobenius", "entry_max")
 
 
-def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveConvolutionalFeedForward:
+def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveFeedForward:
     """A layer with nothing at its start value."""
     torch.manual_seed(seed)
-    made = ContractiveConvolutionalFeedForward(WIDTH, HIDDEN, TARGET, kernel, activation=activation)
+    made = ContractiveFeedForward(WIDTH, HIDDEN, TARGET, activation, kernel=kernel)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
@@ -48,7 +45,7 @@ def test_shifts_and_windows_are_adjoint_to_their_adjoints() -> None:
 @pytest.mark.parametrize("kernel", [2, 4, TOKENS + 1])
 def test_its_outputs_are_those_of_a_loop_over_tokens_and_lags(kernel: int) -> None:
     made = layer(kernel)
-    w_in, w_out = made.w_in(), made.output_scale() * made.w_out()
+    w_in, w_out = made.w_in(), made.target_scale() / ACTIVATION_SLOPE["silu"] * made.w_out()
     b_in, sharpness = made.b_in, made.log_sharpness.exp()
     w_past = made.w_past / sharpness
     x = torch.randn(TOKENS, WIDTH)
@@ -59,15 +56,13 @@ def test_its_outputs_are_those_of_a_loop_over_tokens_and_lags(kernel: int) -> No
             hidden = hidden + x[i - lag] @ w_past[(lag - 1) * WIDTH : lag * WIDTH]
         expected.append(ACTIVATIONS["silu"](sharpness * hidden) / sharpness @ w_out)
     torch.testing.assert_close(made(x), torch.stack(expected))
-    with frozen_weights(made):
-        torch.testing.assert_close(made(x), torch.stack(expected))
-        torch.testing.assert_close(exact_copy(made)(x), torch.stack(expected))
-    with shared_weights([made, layer(kernel, seed=1)]):
-        torch.testing.assert_close(made(x), torch.stack(expected))
+    together = made.weights_of([layer(kernel, seed=1), made])[1]
+    for weights in (together, in_double(made.weights())):
+        torch.testing.assert_close(made(x, weights), torch.stack(expected))
 
 
 def test_the_free_layer_is_a_convolution_followed_by_a_matrix() -> None:
-    made = ConvolutionalFeedForward(WIDTH, HIDDEN, 3)
+    made = FeedForward(WIDTH, HIDDEN, kernel=3)
     x = torch.randn(2, TOKENS, WIDTH)
     kernel = made[0].weight.unflatten(1, (3, WIDTH)).flip(1).transpose(1, 2)
     padded = torch.nn.functional.pad(x.mT, (2, 0))
@@ -123,12 +118,3 @@ def test_earlier_tokens_that_enter_with_nothing_leave_the_constant_of_single_tok
     with torch.no_grad():
         made.w_past.zero_()
     assert made.lipschitz_bound("token_max") == made.causal_bound()
-
-
-def test_a_kernel_without_earlier_tokens_is_refused() -> None:
-    for build in (
-        lambda: ContractiveConvolutionalFeedForward(WIDTH, HIDDEN, TARGET, 1),
-        lambda: ConvolutionalFeedForward(WIDTH, HIDDEN, 1),
-    ):
-        with pytest.raises(ValueError, match="a kernel of 1 sees no earlier token"):
-            build()

@@ -23,7 +23,6 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.nn.convolutional_feed_forward import ContractiveConvolutionalFeedForward
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from tests.nn.builders import contractive_model, random_tokens, trained_a_little
 
@@ -115,19 +114,16 @@ def test_symbols_far_from_zero_and_near_each_other_decode_to_themselves(
 def test_feed_forwards_in_bfloat16_are_certified_as_they_multiply(
     sharpness: float, activation: str, kernel: int
 ) -> None:
-    options = {"activation": activation, "initial_sharpness": sharpness}
-    if kernel == 1:
-        branch = ContractiveFeedForward(WIDTH, 64, TARGET, **options)
-    else:
-        branch = ContractiveConvolutionalFeedForward(WIDTH, 64, TARGET, kernel, **options)
-    branch.float()
+    options = {"activation": activation, "initial_sharpness": sharpness, "kernel": kernel}
+    branch = ContractiveFeedForward(WIDTH, 64, TARGET, **options).float()
     branch.w_in.weight.data = torch.full((WIDTH, 64), 1.3)
     branch.w_out.weight.data = torch.full((64, WIDTH), 0.7)
     branch.eval().requires_grad_(False)
     attention = BoundedAttention(WIDTH, 2, 4, CausalMask(TOKENS), TARGET, certificate="causal")
     stack = stack_of(attention.float(), branch, kind="causal")
     certificate = enforce(stack, dtype=torch.bfloat16)
-    w_in, _, w_out, _ = (w.bfloat16().double() for w in branch.weights())
+    weights = branch.weights()
+    w_in, w_out = (w.bfloat16().double() for w in (weights.w_in, weights.w_out))
     # All hidden units are alike: where one has its largest slope, every one has.
     product = torch.linalg.matrix_norm(w_in[:WIDTH] @ w_out, 2).item()
     largest = product * ACTIVATION_SLOPE[activation] * (1 - 1e-5)
@@ -145,7 +141,7 @@ def test_enforcing_does_not_make_up_for_constants_of_other_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_feed_forward_outside_frozen_weights_multiplies_by_what_is_certified(
+def test_a_feed_forward_multiplies_by_what_is_certified(
     dtype: torch.dtype,
 ) -> None:
     # One unit, always at its largest slope: the Jacobian is the product of the two matrices.
@@ -163,9 +159,9 @@ def test_a_feed_forward_outside_frozen_weights_multiplies_by_what_is_certified(
 
 def test_the_papers_output_map_does_not_feel_autocast() -> None:
     attention = PaperContractiveL2Attention(8, 1, CausalMask(TOKENS), TARGET).float().eval()
-    plain = attention.effective_weights().g
+    plain = attention.weights().g
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(attention.effective_weights().g, plain)
+        assert torch.equal(attention.weights().g, plain)
 
 
 @pytest.mark.parametrize("d_head", [2, 3, 5, 7])
@@ -177,7 +173,6 @@ def test_the_temperature_that_kernels_use_in_bfloat16_is_certified(d_head: int) 
         )
         attention = attention.float().eval().requires_grad_(False)
         attention.log_temperature.data = torch.randn(1)
-        attention.w_qkv.refresh()
         weights = attention.weights()
         root = math.sqrt(d_head)
         used = (weights.temperature * root).bfloat16().double() / root
@@ -199,9 +194,9 @@ def test_certificates_of_another_kind_or_norm_do_not_bound_errors() -> None:
     z = model.stack(x)
     for wrong in (certify(model, kind="causal"), certify(model, norm="frobenius")):
         with pytest.raises(ValueError, match="the certificate is"):
-            model.stack.inverse(z, wrong)
+            model.stack.inverse(z, certificate=wrong)
     with pytest.raises(ValueError, match="bounds in frobenius, but lengths in token_max"):
-        model.stack.preimage_bound(x, z, certify(model, norm="frobenius"))
+        model.stack.preimage_bound(x, z, certificate=certify(model, norm="frobenius"))
 
 
 @pytest.mark.parametrize("wrong", ["more blocks", "fewer blocks", "shorter sequences"])
@@ -223,9 +218,9 @@ def test_certificates_of_another_stack_or_of_shorter_sequences_do_not_bound_erro
         message = "the certificate holds up to 11 tokens, not for 12"
         certificate = replace(certificate, seq_len=11)
     with pytest.raises(ValueError, match=message):
-        model.stack.inverse(z, certificate)
+        model.stack.inverse(z, certificate=certificate)
     with pytest.raises(ValueError, match=message):
-        model.stack.preimage_bound(x, z, certificate)
+        model.stack.preimage_bound(x, z, certificate=certificate)
 
 
 def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() -> None:
@@ -233,7 +228,7 @@ def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() 
     certificate = certify(model)
     model = model.double().requires_grad_(False)
     x = model.embedding(random_tokens(2))
-    solution = model.stack.inverse(model.stack(x), certificate)
+    solution = model.stack.inverse(model.stack(x), certificate=certificate)
     assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
 
 
@@ -256,7 +251,7 @@ def test_sharpness_out_of_range_is_no_certificate(log_sharpness: float) -> None:
 
 def test_kernels_over_tokens_are_not_held_in_entry_max() -> None:
     with pytest.raises(ValueError, match="held in spectral norms, not in entry_max"):
-        ContractiveConvolutionalFeedForward(8, 8, TARGET, 3, norm="entry_max")
+        ContractiveFeedForward(8, 8, TARGET, kernel=3, norm="entry_max")
 
 
 def test_layers_with_different_masks_run_side_by_side() -> None:
@@ -277,6 +272,5 @@ def test_layers_with_different_masks_run_side_by_side() -> None:
 def test_a_layer_of_zeros_adds_nothing_and_is_proven_to(certificate: str) -> None:
     attention = PaperContractiveL2Attention(8, 2, CausalMask(TOKENS), TARGET, certificate).eval()
     attention.w_o.weight.data.zero_()
-    attention.w_o.refresh()
     assert (attention(torch.randn(2, TOKENS, 8)) == 0).all()
     assert attention.lipschitz_bound(certificate.removeprefix("kim_")) <= TARGET

@@ -1,8 +1,6 @@
 """ActivationNorm, feed-forward, residual layers, stacks and the language model."""
 
-import copy
 import math
-import pickle
 from functools import partial
 
 import pytest
@@ -19,7 +17,6 @@ from invformer.nn import (
     L2Attention,
     RelativePositionBias,
     certify,
-    frozen_weights,
 )
 from invformer.nn import branch as branch_module
 from invformer.nn.spectral import set_manual_refresh
@@ -35,9 +32,9 @@ from tests.nn.builders import (
     contractive_model,
     convolutional_baseline,
     l2_baseline,
-    model_in_metrics,
     model_of_the_past,
     random_tokens,
+    scaled_model,
     trained_a_little,
 )
 
@@ -146,7 +143,7 @@ def test_the_whole_stack_is_undone_and_the_text_comes_back() -> None:
     tokens = random_tokens(3, seed=5)
     x = model.embedding(tokens)
     certificate = certify(model, dtype=torch.float64)
-    solution = model.stack.inverse(model.stack(x), certificate)
+    solution = model.stack.inverse(model.stack(x), certificate=certificate)
     error = (solution.value - x).norm(dim=-1).amax(-1)
     assert (error <= solution.error_bound).all()
     assert (solution.error_bound < model.embedding.decoding_margin()).all()
@@ -158,7 +155,9 @@ def test_in_float32_the_text_comes_back_without_evidence_too_for_one_evaluation_
     tokens = random_tokens(3, seed=5)
     z = model.stack(model.embedding(tokens))
     certificate = certify(model, dtype=torch.float32)
-    proven, bare = (model.stack.inverse(z, certificate, evidence=e) for e in (True, False))
+    proven, bare = (
+        model.stack.inverse(z, certificate=certificate, evidence=e) for e in (True, False)
+    )
     assert torch.equal(bare.value, proven.value)
     assert bare.error_bound.isinf().all()
     assert torch.equal(model.embedding.nearest_tokens(bare.value), tokens)
@@ -197,7 +196,7 @@ def test_blocks_first_write_to_their_own_channels() -> None:
 SEQUENTIAL = [
     contractive_model,
     model_of_the_past,
-    model_in_metrics,
+    scaled_model,
     baseline,
     convolutional_baseline,
     l2_baseline,
@@ -225,56 +224,6 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
     assert model.eval()(random_tokens(1)).allclose(plain)
 
 
-def test_frozen_weights_compute_the_same_function() -> None:
-    model = trained_a_little(contractive_model())
-    tokens = random_tokens(2)
-    expected = model(tokens)
-    with frozen_weights(model):
-        torch.testing.assert_close(model(tokens), expected, rtol=1e-11, atol=1e-12)
-    assert all(branch._frozen is None for _, branch in model.stack.branches())
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        contractive_model,
-        partial(contractive_model, bounded=True),
-        model_of_the_past,
-        model_in_metrics,
-    ],
-)
-def test_what_is_made_of_frozen_weights_is_made_once_and_forgotten_with_them(build) -> None:
-    model = trained_a_little(build()).eval()
-    tokens = random_tokens(2)
-    attentions = [branch for _, branch in model.stack.branches()][::2]
-    with torch.no_grad(), frozen_weights(model):
-        first = model(tokens)
-        made = [branch._derived for branch in attentions]
-        assert torch.equal(model(tokens), first)
-        assert [branch._derived for branch in attentions] == made
-        assert None not in made
-    assert all(branch._derived is None for branch in attentions)
-    for parameter in model.parameters():
-        parameter.data *= 1.1
-    with torch.no_grad(), frozen_weights(model):
-        assert not torch.equal(model(tokens), first)
-
-
-def test_a_copy_made_while_weights_are_held_computes_its_own() -> None:
-    model = trained_a_little(contractive_model()).eval()
-    tokens = random_tokens(2)
-    with frozen_weights(model):
-        copied = copy.deepcopy(model)
-        assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), copied(tokens))
-    with torch.no_grad():
-        for parameter in copied.stack.parameters():
-            parameter.mul_(1.1)
-    changed = copied(tokens)
-    assert not torch.allclose(changed, model(tokens))
-    changed.sum().backward()
-    assert all(parameter.grad is not None for parameter in copied.parameters())
-
-
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
     "build",
@@ -282,7 +231,7 @@ def test_a_copy_made_while_weights_are_held_computes_its_own() -> None:
         contractive_model,
         partial(contractive_model, bounded=True),
         model_of_the_past,
-        model_in_metrics,
+        scaled_model,
     ],
 )
 def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
@@ -306,7 +255,7 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -
         contractive_model,
         partial(contractive_model, bounded=True),
         model_of_the_past,
-        model_in_metrics,
+        scaled_model,
     ],
 )
 def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
@@ -384,9 +333,9 @@ def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
     encoded: list[int] = []
     extend = model.extend
 
-    def counting(tokens: torch.Tensor, past: dict) -> torch.Tensor:
+    def counting(tokens: torch.Tensor, *others) -> torch.Tensor:
         encoded.append(tokens.shape[-1])
-        return extend(tokens, past)
+        return extend(tokens, *others)
 
     model.extend = counting  # type: ignore[method-assign]
     model.generate(random_tokens(1)[0, :3], 2 * SEQ_LEN)
@@ -457,21 +406,6 @@ def test_impossible_generation_is_refused_in_one_line(change: dict, message: str
 
 
 @pytest.mark.parametrize("bounded", [False, True])
-def test_weights_shared_by_a_forward_pass_are_those_each_branch_computes(bounded: bool) -> None:
-    model = contractive_model(bounded=bounded).train()
-    tokens = random_tokens(3)
-
-    def loss_and_gradients() -> list[torch.Tensor]:
-        loss = model(tokens).square().sum()
-        return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
-
-    together = loss_and_gradients()
-    model.stack.sharing_branches = list  # none of them
-    torch.testing.assert_close(loss_and_gradients(), together)
-    assert all(branch._shared is None for _, branch in model.stack.branches())
-
-
-@pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
 def test_no_other_text_has_the_same_output_and_the_bound_says_so(
     certificate: str, bounded: bool
@@ -479,7 +413,7 @@ def test_no_other_text_has_the_same_output_and_the_bound_says_so(
     model = trained_a_little(contractive_model(certificate=certificate, bounded=bounded))
     model.eval().requires_grad_(False)
     x = model.embedding(random_tokens(4))
-    bound = model.stack.preimage_bound(x, model.stack(x), certify(model, dtype=torch.float64))
+    bound = model.stack.preimage_bound(x, model.stack(x), None, certify(model, dtype=torch.float64))
     assert (bound < 2 * model.embedding.decoding_margin()).all()
     assert (bound > 0).all()
 
@@ -496,7 +430,7 @@ def test_a_text_with_another_output_is_not_mistaken_for_the_right_one(
     other[:, place] = (other[:, place] + 1) % VOCAB
     other[:, place + 1 :] = random_tokens(4, seed=1)[:, place + 1 :]
     x, z = model.embedding(other), model.stack(model.embedding(tokens))
-    bound = model.stack.preimage_bound(x, z, certify(model, dtype=torch.float64))
+    bound = model.stack.preimage_bound(x, z, certificate=certify(model, dtype=torch.float64))
     apart = (x - model.embedding(tokens))[:, place].norm(dim=-1)
     assert (apart <= bound).all()
     assert (bound >= 2 * model.embedding.decoding_margin()).all()
@@ -505,7 +439,7 @@ def test_a_text_with_another_output_is_not_mistaken_for_the_right_one(
 def test_an_empty_batch_of_texts_has_no_preimages_to_bound() -> None:
     model = contractive_model()
     x = model.embedding(random_tokens(4)[:0])
-    bound = model.stack.preimage_bound(x, model.stack(x), certify(model, dtype=torch.float64))
+    bound = model.stack.preimage_bound(x, model.stack(x), None, certify(model, dtype=torch.float64))
     assert bound.shape == (0,)
 
 
@@ -556,9 +490,7 @@ def test_biases_that_cancel_put_no_error_above_its_bound(
             branch.b_in.fill_(bias)
             branch.log_sharpness.zero_()
             layer, x = InvertibleResidual(branch), torch.randn(64, tokens, width)
-            with frozen_weights(branch):
-                bound = branch.lipschitz_bound(norm)
-                found = layer.inverse(layer(x), lipschitz_bound=bound, norm=norm, throw=False)
+            found = layer.inverse(layer(x), norm=norm, throw=False)
         assert (vector_norm(found.value - x, norm) <= found.error_bound).all()
         assert (found.status != InversionStatus.NOT_CONTRACTIVE).all()
 
@@ -576,3 +508,82 @@ def test_what_a_feed_forward_adds_up_inside_is_measured_in_the_norm_of_the_seque
     assert branch.inner_size("frobenius", tokens) == pytest.approx(whole)
     largest = inner.norm(dim=0).max().item()
     assert branch.inner_size("entry_max", tokens) == pytest.approx(largest)
+
+
+EVERY_KIND = [
+    contractive_model,
+    partial(contractive_model, bounded=True),
+    partial(contractive_model, input_radius=2.0),
+    model_of_the_past,
+    scaled_model,
+]
+
+
+@pytest.mark.parametrize("build", EVERY_KIND)
+@pytest.mark.parametrize("training", [True, False])
+def test_weights_computed_together_are_those_each_layer_computes(build, training: bool) -> None:
+    model, x = trained_a_little(build()), torch.randn(2, SEQ_LEN, WIDTH)
+    with torch.set_grad_enabled(training):
+        weights = model.stack.weights()
+        together, alone = model.stack(x, weights), x
+        for block in model.stack.blocks:
+            alone = block(alone)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    assert torch.equal(model.stack(x, weights), together)
+    if training:
+        parameters = list(model.stack.parameters())
+        found, expected = (
+            torch.autograd.grad(y.sin().sum(), parameters) for y in (together, alone)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("build", EVERY_KIND)
+def test_weights_are_values_that_later_steps_do_not_change(build) -> None:
+    model, tokens = trained_a_little(build()), random_tokens(2)
+    with torch.no_grad():
+        weights, x = model.weights(), model.embedding(tokens)
+        z, certificate = model.stack(x, weights), certify(model, weights=weights)
+        for name, parameter in model.stack.named_parameters():
+            if "position" not in name:
+                parameter.mul_(1.3)
+        assert torch.equal(model.stack(x, weights), z)
+        assert not torch.allclose(model.stack(x), z)
+        solution = model.stack.inverse(z, weights, certificate)
+        torch.testing.assert_close(solution.value, x, rtol=1e-6, atol=1e-6)
+        assert certify(model, weights=weights) == certificate
+        in_single = model.float().stack(x.float(), type(weights)(model.weights()))
+        in_double = model.stack(x.float().double(), model.weights().double())
+    torch.testing.assert_close(in_single.double(), in_double, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_for_training_are_not_inverted_with() -> None:
+    model = scaled_model()
+    weights = model.weights()
+    with pytest.raises(ValueError, match="compute them under torch"):
+        model.stack.inverse(torch.zeros(1, SEQ_LEN, WIDTH), weights)
+
+
+def test_a_layer_and_a_stack_are_inverted_without_further_objects() -> None:
+    layer = InvertibleResidual(ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9))
+    x = torch.randn(3, 5, WIDTH)
+    found = layer.inverse(layer(x))
+    assert ((found.value - x).norm(dim=-1).amax(-1) <= found.error_bound).all()
+    model = trained_a_little(contractive_model())
+    x = model.embedding(random_tokens(2))
+    solution = model.stack.inverse(model.stack(x).detach())
+    assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
+    assert (model.stack.preimage_bound(x, model.stack(x)) < 0.1).all()
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        ContractiveL2Attention(WIDTH, 3, CausalMask(SEQ_LEN), 0.5),
+        ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.5),
+        ActivationNorm(WIDTH),
+    ],
+)
+def test_a_wrong_width_names_both(layer: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match="tokens have width 7, the layer has width 12"):
+        layer(torch.randn(2, 5, 7))

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from invformer.config import load_config
-from invformer.nn.attention import ContractiveL2Attention, DotProductAttention, L2Attention
+from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.kim_attention import L2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import depth_stability, training
 from studies.depth_stability import (

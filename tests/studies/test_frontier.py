@@ -16,7 +16,6 @@ from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, Tra
 from invformer.data.windows import training_windows
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.nn.certificate import as_branches
-from invformer.nn.residual import MetricBlock
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import frontier
@@ -137,7 +136,7 @@ def test_branches_contract_in_metrics_where_that_is_trained() -> None:
     assert metric == replace(plain, channel_metric=True)
     for case in (plain, metric):
         block = train(case, CPU)[0].stack.blocks[0]
-        assert isinstance(block, MetricBlock) == case.channel_metric
+        assert (block.attention.scaling is not None) == case.channel_metric
     labels = [point.label for point in points_of([(plain, CERTIFIED), (metric, CERTIFIED)])]
     assert labels == ["contractive_l2 token_max", "contractive_l2 token_max metric"]
 

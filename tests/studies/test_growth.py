@@ -11,7 +11,7 @@ from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
-from invformer.nn.attention import DotProductAttention
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.position_bias import CausalMask
 from invformer.numerics.linear_map import dense_jacobian
 from studies import growth, measured_layers

@@ -7,7 +7,8 @@ import torch
 
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
-from invformer.nn.attention import paper_output_map, project
+from invformer.nn.attention import project
+from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
 from studies.study import main

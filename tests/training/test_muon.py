@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.nn.attention import DotProductAttention
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.position_bias import RelativePositionBias
 from invformer.training.muon import Muon, as_matrices, as_parameter, orthogonalised
 from invformer.training.optimizers import build_optimizer

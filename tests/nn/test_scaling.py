@@ -1,4 +1,4 @@
-"""Branches that contract in metrics of their own."""
+"""Branches that contract in weighted norms of their own: y = x + D⁻¹ f(D x + b)."""
 
 import copy
 import math
@@ -11,9 +11,9 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
 from invformer.evaluation.lipschitz import measured_branches
-from invformer.nn import certify, enforce, frozen_weights
-from invformer.nn.branch import affine
-from invformer.nn.channel_metric import INITIAL_LOUDNESS, ChangeOfMetric, ChannelMetric
+from invformer.nn import certify, enforce
+from invformer.nn.affine import affine
+from invformer.nn.scaling import INITIAL_LOUDNESS
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
 from tests.nn.builders import (
@@ -21,8 +21,8 @@ from tests.nn.builders import (
     VOCAB,
     WIDTH,
     contractive_model,
-    model_in_metrics,
     random_tokens,
+    scaled_model,
     trained_a_little,
 )
 
@@ -34,40 +34,29 @@ MODELS = [
 ]
 
 
-def random_metric() -> ChannelMetric:
-    metric = ChannelMetric(WIDTH, torch.arange(3))
-    for parameter in metric.parameters():
-        torch.nn.init.normal_(parameter)
-    return metric
-
-
 @pytest.mark.parametrize("options", MODELS)
 def test_a_block_is_its_formula(options: dict) -> None:
-    model = trained_a_little(model_in_metrics(**options))
+    model = trained_a_little(scaled_model(**options))
     x = model.embedding(random_tokens(2))
     for block in model.stack.blocks:
         expected = x
-        for metric, layer in (
-            (block.attention_metric, block.attention),
-            (block.feed_forward_metric, block.feed_forward),
-        ):
-            scale = metric.log_scale.exp()
-            expected = expected + layer.added(expected * scale + metric.shift) / scale
+        for layer in (block.attention, block.feed_forward):
+            scale, shift = layer.scaling.log_scale.exp(), layer.scaling.shift
+            expected = expected + layer.added(expected * scale + shift) / scale
         x = block(x)
         torch.testing.assert_close(x, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", MODELS)
 def test_what_a_branch_adds_to_the_stream_contracts_in_its_metric(options: dict) -> None:
-    model = trained_a_little(model_in_metrics(**options))
+    model = trained_a_little(scaled_model(**options))
     certificate = certify(model, dtype=torch.float64)
     x = model.embedding(random_tokens(1)).detach()
-    block = model.stack.blocks[0]
-    metric, layer = block.attention_metric, block.attention
-    scale = metric.log_scale.exp().detach()
+    layer = model.stack.blocks[0].attention
+    scale, shift = layer.scaling.log_scale.exp().detach(), layer.scaling.shift.detach()
 
     def added(x: torch.Tensor) -> torch.Tensor:
-        return layer.added(x * scale + metric.shift.detach()) / scale
+        return layer.added(x * scale + shift) / scale
 
     jacobian = dense_jacobian(added, x[0]).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
     weighted = jacobian * scale[:, None, None] / scale
@@ -80,23 +69,23 @@ def test_what_a_branch_adds_to_the_stream_contracts_in_its_metric(options: dict)
 
 
 def test_in_plain_coordinates_a_branch_may_be_far_from_a_contraction() -> None:
-    model = trained_a_little(model_in_metrics(certificate="token_max", strictly_causal=False))
+    model = trained_a_little(scaled_model(certificate="token_max", strictly_causal=False))
     x = model.embedding(random_tokens(1)).detach()
     block = model.stack.blocks[0]
     plain = dense_jacobian(block, x[0]) - torch.eye(SEQ_LEN * WIDTH)
     assert torch.linalg.matrix_norm(plain, 2).item() > 1
     certificate = enforce(model, torch.float64)
     assert certificate.holds
-    assert certificate.in_metrics
-    assert not certify(contractive_model()).in_metrics
+    assert certificate.conditions.keys() == certificate.per_branch.keys()
+    assert not certify(contractive_model()).conditions
 
 
 def test_at_first_a_branch_reads_what_is_there_and_is_loud_where_it_should_be() -> None:
     torch.manual_seed(0)
-    model = model_in_metrics()
+    model = scaled_model()
     x = model.embedding(random_tokens(8)).detach()
-    block = model.stack.blocks[0]
-    metric, branch = block.attention_metric, block.attention.branch
+    layer = model.stack.blocks[0].attention
+    metric, branch = layer.scaling, layer.branch
     loud = torch.zeros(WIDTH, dtype=torch.bool)
     loud[metric.loud] = True
     read = metric(x).flatten(0, 1)
@@ -111,31 +100,16 @@ def test_at_first_a_branch_reads_what_is_there_and_is_loud_where_it_should_be() 
     assert written[~loud].max() < 0.5 * INITIAL_LOUDNESS
 
 
-def test_changes_of_metric_compose_and_are_undone() -> None:
-    first, second, x = random_metric(), random_metric(), torch.randn(3, WIDTH)
-    enter, between, leave = (
-        ChangeOfMetric(None, first),
-        ChangeOfMetric(first, second),
-        ChangeOfMetric(second, None),
-    )
-    torch.testing.assert_close(enter(x), first(x))
-    torch.testing.assert_close(between(enter(x)), second(x))
-    torch.testing.assert_close(leave(second(x)), x)
-    for change in (enter, between, leave):
-        torch.testing.assert_close(change.inverse(change(x)), x)
-        assert not list(change.parameters())
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("options", MODELS)
 def test_the_text_comes_back_within_the_bound(options: dict, dtype: torch.dtype) -> None:
-    model, tokens = trained_a_little(model_in_metrics(**options)).to(dtype), random_tokens(3)
+    model, tokens = trained_a_little(scaled_model(**options)).to(dtype), random_tokens(3)
     certificate = enforce(model, dtype)
     with torch.no_grad():
         x = model.embedding(tokens)
         z = model.stack(x)
-        solution = model.stack.inverse(z, certificate)
-        other = model.stack.preimage_bound(x, z, certificate)
+        solution = model.stack.inverse(z, certificate=certificate)
+        other = model.stack.preimage_bound(x, z, certificate=certificate)
     error = vector_norm((solution.value - x).double(), "token_max")
     assert (error <= solution.error_bound).all()
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
@@ -145,18 +119,13 @@ def test_the_text_comes_back_within_the_bound(options: dict, dtype: torch.dtype)
 
 @pytest.mark.parametrize("options", MODELS)
 def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(options: dict) -> None:
-    model = trained_a_little(model_in_metrics(**options))
+    model = trained_a_little(scaled_model(**options))
     x = model.embedding(random_tokens(2)).detach().requires_grad_()
     parameters = [x, *model.stack.parameters()]
-
-    def by_layers(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        for _, layer in block.layers():
-            x = layer(x)
-        return x
-
-    folded, plain = x, x
-    for block in model.stack.blocks:
-        folded, plain = block(folded), by_layers(block, plain)
+    folded, plain = model.stack(x), x
+    for _, layer in model.stack.residual_layers():
+        u = layer.scaling(plain)
+        plain = plain + layer.added(u) * (-layer.scaling.log_scale).exp()
     torch.testing.assert_close(folded, plain, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
         assert torch.equal(model.stack(x), plain)
@@ -167,10 +136,10 @@ def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(opt
 
 
 def test_every_gradient_is_that_of_the_formula() -> None:
-    model = model_in_metrics().train()
+    model = scaled_model().train()
     tokens = random_tokens(2)
     model(tokens).logsumexp(-1).sum().backward()
-    step, metric = 1e-6, model.stack.blocks[0].feed_forward_metric
+    step, metric = 1e-6, model.stack.blocks[0].feed_forward.scaling
     for parameter in (metric.log_scale, metric.shift):
         assert parameter.grad is not None
         with torch.no_grad():
@@ -212,74 +181,65 @@ def test_an_affine_map_of_centred_tokens_has_the_derivatives_of_its_formula(bias
     torch.testing.assert_close(*gradients)
 
 
-def test_frozen_weights_hold_where_gradients_are_wanted_too() -> None:
-    model = trained_a_little(model_in_metrics())
-    x = model.embedding(random_tokens(2)).detach().requires_grad_()
-    with frozen_weights(model):
-        expected = model.stack(x)
-        with torch.no_grad():
-            for name, parameter in model.stack.named_parameters():
-                if name.endswith("weight"):
-                    parameter += 0.1 * torch.randn_like(parameter)
-        y = model.stack(x)
-        y.square().sum().backward()
-    assert torch.equal(y, expected)
-    assert x.grad is not None
-    assert not torch.equal(model.stack(x), expected)
-
-
-def test_changes_of_metric_are_held_while_weights_are_frozen_and_only_then() -> None:
-    model, tokens = trained_a_little(model_in_metrics()), random_tokens(2)
-    block = model.stack.blocks[0]
-    with torch.no_grad():
-        expected = model(tokens)
-        with frozen_weights(model):
-            assert torch.equal(model(tokens), expected)
-            block.attention_metric.log_scale += 0.1
-            assert torch.equal(model(tokens), expected)
-            copied = copy.deepcopy(block.enter)
-            assert copied._frozen is None
-        assert not torch.equal(model(tokens), expected)
-
-
-def test_metrics_are_saved_once_and_copied_with_their_block() -> None:
-    model = trained_a_little(model_in_metrics())
-    names = [name for name in model.state_dict() if "blocks.0" in name and "metric" in name]
-    assert names == [
-        f"stack.blocks.0.{branch}_metric.{part}"
-        for branch in ("attention", "feed_forward")
-        for part in ("log_scale", "shift")
-    ]
-    tokens = random_tokens(2)
+def test_scalings_are_copied_with_their_layer() -> None:
+    model, tokens = trained_a_little(scaled_model()), random_tokens(2)
     expected = model(tokens)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(tokens), expected)
         with torch.no_grad():
-            copied.stack.blocks[0].attention_metric.log_scale += 0.1
+            copied.stack.blocks[0].attention.scaling.log_scale += 0.1
         assert not torch.equal(copied(tokens), expected)
     assert torch.equal(model(tokens), expected)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_metric_that_is_not_finite_is_named(value: float) -> None:
-    model = model_in_metrics()
+def test_a_scaling_that_is_not_finite_is_named(value: float) -> None:
+    model = scaled_model()
     with torch.no_grad():
-        model.stack.blocks[1].feed_forward_metric.shift[2] = value
-    with pytest.raises(NonFiniteError, match="block_01/between"):
+        model.stack.blocks[1].feed_forward.scaling.shift[2] = value
+    with pytest.raises(NonFiniteError, match="block_01/feed_forward"):
         enforce(model, torch.float64)
+
+
+@pytest.mark.parametrize("log_scale", [800.0, -800.0])
+def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -> None:
+    model = scaled_model()
+    z = model.stack(model.embedding(random_tokens(1))).detach()
+    with torch.no_grad():
+        model.stack.blocks[1].feed_forward.scaling.log_scale[2] = log_scale
+    assert math.isinf(certify(model, kind="global").total)
+    solution = model.stack.inverse(z, throw=False)
+    assert solution.error_bound.isinf().all()
+    with pytest.raises(NonFiniteError, match="block_01/feed_forward"):
+        enforce(model, torch.float64)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bounded", [True, False])
+def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(
+    seed: int, bounded: bool
+) -> None:
+    torch.manual_seed(seed)
+    stack = scaled_model(bounded=bounded, strictly_causal=bounded).stack.float()
+    x = 4e5 * torch.randn(8, SEQ_LEN, WIDTH, dtype=torch.float32)
+    x[0] *= 1000
+    stack.initialise(x)
+    assert stack(x).isfinite().all()
+    for _, layer in stack.residual_layers():
+        assert (layer.scaling(x).flatten(0, 1).std(0) < 100).all()
 
 
 @pytest.mark.parametrize("options", MODELS)
 def test_estimates_stay_below_local_bounds_and_those_below_bounds(options: dict) -> None:
-    model = trained_a_little(model_in_metrics(**options))
+    model = trained_a_little(scaled_model(**options))
     for branches in measured_branches(model, random_tokens(2), 60).values():
         assert all(0 < row["estimate"] <= row["bound"] for row in branches.values())
 
 
 @pytest.mark.parametrize("options", MODELS)
 def test_characters_come_one_by_one_as_they_come_at_once(options: dict) -> None:
-    model, tokens = trained_a_little(model_in_metrics(**options)), random_tokens(2)
-    with torch.no_grad(), frozen_weights(model):
+    model, tokens = trained_a_little(scaled_model(**options)), random_tokens(2)
+    with torch.no_grad():
         past: dict = {}
         one_by_one = [model.extend(tokens[:, i : i + 1], past) for i in range(SEQ_LEN)]
         torch.testing.assert_close(torch.cat(one_by_one, 1), model(tokens))
@@ -288,9 +248,5 @@ def test_characters_come_one_by_one_as_they_come_at_once(options: dict) -> None:
 def test_branches_are_loud_one_after_the_other_from_the_first_free_channel_on() -> None:
     config = ModelConfig(d_model=12, num_heads=3, num_layers=2)
     stack = build_model(config, VOCAB, SEQ_LEN).stack
-    loud = [
-        metric.loud.tolist()
-        for block in stack.blocks
-        for metric in (block.attention_metric, block.feed_forward_metric)
-    ]
+    loud = [layer.scaling.loud.tolist() for _, layer in stack.residual_layers()]
     assert loud == [[4, 5, 6], [7, 8, 9], [10, 11, 0], [1, 2, 3]]

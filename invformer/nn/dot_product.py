@@ -1,0 +1,52 @@
+"""Dot-product attention, the unconstrained baseline."""
+
+import math
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from invformer.kernels.attention import Kernel, attend
+from invformer.nn.attention import merge_heads, split_heads
+from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.position_bias import VisibilityMask
+
+
+class DotProductAttention(nn.Module):
+    """F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O, the unconstrained baseline of Vaswani et al.
+
+    Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
+
+    Args:
+        d_model: width D.
+        num_heads: H, a divisor of D.
+        position: causal mask or relative position bias added to the logits.
+        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+    """
+
+    def __init__(
+        self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
+    ) -> None:
+        super().__init__()
+        self.kernel: Kernel = kernel
+        self.num_heads = num_heads
+        self.position = position.for_heads(num_heads)
+        self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
+        self.out = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(
+        self, x: Float[Tensor, "*batch tokens width"]
+    ) -> Float[Tensor, "*batch tokens width"]:
+        """Attend, causally."""
+        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
+        return self.out(merge_heads(y))
+
+    def next_outputs(
+        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
+    ) -> Float[Tensor, "*batch new width"]:
+        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
+        k, v = past.append(k, v)
+        bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)
+        logits = q @ k.mT / math.sqrt(q.shape[-1]) + bias
+        return self.out(merge_heads(logits.softmax(-1) @ v))
