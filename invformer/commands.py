@@ -37,23 +37,32 @@ def run(schema: type[Config], work: Callable[[Config], None], argv: Sequence[str
     debug = "--debug" in words or bool(getattr(getattr(config, "run", None), "debug", False))
 
     def guarded_work() -> None:
-        if checkpoint := getattr(config, "checkpoint", None):
-            require_path(checkpoint)
+        require_paths(config)
         work(config)
 
     raise SystemExit(guarded(guarded_work, debug=debug))
 
 
-def require_path(checkpoint: str) -> None:
-    """Answer a mistyped path at once.
+def require_paths(config: Root) -> None:
+    """Answer a mistyped path before torch is loaded.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: there is no such checkpoint.
+        DataError: there is no such text.
     """
-    if "://" not in checkpoint and not os.path.lexists(os.path.expanduser(checkpoint)):
+    checkpoint = getattr(config, "checkpoint", None)
+    text = getattr(getattr(config, "data", None), "path", None)
+    if checkpoint and is_missing(checkpoint):
         raise CheckpointError(
             f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
         )
+    if text and is_missing(text):
+        raise DataError(f"{text:.200}: no such file or folder; check data.path")
+
+
+def is_missing(path: str) -> bool:
+    """Whether there is nothing at a path, which is no address on the web."""
+    return "://" not in path and not os.path.lexists(os.path.expanduser(path))
 
 
 def train(argv: Sequence[str] | None = None) -> None:
