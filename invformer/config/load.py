@@ -61,21 +61,21 @@ def parse_or_exit(
 
     ``--help`` and ``--print-config`` end the program with 0, an error ends it with one line and 2.
     """
-    if {"-h", "--help"} & set(argv):
-        print(help_text(schema, config_root))
-        raise SystemExit(0)
+    words = [word for word in argv if word not in ("--print-config", "--debug")]
+    if "--debug" in argv:
+        words += [f"{key}=true" for key, _ in options(schema) if key.split(".")[-1] == "debug"]
     try:
-        words = [word for word in argv if word not in ("--print-config", "--debug")]
-        if "--debug" in argv:
-            words += [f"{key}=true" for key, _ in options(schema) if key.split(".")[-1] == "debug"]
+        if {"-h", "--help"} & set(argv):
+            print(help_text(schema, config_root))
+            raise SystemExit(0)
         config = load_config(words, schema, config_root)
+        if "--print-config" in argv:
+            print(to_yaml(config), end="")
+            raise SystemExit(0)
+        return config
     except ConfigurationError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    if "--print-config" in argv:
-        print(to_yaml(config), end="")
-        raise SystemExit(0)
-    return config
 
 
 def load_config(
@@ -142,11 +142,8 @@ def command_line(config: Root) -> str:
 
 def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None) -> str:
     """Usage, presets by group, and every field with type, interval, default and meaning."""
-    groups = "[group=preset ...] " if schema.groups else ""
-    usage = f"python {schema.program} {groups}[key=value ...] [--print-config] [--debug] [--help]"
-    lines = [f"usage: {usage}", "", schema.__doc__ or ""]
-    if schema.groups:
-        lines += ["", "presets (group=name); the experiment applies first, single fields last:"]
+    usage = f"python {schema.program} [group=preset ...] [key=value ...] [--print-config] [--debug]"
+    lines = [f"usage: {usage} [--help]", "", schema.__doc__ or "", "", "presets (group=name):"]
     for group in schema.groups:
         names = ", ".join(_presets(group, config_root)) or "none found"
         lines += wrap(f"  {group:<12}{names}", 100, subsequent_indent=" " * 14)

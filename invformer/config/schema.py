@@ -26,6 +26,7 @@ CorpusName = Literal[
     "python_docs", "python_stdlib", "text_file",
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
+Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
 CONTRACTIVE_ONLY = (
@@ -39,25 +40,15 @@ class ModelConfig(Section):
     """The network."""
 
     key: ClassVar[str] = "model"
-    name: AttentionName = option(
-        "contractive_l2", "attention; contractive_* are the invertible models, others baselines"
-    )
-    certificate: CertificateName | None = option(
-        "token_max", "theorem that certifies a contractive model; null for the baselines"
-    )
+    name: AttentionName = option("contractive_l2", "attention; contractive_* can be inverted")
+    certificate: CertificateName | None = option("token_max", "theorem; null for the baselines")
     d_model: int = option(96, "width of the residual stream, channels", "[1, 1e5]")
     num_heads: int = option(4, "attention heads, a divisor of d_model", "[1, 1e4]")
-    d_head: int | None = option(
-        None, "channels of a head (contractive_bounded only); null is d_model // num_heads", SIZE
-    )
+    d_head: int | None = option(None, "channels of a head; null is d_model // num_heads", SIZE)
     num_layers: int = option(4, "blocks, each of attention and feed-forward", "[1, 1e4]")
     d_ff: int | None = option(None, "hidden channels of the feed-forward; null is 4 d_model", SIZE)
-    strictly_causal: bool = option(
-        False, "a token attends to earlier tokens and not to itself (contractive_bounded only)"
-    )
-    feed_forward_kernel: int = option(
-        1, "tokens a hidden unit sees; in contractive models only causal allows many", "[1, 1e3]"
-    )
+    strictly_causal: bool = option(False, "a token attends to earlier tokens, not to itself")
+    feed_forward_kernel: int = option(1, "tokens that a hidden unit sees, its own last", "[1, 1e3]")
     lipschitz_target: float = option(
         0.5,
         "c, the largest Lipschitz constant of a residual branch (or, with certificate causal, of "
@@ -68,32 +59,21 @@ class ModelConfig(Section):
     position_bias_form: Literal["table", "linear", "sinusoid"] = option(
         "table", "a free number for each lag, a line, or a sum of sinusoids"
     )
-    attention_kernel: Literal["auto", "math", "native", "blocked", "sdpa", "flex"] = option(
-        "auto", "implementation of attention; all but math need memory linear in seq_len"
-    )
+    attention_kernel: Kernel = option("auto", "all but math need memory linear in seq_len")
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
-    channel_metric: bool = option(
-        True, "each branch contracts in a norm with a learned weight per channel"
-    )
+    channel_metric: bool = option(True, "branches contract in a norm with learned channel weights")
     loud_channels: int | None = option(
         None, "channels with a large output at first; null is d_model // 4", "[1, 1e5]"
     )
     activation_norm: bool = option(False, "invertible ActNorm after each branch")
     input_radius: float | None = option(
-        None,
-        "map inputs of branches into a ball of this radius, in units of sqrt(d_model), to keep "
-        "activations of deep stacks small",
-        "[1e-3, 1e6]",
+        None, "map inputs of branches into a ball of this radius times sqrt(d_model)", "[1e-3, 1e6]"
     )
     d_embedding: int | None = option(
         None, "channels the embedding writes, others start at zero; null is d_model // 3", SIZE
     )
-    initial_sharpness: float = option(
-        8.0, "how sharply feed-forward units bend at first (learned per unit)", "[1e-6, 1e6]"
-    )
-    initial_output: float = option(
-        0.1, "initial size of the entries of a branch's output matrix", "[1e-6, 1e6]"
-    )
+    initial_sharpness: float = option(8.0, "bend of feed-forward units at first", "[1e-6, 1e6]")
+    initial_output: float = option(0.1, "entries of a branch's output at first", "[1e-6, 1e6]")
     dropout: float = option(0.0, "probability on a branch's output, baselines only", "[0, 1)")
     head_dropout: float = option(0.0, "probability on the head's input, after the stack", "[0, 1)")
 
@@ -168,16 +148,10 @@ class DataConfig(Section):
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     seq_len: int = option(128, "context, characters", SIZE)
     batch_size: int = option(8, "windows per batch and device", SIZE)
-    val_fraction: float = option(
-        0.05, "share of the text for validation, if the corpus has no splits", "(0, 1)"
-    )
-    test_fraction: float = option(
-        0.05, "share of the text for the test, if the corpus has no splits", "[0, 1)"
-    )
+    val_fraction: float = option(0.05, "share for validation, without own splits", "(0, 1)")
+    test_fraction: float = option(0.05, "share for the test, without own splits", "[0, 1)")
     split: Split = option("val", "split that evaluate.py scores")
-    max_characters: int | None = option(
-        None, "read only this many characters of the corpus; null reads all", "[1, 1e12]"
-    )
+    max_characters: int | None = option(None, "read no more characters than this", "[1, 1e12]")
 
     def check(self) -> None:
         """Something is left to train on, and a local corpus says where it is."""
@@ -192,9 +166,7 @@ class OptimConfig(Section):
     """The optimiser and its schedule: linear warm-up, then cosine."""
 
     key: ClassVar[str] = "optim"
-    name: Literal["adamw", "muon"] = option(
-        "adamw", "muon updates the matrices by Muon and everything else by AdamW"
-    )
+    name: Literal["adamw", "muon"] = option("adamw", "muon: Muon for matrices, AdamW for others")
     lr: float = option(8e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
     betas: list[float] = option([0.9, 0.99], "AdamW's two decay rates", "[0, 1)")
@@ -204,9 +176,7 @@ class OptimConfig(Section):
     )
     min_lr_fraction: float = option(0.0, "final over peak learning rate", "[0, 1]")
     grad_clip: float | None = option(1.0, "largest gradient norm; null is no limit", "(0, 1e9]")
-    ema_decay: float | None = option(
-        None, "validate and certify a moving average of the weights with this decay", "(0, 1)"
-    )
+    ema_decay: float | None = option(None, "validate a moving average of weights", "(0, 1)")
 
     def check(self) -> None:
         """AdamW has two decay rates."""
@@ -222,16 +192,12 @@ class TrainerConfig(Section):
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
     devices: int = option(1, "devices to train on", "[1, 1e4]")
-    strategy: Literal["ddp", "fsdp"] = option(
-        "ddp", "with several devices: ddp copies everything, fsdp shards gradients and optimiser"
-    )
+    strategy: Literal["ddp", "fsdp"] = option("ddp", "fsdp shards gradients and optimiser")
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
     accumulate: int = option(1, "batches per optimiser step", SIZE)
     checkpoint_activations: bool = option(False, "save memory: compute blocks again in backward")
-    rank_timeout: float = option(
-        300.0, "with several devices: seconds in which each process has to begin a batch", SIZE
-    )
+    rank_timeout: float = option(300.0, "seconds in which each process begins a batch", SIZE)
     num_threads: int | None = option(None, "CPU threads; null is PyTorch's choice", "[1, 1024]")
     deterministic: bool = option(True, "only algorithms that repeat bit for bit")
     sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
@@ -246,9 +212,7 @@ class LoggerConfig(Section):
     key: ClassVar[str] = "logger"
     name: Literal["wandb", "none"] = option("wandb", "none writes metrics.jsonl alone")
     project: str = option("invformer", "W&B project")
-    mode: Literal["auto", "online", "offline", "disabled"] = option(
-        "auto", "auto is online with an API key, else offline"
-    )
+    mode: Literal["auto", "online", "offline", "disabled"] = option("auto", "auto looks for a key")
     entity: str | None = option(None, "W&B user or team; null is your default")
     tags: list[str] = option([], "W&B tags, 1 to 64 characters each")
     group: str | None = option(None, "W&B group; an experiment file names its family here")
@@ -352,12 +316,8 @@ class EvaluateDataConfig(Section):
     key: ClassVar[str] = "data"
     name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
-    split: ScoredSplit | None = option(
-        None, "split to score, all for the whole text; null is the checkpoint's data.split"
-    )
-    max_characters: int | None = option(
-        None, "read only this many characters of the corpus", "[1, 1e12]"
-    )
+    split: ScoredSplit | None = option(None, "to score; null is the checkpoint's data.split")
+    max_characters: int | None = option(None, "read no more characters than this", "[1, 1e12]")
 
     def check(self) -> None:
         """A local corpus says where it is."""
@@ -369,15 +329,11 @@ class MeasureConfig(Section):
     """What is measured."""
 
     key: ClassVar[str] = "evaluate"
-    stride: int | None = option(
-        None, "characters between windows; null is seq_len, without overlap", SIZE
-    )
+    stride: int | None = option(None, "characters between windows; null is seq_len", SIZE)
     batch_size: int = option(64, "windows per batch", SIZE)
-    lipschitz_sequences: int = option(
-        2, "sequences for local Lipschitz estimates; 0 for none", "[0, 1e6]"
-    )
+    lipschitz_sequences: int = option(2, "sequences for local Lipschitz estimates", "[0, 1e6]")
     lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
-    inversion_sequences: int = option(16, "sequences that are inverted; 0 for none", "[0, 1e6]")
+    inversion_sequences: int = option(16, "sequences that are inverted", "[0, 1e6]")
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
     atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
     device: str = option("auto", DEVICES)
@@ -409,9 +365,7 @@ class SampleConfig(Root):
     length: int = option(200, "characters to add", SIZE)
     temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
     top_k: int | None = option(None, "sample among this many likeliest characters", SIZE)
-    top_p: float | None = option(
-        None, "sample among the likeliest characters with this probability together", "(0, 1]"
-    )
+    top_p: float | None = option(None, "sample among the likeliest of this mass", "(0, 1]")
     num_samples: int = option(1, "texts for each prompt", SIZE)
     seed: int = option(0, "of the sampling", SEED)
     device: str = option("auto", DEVICES)
@@ -431,21 +385,16 @@ class InvertConfig(Root):
     file: str | None = option(None, "file with the text, UTF-8")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
     save_states: str | None = option(None, "safetensors file to write the perturbed states to")
-    noise: float = option(
-        0.0, "Gaussian noise added to the states, in units of their root mean square", "[0, 1e6]"
-    )
-    bits: int | None = option(
-        None, "round states to 2^bits levels between least and largest value", "[1, 32]"
-    )
+    noise: float = option(0.0, "noise on the states, of their root mean square", "[0, 1e6]")
+    bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
     seed: int = option(0, "of the noise", SEED)
     device: str = option("auto", DEVICES)
 
     def check(self) -> None:
         """One source of the text, and a device that PyTorch could have."""
         given = [name for name in ("text", "file", "states") if getattr(self, name) is not None]
-        self.refuse_if(
-            given[1:], given[-1] if given else "text", "give one of text, file and states"
-        )
+        for name in given[1:]:
+            self.refuse(name, "give one of text, file and states")
         check_device(self, self.device)
 
 
