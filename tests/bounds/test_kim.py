@@ -1,6 +1,7 @@
 """Kim et al. 2021, Theorem 3.2, against dense Jacobians of the printed formula."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +105,49 @@ def test_the_exponent_of_the_query_norm_is_four() -> None:
         assert ratio == pytest.approx(scale**2)
 
 
+@pytest.mark.parametrize("broken", ["untied keys", "hidden self token", "values without A_h"])
+def test_without_one_of_its_assumptions_the_map_is_steeper_than_the_bound(broken: str) -> None:
+    one, bias = torch.ones(1, 1, 1), plain_bias(1, 3, causal=False)
+    if broken == "values without A_h":  # tokens differ where W^Q_h is blind, and values see it
+        w_q = torch.eye(4).unflatten(1, (2, 2)).movedim(1, 0)
+        weights = w_q, w_q + w_q.flip(0), torch.eye(4), plain_bias(2, 3, causal=False)
+        x = 1e4 * torch.tensor([[0.0, 0, 0, 0], [0, 0, 1, 0], [0, 0, -1, 0]])
+        x[1:, 0] = torch.tensor([0.5, -0.5])
+        maps = [partial(paper_attention, w_q=weights[0], w_v=weights[1], w_o=weights[2],
+                        bias=weights[3], with_a=with_a) for with_a in (True, False)]  # fmt: skip
+        norm, bound = "frobenius", frobenius_bound(*weights[:3], 3, num_tokens=3)
+    else:
+        hidden = bias.clone()
+        hidden[0].fill_diagonal_(-math.inf)
+        untied = broken == "untied keys"
+        x = torch.tensor([[1000.0], [2100.0], [1900.0]] if untied else [[0.0], [100.0], [-100.0]])
+        change = {"bias": bias, "w_k": one / 2} if untied else {"bias": hidden}
+        maps = [partial(l2_attention, w_q=one, g=one, **o) for o in ({"bias": bias}, change)]
+        norm, bound = "entry_max", entry_max_composite_bound(one, one, 3)
+    sound, steep = (norm_from_below(jacobian(f, x), norm) for f in maps)
+    assert sound <= bound < steep
+
+
+def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
+    """One large entry among many small ones, and two equal heads, each at the two-sided witness."""
+    num_tokens, d_head = 101, 64
+    sides = torch.ones(num_tokens, 1)
+    sides[1::2] = -1
+    sides[-1] = 0
+    gap, bias = best_two_sided_gap(num_tokens - 1), plain_bias(1, num_tokens, causal=True)
+    direction = torch.full((d_head,), 1 / math.sqrt(2 * (d_head - 1)))
+    direction[0] = 1 / math.sqrt(2)
+    eye, twice = torch.eye(d_head)[None], torch.ones(2, 1, 1)
+    (g,) = mean_gaps(num_tokens, 1)
+    for x, w, biases, too_small in (
+        (math.sqrt(gap * math.sqrt(d_head)) * sides * direction, eye, bias, 4 * g + 1),
+        (math.sqrt(gap) * sides, twice, bias.expand(2, -1, -1), 4 * g + 1),
+    ):
+        row = AttentionProblem(x, w, w, biases).last_row()
+        assert too_small < norm_from_below(row, "entry_max")
+        assert norm_from_below(row, "entry_max") <= entry_max_composite_bound(w, w, num_tokens)
+
+
 def test_keeping_the_product_of_each_head_together_is_a_large_gain() -> None:
     """Glorot weights at N = 288, D = 128, H = 4."""
     num_heads, width, d_head = 4, 128, 32
@@ -128,14 +172,10 @@ def test_more_visible_tokens_never_lower_a_bound() -> None:
     assert bounds == sorted(bounds)
 
 
-def test_a_bias_that_is_not_finite_gets_an_infinite_bound() -> None:
-    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
-    for unknown in (math.nan, math.inf):
-        assert entry_max_composite_bound(w_q, g, torch.tensor([0.0, unknown])) == math.inf
-
-
-def test_a_weight_that_is_not_finite_gets_an_infinite_bound() -> None:
+def test_what_is_not_finite_gets_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
+    for unknown in (math.nan, math.inf):
+        assert entry_max_composite_bound(w_q, w_q.mT, torch.tensor([0.0, unknown])) == math.inf
     w_q[0, 1, 1] = math.nan
     assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf
     assert frobenius_bound(w_q, w_v, w_o, 5, 5) == math.inf

@@ -1,7 +1,6 @@
-"""Local bounds: never below the true constant, close to it, and broken ones are caught."""
+"""Local bounds: never below the true constant, and close to it."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -96,6 +95,31 @@ def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
     assert 0.87 * certificate < float(bound) < certificate
 
 
+def equal_heads(case: AttentionCase, num_heads: int) -> AttentionCase:
+    """The same head many times: the map is multiplied by their number."""
+    of = (t.expand(num_heads, -1, -1) for t in (case.w_q, case.g, case.bias))
+    return AttentionCase(case.x, *of)
+
+
+@pytest.mark.parametrize("num_heads", [1, 400])
+def test_equal_heads_add_up_in_every_local_bound(num_heads: int) -> None:
+    """Where values, queries or keys dominate: no term of a bound takes one head for their sum."""
+    one = torch.ones(1, 1, 1)
+    pulled = AttentionCase(
+        torch.tensor([[-2.0], [2.0], [0.0]]), one, one, logit_bias("causal", 1, 3)
+    )
+    for single in (token_max_witness(21), mass_at_the_first_token(), pulled):
+        case = equal_heads(single, num_heads)
+        true = num_heads * largest_singular_value(single)
+        assert largest_singular_value(case) == pytest.approx(true)
+        for name, bound in FROBENIUS_BOUNDS.items():
+            alone = float(bound(*single.weights))
+            assert float(bound(*case.weights)) == pytest.approx(num_heads * alone, rel=1e-3), name
+        alone = float(local.token_max_local_bound(*single.weights))
+        together = float(local.token_max_local_bound(*case.weights))
+        assert together == pytest.approx(num_heads * alone, rel=1e-3)
+
+
 def test_token_gains_bound_every_row_of_every_head() -> None:
     case = attention_case(5, num_tokens=10, num_heads=4, scale=2.0, mask="causal and relative")
     gains = local.token_gains(case.q, case.p)
@@ -183,85 +207,6 @@ def test_a_single_token_and_silent_heads_are_no_special_case(name: str) -> None:
     assert float(ALL_BOUNDS[name](*silent.weights)) <= 1e-12
 
 
-Break = Callable[[pytest.MonkeyPatch], None]
-
-
-def replace_property(name: str, value: Callable[[local._Moments], Tensor]) -> Break:
-    return lambda patch: patch.setattr(local._Moments, name, property(value))
-
-
-def scale_function(name: str, factor: float) -> Break:
-    original = getattr(local, name)
-    return lambda patch: patch.setattr(local, name, lambda *args: factor * original(*args))
-
-
-def scale_logits(patch: pytest.MonkeyPatch) -> None:
-    """1/s in place of 2/s."""
-    of = local._Moments.of
-
-    def twice_s(q: Tensor, p: Tensor) -> local._Moments:
-        at = of(q, p)
-        return replace(at, s=2 * at.s)
-
-    patch.setattr(local._Moments, "of", staticmethod(twice_s))
-
-
-def no_column_sums(patch: pytest.MonkeyPatch) -> None:
-    """‖P‖ = 1, as if P were doubly stochastic."""
-    original = local._row_normalised
-    patch.setattr(
-        local, "_row_normalised", lambda p: original(p) / original(p).sum(-2).amax().clamp_min(1)
-    )
-
-
-def one_factor_for_heads(patch: pytest.MonkeyPatch) -> None:
-    """max_h ‖G′_h‖ in place of the norm of the stacked G′."""
-
-    def wrong(w: Tensor, g: Tensor):
-        left = torch.linalg.qr(g.mT).R.mT
-        yield left, torch.ones(())
-
-    patch.setattr(local, "_output_factors", wrong)
-
-
-MUTANTS: dict[str, tuple[str, Break]] = {
-    "token_max without covariances": (
-        "token_max",
-        replace_property("covariance_norm", lambda at: torch.zeros_like(at.p[..., 0])),
-    ),
-    "token_max without the rank-one terms": (
-        "token_max",
-        replace_property("key_and_value_norms", lambda at: torch.ones_like(at.p)),
-    ),
-    "token_max with halved logits": ("token_max", scale_logits),
-    "token_max with half the distances": ("token_max", scale_function("_square_distances", 0.25)),
-    "fast without column sums": ("fast", no_column_sums),
-    "tight without column sums": ("tight", no_column_sums),
-    "fast with heads that do not add": ("fast", one_factor_for_heads),
-    "tight with heads that do not add": ("tight", one_factor_for_heads),
-    "tight without the query term": ("tight", scale_function("_tight_query_term", 0)),
-    "tight without the key term": ("tight", scale_function("_tight_key_term", 0)),
-    "tight with halved logits": ("tight", scale_logits),
-    "comparison without covariances": (
-        "comparison",
-        replace_property("covariance_norm", lambda at: torch.zeros_like(at.p[..., 0])),
-    ),
-    "comparison with halved logits": ("comparison", scale_logits),
-}
-
-
-def violations(name: str) -> int:
-    """How many witnesses a bound fails: ``token_max`` against an estimate, others against σ_max."""
-    count = 0
-    for case in witnesses():
-        true = largest_singular_value(case)
-        if name == "token_max":
-            estimate = operator_norm(case.jacobian(), "token_max", num_steps=20)
-            true = float(estimate.value)
-        count += float(ALL_BOUNDS[name](*case.weights)) < true * (1 - 1e-9)
-    return count
-
-
 def witnesses() -> list[AttentionCase]:
     """Inputs on which one term or another is nearly all there is."""
     one = torch.ones(1, 1, 1)
@@ -275,17 +220,14 @@ def witnesses() -> list[AttentionCase]:
     return [token_max_witness(21), mass_at_the_first_token(), two, three, hidden, same]
 
 
-def test_no_bound_is_violated_by_a_witness() -> None:
-    assert [violations(name) for name in ALL_BOUNDS] == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_broken_bound_is_violated_by_a_witness(
-    mutant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, break_it = MUTANTS[mutant]
-    break_it(monkeypatch)
-    assert violations(name) > 0
+@pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_no_bound_is_violated_by_a_witness(name: str) -> None:
+    for case in witnesses():
+        true = largest_singular_value(case)
+        if name == "token_max":
+            estimate = operator_norm(case.jacobian(), "token_max", num_steps=20)
+            true = float(estimate.value)
+        assert float(ALL_BOUNDS[name](*case.weights)) >= true * (1 - 1e-9)
 
 
 def test_the_query_and_key_terms_are_differentiable_even_where_they_vanish() -> None:
@@ -375,16 +317,3 @@ def test_the_dot_product_bound_is_above_the_true_constant(mask: str, scale: floa
     true = torch.linalg.matrix_norm(dense_jacobian(f, x), 2)
     bound = local.dot_product_local_bound(*parts(x), w_q, w_k, w_v, w_o)
     assert true <= bound <= 8 * true
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("num_tokens", [64, 256])
-def test_frobenius_bounds_keep_their_quality_at_length(mask: str, num_tokens: int) -> None:
-    for scale in (0.3, 1.0, 2.0):
-        case = attention_case(
-            0, num_tokens=num_tokens, d_model=64, num_heads=4, scale=scale, mask=mask
-        )
-        true = float(operator_norm(case.jacobian(), "frobenius", num_steps=300).value)
-        assert true <= float(local.fast_local_bound(*case.weights)) <= 6 * true
-        assert true <= float(local.tight_local_bound(*case.weights)) <= 2.8 * true

@@ -1,0 +1,45 @@
+"""Outward rounding: no result is below the exact one."""
+
+import math
+from fractions import Fraction
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
+
+sizes = st.floats(min_value=0, max_value=1e300, allow_subnormal=True)
+
+
+@given(st.lists(sizes, min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_sums_and_products_are_never_below_the_exact_ones(values: list[float]) -> None:
+    exact = [Fraction(v) for v in values]
+    assert sum_up(*values) == math.inf or Fraction(sum_up(*values)) >= sum(exact)
+    assert product_up(*values) == math.inf or Fraction(product_up(*values)) >= math.prod(exact)
+
+
+@given(sizes, st.floats(min_value=1e-300, max_value=1e300))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_quotients_and_roots_are_never_below_the_exact_ones(a: float, b: float) -> None:
+    quotient, root = quotient_up(a, b), sqrt_up(a)
+    assert quotient == math.inf or Fraction(quotient) * Fraction(b) >= Fraction(a)
+    assert Fraction(root) ** 2 >= Fraction(a)
+
+
+def test_round_up_covers_a_long_chain_of_roundings() -> None:
+    term = 1 / 3
+    total = 0.0
+    for _ in range(1000):
+        total += term
+    assert Fraction(round_up(total, 1000)) >= 1000 * Fraction(term)
+    assert round_up(total, 1000) <= total * (1 + 1e-12)
+
+
+def test_exact_results_stay_exact_and_the_unknown_becomes_infinite() -> None:
+    assert product_up(1, 2.5, 1) == 2.5
+    assert product_up(0.0, 3.0) == sum_up(0, 0.0) == sqrt_up(0.0) == 0
+    assert sum_up(0.5, 0) == 0.5
+    assert quotient_up(1, 0) == product_up(0.0, math.inf) == math.inf
+    for unknown in (round_up, product_up, sum_up, sqrt_up):
+        assert unknown(math.nan) == math.inf
