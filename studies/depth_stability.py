@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from invformer.assemble.model import build_model
 from invformer.config.schema import AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option
-from invformer.data.windows import evaluation_windows
+from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
@@ -132,7 +132,7 @@ def measure(case: Case, device: torch.device) -> Result:
     torch.manual_seed(case.seed)
     model = build_kind(case, text.vocab_size).to(device)
     trained = train_by_adam(model, case)
-    windows = evaluation_windows(text.val, case.seq_len, batch_size=case.batch_size)
+    windows = EvaluationWindows(text.val, case.seq_len, batch_size=case.batch_size)
     return Result(
         val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
         train_nats=trained.final_nats,

@@ -34,7 +34,7 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option, section
-from invformer.data.windows import evaluation_windows
+from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
@@ -230,7 +230,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
         return lost
     certificate = enforce(model) if case.is_certified else None
-    windows = evaluation_windows(text.val, case.seq_len, case.stride, case.batch_size)
+    windows = EvaluationWindows(text.val, case.seq_len, case.stride, case.batch_size)
     likelihood = score(model, windows, device)
     probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
     estimate, residual, bound = local_constant(model, probe, case.probe_steps)

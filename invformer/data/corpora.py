@@ -1,30 +1,26 @@
 """Corpora by name: from Python itself, from your files, or from the Hugging Face Hub.
 
-Whatever the source, a corpus is three texts that share nothing, exactly as they were written. How
-each text is cut into splits is said where it is read.
+Whatever the source, a corpus is three texts that share nothing, exactly as they were written.
 """
 
+import glob
 import hashlib
 import io
 import os
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
-from invformer.config.schema import DataConfig
+from invformer.config.schema import CorpusName, DataConfig
+from invformer.data import hub
 from invformer.data.files import Reader, read_bytes
 from invformer.errors import DataError
 
-Name = Literal[
-    "python_docs", "python_stdlib", "text_file",
-    "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
-]  # fmt: skip
 Split = Literal["train", "val", "test"]
-Unit = Literal["characters", "bytes"]
+Texts = dict[Split, str]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 # What the files of a split may be called, first match wins. {} is a word for the split.
@@ -39,7 +35,6 @@ HUNDRED_MILLION = ("text8", "enwik8")
 # Not Python's own sources: tests, installed packages, and what differs from machine to machine.
 FOREIGN_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
-HUB_TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,10 @@ class Corpus:
     test: str = field(repr=False)
     sha256: str
     source: str
-    unit: Unit = "characters"
+    unit: Literal["characters", "bytes"] = "characters"
 
     def split(self, name: Split) -> str:
-        """The text of one split.
-
-        Raises:
-            DataError: the corpus has no text in it.
-        """
+        """The text of one split, or a DataError if there is none."""
         text = {"train": self.train, "val": self.val, "test": self.test}[name]
         if not text:
             raise DataError(
@@ -88,9 +79,6 @@ class Corpus:
         return f"{sizes} {self.unit}"
 
 
-Texts = dict[Split, str]
-
-
 def read_corpus(config: DataConfig) -> Corpus:
     """The text that a configuration names, in its splits."""
     return load_corpus(
@@ -107,15 +95,15 @@ def load_corpus(
 ) -> Corpus:
     """Read a corpus.
 
-    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file or folder; the
-    others come from the Hugging Face Hub, or with ``path`` from local files and no network.
+    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file, folder or
+    pattern; the others come from the Hugging Face Hub, or with ``path`` from local files.
 
-    A local file is cut into contiguous splits, train first and test last (text8 and enwik8 at their
-    customary 90, 95 and 100 million). A folder with files ``train.txt``, ``valid.txt`` and
-    ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``, ``train-*.parquet``; validation and val
-    are understood too) has its splits already, and an absent test file leaves the test split empty.
-    Any other folder is the concatenation of its ``*.txt`` (and ``*.TXT``) in sorted order, those in
-    its folders too and hidden ones left out, cut like a file.
+    A local file is cut into contiguous splits, train first and test last. A folder with files
+    ``train.txt``, ``valid.txt`` and ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``,
+    ``train-*.parquet``; validation and val are understood too) has its splits already, and an
+    absent test file leaves the test split empty. Any other folder is the concatenation of the
+    ``*.txt`` in it and in its folders, a pattern such as ``books/*.md`` that of the files it
+    matches, both in sorted order, and cut like a file.
 
     Text is read as it is: UTF-8 without exceptions, line ends and byte order marks kept. Two
     corpora are rewritten by convention: ``ptb`` becomes characters as in the literature (a space
@@ -123,9 +111,9 @@ def load_corpus(
 
     Args:
         name: of the corpus.
-        path: file (``.txt`` or any other text, ``.zip`` with one file in it), folder or pipe; a
-            ``SavedPath`` where a checkpoint names it, of which less is read (``data.files``).
-        val_fraction: share of the text for validation, where the corpus has no splits of its own.
+        path: file (``.txt`` or any other text, ``.zip`` with one file in it), folder, pattern or
+            pipe; a ``SavedPath`` if a checkpoint names it, of which less is read (``data.files``).
+        val_fraction: share of the text for validation, if the corpus has no splits of its own.
         test_fraction: likewise for the test.
         max_characters: shorten the corpus to this many characters: each split keeps its beginning,
             all in the same proportion.
@@ -134,10 +122,11 @@ def load_corpus(
         DataError: the text cannot be read, is empty or a single character, or the Hub cannot be
             reached.
     """
-    if name not in get_args(Name):
-        raise DataError(f"there is no corpus {name!r}: pick one of {', '.join(get_args(Name))}")
-    unit: Unit = "bytes" if name == "enwik8" else "characters"
-    texts: Texts
+    if name not in get_args(CorpusName):
+        raise DataError(
+            f"there is no corpus {name!r}: pick one of {', '.join(get_args(CorpusName))}"
+        )
+    unit = "bytes" if name == "enwik8" else "characters"
     if name in ("python_docs", "python_stdlib"):
         if path is not None:
             raise DataError(
@@ -166,7 +155,7 @@ def load_corpus(
     return corpus
 
 
-def digest(texts: Texts, unit: Unit) -> str:
+def digest(texts: Texts, unit: str) -> str:
     """SHA-256 of the texts, each after its name and length."""
     encoding = "latin-1" if unit == "bytes" else "utf-8"
     sha = hashlib.sha256()
@@ -184,16 +173,51 @@ def words_to_characters(text: str) -> str:
     return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
 
 
+def cut(name: str, text: str, val_fraction: float, test_fraction: float) -> Texts:
+    """Contiguous splits: train, then val, then test.
+
+    They part at ⌊n (1 − val − test)⌋ and ⌊n (1 − test)⌋; with 5 % each these are the splits that
+    tiny_shakespeare has on the Hub.
+    """
+    first = int(len(text) * (1 - val_fraction - test_fraction))
+    second = int(len(text) * (1 - test_fraction))
+    if name in HUNDRED_MILLION and len(text) == 100_000_000:
+        first, second = 90_000_000, 95_000_000
+    return {"train": text[:first], "val": text[first:second], "test": text[second:]}
+
+
+def deal(
+    documents: dict[str, str], val_fraction: float, test_fraction: float, separator: str = ""
+) -> Texts:
+    """Give every document to one split, whole.
+
+    In the order of the hashes of their names, so at random but the same everywhere, documents go to
+    validation, then to the test, as long as they fit into the share asked for; the rest is trained
+    on. Within a split they are sorted by name.
+    """
+    total = sum(map(len, documents.values()))
+    room: dict[Split, float] = {"val": val_fraction * total, "test": test_fraction * total}
+    split_of: dict[str, Split] = dict.fromkeys(documents, "train")
+    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        for split in room:
+            if len(documents[name]) <= room[split]:
+                split_of[name] = split
+                room[split] -= len(documents[name])
+                break
+    return {
+        split: separator.join(documents[n] for n in sorted(documents) if split_of[n] == split)
+        for split in SPLITS
+    }
+
+
 # --- Python's own text ---------------------------------------------------------------------------
 
 
 def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
     """The language reference that ``help()`` prints, which ships inside every CPython.
 
-    Some topics repeat parts of longer ones ("try" stands in "compound" as well). Going from long to
-    short, a topic is left out if more than half of it are paragraphs that were seen before: none of
-    the rest stands in two splits. Topics are then dealt out whole by :func:`deal`. The text differs
-    between versions of Python, so the source names the version.
+    Some topics repeat parts of longer ones ("try" stands in "compound" as well). From long to
+    short, a topic is left out if more than half of it are paragraphs that were seen before.
     """
     try:
         from pydoc_data.topics import topics  # 700 kB that nobody else needs
@@ -211,13 +235,13 @@ def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, 
             kept[name] = topics[name]
             seen.update(paragraphs)
     texts = deal(kept, val_fraction, test_fraction, separator="\n")
-    return texts, f"pydoc_data.topics of {platform.python_implementation()} {version()}"
+    return texts, f"pydoc_data.topics of {python()}"
 
 
 def read_python_stdlib(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
     """The .py files of Python's standard library, without tests and installed packages.
 
-    A package is dealt out whole (:func:`deal`), since its modules resemble each other.
+    A package is dealt out whole, since its modules resemble each other.
     """
     root = Path(sysconfig.get_path("stdlib"))
     packages: dict[str, str] = {}
@@ -226,13 +250,12 @@ def read_python_stdlib(val_fraction: float, test_fraction: float) -> tuple[Texts
         packages[package] = packages.get(package, "") + decode_source(file)
     if not packages:
         raise DataError(f"{root}: no .py files; this Python hides its standard library")
-    texts = deal(packages, val_fraction, test_fraction)
-    return texts, f"standard library of {platform.python_implementation()} {version()}"
+    return deal(packages, val_fraction, test_fraction), f"standard library of {python()}"
 
 
-def version() -> str:
-    """The running Python's version, such as 3.11.7."""
-    return platform.python_version()
+def python() -> str:
+    """The running Python, such as CPython 3.11.7."""
+    return f"{platform.python_implementation()} {platform.python_version()}"
 
 
 def python_sources(root: Path) -> list[Path]:
@@ -262,37 +285,13 @@ def decode_source(file: Path) -> str:
         raise DataError(f"{file}: {error}") from None
 
 
-def deal(
-    documents: dict[str, str], val_fraction: float, test_fraction: float, separator: str = ""
-) -> Texts:
-    """Give every document to one split, whole.
-
-    In the order of the hashes of their names, so at random but the same everywhere, documents go to
-    validation, then to the test, as long as they fit into the share asked for; the rest is trained
-    on. Within a split they are sorted by name.
-    """
-    total = sum(map(len, documents.values()))
-    room: dict[Split, float] = {"val": val_fraction * total, "test": test_fraction * total}
-    split_of: dict[str, Split] = dict.fromkeys(documents, "train")
-    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        for split in room:
-            if len(documents[name]) <= room[split]:
-                split_of[name] = split
-                room[split] -= len(documents[name])
-                break
-    return {
-        split: separator.join(documents[n] for n in sorted(documents) if split_of[n] == split)
-        for split in SPLITS
-    }
-
-
-# --- Local files ---------------------------------------------------------------------------------
+# --- Local files and the Hub ---------------------------------------------------------------------
 
 
 def read_local(
     name: str, reader: Reader, val_fraction: float, test_fraction: float
 ) -> tuple[Texts, str]:
-    """A file, a folder of splits, or a folder of texts."""
+    """A file, a folder of splits, or the texts of a folder or a pattern."""
     path, files = reader.path, [reader.path]
     if os.path.isdir(path):  # False also for a name that is too long
         if (splits := split_files(path)) is not None:
@@ -302,6 +301,9 @@ def read_local(
             }
             return texts, str(path)
         files = text_files(name, reader)
+    elif reader.is_typed and not os.path.lexists(path):
+        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+        files = [file for file in found if not file.is_dir()] or files
     text = "".join(read_file(name, file, reader) for file in files)
     return cut(name, text, val_fraction, test_fraction), str(path)
 
@@ -333,7 +335,8 @@ def text_files(name: str, reader: Reader) -> list[Path]:
     files = reader.text_files(folder)
     if not files:
         raise DataError(
-            f"{folder}: no *.txt in this folder and no train.txt; give data.path a file"
+            f"{folder}: no *.txt in this folder and no train.txt; give data.path a file, or a "
+            "pattern such as 'FOLDER/*.md'"
         )
     return files
 
@@ -341,13 +344,10 @@ def text_files(name: str, reader: Reader) -> list[Path]:
 def read_file(name: str, file: Path, reader: Reader) -> str:
     """The text of a plain file, of the one file in a .zip, or of a .parquet."""
     if file.suffix == ".parquet":
-        return read_parquet(name, file, reader)
-    decode = decode_bytes if name == "enwik8" else decode_utf8
-    return decode(reader.read(file), file)
-
-
-def decode_utf8(content: bytes, file: Path) -> str:
-    """Strict UTF-8; what is not names its place."""
+        return hub.read_parquet(name, file, reader)
+    content = reader.read(file)
+    if name == "enwik8":
+        return content.decode("latin-1")
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -357,84 +357,9 @@ def decode_utf8(content: bytes, file: Path) -> str:
         ) from None
 
 
-def decode_bytes(content: bytes, file: Path) -> str:
-    """Each byte b as the character chr(b)."""
-    return content.decode("latin-1")
-
-
-def cut(name: str, text: str, val_fraction: float, test_fraction: float) -> Texts:
-    """Contiguous splits: train, then val, then test.
-
-    They part at ⌊n (1 − val − test)⌋ and ⌊n (1 − test)⌋; with 5 % each these are the splits that
-    tiny_shakespeare has on the Hub.
-    """
-    first = int(len(text) * (1 - val_fraction - test_fraction))
-    second = int(len(text) * (1 - test_fraction))
-    if name in HUNDRED_MILLION and len(text) == 100_000_000:
-        first, second = 90_000_000, 95_000_000
-    return {"train": text[:first], "val": text[first:second], "test": text[second:]}
-
-
-# --- The Hugging Face Hub ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class HubDataset:
-    """Where a corpus is on the Hub.
-
-    Attributes:
-        repository: of the data set.
-        config: its configuration, where it has several.
-        parquet: splits and their files below ``refs/convert/parquet``, for repositories whose main
-            branch is a loading script, which ``datasets`` no longer runs.
-    """
-
-    repository: str
-    config: str | None = None
-    parquet: dict[str, str] | None = None
-
-    def load(self) -> Any:
-        """The data set, one table per split."""
-        import datasets  # takes a second, and only these corpora need it
-
-        if self.parquet is None:
-            return datasets.load_dataset(self.repository, self.config)
-        branch = f"hf://datasets/{self.repository}@refs%2Fconvert%2Fparquet"
-        files = {split: f"{branch}/{name}" for split, name in self.parquet.items()}
-        return datasets.load_dataset("parquet", data_files=files)
-
-
-HUB = {
-    "tiny_shakespeare": HubDataset("karpathy/tiny_shakespeare"),
-    "ptb": HubDataset(
-        "ptb-text-only/ptb_text_only",
-        parquet={s: f"penn_treebank/{s}/*.parquet" for s in ("train", "validation", "test")},
-    ),
-    "text8": HubDataset("afmck/text8"),
-    "enwik8": HubDataset("LTCB/enwik8", parquet={"train": "enwik8-raw/train/*.parquet"}),
-    "wikitext2": HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1"),
-}
-
-
 def read_hub(name: str) -> tuple[Texts, str]:
-    """A corpus from the Hub, or from where ``datasets`` keeps what it has downloaded.
-
-    Raises:
-        DataError: within seconds if the Hub does not answer, or what it has is not the corpus.
-    """
-    where = HUB[name]
-    source = f"Hugging Face Hub, {where.repository}"
-    try:
-        reach_hub(where.repository)
-        tables = where.load()
-        texts = {split: rows_to_text(name, tables[split]) for split in tables}
-    except Exception as error:  # which ones differs between releases of datasets
-        raise DataError(
-            f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "
-            "data.name=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and "
-            "delete what was downloaded if it is damaged)"
-        ) from None
-    refuse_changed_cache(source, tables, texts.values())
+    """A corpus from the Hub, in the splits it has there, or in its customary ones."""
+    texts, source = hub.read(name)
     length = sum(map(len, texts.values()))
     if name in HUNDRED_MILLION and length != 100_000_000:
         raise DataError(
@@ -443,71 +368,3 @@ def read_hub(name: str) -> tuple[Texts, str]:
     if name == "enwik8":
         return cut(name, texts["train"], 0.05, 0.05), source
     return {"train": texts["train"], "val": texts["validation"], "test": texts["test"]}, source
-
-
-def reach_hub(repository: str) -> None:
-    """Fail at once where ``datasets`` would retry for half a minute; offline by choice is fine."""
-    from huggingface_hub import HfApi, constants  # by name: an attribute of the package is lazy
-
-    if not constants.HF_HUB_OFFLINE:
-        HfApi().dataset_info(repository, timeout=HUB_TIMEOUT)
-
-
-def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:
-    """Compare what ``datasets`` has kept with what it was when it was first read.
-
-    The library does not look: a changed byte in its cache is a changed text. The hash lies beside
-    the tables it is of, and goes where they go.
-
-    Raises:
-        DataError: the text is another.
-    """
-    files = next(iter(tables.values())).cache_files
-    if not files:
-        return
-    folder = Path(files[0]["filename"]).parent
-    record, partial = folder / "invformer.sha256", folder / "invformer.sha256.partial"
-    found = hashlib.sha256("\0".join(texts).encode()).hexdigest()
-    try:
-        known = record.read_text(encoding="ascii") if record.exists() else ""
-        if not known:
-            partial.write_text(found, encoding="ascii")
-            partial.replace(record)
-    except OSError:  # a cache that belongs to somebody else is not guarded
-        return
-    if known and known != found:
-        raise DataError(
-            f"{source}: the copy in {folder} is not what it was when it was first read (SHA-256 "
-            f"{known[:12]}…, now {found[:12]}…); delete that folder to load it anew"
-        )
-
-
-def read_parquet(name: str, file: Path, reader: Reader) -> str:
-    """The text in a table that was downloaded by hand."""
-    import datasets
-
-    try:
-        reader.require_text(file, file.stat())
-        rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
-        text = rows_to_text(name, rows)
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
-    refuse_changed_cache(str(file), {"train": rows}, [text])
-    return text
-
-
-def rows_to_text(name: str, rows: Iterable[Any]) -> str:
-    """The text that a table's rows were made from."""
-    if name == "ptb":
-        return "".join(f"{row['sentence']}\n" for row in rows)
-    if name == "wikitext2":  # its blank lines, " \n" in the original, became empty rows
-        return "".join(row["text"] or " \n" for row in rows)
-    text = "".join(row["text"] for row in rows)
-    return text.encode().decode("latin-1") if name == "enwik8" else text
-
-
-def one_line(error: Exception) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from invformer.data.corpora import Corpus, Split
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import (
-    Batch,
-    EvaluationWindows,
-    TrainingWindows,
-    training_windows,
-)
+from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
 from invformer.errors import DataError
 
 # What makes one split longer.
@@ -35,14 +30,14 @@ log = logging.getLogger(__name__)
 class TextDataModule(L.LightningDataModule):
     """The splits of a corpus as batches of windows.
 
-    Its loaders are plain iterables of finished batches, so Lightning wraps nothing around them, and
-    no iteration draws from the global random generator. Training has no epochs: the loader never
-    ends, and a run is as long as ``max_steps``. Under several processes each gets its share of
-    every batch (``batch_size`` is per process) and of the evaluation windows.
+    Its loaders are plain iterables of finished batches: Lightning wraps nothing around them, and no
+    iteration draws from the global random generator. The training loader never ends, a run is as
+    long as ``max_steps``. Each process gets its share of every batch (``batch_size`` is per
+    process) and of the evaluation windows.
 
-    A checkpoint carries the number of the next training batch. That number is derived from
-    completed optimiser steps, not from batches drawn: Lightning draws one ahead, and batches of a
-    step that was interrupted halfway have to come again.
+    A checkpoint carries the number of the next training batch, derived from completed optimiser
+    steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
+    to come again.
 
     Args:
         corpus: the text.
@@ -80,12 +75,9 @@ class TextDataModule(L.LightningDataModule):
             self.tokens(split)
 
     def tokens(self, split: Split) -> Integer[Tensor, "characters"]:
-        """All tokens of a split, uint8 or uint16; encoded when first asked for.
+        """All tokens of a split, encoded when first asked for.
 
         The share of unknown characters is kept in ``unknown_rates`` and logged unless it is zero.
-
-        Raises:
-            DataError: the split has fewer than ``seq_len + 1`` characters.
         """
         if split not in self._tokens:
             text = self.corpus.split(split)
@@ -96,24 +88,24 @@ class TextDataModule(L.LightningDataModule):
                     f"{self.corpus.lengths()}); use more text, a shorter data.seq_len or "
                     f"{LONGER[split]}"
                 )
-            self._tokens[split] = encode(self.vocabulary, text)
-            self._report_unknown(split)
+            tokens = self._tokens[split] = encode(self.vocabulary, text)
+            count = int((tokens == 0).sum())
+            self.unknown_rates[split] = rate = count / len(tokens)
+            if count:
+                log.warning(
+                    f"{self.corpus.name}: {count} of {len(tokens)} {self.corpus.unit} of the "
+                    f"{split} split ({100 * rate:.3g} %) are not in the vocabulary and count as "
+                    "the unknown symbol"
+                )
         return self._tokens[split]
 
     def probe(self, split: Split, num_sequences: int) -> Integer[Tensor, "sequences seq_len"]:
-        """The first windows of a split, one after the other: fixed input for measurements.
-
-        There are fewer than ``num_sequences`` if the split does not have as many.
-        """
+        """At most so many first windows of a split, one after the other: input for measurements."""
         count = min(num_sequences, len(self.tokens(split)) // self.seq_len)
         return self.tokens(split)[: count * self.seq_len].long().view(count, self.seq_len)
 
     def first_batch(self, num_processes: int = 1) -> Batch:
-        """The batch that training starts with, such as for data-dependent initialisation.
-
-        Args:
-            num_processes: how many processes will train; their shares are put together.
-        """
+        """The batch that training by so many processes starts with, for initialisation."""
         seq_len, batch_size, seed = self._order
         return training_windows(self.tokens("train"), seq_len, num_processes * batch_size, seed, 0)
 
@@ -129,12 +121,7 @@ class TextDataModule(L.LightningDataModule):
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()
         return TrainingWindows(
-            self.tokens("train"),
-            *self._order,
-            start_batch=self._first_batch(),
-            rank=self._rank,
-            world_size=self._world_size,
-            pin_memory=self._pin_memory,
+            self.tokens("train"), *self._order, self._first_batch(), *self._process
         )
 
     def val_dataloader(self) -> EvaluationWindows:
@@ -148,13 +135,7 @@ class TextDataModule(L.LightningDataModule):
     def evaluation_windows(self, split: Split, stride: int | None = None) -> EvaluationWindows:
         """Windows that score a split; a stride below ``seq_len`` gives them more context."""
         return EvaluationWindows(
-            self.tokens(split),
-            self.seq_len,
-            stride,
-            self.eval_batch_size,
-            self._rank,
-            self._world_size,
-            self._pin_memory,
+            self.tokens(split), self.seq_len, stride, self.eval_batch_size, *self._process
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,20 +158,16 @@ class TextDataModule(L.LightningDataModule):
         return self.seq_len, self.batch_size, self.seed
 
     @property
-    def _rank(self) -> int:
-        return 0 if self.trainer is None else self.trainer.global_rank
-
-    @property
-    def _world_size(self) -> int:
-        return 1 if self.trainer is None else self.trainer.world_size
-
-    @property
-    def _pin_memory(self) -> bool:
-        return self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+    def _process(self) -> tuple[int, int, bool]:
+        """Rank, number of processes, and whether batches are pinned."""
+        if self.trainer is None:
+            return 0, 1, False
+        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        return self.trainer.global_rank, self.trainer.world_size, on_cuda
 
     @property
     def _windows_per_batch(self) -> int:
-        return self.batch_size * self._world_size
+        return self.batch_size * self._process[1]
 
     def _first_batch(self) -> int:
         saved = self._saved
@@ -210,18 +187,6 @@ class TextDataModule(L.LightningDataModule):
         if progress.total.ready != batches:
             for counter in (progress.total, progress.current):
                 counter.load_state_dict(dict.fromkeys(vars(counter), batches))
-
-    def _report_unknown(self, split: Split) -> None:
-        tokens = self._tokens[split]
-        count = int((tokens == 0).sum())
-        self.unknown_rates[split] = count / len(tokens)
-        if count:
-            log.warning(
-                "%s: %d of %d %s of the %s split (%.3g %%) are not in the vocabulary and count as "
-                "the unknown symbol",
-                self.corpus.name, count, len(tokens), self.corpus.unit, split,
-                100 * count / len(tokens),
-            )  # fmt: skip
 
 
 def encode(vocabulary: Vocabulary, text: str) -> Integer[Tensor, "characters"]:

@@ -42,11 +42,7 @@ class Vocabulary:
 
     @classmethod
     def from_text(cls, train_text: str) -> "Vocabulary":
-        """The distinct characters of a text, which should be the training split and no more.
-
-        Raises:
-            DataError: the text is empty, or has more characters than 16 bits can number.
-        """
+        """The distinct characters of a text, which should be the training split and no more."""
         characters = sorted(set(train_text))
         if not characters:
             raise DataError("the training text is empty: there is no character to learn")
@@ -68,13 +64,7 @@ class Vocabulary:
         return torch.uint8 if self.size <= 1 << 8 else torch.uint16
 
     def encode(self, text: str) -> Integer[Tensor, "characters"]:
-        """The tokens of a text, 0 for characters that are not in the vocabulary.
-
-        Cost: one table look-up per character.
-
-        Returns:
-            One token per character, uint8 or, with more than 256 tokens, uint16.
-        """
+        """The tokens of a text, uint8 or uint16; 0 for characters not in the vocabulary."""
         tokens = torch.empty(len(text), dtype=self.dtype)
         self.encode_into(tokens, text)
         return tokens
@@ -87,11 +77,7 @@ class Vocabulary:
             tokens[start : start + CHUNK] = self._token_of.index_select(0, codes).view(self.dtype)
 
     def decode(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
-        """The text of a sequence of tokens, the unknown token shown as U+FFFD.
-
-        Raises:
-            ValueError: a token is negative or not below ``size``.
-        """
+        """The text of a sequence of tokens, the unknown token shown as U+FFFD."""
         values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
         if values and not 0 <= min(values) <= max(values) < self.size:
             raise ValueError(
@@ -113,11 +99,7 @@ class Vocabulary:
 
     @classmethod
     def from_dict(cls, state: Any) -> "Vocabulary":
-        """The vocabulary that :meth:`to_dict` described.
-
-        Raises:
-            CheckpointError: the values describe no vocabulary.
-        """
+        """The vocabulary that :meth:`to_dict` described, or a CheckpointError."""
         match state:
             case {"characters": str(characters)} if len(state) == 1:
                 pass

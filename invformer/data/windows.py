@@ -1,5 +1,4 @@
-"""Which stretches of a text make up a batch: for training in a reproducible order, for evaluation
-such that every character is predicted exactly once."""
+"""Windows of a text: in a reproducible order for training, every character once for evaluation."""
 
 import hashlib
 import itertools
@@ -11,21 +10,18 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
-Batch = tuple[Integer[Tensor, "batch seq_len"], Integer[Tensor, "batch seq_len"]]
-ScoredBatch = tuple[
-    Integer[Tensor, "batch seq_len"],
-    Integer[Tensor, "batch seq_len"],
-    Bool[Tensor, "batch seq_len"],
-]
+Tokens = Integer[Tensor, "characters"]
+Windows = Integer[Tensor, "batch seq_len"]
+Batch = tuple[Windows, Windows]
+ScoredBatch = tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]
 
 
 def training_windows(
-    tokens: Integer[Tensor, "characters"],
+    tokens: Tokens,
     seq_len: int,
     batch_size: int,
     seed: int,
     step: int,
-    *,
     rank: int = 0,
     world_size: int = 1,
 ) -> Batch:
@@ -33,9 +29,8 @@ def training_windows(
 
     The text is read as a ring. An epoch cuts it at a random place into ⌊n / N⌋ windows that do not
     overlap and takes them in random order; the next epoch cuts elsewhere. So within an epoch no
-    character is a target twice, fewer than N are left out, and every one of them is left out
-    equally often: with probability (n mod N) / n. About one window per epoch runs over the text's
-    end into its beginning.
+    character is a target twice, and each is left out with probability (n mod N) / n. About one
+    window per epoch runs over the text's end into its beginning.
 
     Args:
         tokens: the text, n ≥ N tokens.
@@ -43,9 +38,9 @@ def training_windows(
         batch_size: windows per batch and process.
         seed: of the order; any integer.
         step: number of the batch, from 0.
-        rank: the process that asks; it gets its share of the batch all processes form together.
-        world_size: the number of processes. W processes with batches of b see, side by side, what
-            one process with batches of W b sees.
+        rank: the process that asks.
+        world_size: W processes with batches of b see, side by side, the batches of W b that one
+            process sees.
 
     Returns:
         (inputs, targets): int64, each target the character that follows its input.
@@ -76,24 +71,14 @@ def epoch_order(
 
 @dataclass(frozen=True, eq=False)
 class TrainingWindows:
-    """The batches of :func:`training_windows`, one after the other without end.
+    """The batches of :func:`training_windows` from ``start_batch`` on, without end.
 
     It is a plain iterable of finished batches and needs no ``DataLoader``: one would draw from the
-    global random generator each time it is iterated.
-
-    Attributes:
-        tokens: the text.
-        seq_len: length of a window.
-        batch_size: windows per batch and process.
-        seed: of the order.
-        start_batch: number of the first batch; the order is that of an iteration from 0.
-        rank: this process.
-        world_size: number of processes.
-        pin_memory: whether to hand batches out in page-locked memory, from which a CUDA device
-            copies without waiting.
+    global random generator each time it is iterated. With ``pin_memory`` batches lie in page-locked
+    memory, from which a CUDA device copies without waiting.
     """
 
-    tokens: Integer[Tensor, "characters"]
+    tokens: Tokens
     seq_len: int
     batch_size: int
     seed: int
@@ -103,19 +88,10 @@ class TrainingWindows:
     pin_memory: bool = False
 
     def __iter__(self) -> Iterator[Batch]:
+        order, ranks = (self.seq_len, self.batch_size, self.seed), (self.rank, self.world_size)
         for step in itertools.count(self.start_batch):
-            inputs, targets = training_windows(
-                self.tokens,
-                self.seq_len,
-                self.batch_size,
-                self.seed,
-                step,
-                rank=self.rank,
-                world_size=self.world_size,
-            )
-            if self.pin_memory:
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
-            yield inputs, targets
+            batch = training_windows(self.tokens, *order, step, *ranks)
+            yield tuple(t.pin_memory() for t in batch) if self.pin_memory else batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,16 +99,14 @@ class EvaluationWindows:
     """Windows that predict every character of a text exactly once, except the first.
 
     Window w reads the tokens [w s, w s + N) and predicts each one's successor. With the stride
-    s = N windows do not overlap, and a character is predicted from the 1 to N characters of its
-    window before it. With s < N all but the first window read N − s characters again and score the
-    last s, so that a character is predicted from at least N − s + 1 characters (as far as the text
-    has them), at N / s times the cost.
+    s = N windows do not overlap. With s < N all but the first window read N − s characters again
+    and score the last s, so that a character is predicted from at least N − s + 1 characters (as
+    far as the text has them), at N / s times the cost.
 
-    The text's first character has no context. It stands in no window: charge it log(vocabulary
-    size), so that the mean is over all ``num_characters``.
-
-    The last window is padded with token 0, and a process that runs out of windows gets an empty
-    one, so that all have the same number of batches; nothing of that is scored.
+    The text's first character has no context: charge it log(vocabulary size), so that the mean is
+    over all ``num_characters``. The last window is padded with token 0, and a process that runs out
+    of windows gets an empty one, so that all have the same number of batches; nothing of that is
+    scored.
 
     Attributes:
         tokens: the text, n tokens.
@@ -144,7 +118,7 @@ class EvaluationWindows:
         pin_memory: as in :class:`TrainingWindows`.
     """
 
-    tokens: Integer[Tensor, "characters"]
+    tokens: Tokens
     seq_len: int
     stride: int | None = None
     batch_size: int = 64
@@ -167,7 +141,7 @@ class EvaluationWindows:
 
     @property
     def num_characters(self) -> int:
-        """Characters of the text, the uncharged first one included."""
+        """Characters of the text, the first one included."""
         return len(self.tokens)
 
     @property
@@ -185,8 +159,7 @@ class EvaluationWindows:
             first = (batch * self.world_size + self.rank) * self.batch_size
             last = min(first + self.batch_size, self.num_windows)
             parts = self._windows(torch.arange(first, max(first + 1, last)))
-            inputs, targets, scored = (p.pin_memory() for p in parts) if self.pin_memory else parts
-            yield inputs, targets, scored
+            yield tuple(t.pin_memory() for t in parts) if self.pin_memory else parts
 
     def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
         positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)
@@ -195,16 +168,3 @@ class EvaluationWindows:
         read_before = torch.where(numbers == 0, 0, self.seq_len - self.step)
         scored = inside[:, 1:] & (torch.arange(self.seq_len) >= read_before[:, None])
         return windows[:, :-1], windows[:, 1:], scored
-
-
-def evaluation_windows(
-    tokens: Integer[Tensor, "characters"],
-    seq_len: int,
-    stride: int | None = None,
-    batch_size: int = 64,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-) -> EvaluationWindows:
-    """The windows that score a text; see :class:`EvaluationWindows`."""
-    return EvaluationWindows(tokens, seq_len, stride, batch_size, rank, world_size)

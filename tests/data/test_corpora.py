@@ -7,13 +7,13 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
-from invformer.config import schema
-from invformer.data import corpora
-from invformer.data.corpora import SPLITS, Corpus, load_corpus
+from invformer.data import corpora, hub
+from invformer.data.corpora import SPLITS, load_corpus
+from invformer.data.files import SavedPath
 from invformer.errors import DataError
 from tests.fake_wandb import FakeServer
 
@@ -26,16 +26,8 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def whole(corpus: Corpus) -> str:
-    return corpus.train + corpus.val + corpus.test
-
-
 def paragraphs(text: str) -> set[str]:
     return {" ".join(p.split()) for p in text.split("\n\n")}
-
-
-def test_the_configuration_offers_exactly_these_corpora() -> None:
-    assert get_args(corpora.Name) == get_args(schema.CorpusName)
 
 
 # --- Python's own text ---------------------------------------------------------------------------
@@ -43,7 +35,7 @@ def test_the_configuration_offers_exactly_these_corpora() -> None:
 
 def test_python_docs_has_the_shares_asked_for_and_says_which_python() -> None:
     corpus = load_corpus("python_docs")
-    total = len(whole(corpus))
+    total = len(corpus.whole())
     assert total > 300_000
     assert len(corpus.val) == pytest.approx(0.05 * total, rel=0.1)
     assert len(corpus.test) == pytest.approx(0.05 * total, rel=0.1)
@@ -70,7 +62,7 @@ def test_python_stdlib_leaves_out_tests_and_what_differs_between_machines(tmp_pa
 
 def test_python_stdlib_is_large_and_deterministic() -> None:
     corpus = load_corpus("python_stdlib")
-    total = len(whole(corpus))
+    total = len(corpus.whole())
     assert total > 5_000_000
     assert len(corpus.val) == pytest.approx(0.05 * total, rel=0.1)
     assert load_corpus("python_stdlib").sha256 == corpus.sha256
@@ -100,7 +92,7 @@ def test_documents_are_dealt_out_whole_and_the_same_whatever_their_order() -> No
 def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: Path) -> None:
     text = "\ufeff" + TEXT
     corpus = load_corpus("text_file", write(tmp_path / "a.txt", text), 0.1, 0.2)
-    assert whole(corpus) == text
+    assert corpus.whole() == text
     assert len(corpus.train) == pytest.approx(0.7 * len(text), abs=1)
     assert len(corpus.test) == pytest.approx(0.2 * len(text), abs=1)
     assert corpus.unit == "characters"
@@ -115,7 +107,19 @@ def test_a_folder_is_its_text_files_in_sorted_order(tmp_path: Path) -> None:
         ("x.md", "!"),
     ]:
         write(tmp_path / name, text)
-    assert whole(load_corpus("text_file", tmp_path)) == "one two\r\nthree"
+    assert load_corpus("text_file", tmp_path).whole() == "one two\r\nthree"
+
+
+def test_a_pattern_is_the_files_it_matches_in_sorted_order(tmp_path: Path) -> None:
+    for name in ("b.md", "a.md", "c/d.md", "x.txt"):
+        write(tmp_path / name, f"{name} ")
+    assert load_corpus("text_file", tmp_path / "*.md").whole() == "a.md b.md "
+    assert load_corpus("text_file", tmp_path / "**" / "*.md").whole() == "a.md b.md c/d.md "
+    write(tmp_path / "[1].md", "a name, not a pattern")
+    assert load_corpus("text_file", tmp_path / "[1].md").whole() == "a name, not a pattern"
+    for path in (tmp_path / "*.rst", SavedPath(tmp_path / "*.md")):
+        with pytest.raises(DataError, match="no such file or folder"):
+            load_corpus("text_file", path)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_enwik8_is_read_as_bytes_from_an_archive_or_a_folder(tmp_path: Path) -> 
         archive.writestr("enwik8", content)
     for path in (tmp_path / "enwik8.zip", tmp_path):
         corpus = load_corpus("enwik8", path)
-        assert whole(corpus).encode("latin-1") == content
+        assert corpus.whole().encode("latin-1") == content
         assert corpus.unit == "bytes"
 
 
@@ -177,7 +181,7 @@ def test_a_shortened_corpus_keeps_the_beginning_of_every_split(tmp_path: Path) -
     full, short = load_corpus("text_file", path), load_corpus("text_file", path, max_characters=200)
     for split in SPLITS:
         assert full.split(split).startswith(short.split(split))
-    assert 197 <= len(whole(short)) <= 200
+    assert 197 <= len(short.whole()) <= 200
     assert len(short.val) == 200 * len(full.val) // len(TEXT)
     assert load_corpus("text_file", path, max_characters=10**9) == full
 
@@ -260,7 +264,7 @@ def hub_answers(monkeypatch: pytest.MonkeyPatch, column: str, splits: dict[str, 
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(corpora, "reach_hub", lambda repository: None)
+    monkeypatch.setattr(hub, "reach", lambda repository: None)
     return calls
 
 
@@ -320,7 +324,7 @@ def test_a_hub_that_accepts_and_says_nothing_is_not_waited_for(
     from huggingface_hub import constants
 
     server = FakeServer("hangs")
-    monkeypatch.setattr(corpora, "HUB_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub, "TIMEOUT", 0.2)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     try:
@@ -338,8 +342,8 @@ def test_the_hub_is_asked_in_a_process_that_has_not_loaded_datasets(
 ) -> None:
     # What datasets loads hides which modules of huggingface_hub are loaded only when named.
     program = (
-        "import sys; from invformer.data import corpora; error = None\n"
-        "try: corpora.reach_hub('karpathy/tiny_shakespeare')\n"
+        "import sys; from invformer.data import hub; error = None\n"
+        "try: hub.reach('karpathy/tiny_shakespeare')\n"
         "except Exception as caught: error = caught\n"
         "assert 'datasets' not in sys.modules; print(type(error).__name__)"
     )
@@ -363,7 +367,7 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         datasets.Dataset.from_dict({"text": [f"text of {split} " * 50]}).to_parquet(files[split])
     load = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: load("parquet", data_files=files))
-    monkeypatch.setattr(corpora, "reach_hub", lambda repository: None)
+    monkeypatch.setattr(hub, "reach", lambda repository: None)
     load_corpus("tiny_shakespeare")
     (found,) = (tmp_path / "cache").rglob("parquet-train.arrow")
     return found

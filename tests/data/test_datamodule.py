@@ -12,6 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn import functional as F
 
+from invformer.assemble.run import build_data
+from invformer.config import load_config
 from invformer.data import datamodule
 from invformer.data.corpora import Corpus, Split, load_corpus
 from invformer.data.datamodule import TextDataModule
@@ -208,6 +210,15 @@ def test_every_loader_reads_its_own_split() -> None:
     assert scored.all()
     windows = data.evaluation_windows("test", stride=2)
     assert sum(int(s.sum()) for _, _, s in windows) == 29
+
+
+def test_the_vocabulary_is_that_of_the_training_split_alone(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("ab" * 20)
+    (tmp_path / "valid.txt").write_text("abcd" * 20)
+    words = ["data=text_file", f"data.path={tmp_path}", "data.seq_len=8"]
+    data = build_data(load_config(words))
+    assert data.vocabulary.symbols[1:] == ("a", "b")
+    assert data.unknown_rates == {"train": 0.0, "val": 0.5}
 
 
 def test_the_probe_is_the_beginning_of_a_split() -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from invformer.data.windows import (
     EvaluationWindows,
     TrainingWindows,
-    evaluation_windows,
     training_windows,
 )
 
@@ -113,7 +112,7 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
     scored_positions = []
     lengths = set()
     for rank in range(world_size):
-        windows = evaluation_windows(
+        windows = EvaluationWindows(
             positions_as_tokens(n), seq_len, stride, batch_size, rank=rank, world_size=world_size
         )
         lengths |= {len(windows), len(list(windows))}
@@ -132,14 +131,14 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
 
 
 def test_windows_do_not_overlap_unless_asked_to() -> None:
-    ((inputs, targets, scored),) = evaluation_windows(positions_as_tokens(12) + 1, 4)
+    ((inputs, targets, scored),) = EvaluationWindows(positions_as_tokens(12) + 1, 4)
     assert inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert targets.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 0]]
     assert scored.tolist() == [[True] * 4, [True] * 4, [True] * 3 + [False]]
 
 
 def test_a_stride_reads_context_again_and_scores_only_what_is_new() -> None:
-    ((inputs, _, scored),) = evaluation_windows(positions_as_tokens(10) + 1, 4, 2)
+    ((inputs, _, scored),) = EvaluationWindows(positions_as_tokens(10) + 1, 4, 2)
     assert inputs.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 7, 8], [7, 8, 9, 10]]
     assert scored.tolist() == [[True] * 4, *[[False, False, True, True]] * 2,
                                [False, False, True, False]]  # fmt: skip
@@ -151,7 +150,7 @@ def test_strides_that_skip_characters_and_texts_without_any_are_refused(
     n: int, stride: int, match: str
 ) -> None:
     with pytest.raises(ValueError, match=match):
-        evaluation_windows(positions_as_tokens(n), 4, stride)
+        EvaluationWindows(positions_as_tokens(n), 4, stride)
 
 
 def test_iterating_leaves_the_global_random_generator_alone() -> None:

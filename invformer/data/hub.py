@@ -1,0 +1,137 @@
+"""Corpora on the Hugging Face Hub, by ``datasets``, which keeps them for the next time."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from invformer.data.files import Reader
+from invformer.errors import DataError
+
+TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """Where a corpus is on the Hub.
+
+    Attributes:
+        repository: of the data set.
+        config: its configuration, if it has several.
+        parquet: splits and their files below ``refs/convert/parquet``, for repositories whose main
+            branch is a loading script, which ``datasets`` no longer runs.
+    """
+
+    repository: str
+    config: str | None = None
+    parquet: dict[str, str] | None = None
+
+    def load(self) -> Any:
+        """The data set, one table per split."""
+        import datasets  # takes a second, and only these corpora need it
+
+        if self.parquet is None:
+            return datasets.load_dataset(self.repository, self.config)
+        branch = f"hf://datasets/{self.repository}@refs%2Fconvert%2Fparquet"
+        files = {split: f"{branch}/{name}" for split, name in self.parquet.items()}
+        return datasets.load_dataset("parquet", data_files=files)
+
+
+HUB = {
+    "tiny_shakespeare": HubDataset("karpathy/tiny_shakespeare"),
+    "ptb": HubDataset(
+        "ptb-text-only/ptb_text_only",
+        parquet={s: f"penn_treebank/{s}/*.parquet" for s in ("train", "validation", "test")},
+    ),
+    "text8": HubDataset("afmck/text8"),
+    "enwik8": HubDataset("LTCB/enwik8", parquet={"train": "enwik8-raw/train/*.parquet"}),
+    "wikitext2": HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1"),
+}
+
+
+def read(name: str) -> tuple[dict[str, str], str]:
+    """The splits of a corpus as the Hub calls them, and the source in words.
+
+    Raises:
+        DataError: within seconds if the Hub does not answer, or what it has is not the corpus.
+    """
+    where = HUB[name]
+    source = f"Hugging Face Hub, {where.repository}"
+    try:
+        reach(where.repository)
+        tables = where.load()
+        texts = {split: rows_to_text(name, tables[split]) for split in tables}
+    except Exception as error:  # which ones differs between releases of datasets
+        raise DataError(
+            f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "
+            "data.name=python_docs, or set HF_HUB_OFFLINE=1 if it was downloaded before (and "
+            "delete what was downloaded if it is damaged)"
+        ) from None
+    refuse_changed_cache(source, tables, texts.values())
+    return texts, source
+
+
+def reach(repository: str) -> None:
+    """Fail at once where ``datasets`` would retry for half a minute; offline by choice is fine."""
+    from huggingface_hub import HfApi, constants  # by name: an attribute of the package is lazy
+
+    if not constants.HF_HUB_OFFLINE:
+        HfApi().dataset_info(repository, timeout=TIMEOUT)
+
+
+def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:
+    """Compare what ``datasets`` has kept with what it was when it was first read.
+
+    The library does not look: a changed byte in its cache is a changed text. The hash lies beside
+    the tables it is of, and goes where they go.
+    """
+    files = next(iter(tables.values())).cache_files
+    if not files:
+        return
+    folder = Path(files[0]["filename"]).parent
+    record, partial = folder / "invformer.sha256", folder / "invformer.sha256.partial"
+    found = hashlib.sha256("\0".join(texts).encode()).hexdigest()
+    try:
+        known = record.read_text(encoding="ascii") if record.exists() else ""
+        if not known:
+            partial.write_text(found, encoding="ascii")
+            partial.replace(record)
+    except OSError:  # a cache that belongs to somebody else is not guarded
+        return
+    if known and known != found:
+        raise DataError(
+            f"{source}: the copy in {folder} is not what it was when it was first read (SHA-256 "
+            f"{known[:12]}…, now {found[:12]}…); delete that folder to load it anew"
+        )
+
+
+def read_parquet(name: str, file: Path, reader: Reader) -> str:
+    """The text in a table that was downloaded by hand."""
+    import datasets
+
+    try:
+        reader.require_text(file, file.stat())
+        rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
+        text = rows_to_text(name, rows)
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
+    refuse_changed_cache(str(file), {"train": rows}, [text])
+    return text
+
+
+def rows_to_text(name: str, rows: Iterable[Any]) -> str:
+    """The text that a table's rows were made from."""
+    if name == "ptb":
+        return "".join(f"{row['sentence']}\n" for row in rows)
+    if name == "wikitext2":  # its blank lines, " \n" in the original, became empty rows
+        return "".join(row["text"] or " \n" for row in rows)
+    text = "".join(row["text"] for row in rows)
+    return text.encode().decode("latin-1") if name == "enwik8" else text
+
+
+def one_line(error: Exception) -> str:
+    """An exception as one short line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
