@@ -95,31 +95,6 @@ def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
     assert 0.87 * certificate < float(bound) < certificate
 
 
-def equal_heads(case: AttentionCase, num_heads: int) -> AttentionCase:
-    """The same head many times: the map is multiplied by their number."""
-    of = (t.expand(num_heads, -1, -1) for t in (case.w_q, case.g, case.bias))
-    return AttentionCase(case.x, *of)
-
-
-@pytest.mark.parametrize("num_heads", [1, 400])
-def test_equal_heads_add_up_in_every_local_bound(num_heads: int) -> None:
-    """Where values, queries or keys dominate: no term of a bound takes one head for their sum."""
-    one = torch.ones(1, 1, 1)
-    pulled = AttentionCase(
-        torch.tensor([[-2.0], [2.0], [0.0]]), one, one, logit_bias("causal", 1, 3)
-    )
-    for single in (token_max_witness(21), mass_at_the_first_token(), pulled):
-        case = equal_heads(single, num_heads)
-        true = num_heads * largest_singular_value(single)
-        assert largest_singular_value(case) == pytest.approx(true)
-        for name, bound in FROBENIUS_BOUNDS.items():
-            alone = float(bound(*single.weights))
-            assert float(bound(*case.weights)) == pytest.approx(num_heads * alone, rel=1e-3), name
-        alone = float(local.token_max_local_bound(*single.weights))
-        together = float(local.token_max_local_bound(*case.weights))
-        assert together == pytest.approx(num_heads * alone, rel=1e-3)
-
-
 def test_token_gains_bound_every_row_of_every_head() -> None:
     case = attention_case(5, num_tokens=10, num_heads=4, scale=2.0, mask="causal and relative")
     gains = local.token_gains(case.q, case.p)
