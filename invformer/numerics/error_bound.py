@@ -11,7 +11,7 @@ from torch import Tensor
 
 from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm, norm_upper, vector_norm
-from invformer.numerics.precision import unit_roundoff
+from invformer.numerics.precision import at_least_single, unit_roundoff
 
 # Headroom over a rounding error that was measured at one point, elsewhere.
 FROM_POINT_TO_POINT = 4
@@ -21,14 +21,8 @@ def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: flo
     """‖x̂ − x*‖ ≤ ‖y − x̂ − f(x̂)‖ / (1 − c) for any x̂, if Lip(f) ≤ c < 1 in the same norm.
 
     x̂ − x* = −r − (f(x̂) − f(x*)) with r = y − x̂ − f(x̂), so ‖x̂ − x*‖ ≤ ‖r‖ + c ‖x̂ − x*‖.
-    Rounded outward; the residual must already contain the rounding of its own evaluation.
-
-    Args:
-        residual: ‖y − x̂ − f(x̂)‖ plus rounding, in the norm c is stated in.
-        lipschitz_bound: c ≥ 0.
-
-    Returns:
-        The bound, float64, shaped like the residual; inf unless c < 1.
+    Rounded outward, float64; the residual must already contain the rounding of its own evaluation.
+    Infinite unless c < 1.
     """
     if not lipschitz_bound < 1:  # nor where it is NaN
         return torch.full_like(residual, math.inf, dtype=torch.float64)
@@ -55,14 +49,14 @@ class RoundingModel:
         width: D.
         inner_size: length of what f adds up inside, whatever x is.
         working: the format of iterates and of the forward pass.
-        measured: the format of the residual.
+        measured: the format of the residual; None if no error is to be bounded.
     """
 
     tokens: int
     width: int
     inner_size: float
     working: torch.dtype
-    measured: torch.dtype
+    measured: torch.dtype | None
 
     @property
     def factor(self) -> float:
@@ -71,30 +65,29 @@ class RoundingModel:
 
     @property
     def relative(self) -> float:
-        """k u of the residual."""
-        return self.factor * unit_roundoff(self.measured)
+        """k u of the residual, or zero if that is not measured."""
+        return self.factor * unit_roundoff(self.measured) if self.measured else 0.0
 
-    def padded(self, size: Tensor, dtype: torch.dtype) -> Tensor:
-        """s from size = ‖x‖ + ‖f(x)‖."""
-        underflow = math.sqrt(self.tokens * self.width * torch.finfo(dtype).tiny)
-        return size + self.inner_size + underflow
+    def rounded(self, size: Tensor) -> Tensor:
+        """u s of the working format, from size = ‖x‖ + ‖f(x)‖."""
+        underflow = math.sqrt(self.tokens * self.width * torch.finfo(self.working).tiny)
+        return unit_roundoff(self.working) * (size + self.inner_size + underflow)
 
     def of_step(self, size: Tensor) -> Tensor:
         """≥ the rounding of f(x) − f(x′) in the working format, for the size of both together."""
-        return 2 * self.factor * unit_roundoff(self.working) * self.padded(size / 2, self.working)
+        return 2 * self.factor * self.rounded(size / 2)
 
     def of_residual(self, size: Tensor, gap: Tensor | float) -> Tensor:
         """≥ the rounding of y − x − f(x), for size = ‖x‖ + ‖f(x)‖ + ‖y‖."""
-        scaled = 16 * unit_roundoff(self.measured) / unit_roundoff(self.working) * gap
-        return self.relative * self.padded(size, self.measured) + scaled
+        assert self.measured is not None
+        finer = unit_roundoff(self.measured) / unit_roundoff(self.working)
+        return finer * (self.factor * self.rounded(size) + 16 * gap)
 
     def of_output(self, size: Tensor, gap: Tensor | float) -> Tensor:
         """≥ ‖y − (x + f(x))‖ for the x that the forward pass took to y, for the same size."""
         if self.working == self.measured:
             return self.of_residual(size, gap)
-        return FROM_POINT_TO_POINT * (
-            gap + unit_roundoff(self.working) * self.padded(size, self.working)
-        )
+        return FROM_POINT_TO_POINT * (gap + self.rounded(size))
 
 
 def output_rounding(
@@ -116,10 +109,10 @@ def output_rounding(
         inner_size: as for :func:`.fixed_point.invert_residual`.
     """
     fx = f(x)
-    model = RoundingModel(*x.shape[-2:], inner_size, y.dtype, torch.float64)
+    model = RoundingModel(x.shape[-2], x.shape[-1], inner_size, y.dtype, torch.float64)
     gap = norm_upper(fx.double() - exact(x.double()), norm)
-    size = sum(vector_norm(part.double(), norm) for part in (x, fx, y))
-    return model.of_output(size, gap)
+    sizes = [vector_norm(part.double(), norm) for part in (x, fx, y)]
+    return model.of_output(torch.stack(sizes).sum(0), gap)
 
 
 class ErrorStep(NamedTuple):
@@ -167,10 +160,8 @@ def scale_step(
         norm: the norm of the bound.
     """
     amplification = float(log_scale.min().double().neg().exp()) * (1 + 2.0**-20)
-    y = y if y.dtype == torch.float64 else y.float()
-    tokens = token_norm(y.abs().add_(shift.abs()), norm).double()
-    outward = 1 + (y.shape[-1] + 8) * unit_roundoff(y.dtype)  # of the lengths themselves
-    rounded = 16 * unit_roundoff(log_scale.dtype) * outward * sequence_norm(tokens, norm)
+    size = norm_upper(at_least_single(y).abs() + shift.abs(), norm)
+    rounded = 16 * unit_roundoff(log_scale.dtype) * size
     return ErrorStep(amplification, amplification * rounded, log_scale.detach().double())
 
 
@@ -191,16 +182,14 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         E_l = e_l + Q_l,  Q_l = E_{l+1} / (1 − c_l)    for a residual layer,
         E_l = e_l + max_k e^{−s_k} E_{l+1}             for y = x · e^s + b,
 
-    or less: the error is a sum of parts, one from every layer above, and none of them grows but
+    or less: the error is a sum of parts, one from every layer above, and none of them grows except
     with the scales of the channels. A residual layer takes y − y* to y − y* − (f(x) − f(x*)), so it
     leaves all parts as they are and adds one of at most c_l Q_l, in the scales of its own
-    coordinates; E is at most the sum of what the parts are long in those of the next one.
-
-    One norm throughout. Each residual layer's own bound must be for the y it was given; errors of
-    that y are what the recursion carries.
+    coordinates; E is at most the sum of the lengths of the parts in those of the next one.
 
     Args:
-        steps: the inverse layers in the order they were applied, top of the stack first.
+        steps: the inverse layers in the order they were applied, top of the stack first, all in one
+            norm; each residual layer's own bound is for the y it was given.
 
     Returns:
         One bound per sample (a scalar tensor for an empty stack: 0).
@@ -215,7 +204,7 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         carried = step.amplification * error if known else torch.full_like(error, math.inf)
         added = torch.as_tensor(step.added, dtype=torch.float64)
         if step.log_scale is not None:
-            # What it rounds is as large as it is in each channel of y, so in the scales of y.
+            # Its rounding is relative to each channel of y, so in the scales of y.
             parts.append(ErrorPart(scales, added / step.amplification))
             scales = scales - step.log_scale
             in_parts = sum((part.length(scales) for part in parts), torch.zeros_like(error))
@@ -225,17 +214,3 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
             new_part = added + step.lipschitz_bound * carried if known else carried
             parts.append(ErrorPart(scales, new_part))
     return error * (1 + 2.0**-50 * max(len(steps), 1))
-
-
-def token_norm(
-    x: Float[Tensor, "*batch tokens width"], norm: Norm
-) -> Float[Tensor, "*batch tokens"]:
-    """‖x_i‖ of every token: the largest entry for ``entry_max``, the Euclidean length otherwise."""
-    return vector_norm(x.unsqueeze(-2), norm)
-
-
-def sequence_norm(
-    token_norms: Float[Tensor, "*batch tokens"], norm: Norm
-) -> Float[Tensor, "*batch"]:
-    """The norm of a sequence from those of its tokens."""
-    return vector_norm(token_norms.unsqueeze(-1), norm)

@@ -173,13 +173,24 @@ def invert_residual(
         )
     flat = y.detach().reshape(-1, *y.shape[-2:])
     exact = residual_map if evidence and y.dtype != torch.float64 else None
-    measured_in = y.dtype if exact is None else torch.float64
-    model = RoundingModel(*flat.shape[1:], inner_size, y.dtype, measured_in)
-    per_sample = flat.shape[1] if token_wise and norm != "frobenius" else 1
+    measured_in = (y.dtype if exact is None else torch.float64) if evidence else None
+    model = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
+    margin = 1.0 if lipschitz_bound is None else 1 - lipschitz_bound
+    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * model.relative) / margin
+    rows_per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
     eq = _Equation(
-        f, exact, model, lipschitz_bound, norm, contraction, atol, rtol, evidence,
-        per_sample * len(flat), per_sample,
-    )  # fmt: skip
+        f=f,
+        exact=exact,
+        model=model,
+        norm=norm,
+        margin=margin,
+        global_bound=lipschitz_bound if contraction == "global" else None,
+        atol=atol,
+        rtol=comfortable_rtol(least_rtol, 1 - margin) if rtol is None else rtol,
+        least_rtol=least_rtol,
+        rows_per_sample=rows_per_sample,
+        num_rows=len(flat) * rows_per_sample,
+    )
     s = eq.start(flat, max_steps)
     measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
     num_evaluations = torch.ones(len(flat), dtype=torch.long, device=y.device)
@@ -260,34 +271,16 @@ class _Equation:
     """y = x + f(x): how f is evaluated, what is known of it and what is asked for."""
 
     f: SequenceMap
-    exact: SequenceMap | None
+    exact: SequenceMap | None  # f in float64, where y is in less
     model: RoundingModel
-    lipschitz_bound: float | None
     norm: Norm
-    contraction: Contraction
+    margin: float  # 1 − c, or one if nothing is proven: error = residual / margin
+    global_bound: float | None  # c, if it is one of whole steps
     atol: float
-    asked_rtol: float | None
-    evidence: bool
+    rtol: float
+    least_rtol: float  # what the format, the rounding model and c allow
+    rows_per_sample: int  # one, or N where tokens go by themselves
     num_rows: int
-    rows_per_sample: int
-
-    @property
-    def margin(self) -> float:
-        """1 − c: error = residual / margin. One if c is not known."""
-        return 1.0 if self.lipschitz_bound is None else 1 - self.lipschitz_bound
-
-    @property
-    def smallest_rtol(self) -> float:
-        """The relative error that the format, the rounding model and c allow to certify."""
-        modelled = 3 * self.model.relative if self.evidence else 0.0
-        return (RESIDUAL_FLOOR[self.model.working] + modelled) / self.margin
-
-    @property
-    def rtol(self) -> float:
-        """The relative error allowed."""
-        if self.asked_rtol is not None:
-            return self.asked_rtol
-        return comfortable_rtol(self.smallest_rtol, self.lipschitz_bound or 0.0)
 
     def size(self, x: Tensor) -> Tensor:
         """‖x‖ of every row."""
@@ -305,17 +298,16 @@ class _Equation:
                 f"f maps {y.dtype} {tuple(y.shape)} to {fx.dtype} {tuple(fx.shape)}: it must keep "
                 "dtype and shape"
             )
-        inside = self.model.relative * self.model.inner_size if self.evidence else 0.0
-        least = self.smallest_rtol * length + inside / self.margin
+        inside = self.model.relative * self.model.inner_size / self.margin
         status = torch.full_like(length, RUNNING, dtype=torch.long).masked_fill(
-            self.atol + self.rtol * length < least, InversionStatus.TOLERANCE_BELOW_PRECISION
+            self.atol + self.rtol * length < self.least_rtol * length + inside,
+            InversionStatus.TOLERANCE_BELOW_PRECISION,
         )
         if self.rows_per_sample > 1:
             y, fx = (t.reshape(-1, 1, t.shape[-1]) for t in (y, fx))
             length, status = (t.repeat_interleave(self.rows_per_sample) for t in (length, status))
         residual = self.size(fx)
-        if max_steps is None:
-            max_steps = self.predicted_steps(residual, length)
+        limit = self.predicted_steps(residual, length) if max_steps is None else max_steps
         return _Iterates(
             row=torch.arange(len(y), device=y.device),
             y=y,
@@ -324,14 +316,14 @@ class _Equation:
             residual=residual,
             length=length,
             num_steps=torch.zeros_like(status),
-            max_steps=torch.zeros_like(status) + max_steps,
+            max_steps=torch.zeros_like(status) + limit,
             status=status,
         )
 
     def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
         """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""
-        c = self.lipschitz_bound
-        if c is None or self.contraction == "causal":
+        c = self.global_bound
+        if c is None:
             return STEPS_WITHOUT_PREDICTION
         ratio = self.margin * (self.atol + self.rtol * length) / 4 / residual
         steps = ratio.log() / math.log(max(c, 1e-300))
@@ -341,7 +333,7 @@ class _Equation:
         """Go to x = y − f(s.x) and give a verdict if it is time; of several the last counts."""
         residual, length = self.size(fx - s.fx), self.size(x)
         disproved = self.disproves(s.residual, residual, x, fx)
-        if self.rows_per_sample == 1 or len(length) == self.num_rows:  # tokens hardly move later
+        if len(s.row) == self.num_rows or self.rows_per_sample == 1:  # later others hardly move
             s.length = length.view(-1, self.rows_per_sample).amax(1)
             s.length = s.length.repeat_interleave(self.rows_per_sample)
         s.x, s.fx, s.residual, s.num_steps = x, fx, residual, s.num_steps + 1
@@ -355,21 +347,20 @@ class _Equation:
 
     def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
         """Where f changed by more than c times the step to x, beyond what rounding may add."""
-        c = self.lipschitz_bound
-        if c is None or self.contraction == "causal":
+        c = self.global_bound
+        if c is None:
             return torch.zeros_like(step, dtype=torch.bool)
-        more = change > c * step
-        if bool(more.any()):
-            noise = self.model.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
-            more = change - noise > c * step
-        if self.exact is not None and bool(more.any()):
+        excess = change - c * step
+        if bool((excess > 0).any()):
+            excess -= self.model.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
+        if self.exact is not None and bool((excess > 0).any()):
             gap = self.size(fx.double() - self.exact(x.double()))
-            more = change - noise - 2 * FROM_POINT_TO_POINT * gap > c * step
-        return more
+            excess -= 2 * FROM_POINT_TO_POINT * gap
+        return excess > 0
 
     def measure(self, y: Tensor, x: Tensor, fx: Tensor) -> Tensor:
         """‖y − x − f(x)‖ of every sample, what rounding may add to it, and what y may be off."""
-        if not self.evidence:
+        if self.model.measured is None:
             residual = self.size(y - x - fx)
             return torch.stack([residual, residual * 0, residual * 0])
         value, gap = fx.double(), 0.0
@@ -385,8 +376,9 @@ class _Equation:
     def error_bound(self, residual: Tensor, status: Tensor) -> Tensor:
         """≥ ‖x̂ − x‖ from the residual and all rounding; infinite if nothing follows."""
         broken = (status == InversionStatus.NOT_CONTRACTIVE) | (status == InversionStatus.NONFINITE)
-        unknown = self.lipschitz_bound is None or self.contraction == "causal" or not self.evidence
-        c = math.inf if unknown else self.lipschitz_bound
+        c = self.global_bound
+        if c is None or self.model.measured is None:
+            c = math.inf
         bound = contraction_error_bound(residual, c)
         return bound.masked_fill(broken | bound.isnan(), math.inf)
 

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.precision import at_least_single
+
 Norm = Literal["token_max", "frobenius", "entry_max"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
 
@@ -30,10 +32,11 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
 
 
 def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
-    """A number ≥ ‖X‖ in float64, for X as it is stored: rounding and underflow included."""
-    size = x.shape[-1] * x.shape[-2]
-    underflow = math.sqrt(size * torch.finfo(torch.float64).tiny)
-    return vector_norm(x.double(), norm) * (1 + (size + 8) * 2.0**-52) + underflow
+    """A number ≥ ‖X‖, for X as it is stored: rounding and underflow included; in float64."""
+    x, size = at_least_single(x), x.shape[-1] * x.shape[-2]
+    format = torch.finfo(x.dtype)
+    underflow = math.sqrt(size * format.tiny)
+    return vector_norm(x, norm).double() * (1 + (size + 8) * format.eps) + underflow
 
 
 def dual_vector(o: Tensor, norm: Norm) -> Tensor:
