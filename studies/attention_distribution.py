@@ -1,8 +1,8 @@
 """Yudin et al. 2025 (JaSMin): local bounds from attention weights, and training that shapes them.
 
-Bounds: every upper bound on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by Lanczos,
-for random layers on random tokens and for the layers of language models, before and after training,
-at their own inputs (behind LayerNorm). Training: the loss plus a weight times
+Bounds: every upper bound on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by power
+iteration, for random layers on random tokens and for the layers of language models, before and
+after training, at their own inputs (behind LayerNorm). Training: the loss plus a weight times
 
     jasmin_0      mean log g_1(P_i) over rows but the first
     jasmin_10     mean log g_1(P_i)/g_10(P_i) over rows that see more than 11 tokens
@@ -143,8 +143,8 @@ class Result:
 
     nats: float  # per validation character; NaN for a random layer or after a non-finite loss
     noisy_nats: float  # the same with noise on the embeddings
-    truth: list[float]  # ‖∂F/∂X‖ in frobenius by Lanczos, per attention layer and sequence
-    residual: float  # the largest Lanczos residual
+    truth: list[float]  # ‖∂F/∂X‖ in frobenius by power iteration, per attention layer and sequence
+    residual: float  # the largest residual
     bounds: dict[str, list[float]]  # every upper bound at the same layers and sequences, by name
 
 
@@ -365,18 +365,17 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     """Bounds first, then every training."""
     groups = {key: ratios(g) for key, g in by(rows, lambda c: (c.attention, c.group)).items()}
     groups = {key: found for key, found in groups.items() if found}
-    names = list(dict.fromkeys(name for found in groups.values() for name in found))
     compared = {key: max(map(len, found.values())) for key, found in groups.items()}
     exceeded = {key: violations(found) for key, found in groups.items()}
     table: list[dict[str, Any]] = [
-        blank_line(*key, names)
+        {"attention": attention, "where": where}
         | {n: f"{min(v):.2f}/{fmean(v):.4g}/{max(v):.4g}" for n, v in found.items()}
-        | {"compared": compared[key], "violations": exceeded[key]}
-        for key, found in groups.items()
+        | {"compared": compared[attention, where], "violations": exceeded[attention, where]}
+        for (attention, where), found in groups.items()
     ]
     trained = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
-    for group in by(trained, lambda c: (c.attention, c.regulariser, c.weight)).values():
-        table.append(training_line(group, names))
+    trainings = by(trained, lambda c: (c.attention, c.regulariser, c.weight))
+    table += map(training_line, trainings.values())
     equal = equal_loss(rows)
     count = sum(compared.values())
     paper = (
@@ -396,18 +395,12 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, paper, ours, outcome, why)
 
 
-def blank_line(attention: str, where: str, names: Sequence[str]) -> dict[str, Any]:
-    """A line of the table with nothing measured yet."""
-    measured = ("compared", "violations", "val nats", "noisy nats", "constant")
-    empty = dict.fromkeys([*names, *measured])
-    return {"attention": attention, "where": where, "paper": None, **empty}
-
-
-def training_line(lines: Rows[Case, Result], names: Sequence[str]) -> dict[str, Any]:
+def training_line(lines: Rows[Case, Result]) -> dict[str, Any]:
     """One training, mean over its seeds."""
     case, results = lines[0][0], [result for _, result in lines]
-    where = f"{case.regulariser} × {case.weight:g}" if case.weight else "no regulariser"
-    return blank_line(case.attention, where, names) | {
+    return {
+        "attention": case.attention,
+        "where": f"{case.regulariser} × {case.weight:g}" if case.weight else "no regulariser",
         "val nats": fmean(r.nats for r in results),
         "noisy nats": fmean(r.noisy_nats for r in results),
         "constant": fmean(map(constant_of, results)),

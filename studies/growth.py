@@ -1,8 +1,8 @@
 """Castin et al. 2024, Fig. 1: the local constant of attention layers against sequence length.
 
-‖Df(X)‖ (frobenius) of one multi-head attention layer f with its output map, by Golub–Kahan, at the
-inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent of
-C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval. Tied L2 attention is put
+‖Df(X)‖ (frobenius) of one multi-head attention layer f with its output map, by power iteration, at
+the inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent
+of C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval. Tied L2 attention is put
 under the same attack.
 
 ``model=small``        layers of ours at initialisation: dot product, tied L2, contractive L2
@@ -108,8 +108,8 @@ class Options(StudyOptions):
     attack_factors: list[float] = option(
         [1.0, 10.0], "radii of the attack on all heads, in units of the paper's", within="(0, 1e6]"
     )
-    max_steps: int = option(200, "Lanczos steps at most", within="[1, 1e5]")
-    rtol: float = option(1e-4, "Lanczos residual that counts as converged", within="(0, 1)")
+    max_steps: int = option(200, "power iteration steps at most", within="[1, 1e5]")
+    rtol: float = option(1e-4, "residual that counts as converged", within="(0, 1)")
 
     def check(self) -> None:
         """A checkpoint is named exactly where it is used."""

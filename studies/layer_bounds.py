@@ -1,8 +1,8 @@
 """Upper bounds on the Jacobian of one attention layer at its input, beside the true norm.
 
 A layer is taken apart into heads (differentiably, so that a bound can also be trained), every local
-bound that applies to its kind is evaluated next to the global ones, and Lanczos gives the truth;
-all in ``frobenius``. The bound of Yudin et al. 2025 is carried over to tied L2 attention here.
+bound that applies to its kind is evaluated next to the global ones, and power iteration gives the
+truth; all in ``frobenius``. The bound of Yudin et al. 2025 is carried over to tied L2 attention.
 """
 
 import math

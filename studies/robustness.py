@@ -264,7 +264,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
                 certified = [r.certified[norm][index] for _, r in group if norm in r.certified]
                 table.append(line(kind, f"PGD {norm}", relative, group, left, certified, norm))
     failed = Counter(case.kind for case, result in rows if not math.isfinite(result.nats))
-    table += [failed_line(kind) for kind in failed if kind not in groups]
+    table += [{"kind": kind, "attack": "training failed"} for kind in failed if kind not in groups]
     beaten = sum(result.beaten for _, result in rows)
     outcome, why = verdict(beaten, [(case, result) for case, result in rows if result.radii])
     if failed:
@@ -281,7 +281,8 @@ def line(
 ) -> dict[str, Any]:  # fmt: skip
     """One line of the table, means over seeds."""
     radii = [result.radii[norm] for _, result in group if norm in result.radii]
-    return failed_line(kind) | {
+    return {
+        "kind": kind,
         "attack": attack,
         "strength": strength,
         "clean nats": fmean(result.nats for _, result in group),
@@ -290,15 +291,6 @@ def line(
         "certified accuracy": fmean(certified) if certified else None,
         "median certified radius": fmean(radii) if radii else None,
     }
-
-
-def failed_line(kind: Kind) -> dict[str, Any]:
-    """The line of a model none of whose trainings stayed finite: there was nothing to attack."""
-    numbers = (
-        "strength", "paper", "clean nats", "clean accuracy", *LEFT, "certified accuracy",
-        "median certified radius",
-    )  # fmt: skip
-    return {"kind": kind, "attack": "training failed", **dict.fromkeys(numbers)}
 
 
 def in_words(groups: Mapping[Kind, Rows[Case, Result]]) -> str:

@@ -125,7 +125,7 @@ class StudyOptions(Root):
 class Summary:
     """What a study found."""
 
-    table: list[dict[str, Any]]  # lines with the same keys, the paper's value beside ours
+    table: list[dict[str, Any]]  # lines, the paper's value beside ours
     paper: str  # what the paper reports, in a few words
     ours: str  # the same of this run
     outcome: Outcome
@@ -138,8 +138,8 @@ class Summary:
 
     @property
     def columns(self) -> list[str]:
-        """The table's columns; none of a table without lines."""
-        return list(self.table[0]) if self.table else []
+        """The keys of all lines of the table, in the order of their first appearance."""
+        return list(dict.fromkeys(key for line in self.table for key in line))
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -294,7 +294,7 @@ def report(
     result = {"study": chosen.name, **provenance, "options": asdict(chosen), **asdict(summary)}
     write_json(result | {"torch": torch.__version__}, chosen.folder / "result.json")
     if mirror is not None:
-        lines = [[line[column] for column in summary.columns] for line in summary.table]
+        lines = [[line.get(column) for column in summary.columns] for line in summary.table]
         mirror.table(f"{chosen.name}/table", summary.columns, lines)
         mirror.image(f"{chosen.name}/figure", picture)
         mirror.summary({"paper": summary.paper, "ours": summary.ours, "verdict": summary.verdict})
@@ -332,7 +332,10 @@ def numbers_of(result: Any) -> dict[str, float]:
 def print_summary(summary: Summary, chosen: StudyOptions) -> None:
     """Print the table, both values and the verdict for people."""
     columns = summary.columns
-    lines = [columns, *([as_cell(line[column]) for column in columns] for line in summary.table)]
+    lines = [
+        columns,
+        *([as_cell(line.get(column)) for column in columns] for line in summary.table),
+    ]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
