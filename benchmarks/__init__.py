@@ -1,1 +1,1 @@
-"""What README's performance table is made of. Needs torch and invformer.nn, and nothing else."""
+"""The performance table of benchmarks/README.md. Needs torch and invformer.nn, and nothing else."""
