@@ -12,6 +12,7 @@ one pipe to each and one from it, and ends with one line and one exit code for a
 """
 
 import json
+import math
 import os
 import selectors
 import signal
@@ -22,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -33,6 +35,23 @@ GRACE = 3.0  # seconds in which the others may still say what they know about a 
 GRACE_TO_STOP = 75.0  # likewise after a signal: saving, and W&B's last minute
 POLL = 0.1  # seconds between looks at the processes
 NOT_EXPLAINED = (1, RankLost.exit_code)
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: those it may run on, within the quota of its container."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            files = (cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+            quota, period = (file.read_text() for file in files)
+        if int(quota) > 0:
+            cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        pass
+    return max(1, cores)
 
 
 class RunEnded(InvformerError):
@@ -190,7 +209,7 @@ class Supervisor:
         link, outgoing = os.pipe()
         os.set_blocking(outgoing, False)
         incoming = self._lifeline[0]
-        threads = max(1, (os.cpu_count() or 1) // self.count)
+        threads = max(1, usable_cores() // self.count)
         environment = {
             "OMP_NUM_THREADS": str(threads), **os.environ, **more,
             LINK: f"{incoming},{outgoing}", "LOCAL_RANK": str(number), "NODE_RANK": "0",

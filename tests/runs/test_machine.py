@@ -12,6 +12,7 @@ from invformer.config import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels.host import compiler_complaint
 from invformer.runs.machine import refuse_missing_devices, refuse_missing_kernel
+from invformer.runs.ranks import usable_cores
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "auto"])
@@ -85,3 +86,24 @@ def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
     assert compiler_complaint(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 6),
+        ({"cpu.max": "max 100000"}, 6),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "1000 100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 6),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
+    ],
+)
+def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == cores
