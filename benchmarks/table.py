@@ -1,4 +1,4 @@
-"""python -m benchmarks.table [FILE]: a results file as Markdown, as it stands in benchmarks/README.md."""
+"""python -m benchmarks.table [FILE]: a results file as the table of benchmarks/README.md."""
 
 import json
 from pathlib import Path
