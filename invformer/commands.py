@@ -91,7 +91,7 @@ def evaluate(argv: Sequence[str] | None = None) -> None:
     """Load, measure, report."""
 
     def work(config: EvaluateConfig) -> None:
-        from invformer.assemble.evaluation import evaluate_checkpoint
+        from invformer.assemble.model import evaluate_checkpoint
         from invformer.evaluation.evaluate import keep_report
         from invformer.evaluation.report import print_table
         from invformer.kernels.host import keep_freed_memory

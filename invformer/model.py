@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.saved_model import load_model, trained_configuration
+from invformer.assemble.model import load_model, trained_configuration
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError

@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.saved_model import trained_configuration
+from invformer.assemble.model import trained_configuration
 from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint

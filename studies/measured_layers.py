@@ -13,11 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.model import build_model
-from invformer.assemble.run import read_corpus
-from invformer.assemble.saved_model import load_model, trained_configuration
+from invformer.assemble.model import build_model, load_model, trained_configuration
 from invformer.config.schema import ModelConfig
-from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.corpora import Corpus, load_corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint

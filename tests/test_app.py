@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from invformer.assemble.evaluation import evaluate_checkpoint
+from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.config.schema import EvaluateConfig, TrainConfig

@@ -1,9 +1,19 @@
-"""From a model configuration to modules: one ``match`` per choice."""
+"""From a configuration, or from a checkpoint, to a model: one ``match`` per choice."""
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from invformer.config.schema import ModelConfig
+import torch
+
+from invformer.config import from_dict
+from invformer.config.schema import EvaluateConfig, ModelConfig, TrainConfig
+from invformer.data.files import SavedPath
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import CheckpointError, ConfigurationError
+from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.evaluation.evaluate import evaluate
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
@@ -21,6 +31,9 @@ from invformer.nn.scaling import DiagonalScaling, loud_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
+from invformer.runs.checkpoint import PREFIX, Checkpoint
+from invformer.runs.encoding import Spec, specs_of
+from invformer.runs.machine import pick_device
 
 NORM_OF_CERTIFICATE: dict[str, Norm] = {
     "token_max": "token_max",
@@ -28,41 +41,49 @@ NORM_OF_CERTIFICATE: dict[str, Norm] = {
     "kim_entry_max": "entry_max",
     "kim_frobenius": "frobenius",
 }
+FIRST_BLOCK = "stack.blocks.0."
+# Bytes that a block needs for a pair of tokens, and that are allowed: some, and more for weights.
+PAIR_BYTES, PAIR_SLACK, PAIR_PER_WEIGHT = 9, 2 << 30, 16
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
     """The language model a configuration asks for, freshly initialised."""
-    contractive = config.is_contractive
-    d_embedding = config.embedding_width if contractive else config.d_model
-    embedding = CharEmbedding(vocab_size, seq_len, config.d_model, d_embedding)
-    if contractive:
-        stack = build_invertible_stack(config, seq_len, d_embedding)
-    else:
-        stack = PreNormStack(
-            [build_pre_norm_block(config, seq_len) for _ in range(config.num_layers)]
-        )
-    return CharTransformer(embedding, stack, vocab_size, config.d_model, config.head_dropout)
+    width, d_embedding = config.d_model, config.embedding_width
+    embedding = CharEmbedding(vocab_size, seq_len, width, d_embedding)
+    build_stack = build_invertible_stack if config.is_contractive else build_pre_norm_stack
+    stack = build_stack(config, seq_len)
+    return CharTransformer(embedding, stack, vocab_size, width, config.head_dropout)
 
 
-def build_invertible_stack(config: ModelConfig, seq_len: int, d_embedding: int) -> InvertibleStack:
+def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack:
     """Contractive blocks, each first writing to its own share of the padded channels."""
     assert config.certificate is not None
-    share = (config.d_model - d_embedding) // config.num_layers
-    radius = config.input_radius
+    width, d_embedding, radius = config.d_model, config.embedding_width, config.input_radius
+    share = (width - d_embedding) // config.num_layers
     if radius is not None:  # ActNorm's channels have unit variance, tokens the length √D
-        radius *= math.sqrt(config.d_model)
+        radius *= math.sqrt(width)
     blocks = []
     for index in range(config.num_layers):
         first = d_embedding + index * share
         padded = share and not config.channel_metric
         channels = slice(first, first + share) if padded else None
         attention = build_contractive_attention(config, seq_len, channels)
-        feed_forward = build_contractive_feed_forward(config, channels)
-        d_norm = config.d_model if config.activation_norm else None
+        feed_forward = ContractiveFeedForward(
+            width,
+            config.feed_forward_width,
+            config.lipschitz_target,
+            norm="entry_max" if config.certificate == "kim_entry_max" else "spectral",
+            kernel=config.feed_forward_kernel,
+            activation=config.activation,
+            output_channels=channels,
+            initial_sharpness=config.initial_sharpness,
+            initial_output=config.initial_output,
+        )
         scalings = None, None
         if config.channel_metric:
-            loud = loud_channels(config.d_model, index, config.loud_channels, d_embedding)
-            scalings = tuple(DiagonalScaling(config.d_model, channels) for channels in loud)
+            loud = loud_channels(width, index, config.loud_channels, d_embedding)
+            scalings = tuple(DiagonalScaling(width, channels) for channels in loud)
+        d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
     kind = "causal" if config.certificate == "causal" else "global"
     return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
@@ -75,60 +96,36 @@ def build_contractive_attention(
     position = build_position(config, seq_len)
     width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
     kernel, size = config.attention_kernel, config.initial_output
-    if config.name == "contractive_bounded":
-        certificate = "causal" if config.certificate == "causal" else "token_max"
-        return BoundedAttention(
-            width,
-            heads,
-            config.head_width,
-            position,
-            target,
-            channels,
-            kernel,
-            size,
-            certificate,
-            config.strictly_causal,
-        )
-    match config.certificate:
-        case "token_max" | "causal":
+    match config.name, config.certificate:
+        case "contractive_bounded", "token_max" | "causal" as bound:
+            return BoundedAttention(
+                width, heads, config.head_width, position, target, channels, kernel, size, bound,
+                config.strictly_causal,
+            )  # fmt: skip
+        case "contractive_l2", "token_max" | "causal" as bound:
             return ContractiveL2Attention(
-                width, heads, position, target, config.certificate, channels, kernel, size
+                width, heads, position, target, bound, channels, kernel, size
             )
-        case "kim_entry_max" | "kim_frobenius":
-            return PaperContractiveL2Attention(
-                width, heads, position, target, config.certificate, kernel
-            )
-        case None:
-            raise AssertionError("a contractive model has a certificate")
+        case "contractive_l2", "kim_entry_max" | "kim_frobenius" as bound:
+            return PaperContractiveL2Attention(width, heads, position, target, bound, kernel)
+    raise AssertionError(f"{config.name} has no certificate {config.certificate}")
 
 
-def build_contractive_feed_forward(
-    config: ModelConfig, channels: slice | None
-) -> ContractiveFeedForward:
-    """The contractive feed-forward, of single tokens or of several."""
-    size = config.d_model, config.feed_forward_width, config.lipschitz_target
-    options: dict[str, Any] = {
-        "activation": config.activation,
-        "output_channels": channels,
-        "initial_sharpness": config.initial_sharpness,
-        "initial_output": config.initial_output,
-    }
-    norm = "entry_max" if config.certificate == "kim_entry_max" else "spectral"
-    return ContractiveFeedForward(*size, norm=norm, kernel=config.feed_forward_kernel, **options)
-
-
-def build_pre_norm_block(config: ModelConfig, seq_len: int) -> PreNormBlock:
-    """One block of a baseline."""
-    position = build_position(config, seq_len)
+def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
+    """The blocks of a baseline."""
     attention = L2Attention if config.name == "l2" else DotProductAttention
-    size = config.d_model, config.feed_forward_width
-    kernel = config.feed_forward_kernel
-    return PreNormBlock(
-        attention(config.d_model, config.num_heads, position, config.attention_kernel),
-        FeedForward(*size, config.activation, kernel),
-        config.d_model,
-        config.dropout,
-    )
+    width, hidden = config.d_model, config.feed_forward_width
+    blocks = []
+    for _ in range(config.num_layers):
+        position = build_position(config, seq_len)
+        block = PreNormBlock(
+            attention(width, config.num_heads, position, config.attention_kernel),
+            FeedForward(width, hidden, config.activation, config.feed_forward_kernel),
+            width,
+            config.dropout,
+        )
+        blocks.append(block)
+    return PreNormStack(blocks)
 
 
 def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
@@ -141,3 +138,89 @@ def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
         "sinusoid": SinusoidalPositionBias,
     }[config.position_bias_form]
     return form(config.num_heads, seq_len, sees_itself=not config.strictly_causal)
+
+
+def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
+    """The configuration a checkpoint was trained with; its path is marked as nobody's choice.
+
+    Raises:
+        CheckpointError: it is no valid configuration.
+    """
+    try:
+        config = from_dict(as_it_was_meant(checkpoint.metadata["config"]))
+    except ConfigurationError as error:
+        raise CheckpointError(
+            f"{checkpoint.path}: its configuration is invalid ({error})"
+        ) from None
+    if config.data.path is None:
+        return config
+    return replace(config, data=replace(config.data, path=SavedPath(config.data.path)))
+
+
+def as_it_was_meant(config: Any) -> Any:
+    """A saved configuration in today's keys.
+
+    Before there were weighted norms there were none. The monitor, whose keys changed, is no part of
+    a model.
+    """
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        return config
+    return {**config, "model": {"channel_metric": False, **model}, "monitor": {}}
+
+
+def load_model(
+    checkpoint: Checkpoint, config: TrainConfig, vocabulary: Vocabulary
+) -> CharTransformer:
+    """The trained model in eval mode.
+
+    Raises:
+        CheckpointError: the weights do not fit the configuration or are not finite, the model needs
+            gigabytes of buffers that its few weights do not explain, or the state beside the
+            weights, which is not used here, is damaged.
+    """
+    size, length = checkpoint.weight_bytes, config.data.seq_len
+    pairs = config.model.num_layers * PAIR_BYTES * length**2
+    if pairs > PAIR_SLACK + PAIR_PER_WEIGHT * size:
+        raise CheckpointError(
+            f"{checkpoint.path}: data.seq_len={length} would need {pairs:.2g} bytes of masks "
+            f"beside {size} bytes of weights"
+        )
+    wanted = weight_specs(config, vocabulary.size)
+    weights = checkpoint.read_weights({PREFIX + name: spec for name, spec in wanted.items()})
+    checkpoint.read_state()  # a checkpoint is taken whole or not at all
+    model = untrained(config, vocabulary.size)
+    model.load_state_dict({name.removeprefix(PREFIX): w for name, w in weights.items()})
+    return model.eval()
+
+
+def weight_specs(config: TrainConfig, vocab_size: int) -> dict[str, Spec]:
+    """Type and shape of every weight of a model, without making one: all blocks are alike."""
+    one_block = replace(config, model=replace(config.model, num_layers=1))
+    with torch.device("meta"):
+        specs = specs_of(untrained(one_block, vocab_size).state_dict())
+    return {
+        name.replace(FIRST_BLOCK, f"stack.blocks.{index}.", 1): spec
+        for name, spec in specs.items()
+        for index in range(config.model.num_layers if name.startswith(FIRST_BLOCK) else 1)
+    }
+
+
+def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
+    """The model as training began with it, in the precision that its weights are kept in."""
+    model = build_model(config.model, vocab_size, config.data.seq_len)
+    return model.to(torch.float64 if config.trainer.precision == "64-true" else torch.float32)
+
+
+def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
+    """Load a model and measure everything that is asked for.
+
+    Returns:
+        The report, and the file that holds the latest one of the run.
+    """
+    checkpoint = read_checkpoint(config.checkpoint)
+    trained = trained_configuration(checkpoint)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    device = pick_device(config.evaluate.device, "evaluate.device")
+    model = load_model(checkpoint, trained, vocabulary).to(device)
+    return evaluate(model, vocabulary, trained, checkpoint, config), checkpoint.evaluation

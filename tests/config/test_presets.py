@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.assemble.saved_model import as_it_was_meant
+from invformer.assemble.model import as_it_was_meant, build_model
 from invformer.config import from_dict, load_config, parse_or_exit, to_dict
 from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.errors import ConfigurationError

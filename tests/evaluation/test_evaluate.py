@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from invformer import commands
-from invformer.assemble.evaluation import evaluate_checkpoint
-from invformer.assemble.saved_model import untrained
+from invformer.assemble.model import evaluate_checkpoint, untrained
 from invformer.config import load_config
 from invformer.config.schema import EvaluateConfig, TrainConfig
 from invformer.data.corpora import load_corpus

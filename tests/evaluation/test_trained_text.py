@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.evaluation import evaluate_checkpoint
-from invformer.assemble.saved_model import load_model, untrained, weight_specs
+from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weight_specs
 from invformer.config import load_config
 from invformer.config.schema import EvaluateConfig, TrainConfig
 from invformer.data.corpora import load_corpus

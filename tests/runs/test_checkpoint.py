@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.assemble.saved_model import load_model, trained_configuration
+from invformer.assemble.model import build_model, load_model, trained_configuration
 from invformer.config import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError

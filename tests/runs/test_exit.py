@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from invformer import commands, errors
-from invformer.assemble import evaluation
+from invformer.assemble import model as evaluation
 from invformer.evaluation import report
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded

@@ -17,8 +17,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from invformer.assemble.model import weight_specs
 from invformer.assemble.run import build_data, build_run
-from invformer.assemble.saved_model import weight_specs
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
