@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Bool, Float, Integer
 from torch import Tensor
 
-from invformer.evaluation.enclosed_network import Network, NotEnclosed
+from invformer.evaluation.enclosed_branches import NotEnclosed
+from invformer.evaluation.enclosed_network import Network
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.enclosure import (
     add,

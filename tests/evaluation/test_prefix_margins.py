@@ -11,8 +11,9 @@ import torch
 from flint import arb, ctx
 from torch import Tensor
 
-from invformer.evaluation import enclosed_network
-from invformer.evaluation.enclosed_network import Network, activate
+from invformer.evaluation import enclosed_branches
+from invformer.evaluation.enclosed_branches import activate
+from invformer.evaluation.enclosed_network import Network
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn import ActivationNorm
 from invformer.nn.feed_forward import ACTIVATIONS, activation_slope
@@ -148,24 +149,51 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         weights, network = model.stack.weights(), Network(model, SEQ_LEN)
-    for (name, layer), (branch, _, _) in zip(
-        model.stack.residual_layers(), network.branches, strict=True
-    ):
+    for (name, layer), step in zip(model.stack.residual_layers(), network.steps, strict=True):
         x = torch.randn(SEQ_LEN, 12, generator=generator)
         radius = (relative * torch.rand(x.shape, generator=generator)).float()
-        found, _ = branch(Enclosure(x, radius), torch.arange(SEQ_LEN), None)
+        branch, seen = step.branch, Enclosure(x, radius)
+        seen = seen if branch.prepare is None else branch.prepare(seen)
+        z = [enclosure.matmul(seen, w) for w in branch.reads]
+        inner, _ = branch.inner(z, torch.arange(SEQ_LEN), None)
+        found = enclosure.matmul(inner, branch.output)
         fullest = 0.0
         for place in range(SEQ_LEN):  # the corner that raises one entry most, to first order
             channel = place % 12
             at = x.clone().requires_grad_()
             layer.added(at[None], weights[name].branch)[0, place, channel].backward()
-            corner = layer.added(
-                (x + at.grad.sign() * radius)[None], weights[name].branch
-            ).detach()[0]
+            corner = (x + at.grad.sign() * radius)[None]
+            corner = layer.added(corner, weights[name].branch).detach()[0]
             away = (corner - found.middle).abs() - 1e-14
             assert (away <= found.radius).all()
             fullest = max(fullest, (away / found.radius)[place, channel].item())
         assert fullest > 0.1
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@torch.no_grad()
+def test_errors_of_inner_numbers_are_carried_to_the_top(
+    model: CharTransformer, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions that err as they say they may: states are off, and within their enclosures."""
+    model = model.double()
+    generator, size = torch.Generator().manual_seed(0), 1e-7
+    right = enclosed_branches.activate
+
+    def wrong(x: Enclosure, activation: str) -> Enclosure:
+        y = right(x, activation)
+        error = size * (2 * torch.rand(y.middle.shape, generator=generator) - 1)
+        return Enclosure(y.middle + error, y.radius + 1.001 * error.abs().float())
+
+    monkeypatch.setattr(enclosed_branches, "activate", wrong)
+    (tokens,) = random_tokens(1, seed=seed)
+    states = model.stack(model.embedding(tokens))
+    with torch.no_grad():
+        found, _ = Network(model, SEQ_LEN)(tokens, torch.arange(SEQ_LEN), None)
+    away = (found.middle - states).abs()
+    assert (away <= found.radius).all()
+    assert away.max() > 0.1 * size
+    assert (away / found.radius).max() > 0.2
 
 
 BASELINES = {"dot product": baseline, "free l2": l2_baseline, "kernel": convolutional_baseline}
@@ -319,12 +347,12 @@ def test_the_library_errs_by_less_than_half_of_what_is_assumed_of_it(name: str) 
 def test_slopes_and_curvatures_bound_those_of_the_activations(name: str) -> None:
     x = torch.linspace(-40, 40, 400_000)
     slope = activation_slope(name, x)
-    assert slope.abs().max() <= enclosed_network.SLOPE[name]
+    assert slope.abs().max() <= enclosed_branches.SLOPE[name]
     assert (
         activation_slope(name, x.float()) - slope
-    ).abs().max() <= enclosed_network.SLOPE_ERROR / 2
+    ).abs().max() <= enclosed_branches.SLOPE_ERROR / 2
     if name != "relu":
-        assert (slope.diff() / x.diff()).abs().max() <= enclosed_network.CURVATURE[name]
+        assert (slope.diff() / x.diff()).abs().max() <= enclosed_branches.CURVATURE[name]
 
 
 @pytest.mark.parametrize("relative", [1e-9, 1e-2, 1.0])
