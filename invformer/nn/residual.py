@@ -13,8 +13,6 @@ from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import (
     ErrorStep,
-    contraction_error_bound,
-    output_rounding,
     residual_step,
     scale_step,
     stack_error_bound,
@@ -206,26 +204,6 @@ class InvertibleResidual(nn.Module):
         steps = error_steps(y, u, scaling, solution.error_bound, lipschitz_bound, norm)
         x = u if scaling is None else scaling.undo(u)
         return replace(solution, value=x), steps
-
-    def preimage_steps(
-        self,
-        x: Float[Tensor, "samples tokens width"],
-        y: Float[Tensor, "samples tokens width"],
-        weights: ResidualWeights,
-        lipschitz_bound: float,
-        norm: Norm,
-    ) -> list[ErrorStep]:
-        """How an error of y becomes one of x, for the y that the forward pass makes of x.
-
-        Rounding of both forward passes included, by the rounding model.
-        """
-        self._require_plain(weights)
-        u, v = weights.enter(x), weights.enter(y)
-        f, exact = self.map_of(weights.branch), self.map_of(in_double(weights.branch))
-        inner_size = self.branch.inner_size(norm, y.shape[-2], weights.branch)
-        rounding = 2 * output_rounding(f, u, v, exact, norm, inner_size)
-        error = contraction_error_bound(rounding, lipschitz_bound)
-        return error_steps(y, u, weights.scaling, error, lipschitz_bound, norm)
 
     def map_of(self, weights: Any) -> SequenceMap:
         """u ↦ f(ψ_R(u)) with weights of the branch."""

@@ -15,7 +15,7 @@ from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
 from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution
-from invformer.numerics.norms import Norm, norm_upper
+from invformer.numerics.norms import Norm
 
 if TYPE_CHECKING:
     from invformer.nn.certificate import Certificate
@@ -213,56 +213,6 @@ class InvertibleStack(nn.Module):
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)
-
-    @torch.no_grad()
-    def preimage_bound(
-        self,
-        x: Float[Tensor, "samples tokens width"],
-        z: Float[Tensor, "samples tokens width"],
-        weights: StackWeights | None = None,
-        certificate: "Certificate | None" = None,
-    ) -> Float[Tensor, "samples"]:
-        """Bound on ‖x − x*‖ for every x* that the forward pass takes to z, from pushing x up.
-
-        Nothing is solved: x + f(x) never brings two points nearer to each other than by the factor
-        1 − c, so that E ← (E + rounding of both)/(1 − c_l) from the top down, from E = ‖z − F(x)‖.
-
-        With bounds of diagonal blocks it holds at the first token where x* differs from x, which is
-        all that texts need: if it is below the distance of any two symbols, no text but that of x
-        has the output z. That rests on a forward pass which computes equal beginnings equally,
-        whatever follows them (docs/numerics.md).
-
-        Args:
-            x: what may be the input.
-            z: the output that was seen, of the same forward pass.
-            weights: as for :meth:`inverse`.
-            certificate: proven bounds of this stack, of Lipschitz constants or of diagonal blocks;
-                None proves them.
-
-        Returns:
-            One bound per sample, in the stack's norm, by the rounding model.
-
-        Raises:
-            ValueError: the certificate is stated in another norm, or it is of another stack or of
-                shorter sequences.
-        """
-        weights = weights or self.weights()
-        certificate = certificate or self._prove(z.dtype)
-        if certificate.norm != self.norm:
-            raise ValueError(f"bounds in {certificate.norm}, but lengths in {self.norm}")
-        self._require_own(certificate, z.shape[-2])
-        difference = z.double() - self(x, weights).double()
-        top = ErrorStep(1.0, norm_upper(difference, self.norm))
-        upwards: list[list[ErrorStep]] = []
-        for name, layer in self.layers():
-            y = layer(x, weights[name])
-            if isinstance(layer, ActivationNorm):
-                upwards.append([norm_step(y, weights[name], self.norm)])
-            else:
-                bound = certificate.per_branch[name]
-                upwards.append(layer.preimage_steps(x, y, weights[name], bound, self.norm))
-            x = y
-        return stack_error_bound([top, *(step for steps in reversed(upwards) for step in steps)])
 
     def _prove(self, dtype: torch.dtype) -> "Certificate":
         """The certificate of this stack."""

@@ -9,8 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.linear_map import SequenceMap
-from invformer.numerics.norms import Norm, norm_upper, vector_norm
+from invformer.numerics.norms import Norm, norm_upper
 from invformer.numerics.precision import at_least_single, unit_roundoff
 
 # Headroom over a rounding error that was measured at one point, elsewhere.
@@ -88,31 +87,6 @@ class RoundingModel:
         if self.working == self.measured:
             return self.of_residual(size, gap)
         return FROM_POINT_TO_POINT * (gap + self.rounded(size))
-
-
-def output_rounding(
-    f: SequenceMap,
-    x: Float[Tensor, "samples tokens width"],
-    y: Float[Tensor, "samples tokens width"],
-    exact: SequenceMap,
-    norm: Norm,
-    inner_size: float,
-) -> Float[Tensor, "samples"]:
-    """≥ ‖y − (x + f(x))‖ where y was computed as x + f(x), by the rounding model.
-
-    Args:
-        f: the branch, in the format of x.
-        x: what went in.
-        y: what the forward pass made of it.
-        exact: f in float64.
-        norm: of the result.
-        inner_size: as for :func:`.fixed_point.invert_residual`.
-    """
-    fx = f(x)
-    model = RoundingModel(x.shape[-2], x.shape[-1], inner_size, y.dtype, torch.float64)
-    gap = norm_upper(fx.double() - exact(x.double()), norm)
-    sizes = [vector_norm(part.double(), norm) for part in (x, fx, y)]
-    return model.of_output(torch.stack(sizes).sum(0), gap)
 
 
 class ErrorStep(NamedTuple):

@@ -109,12 +109,9 @@ def test_the_text_comes_back_within_the_bound(options: dict, dtype: torch.dtype)
         x = model.embedding(tokens)
         z = model.stack(x)
         solution = model.stack.inverse(z, certificate=certificate)
-        other = model.stack.preimage_bound(x, z, certificate=certificate)
     error = vector_norm((solution.value - x).double(), "token_max")
     assert (error <= solution.error_bound).all()
     assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
-    if dtype == torch.float64:
-        assert (other < model.embedding.decoding_margin()).all()
 
 
 @pytest.mark.parametrize("options", MODELS)
