@@ -39,16 +39,10 @@ FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Three texts to learn from, to choose by, and to report on.
+    """Three texts to learn from, to choose by, and to report on; ``test`` may be empty.
 
-    Attributes:
-        name: the corpus.
-        train: text of the training split.
-        val: text of the validation split.
-        test: text of the test split; empty where the corpus comes without one.
-        sha256: of the three texts and where they part, in hexadecimal.
-        source: where the text came from, in words.
-        unit: what one symbol stands for. In a corpus of bytes the byte b is the character chr(b).
+    ``sha256`` is that of the texts and where they part, ``source`` says in words where they came
+    from. In a corpus of bytes the byte b is the character chr(b).
     """
 
     name: str
@@ -111,16 +105,11 @@ def load_corpus(
 
     Args:
         name: of the corpus.
-        path: file (``.txt`` or any other text, ``.zip`` with one file in it), folder, pattern or
-            pipe; a ``SavedPath`` if a checkpoint names it, of which less is read (``data.files``).
+        path: file (any text, or a ``.zip`` with one file in it), folder, pattern or pipe; a
+            ``SavedPath`` if a checkpoint names it, of which less is read (``data.files``).
         val_fraction: share of the text for validation, if the corpus has no splits of its own.
         test_fraction: likewise for the test.
-        max_characters: shorten the corpus to this many characters: each split keeps its beginning,
-            all in the same proportion.
-
-    Raises:
-        DataError: the text cannot be read, is empty or a single character, or the Hub cannot be
-            reached.
+        max_characters: each split keeps its beginning, all in the same proportion.
     """
     if name not in get_args(CorpusName):
         raise DataError(
@@ -166,10 +155,7 @@ def digest(texts: Texts, unit: str) -> str:
 
 
 def words_to_characters(text: str) -> str:
-    """Penn Treebank words as the characters of the literature.
-
-    Every line is a sentence: its outer spaces go, "_" stands between words, the newline stays.
-    """
+    """Penn Treebank as characters: a line is a sentence, with "_" between words."""
     return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
 
 

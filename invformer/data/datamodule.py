@@ -16,12 +16,6 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
 from invformer.errors import DataError
 
-# What makes one split longer.
-LONGER: dict[Split, str] = {
-    "train": "smaller data.val_fraction and data.test_fraction",
-    "val": "a larger data.val_fraction",
-    "test": "a larger data.test_fraction",
-}
 MAPPED_BYTES = 64 << 20  # larger splits live in a memory-mapped file instead of memory
 
 log = logging.getLogger(__name__)
@@ -39,16 +33,8 @@ class TextDataModule(L.LightningDataModule):
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
     to come again.
 
-    Args:
-        corpus: the text.
-        vocabulary: of the model; from ``corpus.train`` for a new one.
-        seq_len: characters per window.
-        batch_size: training windows per batch and process.
-        eval_batch_size: evaluation windows per batch.
-        seed: of the training order.
-
-    Raises:
-        DataError: the training or validation split is shorter than ``seq_len + 1``.
+    The vocabulary is that of the model, from ``corpus.train`` for a new one. A training or
+    validation split below ``seq_len + 1`` characters is a DataError.
     """
 
     def __init__(
@@ -85,8 +71,8 @@ class TextDataModule(L.LightningDataModule):
                 raise DataError(
                     f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(text)} "
                     f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
-                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len or "
-                    f"{LONGER[split]}"
+                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len, or another "
+                    "data.val_fraction or data.test_fraction"
                 )
             tokens = self._tokens[split] = encode(self.vocabulary, text)
             count = int((tokens == 0).sum())
@@ -106,8 +92,8 @@ class TextDataModule(L.LightningDataModule):
 
     def first_batch(self, num_processes: int = 1) -> Batch:
         """The batch that training by so many processes starts with, for initialisation."""
-        seq_len, batch_size, seed = self._order
-        return training_windows(self.tokens("train"), seq_len, num_processes * batch_size, seed, 0)
+        batch_size = num_processes * self.batch_size
+        return training_windows(self.tokens("train"), self.seq_len, batch_size, self.seed, 0)
 
     def windows_of(self, step: int) -> str:
         """The windows that an optimiser step reads, as numbers in the endless training order."""
@@ -120,9 +106,8 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()
-        return TrainingWindows(
-            self.tokens("train"), *self._order, self._first_batch(), *self._process
-        )
+        order = self.seq_len, self.batch_size, self.seed, self._first_batch()
+        return TrainingWindows(self.tokens("train"), *order, *self._process)
 
     def val_dataloader(self) -> EvaluationWindows:
         """The validation split, every character once."""
@@ -152,10 +137,6 @@ class TextDataModule(L.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a checkpoint stopped, with another batch size at the same window."""
         self._saved = {key: int(state_dict[key]) for key in self._saved}
-
-    @property
-    def _order(self) -> tuple[int, int, int]:
-        return self.seq_len, self.batch_size, self.seed
 
     @property
     def _process(self) -> tuple[int, int, bool]:

@@ -28,32 +28,20 @@ class SavedPath(str):
 
 
 class Reader:
-    """Reads the files of one path.
+    """Reads the files of one path: a file, a folder or a pipe; ``~`` is the home folder.
 
     Whoever types a path means all of a file, or a pipe. A checkpoint may name regular files only,
     of a few gigabytes together: a pipe may never begin, and a folder may be that of the system.
-    Devices, which may never end, are nobody's text.
-
-    Args:
-        path: a file, a folder or a pipe; ``~`` is the home folder.
-
-    Attributes:
-        path: the same, expanded.
-        is_typed: whether somebody typed it.
-        left: bytes that may still be read of what is bounded.
+    Devices, which may never end, are nobody's text. Every refusal is a DataError of one line.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.expanduser(path))
         self.is_typed = not isinstance(path, SavedPath)
-        self.left = MOST_BYTES
+        self.left = MOST_BYTES  # that may still be read of what is bounded
 
     def read(self, file: Path) -> bytes:
-        """The content of the path, or of a file below it; of a ``.zip`` that of the file in it.
-
-        Raises:
-            DataError: one line about why not.
-        """
+        """The content of the path, or of a file below it; of a ``.zip`` that of the file in it."""
         try:
             status = file.stat()
             self.require_text(file, status)
@@ -69,12 +57,8 @@ class Reader:
         return self.unzip(content, file) if file.suffix == ".zip" else content
 
     def require_text(self, file: Path, status: os.stat_result) -> None:
-        """Whether this is a file that may be read, without opening it.
-
-        Raises:
-            DataError: it is a device, a pipe that nobody typed, or too large; or it says that it is
-                empty and nobody typed it, as files of the kernel do, which are no text.
-        """
+        """Refuse, without opening it, a device or what is too large; if nobody typed the path, also
+        a pipe, and what says that it is empty, as files of the kernel do, which are no text."""
         kind = status.st_mode
         may_be_pipe = self.is_typed and file == self.path
         is_file = stat.S_ISREG(kind) or stat.S_ISDIR(kind)  # opening a folder says what it is
@@ -86,11 +70,7 @@ class Reader:
             self.refuse(file, "empty")
 
     def drain(self, stream: IO[bytes], file: Path, *, is_bounded: bool = True) -> bytes:
-        """A stream to its end.
-
-        Raises:
-            DataError: that is too far, or there is a megabyte of zeros, as in a file with holes.
-        """
+        """A stream to its end; refused if it is too long or has a megabyte of zeros (holes)."""
         chunks = []
         while chunk := stream.read(CHUNK):
             self.left -= len(chunk)
@@ -102,11 +82,7 @@ class Reader:
         return b"".join(chunks)
 
     def unzip(self, content: bytes, file: Path) -> bytes:
-        """The one file in an archive.
-
-        Raises:
-            DataError: there is none or there are several, it is damaged, or too large.
-        """
+        """The one file in an archive."""
         try:
             with zipfile.ZipFile(io.BytesIO(content)) as archive:
                 members = [
@@ -126,9 +102,6 @@ class Reader:
         """The ``*.txt`` of a folder and its folders, in any case, in the order of their paths.
 
         What is hidden is left out, as shells do: ``.git``, and the ``._x.txt`` of macOS.
-
-        Raises:
-            DataError: there are too many files to look at, and nobody typed the folder's name.
         """
         found: list[Path] = []
         entries = 0
@@ -145,7 +118,7 @@ class Reader:
         return sorted(found, key=lambda file: file.relative_to(folder).parts)
 
     def refuse_length(self, file: Path) -> NoReturn:
-        """Raise the error for what is too long."""
+        """Raise the error for a file that is too long."""
         self.refuse(file, f"more than {MOST_BYTES:,} bytes of text")
 
     def refuse(self, file: Path, why: str) -> NoReturn:
@@ -159,9 +132,5 @@ class Reader:
 
 
 def read_bytes(file: Path) -> bytes:
-    """All of a file.
-
-    Raises:
-        DataError: one line about why not.
-    """
+    """All of a file."""
     return Reader(file).read(file)

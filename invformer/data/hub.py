@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,55 +11,38 @@ from invformer.errors import DataError
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 
 
-@dataclass(frozen=True)
-class HubDataset:
-    """Where a corpus is on the Hub.
-
-    Attributes:
-        repository: of the data set.
-        config: its configuration, if it has several.
-        parquet: splits and their files below ``refs/convert/parquet``, for repositories whose main
-            branch is a loading script, which ``datasets`` no longer runs.
-    """
-
-    repository: str
-    config: str | None = None
-    parquet: dict[str, str] | None = None
-
-    def load(self) -> Any:
-        """The data set, one table per split."""
-        import datasets  # takes a second, and only these corpora need it
-
-        if self.parquet is None:
-            return datasets.load_dataset(self.repository, self.config)
-        branch = f"hf://datasets/{self.repository}@refs%2Fconvert%2Fparquet"
-        files = {split: f"{branch}/{name}" for split, name in self.parquet.items()}
-        return datasets.load_dataset("parquet", data_files=files)
-
-
-HUB = {
-    "tiny_shakespeare": HubDataset("karpathy/tiny_shakespeare"),
-    "ptb": HubDataset(
-        "ptb-text-only/ptb_text_only",
-        parquet={s: f"penn_treebank/{s}/*.parquet" for s in ("train", "validation", "test")},
-    ),
-    "text8": HubDataset("afmck/text8"),
-    "enwik8": HubDataset("LTCB/enwik8", parquet={"train": "enwik8-raw/train/*.parquet"}),
-    "wikitext2": HubDataset("Salesforce/wikitext", "wikitext-2-raw-v1"),
+# The repository and configuration of each corpus. Where the main branch is a loading script, which
+# ``datasets`` no longer runs: splits and their files on the branch refs/convert/parquet.
+REPOSITORIES: dict[str, tuple[str, str | None]] = {
+    "tiny_shakespeare": ("karpathy/tiny_shakespeare", None),
+    "ptb": ("ptb-text-only/ptb_text_only", None),
+    "text8": ("afmck/text8", None),
+    "enwik8": ("LTCB/enwik8", None),
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1"),
+}
+PARQUET: dict[str, dict[str, str]] = {
+    "ptb": {s: f"penn_treebank/{s}/*.parquet" for s in ("train", "validation", "test")},
+    "enwik8": {"train": "enwik8-raw/train/*.parquet"},
 }
 
 
 def read(name: str) -> tuple[dict[str, str], str]:
     """The splits of a corpus as the Hub calls them, and the source in words.
 
-    Raises:
-        DataError: within seconds if the Hub does not answer, or what it has is not the corpus.
+    A DataError within seconds if the Hub does not answer.
     """
-    where = HUB[name]
-    source = f"Hugging Face Hub, {where.repository}"
+    repository, configuration = REPOSITORIES[name]
+    source = f"Hugging Face Hub, {repository}"
     try:
-        reach(where.repository)
-        tables = where.load()
+        import datasets  # takes a second, and only these corpora need it
+
+        reach(repository)
+        if name in PARQUET:
+            branch = f"hf://datasets/{repository}@refs%2Fconvert%2Fparquet"
+            files = {split: f"{branch}/{path}" for split, path in PARQUET[name].items()}
+            tables = datasets.load_dataset("parquet", data_files=files)
+        else:
+            tables = datasets.load_dataset(repository, configuration)
         texts = {split: rows_to_text(name, tables[split]) for split in tables}
     except Exception as error:  # which ones differs between releases of datasets
         raise DataError(
