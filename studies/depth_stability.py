@@ -254,7 +254,8 @@ def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
 def paper_nats(case: Case) -> float | None:
     """The paper's value for a kind and a depth; its order of LayerNorm is unknown."""
     values = PAPER_NATS.get(case.kind.removesuffix("_post"), ())
-    return dict(zip(PAPER_DEPTHS, values, strict=False)).get(case.num_layers)
+    by_depth: dict[int, float] = dict(zip(PAPER_DEPTHS, values, strict=False))
+    return by_depth.get(case.num_layers)
 
 
 def paper_trained(case: Case) -> str | None:

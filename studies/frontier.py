@@ -200,19 +200,20 @@ def constraints(
         return
     is_bounded = model == "contractive_bounded"
     strictly_causal = options.strictly_causal if is_bounded else [False]
-    for certificate, *rest in itertools.product(
+    for certificate, strictly, metric, target in itertools.product(
         options.certificates, strictly_causal, options.channel_metric, options.lipschitz_targets
     ):
         # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
         is_tied_only = is_bounded and certificate.startswith("kim_")
-        yield "token_max" if is_tied_only else certificate, *rest
+        yield "token_max" if is_tied_only else certificate, strictly, metric, target
 
 
 def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
     """Every optimiser with its learning rates: AdamW has one, Muon two."""
     for optimiser in options.optimisers:
         muon = options.muon_lr if optimiser == "muon" else [None]
-        yield from itertools.product([optimiser], options.lr, muon)
+        for lr, muon_lr in itertools.product(options.lr, muon):
+            yield optimiser, lr, muon_lr
 
 
 def measure(case: Case, device: torch.device) -> Result:

@@ -302,7 +302,7 @@ def first_head(weights: DotProduct) -> DotProduct:
     """The head under attack, its channels written to the first of the output."""
     width, d_head = weights.w_v.shape[1:]
     w_o = torch.eye(d_head, width, dtype=DTYPE, device=weights.w_v.device)
-    return DotProduct(*(w[:1] for w in weights[:3]), w_o)
+    return DotProduct(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
 
 
 @lru_cache(maxsize=1)

@@ -145,7 +145,8 @@ def cases(options: Options) -> list[Case]:
     text = ""
     if options.train_steps:
         text = depth_stability.cases(training_options("l2", 2, 1, 1, 1, 0))[0].sha256
-        models += [("trained", "dot_product", sizes[0]), ("trained", "l2", sizes[0])]
+        models.append(("trained", "dot_product", sizes[0]))
+        models.append(("trained", "l2", sizes[0]))
     return [
         case_of(
             Case, options, map=map, weights=weights, scale=scale, reach=reach,

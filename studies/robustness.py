@@ -140,7 +140,8 @@ class Result:
     margin_used: dict[str, float]  # largest share of a margin lost to an attack at its radius
 
 
-NOTHING = Result(*[math.nan] * 4, {}, {}, {}, {}, 0, {})  # of a training that was lost
+NAN = math.nan
+NOTHING = Result(NAN, NAN, NAN, NAN, {}, {}, {}, {}, 0, {})  # of a training that was lost
 
 
 def cases(options: Options) -> list[Case]:
