@@ -259,6 +259,11 @@ def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
     assert model.generate(text, 5, temperature=0).startswith(text)
     assert model.certificate is not None
     assert model.certificate.holds
+    assert re.fullmatch(
+        r"Certificate\(4 Lipschitz bounds ≤ 0\.\d{6} in token_max \(worst block_0\d/\w+\), "
+        r"target 0\.5: holds\)",
+        repr(model.certificate),
+    )
     assert "8 steps" not in repr(model)
     assert "step 8" in repr(model)
 

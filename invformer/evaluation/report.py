@@ -92,7 +92,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         worst, name = max(measured)
         lines.append(("largest local estimate", f"{worst:.4f} in token_max ({name})"))
     words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
-    words["generate_32_texts"] = "generated (32 texts at once)"
+    words["generate_32_texts"] = "in 32 texts at once"
     rates = [
         f"{perf[f'{key}_characters_per_second']:,.0f} {word}"
         for key, word in words.items()
@@ -122,7 +122,7 @@ def certificate_lines(
     if certificate is None or certificate["total"] is None:
         return []
     why = "a product over all branches and scalings"
-    return [("whole stack", f"≤ {informative(certificate['total'], 1e4, why, verbose)}")]
+    return [("bound on the whole stack", informative(certificate["total"], 1e4, why, verbose))]
 
 
 def inversion_lines(inversion: Mapping[str, Any] | None, verbose: bool) -> list[tuple[str, str]]:

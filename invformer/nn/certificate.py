@@ -35,7 +35,7 @@ class NoCertificateError(ValueError):
     """There is no proof for something in the model, so there is no certificate either."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Certificate:
     """Proven upper bounds for one stack.
 
@@ -66,6 +66,14 @@ class Certificate:
     total: float | None
     dtype: str
     seq_len: int
+
+    def __repr__(self) -> str:
+        worst = max(self.per_branch, key=lambda name: self.per_branch[name])
+        constants = "Lipschitz bounds" if self.kind == "global" else "diagonal-block bounds"
+        return (
+            f"Certificate({len(self.per_branch)} {constants} ≤ {self.bound_max:.6f} in {self.norm} "
+            f"(worst {worst}), target {self.target}: {'holds' if self.holds else 'VIOLATED'})"
+        )
 
     @property
     def bound_max(self) -> float:
