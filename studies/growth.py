@@ -254,9 +254,8 @@ def estimate(weights: DotProduct | TiedL2, x: Tensor, bias: Tensor, case: Case) 
     else:
         jacobian = linearise(dot_product_map(weights, bias), x)
     found = operator_norm(
-        jacobian, "frobenius", num_steps=case.max_steps, rtol=case.rtol,
-        generator=torch.Generator(device=x.device).manual_seed(case.seed),
-    )  # fmt: skip
+        jacobian, "frobenius", num_steps=case.max_steps, rtol=case.rtol, seed=case.seed
+    )
     return Result(found.value.tolist(), found.converged.double().mean().item())
 
 

@@ -17,8 +17,6 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 
 NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
-# Tokens that each step of an evaluation advances besides the largest (see PowerIteration).
-SCOUTS = 4
 # Estimates are products in float32; a gain computed there may exceed the exact one by this much.
 ROUNDING = 5e-5
 
@@ -38,7 +36,7 @@ def measured_branches(
     local = local_bounds(model, tokens, tight=True)
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
-        probe = LipschitzProbe(model, tokens, norm, scouts=SCOUTS)
+        probe = LipschitzProbe(model, tokens, norm)
         if norm == "diagonal_block":
             bounds, local_of = certify(model).per_branch, {}
         else:

@@ -6,11 +6,12 @@ Products with a Jacobian take a further dimension after the sequences, of severa
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from invformer.kernels.attention import only
 from invformer.kernels.blocked import toeplitz
@@ -23,19 +24,19 @@ from invformer.nn.bounded_attention import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import (
-    ACTIVATIONS,
+    Activation,
     ContractiveFeedForward,
     FeedForward,
     FeedForwardWeights,
     activation_slope,
 )
-from invformer.nn.position_bias import CausalMask
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
-from invformer.numerics.ball import BallPoint
+from invformer.numerics.ball import BallPoint, to_ball
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
@@ -56,13 +57,10 @@ class Jacobians:
     diagonal: LinearMap | None = None
     at: Any = None
 
-
-class Stacked(Protocol):
-    """Branches of one kind with the weights they have now, with a leading dimension of branches."""
-
-    def apply(self, x: Tensor, members: slice) -> tuple[Tensor, Callable[[int], Jacobians]]:
-        """f(x) of some members, and how to get the Jacobians there for so many vectors."""
-        ...
+    def changed(self, change: Callable[[LinearMap], LinearMap]) -> "Jacobians":
+        """Both maps, changed alike."""
+        diagonal = None if self.diagonal is None else change(self.diagonal)
+        return Jacobians(change(self.whole), diagonal, self.at)
 
 
 def residual_branches(
@@ -86,14 +84,6 @@ def residual_branches(
             x = x + branch(x)
 
 
-def kind_of(branch: Branch) -> Any:
-    """Branches that agree in this can be stacked."""
-    inner = branch.inner if isinstance(branch, PreNormBranch) else branch
-    shapes = tuple((name, p.shape) for name, p in branch.named_parameters())
-    own = branch.kind() if isinstance(branch, LipschitzBranch) else None
-    return type(branch), type(inner), own, shapes, acts_per_token(branch)
-
-
 def acts_per_token(branch: Branch) -> bool:
     """Whether f acts token by token."""
     if isinstance(branch, LipschitzBranch):
@@ -101,169 +91,117 @@ def acts_per_token(branch: Branch) -> bool:
     return isinstance(branch.inner, FeedForward) and branch.inner.kernel == 1
 
 
-def stacked(branches: Sequence[Any], num_tokens: int) -> Stacked:
-    """Branches of one kind with their present weights, for sequences of so many tokens."""
+def of_branches(branches: Sequence[Any], weights: Sequence[Any], x: Tensor) -> Jacobians:
+    """Those of contractive branches of one kind, each with its weights at an input of its own."""
+    together = type(weights[0])(*(torch.stack(each) for each in zip(*weights, strict=True)))
     match branches[0]:
         case TiedL2Attention():
-            return StackedL2Attention(branches, num_tokens)
+            return of_l2_attention(together, stacked_biases(branches, x.shape[-2]), x)
         case BoundedAttention():
-            return StackedBoundedAttention(branches, num_tokens)
+            bias = stacked_biases(branches, x.shape[-2]).to(x)
+            return of_bounded_attention(branches[0], together, bias, x)
         case ContractiveFeedForward():
-            return StackedFeedForward(branches)
-    return StackedModules(branches)
+            return of_feed_forward(together, branches[0].activation, x)
+    raise ValueError(f"the Jacobian of {type(branches[0]).__name__} is not written down here")
 
 
-class StackedL2Attention:
+def of_l2_attention(weights: L2Weights, bias: Tensor, x: Tensor) -> Jacobians:
     """Σ_h (P^h q^h) G_h with q = X W_h."""
+    num_heads = weights.g.shape[1]
+    query = weights.w_q.transpose(-3, -2).flatten(-2)
+    output = weights.g.flatten(-3, -2)
+    q = split_heads(by_branch(x, query), num_heads)
+    p = core.attention_weights(q, bias[:, None])
+    at = q.unsqueeze(2), p.unsqueeze(2)
 
-    def __init__(self, branches: Sequence[TiedL2Attention], num_tokens: int) -> None:
-        self.weights = L2Weights(*stacked_weights(branches))
-        self.query = self.weights.w_q.transpose(-3, -2).flatten(-2)
-        self.output = self.weights.g.flatten(-3, -2)
-        self.bias = stacked_biases(branches, num_tokens)[:, None]
+    def of_heads(jvp: Callable, vjp: Callable) -> LinearMap:
+        def push(dx: Tensor) -> Tensor:
+            dq = split_heads(by_branch(dx, query), num_heads)
+            return by_branch(merge_heads(jvp(*at, dq)), output)
 
-    def apply(self, x: Tensor, members: slice) -> tuple[Tensor, Callable[[int], Jacobians]]:
-        """f(x) of some members, and their Jacobians."""
-        query, output, bias = self.query[members], self.output[members], self.bias[members]
-        num_heads = self.weights.g.shape[1]
-        q = split_heads(by_branch(x, query), num_heads)
-        p = core.attention_weights(q, bias)
+        def pull(dy: Tensor) -> Tensor:
+            dv = split_heads(by_branch(dy, output.mT), num_heads)
+            return by_branch(merge_heads(vjp(*at, dv)), query.mT)
 
-        def of_heads(jvp: Callable, vjp: Callable) -> LinearMap:
-            wide_q, wide_p = q.unsqueeze(2), p.unsqueeze(2)
+        return LinearMap(push, pull, x.shape, x.dtype, x.device)
 
-            def push(dx: Tensor) -> Tensor:
-                dq = split_heads(by_branch(dx, query), num_heads)
-                return by_branch(merge_heads(jvp(wide_q, wide_p, dq)), output)
-
-            def pull(dy: Tensor) -> Tensor:
-                dv = split_heads(by_branch(dy, output.mT), num_heads)
-                return by_branch(merge_heads(vjp(wide_q, wide_p, dv)), query.mT)
-
-            return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-        def jacobians(num_vectors: int) -> Jacobians:
-            whole = of_heads(core.l2_attention_jvp, core.l2_attention_vjp)
-            diagonal = of_heads(core.own_token_product, core.own_token_product)
-            return Jacobians(whole, diagonal, (q, p, self.weights))
-
-        return by_branch(merge_heads(p @ q), output), jacobians
+    whole = of_heads(core.l2_attention_jvp, core.l2_attention_vjp)
+    diagonal = of_heads(core.own_token_product, core.own_token_product)
+    return Jacobians(whole, diagonal, (q, p, weights))
 
 
-class StackedBoundedAttention:
-    """[P_h v_h]_h G, queries, keys and values held in the unit ball."""
+def of_bounded_attention(
+    like: BoundedAttention, weights: BoundedWeights, bias: Tensor, x: Tensor
+) -> Jacobians:
+    """[P_h v_h]_h G, queries, keys and values held in the unit ball; all see the same tokens."""
+    num_heads = weights.g.shape[1]
+    w_qkv = weights.w_qkv.flatten(1, 2).transpose(1, 2).flatten(2)
+    output = weights.g.flatten(-3, -2)
+    z = torch.stack(like.seen(split(by_branch(x, w_qkv), num_heads)))
+    q, k, v = (BallPoint(*point) for point in zip(*to_ball(z), strict=True))
+    temperature = weights.temperature[:, None, :, None, None]
+    p = (temperature * q.u @ k.u.mT + bias[:, None]).softmax(-1)
+    wide = bounded_core.AttentionPoint(
+        *(BallPoint(*(t.unsqueeze(2) for t in point)) for point in (q, k, v)),
+        p.unsqueeze(2),
+        temperature.unsqueeze(2),
+    )
 
-    def __init__(self, branches: Sequence[BoundedAttention], num_tokens: int) -> None:
-        self.like = branches[0]  # all see the same tokens
-        self.weights = BoundedWeights(*stacked_weights(branches))
-        self.w_qkv = self.weights.w_qkv.flatten(1, 2).transpose(1, 2).flatten(2)
-        self.output = self.weights.g.flatten(-3, -2)
-        self.bias = stacked_biases(branches, num_tokens)[:, None].to(self.output)
+    def of_heads(seen: Callable, jvp: Callable, vjp: Callable, adjoint: Callable) -> LinearMap:
+        def push(dx: Tensor) -> Tensor:
+            dz = seen(split(by_branch(dx, w_qkv), num_heads))
+            return by_branch(merge_heads(jvp(wide, *dz)), output)
 
-    def apply(self, x: Tensor, members: slice) -> tuple[Tensor, Callable[[int], Jacobians]]:
-        """f(x) of some members, and their Jacobians."""
-        like, w_qkv, output = self.like, self.w_qkv[members], self.output[members]
-        num_heads = self.weights.g.shape[1]
-        z = like.seen(split(by_branch(x, w_qkv), num_heads))
-        temperature = self.weights.temperature[members, None]
-        at = bounded_core.attention_point(*z, temperature, self.bias[members])
+        def pull(dy: Tensor) -> Tensor:
+            dv = split_heads(by_branch(dy, output.mT), num_heads)
+            return by_branch(merge(adjoint(vjp(wide, dv))), w_qkv.mT)
 
-        def of_heads(seen: Callable, jvp: Callable, vjp: Callable, adjoint: Callable) -> LinearMap:
-            wide = bounded_core.AttentionPoint(
-                *(BallPoint(*(t.unsqueeze(2) for t in point)) for point in at[:3]),
-                at.p.unsqueeze(2),
-                at.temperature.unsqueeze(2),
-            )
+        return LinearMap(push, pull, x.shape, x.dtype, x.device)
 
-            def push(dx: Tensor) -> Tensor:
-                dz = seen(split(by_branch(dx, w_qkv), num_heads))
-                return by_branch(merge_heads(jvp(wide, *dz)), output)
-
-            def pull(dy: Tensor) -> Tensor:
-                dv = split_heads(by_branch(dy, output.mT), num_heads)
-                return by_branch(merge(adjoint(vjp(wide, dv))), w_qkv.mT)
-
-            return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-        def jacobians(num_vectors: int) -> Jacobians:
-            whole = of_heads(
-                like.seen, bounded_core.attention_jvp, bounded_core.attention_vjp, like.seen_adjoint
-            )
-            alone = like.seen_alone
-            diagonal = of_heads(
-                alone, bounded_core.own_token_jvp, bounded_core.own_token_vjp, alone
-            )
-            return Jacobians(whole, diagonal, (at, self.weights))
-
-        return by_branch(merge_heads(at.p @ at.v.u), output), jacobians
+    products = bounded_core.attention_jvp, bounded_core.attention_vjp
+    whole = of_heads(like.seen, *products, like.seen_adjoint)
+    own = bounded_core.own_token_jvp, bounded_core.own_token_vjp
+    diagonal = of_heads(like.seen_alone, *own, like.seen_alone)
+    at = bounded_core.AttentionPoint(q, k, v, p, temperature)
+    return Jacobians(whole, diagonal, (at, weights))
 
 
-class StackedFeedForward:
+def of_feed_forward(weights: FeedForwardWeights, activation: Activation, x: Tensor) -> Jacobians:
     """φ(x W + b) V, x with the tokens before where the kernel has them."""
+    w_in, b_in, w_out, _ = weights
+    slope = activation_slope(activation, by_branch(windows(x, weights.kernel), w_in, b_in))
+    wide = slope.unsqueeze(2)
 
-    def __init__(self, branches: Sequence[ContractiveFeedForward]) -> None:
-        self.weights = FeedForwardWeights(*stacked_weights(branches))
-        self.activation = branches[0].activation
+    def of_windows(w_in: Tensor, kernel: int) -> LinearMap:
+        """What a token and those before it, ``kernel`` in all, do to its row."""
 
-    def apply(self, x: Tensor, members: slice) -> tuple[Tensor, Callable[[int], Jacobians]]:
-        """f(x) of some members, and their Jacobians."""
-        w_in, b_in, w_out = (w[members] for w in self.weights[:3])
-        kernel = self.weights.kernel
-        h = by_branch(windows(x, kernel), w_in, b_in)
+        def push(dx: Tensor) -> Tensor:
+            return by_branch(by_branch(windows(dx, kernel), w_in) * wide, w_out)
 
-        def of_windows(w_in: Tensor, kernel: int, slope: Tensor) -> LinearMap:
-            """What a token and those before it, ``kernel`` in all, do to its row."""
+        def pull(dy: Tensor) -> Tensor:
+            return windows_adjoint(by_branch(by_branch(dy, w_out.mT) * wide, w_in.mT), kernel)
 
-            def push(dx: Tensor) -> Tensor:
-                return by_branch(by_branch(windows(dx, kernel), w_in) * slope, w_out)
+        return LinearMap(push, pull, x.shape, x.dtype, x.device)
 
-            def pull(dy: Tensor) -> Tensor:
-                hidden = by_branch(dy, w_out.mT) * slope
-                return windows_adjoint(by_branch(hidden, w_in.mT), kernel)
-
-            return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-        def jacobians(num_vectors: int) -> Jacobians:
-            slope = activation_slope(self.activation, h)
-            diagonal = of_windows(w_in[:, : x.shape[-1]], 1, slope.unsqueeze(2))
-            whole = diagonal
-            if kernel > 1:
-                whole = of_windows(w_in, kernel, slope.unsqueeze(2))
-            return Jacobians(whole, diagonal, (slope, self.weights))
-
-        return by_branch(ACTIVATIONS[self.activation](h), w_out), jacobians
+    diagonal = of_windows(w_in[:, : x.shape[-1]], 1)
+    whole = diagonal if weights.kernel == 1 else of_windows(w_in, weights.kernel)
+    return Jacobians(whole, diagonal, (slope, weights))
 
 
-class StackedModules:
-    """Any other branches, f and its derivatives by autograd, mapped over them."""
+def of_modules(branches: Sequence[nn.Module], x: Tensor, num_vectors: int) -> Jacobians:
+    """Those of any other branches, by autograd, mapped over them with their parameters stacked."""
+    parameters, buffers = torch.func.stack_module_state(list(branches))
+    state = {name: t.detach() for name, t in (parameters | buffers).items()}
 
-    def __init__(self, branches: Sequence[nn.Module]) -> None:
-        self.like = branches[0]
-        parameters, buffers = torch.func.stack_module_state(list(branches))
-        self.state = {name: t.detach() for name, t in (parameters | buffers).items()}
+    def one(state: dict[str, Tensor], at: Tensor) -> Tensor:
+        return torch.func.functional_call(branches[0], state, (at,))
 
-    def apply(self, x: Tensor, members: slice) -> tuple[Tensor, Callable[[int], Jacobians]]:
-        """f(x) of some members, and their Jacobians."""
-        state = {name: t[members] for name, t in self.state.items()}
+    def f(at: Tensor) -> Tensor:
+        return torch.func.vmap(one)(state, at)
 
-        def one(state: dict[str, Tensor], at: Tensor) -> Tensor:
-            return torch.func.functional_call(self.like, state, (at,))
-
-        def f(at: Tensor) -> Tensor:
-            with only("math"):  # fused attention has no second derivative
-                return torch.func.vmap(one)(state, at)
-
-        def jacobians(num_vectors: int) -> Jacobians:
-            whole = linearise(f, x.unsqueeze(2).expand(-1, -1, num_vectors, -1, -1))
-            return Jacobians(replace(whole, shape=x.shape))
-
-        return f(x), jacobians
-
-
-def stacked_weights(branches: Sequence[LipschitzBranch]) -> list[Tensor]:
-    """The weights of several branches of one kind, each with a leading dimension of branches."""
-    weights = branches[0].weights_of(branches)
-    return [torch.stack(each) for each in zip(*weights, strict=True)]
+    with only("math"):  # fused attention has no second derivative
+        whole = linearise(f, x.unsqueeze(2).expand(-1, -1, num_vectors, -1, -1))
+    return Jacobians(replace(whole, shape=x.shape))
 
 
 def stacked_biases(
@@ -271,6 +209,9 @@ def stacked_biases(
 ) -> Float[Tensor, "branches heads tokens tokens"]:
     """What is added to the logits of every branch."""
     positions = [branch.position for branch in branches]
+    if all(type(position) is RelativePositionBias for position in positions):
+        tables = torch.stack([position.table[:, : num_tokens - 1] for position in positions])
+        return toeplitz(F.pad(tables, (1, 0)), num_tokens)
     if not all(isinstance(position, CausalMask) for position in positions):
         return torch.stack([position(num_tokens) for position in positions])
     return toeplitz(torch.stack([p.by_lag(num_tokens) for p in positions]), num_tokens)
@@ -290,13 +231,18 @@ def by_branch(
 def in_ball(jacobians: Jacobians, entry: BallPoint) -> Jacobians:
     """The Jacobians of f ∘ ψ_R from those of f."""
     wide = BallPoint(*(t.unsqueeze(2) for t in entry))
-
-    def composed(jacobian: LinearMap) -> LinearMap:
-        return replace(
-            jacobian,
-            jvp=lambda dx: jacobian.jvp(wide.derivative(dx)),
-            vjp=lambda dy: wide.derivative(jacobian.vjp(dy)),
+    return jacobians.changed(
+        lambda j: replace(
+            j,
+            jvp=lambda dx: j.jvp(wide.derivative(dx)),
+            vjp=lambda dy: wide.derivative(j.vjp(dy)),
         )
+    )
 
-    diagonal = None if jacobians.diagonal is None else composed(jacobians.diagonal)
-    return replace(jacobians, whole=composed(jacobians.whole), diagonal=diagonal)
+
+def scaled(jacobians: Jacobians, scale: Float[Tensor, "branches 1 1 width"]) -> Jacobians:
+    """D J D⁻¹ from J."""
+    d = scale.unsqueeze(2)
+    return jacobians.changed(
+        lambda j: replace(j, jvp=lambda dx: d * j.jvp(dx / d), vjp=lambda dy: j.vjp(d * dy) / d)
+    )

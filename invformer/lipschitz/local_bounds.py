@@ -22,10 +22,10 @@ def local_bounds(probe: LipschitzProbe) -> Float[Tensor, "branches"]:
     eigenvalue problems of the size of a head for every token, in as many launches at any depth.
     """
     bounds = torch.full_like(probe.targets, torch.inf)
-    for group, jacobians in zip(probe.groups, probe.jacobians(settled=True), strict=True):
-        bound = bound_of(group.branches[0], probe.measured)
+    for part, jacobians in zip(probe.parts, probe.jacobians(), strict=True):
+        bound = bound_of(part.branches[0], probe.measured)
         if jacobians.at is not None and bound is not None:
-            bounds[group.at] = torch.vmap(bound)(*jacobians.at).amax(-1)
+            bounds[part.layers] = torch.vmap(bound)(*jacobians.at).amax(-1)
     return torch.minimum(bounds, probe.bounds())  # what holds everywhere holds here
 
 

@@ -7,7 +7,6 @@ vector; in ``entry_max`` a is ± one entry and x a vector of signs. A gain is a 
 wherever the iteration stops; outside ``frobenius`` it may stop in a local maximum.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +17,8 @@ from invformer.kernels.attention import only
 from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
 from invformer.numerics.norms import Norm, dual_vector, stationarity, vector_norm
 
-# Output tokens that one step of a PowerIteration advances besides the largest (token_max).
-SCOUTS = 7
+# Output tokens that one step of a PowerIteration advances, where J mixes tokens (token_max).
+TOKENS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -65,49 +64,38 @@ def operator_norm(
     num_steps: int = 100,
     num_starts: int = 1,
     rtol: float = 1e-4,
-    generator: torch.Generator | None = None,
+    seed: int = 0,
 ) -> LipschitzEstimate:
-    """‖J‖ from below, the best of a few starts.
+    """‖J‖ from below, the best of a few random starts.
 
     In ``frobenius`` a step maximises over the span of x, JᵀJx and the step before (LOBPCG, Knyazev
-    2001), which takes about the root of the steps of plain power iteration. In ``token_max`` the
-    first starts are the largest rows Σ_j ‖J_ij‖ as one random direction sees them, one per token.
-
-    Cost: num_starts · (2 num_steps + 1) products; it stops early when every sample has converged.
+    2001), which takes about the root of the steps of plain power iteration. Cost: num_starts ·
+    (2 num_steps + 1) products at most; a start ends when every sample has converged.
 
     Args:
         jacobian: J, per sample.
         norm: of input and output.
         num_steps: steps of each start, at most.
-        num_starts: starts from left vectors at evenly spaced output tokens, the last token first.
+        num_starts: left vectors to start from, outside ``frobenius`` each at one of as many evenly
+            spaced output tokens, the last token first.
         rtol: residual that counts as converged.
-        generator: source of the left vectors; one of a fixed seed by default. One draw serves all
-            samples, so that none depends on its batch mates.
+        seed: of the left vectors; one draw serves all samples.
 
     Source: Boyd 1974, The power method for l^p norms.
     """
+    like = {"dtype": jacobian.dtype, "device": jacobian.device}
+    generator = torch.Generator(jacobian.device).manual_seed(seed)
+    num_tokens = jacobian.shape[-2]
     best: LipschitzEstimate | None = None
-    for a in left_vectors(jacobian, norm, num_starts, generator):
-        found = ascend(jacobian, a, norm, num_steps, rtol)
+    for start in range(num_starts):
+        a = torch.randn(jacobian.shape[-2:], generator=generator, **like)
+        if norm != "frobenius":
+            token = num_tokens - 1 - start * num_tokens // num_starts
+            a[:token], a[token + 1 :] = 0, 0
+        found = ascend(jacobian, a.expand(jacobian.shape), norm, num_steps, rtol)
         best = found if best is None else better(best, found)
     assert best is not None
     return best
-
-
-def left_vectors(
-    jacobian: LinearMap, norm: Norm, count: int, generator: torch.Generator | None
-) -> Iterator[Float[Tensor, "*batch tokens width"]]:
-    """Random left vectors: at all tokens in ``frobenius``, otherwise at one token each."""
-    generator = generator or torch.Generator(jacobian.device).manual_seed(0)
-    num_tokens = jacobian.shape[-2]
-    for start in range(count):
-        noise = torch.randn(
-            jacobian.shape[-2:], generator=generator, dtype=jacobian.dtype, device=jacobian.device
-        )
-        if norm != "frobenius":
-            token = num_tokens - 1 - start * num_tokens // count
-            noise[:token], noise[token + 1 :] = 0, 0
-        yield noise.expand(jacobian.shape)
 
 
 def ascend(
@@ -203,18 +191,17 @@ class PowerIteration:
 
     A step takes one product with Jᵀ and one with J. It starts from the left vectors of the step
     before and keeps them in place, on the device. In ``token_max`` every output token i has a left
-    vector a_i of its own. A step advances the token that was largest when last visited, and
-    ``scouts`` others in turn: an iteration that only follows the largest token stays in a local
-    maximum, 10 to 40 % too low. Where J acts token by token, every step advances all tokens.
+    vector a_i of its own: an iteration that only follows the largest token stays in a local
+    maximum, 10 to 40 % too low. A step advances ``TOKENS_AT_ONCE`` tokens: the one that was largest
+    when last visited, and others in turn. Where J acts token by token, it advances all of them.
 
-    The value is the gain of x, a lower bound at every step; it lags by what J moved meanwhile.
+    The gains are lower bounds at every step; they lag by what J moved meanwhile.
 
     Args:
         shape: of J, (branches, sequences, N, D). Products take a further dimension after the
             sequences, of several vectors.
         norm: of input and output.
         per_token: whether J = diag(J_1, …, J_N).
-        scouts: see above.
         seed: of the first left vectors.
     """
 
@@ -222,67 +209,62 @@ class PowerIteration:
         self,
         shape: torch.Size,
         norm: Norm,
-        per_token: bool,
+        per_token: bool = False,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        scouts: int = SCOUTS,
         seed: int = 0,
     ) -> None:
-        self.norm, self.per_token = norm, per_token
+        self.norm, self.per_token, self.num_tokens = norm, per_token, shape[-2]
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        row_wise: Norm = "frobenius" if norm == "frobenius" and not per_token else "token_max"
-        self.left = unit(noise, row_wise).to(device, dtype)  # a_i as rows
+        rows: Norm = "frobenius" if norm == "frobenius" and not per_token else "token_max"
+        self.left = unit(noise, rows).to(device, dtype)  # a_i as rows
         self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖(Jx)_i‖, last seen
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
-        self.scouts = torch.arange(min(scouts, shape[-2]), device=device).expand(*shape[:2], -1)
-
-    @property
-    def num_vectors(self) -> int:
-        """How many vectors a step hands to the products."""
-        in_turn = self.norm == "token_max" and not self.per_token
-        return 1 + self.scouts.shape[-1] if in_turn else 1
+        mixes = norm == "token_max" and not per_token
+        self.num_vectors = min(TOKENS_AT_ONCE, self.num_tokens) if mixes else 1
+        self.others = torch.arange(self.num_vectors - 1, device=device).expand(*shape[:2], -1)
+        self.here = torch.eye(self.num_tokens, dtype=dtype, device=device)[..., None]
 
     def step(
         self, jacobian: LinearMap
     ) -> tuple[Float[Tensor, "branches sequences K"], Float[Tensor, "branches sequences K N D"]]:
         """The gains ‖Jx‖ of some vectors x of norm one, and these vectors."""
+        if self.norm == "token_max" and not self.per_token:
+            return self._tokens_apart(jacobian)
+        rows: Norm = "token_max" if self.per_token else self.norm
+        x, o = power_step(jacobian, self.left.unsqueeze(2), rows)
         if self.per_token:
-            return self._all_tokens(jacobian)
-        if self.norm == "token_max":
-            return self._some_tokens(jacobian)
-        x, o = power_step(jacobian, self.left.unsqueeze(2), self.norm)
-        value = vector_norm(o, self.norm)
-        moved = (value > 0)[..., None, None]
-        left = torch.where(moved, dual_vector(o, self.norm), self.left.unsqueeze(2))
-        self.left.copy_(left.squeeze(2))
-        return value, x
+            lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
+            turned = o / lengths.clamp_min(least_length(o))
+        else:
+            lengths, turned = vector_norm(o, rows)[..., None, None], dual_vector(o, rows)
+        moved = lengths > least_length(o)
+        self.left.copy_(torch.where(moved, turned, self.left.unsqueeze(2)).squeeze(2))
+        if self.norm == "frobenius" and self.per_token:  # in which the largest stands alone
+            x = torch.where(lengths == lengths.amax(-2, keepdim=True), x, 0)
+        return lengths.amax((-2, -1)), x
 
-    def _all_tokens(self, jacobian: LinearMap) -> tuple[Tensor, Tensor]:
-        x, o = power_step(jacobian, self.left.unsqueeze(2), "token_max")
-        lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-        says_something = lengths > least_length(o)
-        turned = torch.where(says_something, unit(o, "token_max"), self.left.unsqueeze(2))
-        self.left.copy_(turned.squeeze(2))
-        value, largest = lengths.max(-2, keepdim=True)
-        return value[..., 0, 0], torch.zeros_like(lengths).scatter_(-2, largest, 1) * x
-
-    def _some_tokens(self, jacobian: LinearMap) -> tuple[Tensor, Tensor]:
-        num_tokens, width = self.left.shape[-2:]
-        scouts = (self.scouts + self.turn) % num_tokens
-        self.turn += scouts.shape[-1]
-        chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), scouts], -1)
-        rows = chosen[..., None, None].expand(-1, -1, -1, 1, width)
-        a = self.left.new_zeros(*chosen.shape, num_tokens, width)
-        a.scatter_(3, rows, self.left.gather(2, rows.squeeze(3)).unsqueeze(3))
+    def _tokens_apart(self, jacobian: LinearMap) -> tuple[Tensor, Tensor]:
+        width = self.left.shape[-1]
+        if self.num_vectors == self.num_tokens:
+            a = self.here * self.left.unsqueeze(2)
+            self.lengths.zero_()
+        else:
+            others = (self.others + self.turn) % self.num_tokens
+            self.turn += others.shape[-1]
+            chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
+            rows = chosen[..., None, None].expand(-1, -1, -1, 1, width)
+            a = self.left.new_zeros(*chosen.shape, self.num_tokens, width)
+            a.scatter_(3, rows, self.left.gather(2, rows.squeeze(3)).unsqueeze(3))
+            self.lengths.scatter_(2, chosen, 0.0)
         x, o = power_step(jacobian, a, "token_max")
         # Any vector may turn out to be the best for a token; those chosen forget their old one.
         lengths = torch.linalg.vector_norm(o, dim=-1)
         longest, which = lengths.max(2)
         best = o.gather(2, which[:, :, None, :, None].expand(-1, -1, 1, -1, width)).squeeze(2)
-        self.lengths.scatter_(2, chosen, 0.0)
-        improved = (longest > self.lengths) & (longest > least_length(o))
+        improved = longest > self.lengths.clamp_min(least_length(o))
         best = best / longest.clamp_min(least_length(o)).unsqueeze(-1)
         self.left.copy_(torch.where(improved.unsqueeze(-1), best, self.left))
         torch.maximum(self.lengths, longest, out=self.lengths)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import at_least_single, first_character_nats, window_nats
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
+from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import has_answer_at_hand
 from invformer.runs.collective import mean_of_processes
@@ -73,6 +74,7 @@ class CharLanguageModel(L.LightningModule):
         self.bits_per_char = BitsPerChar()
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
+        self.weights: StackWeights | None = None  # of the present step, for whoever measures
         self.watch = Stopwatch(torch.device("cpu"))
         self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
 
@@ -98,10 +100,17 @@ class CharLanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
         inputs, targets = batch
-        logits = at_least_single(self(inputs))
+        self.weights = self.stack_weights()
+        logits = at_least_single(self.model(inputs, self.weights))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self._losses.append(loss.detach())
         return loss
+
+    def stack_weights(self) -> StackWeights | None:
+        """The weights that a training step runs with; None where the blocks compute their own."""
+        stack = self.model.stack
+        apart = not isinstance(stack, InvertibleStack) or stack.blocks_compute_weights()
+        return None if apart else self.model.weights()
 
     def configure_gradient_clipping(
         self,
@@ -172,6 +181,7 @@ class CharLanguageModel(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
+        self.weights = None
         self.gather()
         if self.average is not None:
             self.average.update(self.trainer.global_step)

@@ -10,25 +10,28 @@ from torch import Tensor
 from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
+from invformer.nn.stack import StackWeights
 from invformer.runs.run_log import Measured, RunLog
-from invformer.training.callbacks import is_last_step, is_step_boundary
+from invformer.runs.sharding import is_sharded
+from invformer.training.callbacks import is_step_boundary
 from invformer.training.module import CharLanguageModel
 from invformer.training.stopwatch import Stopwatch
 
 
 class LipschitzMonitor(L.Callback):
-    """Estimates of every branch after every optimiser step, local bounds before validations.
+    """Estimates of every branch at every optimiser step, local bounds before validations.
 
-    Numbers of a row refer to the weights after the step. The monitor reads weights and writes
-    metrics and its own buffers; training with and without it is bit-identical, it draws no random
-    number outside a generator of its own, and no clock decides what it measures.
+    Numbers of a row refer to the weights that its loss is of, those before the step's update; in a
+    row with a validation to the weights that are validated, those after it. The monitor reads
+    weights and writes metrics and its own buffers; training with and without it is bit-identical,
+    it draws no random number outside a generator of its own, and no clock decides what it measures.
 
     Args:
         tokens: the probe text, (sequences, N), fixed for the run.
         run_log: where the rows go.
         every: optimiser steps between estimates.
         local_every: optimiser steps between local bounds, those that a validation follows; the last
-            step of a run is one of them. There the estimate is at inputs that are up to date.
+            step of a run is one of them.
         seed: of the start vectors.
     """
 
@@ -58,30 +61,44 @@ class LipschitzMonitor(L.Callback):
             except ValueError as error:
                 raise CheckpointError(f"the Lipschitz monitor: {error}") from None
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+    def on_before_optimizer_step(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
-        """Record what is due after this step."""
-        if not is_step_boundary(trainer):
-            return
+        """Estimate with the weights that the training step has used."""
+        assert isinstance(pl_module, CharLanguageModel)
+        step = trainer.global_step
+        if step % self.every == 0 and not self.is_late(trainer, pl_module, step):
+            with self.watch:
+                self.run_log.record(step, self.row(pl_module.weights))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, *batch: Any
+    ) -> None:
+        """Estimate with the weights after the update, and bound, where a validation follows."""
+        assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step - 1
-        validates = (step + 1) % self.local_every == 0 or is_last_step(trainer)
+        if not is_step_boundary(trainer) or not self.is_late(trainer, pl_module, step):
+            return
+        validates = self.validates(trainer, step)
         if validates or step % self.every == 0:
             with self.watch:
-                self.run_log.record(step, self.row(validates))
+                self.run_log.record(step, self.row(None, validates))
         if validates and (share := self.watch.share()) is not None:
             self.run_log.record(step, {"perf/monitor_overhead": share})
 
-    def row(self, with_local_bounds: bool) -> Measured:
-        """One step's metrics, in one vector on the device."""
+    def validates(self, trainer: L.Trainer, step: int) -> bool:
+        """Whether a validation follows this step."""
+        return (step + 1) % self.local_every == 0 or step + 1 >= trainer.max_steps
+
+    def is_late(self, trainer: L.Trainer, module: CharLanguageModel, step: int) -> bool:
+        """Whether the row is of the weights after the update: sharded ones are whole then."""
+        return self.validates(trainer, step) or is_sharded(module.model)
+
+    def row(self, weights: StackWeights | None, with_local_bounds: bool = False) -> Measured:
+        """One step's metrics, in one vector on the device; None computes the weights."""
         assert self.probe is not None
         names = self.probe.names
-        columns = {"estimate": self.probe.values(settled=with_local_bounds).double()}
+        columns = {"estimate": self.probe.values(weights=weights).double()}
         if self.probe.model.is_invertible:
             if with_local_bounds:
                 columns["local_bound"] = local_bounds(self.probe)

@@ -90,11 +90,11 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
     tokens = random_tokens(1, seed=3)
     probe, true = LipschitzProbe(model, tokens), dense(model, tokens)
     assert sorted(probe.names) == sorted(true)
-    for group, jacobians in zip(probe.groups, probe.jacobians(settled=True), strict=True):
+    for part, jacobians in zip(probe.parts, probe.jacobians(), strict=True):
         whole, diagonal = jacobians.whole, jacobians.diagonal
-        v = torch.randn(*whole.shape[:2], group.iteration.num_vectors, *whole.shape[2:])
+        v = torch.randn(*whole.shape[:2], part.iteration.num_vectors, *whole.shape[2:])
         pushed, pulled = whole.jvp(v).detach(), whole.vjp(v).detach()
-        for index, branch in enumerate(group.names):
+        for index, branch in enumerate(probe.names[part.layers]):
             up = torch.einsum("idjk,vjk->vid", true[branch], v[index, 0])
             down = torch.einsum("idjk,vid->vjk", true[branch], v[index, 0])
             torch.testing.assert_close(pushed[index, 0], up, rtol=1e-6, atol=1e-9)
@@ -133,18 +133,17 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
             assert certified[branch] <= bound
 
 
-def test_a_few_sweeps_follow_what_many_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a stack that is deeper than their number, while weights move a little."""
-    monkeypatch.setattr("tests.nn.builders.LAYERS", 12)
-    model = trained_a_little(scaled_model())
+@pytest.mark.parametrize("name", ["weighted", "bounded", "actnorm"])
+def test_the_weights_of_a_training_step_give_the_same_estimates(name: str) -> None:
+    """In training, scalings of the channels are folded into the weights of the branches."""
+    model = trained_a_little(MODELS[name]()).train()
+    set_manual_refresh(model)
+    refresh_normalisers(model)
     tokens = random_tokens(2)
-    probe, exact = LipschitzProbe(model, tokens), LipschitzProbe(model, tokens)
-    for one in (probe, exact):
-        one.values(num_steps=30)
-    for parameter in model.parameters():
-        parameter.data += 1e-4 * torch.randn_like(parameter)
-    found = probe.values(num_steps=10), exact.values(num_steps=10, settled=True)
-    torch.testing.assert_close(*found, rtol=2e-3, atol=0)
+    probes = [LipschitzProbe(model, tokens) for _ in range(2)]
+    for _ in range(3):
+        values = probes[0].values(), probes[1].values(weights=model.weights())
+        torch.testing.assert_close(*values, rtol=1e-9, atol=0)
 
 
 @pytest.mark.parametrize("name", ["weighted in a ball", "past", "dot product"])
@@ -171,7 +170,7 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
 
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
 @pytest.mark.parametrize("bounded", [False, True])
-def test_an_estimate_takes_few_launches_the_same_at_any_depth(
+def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_depth(
     monkeypatch: pytest.MonkeyPatch, certificate: str, bounded: bool
 ) -> None:
     counts = {}
@@ -180,16 +179,15 @@ def test_an_estimate_takes_few_launches_the_same_at_any_depth(
         options = {"certificate": certificate, "bounded": bounded, "strictly_causal": False}
         model = scaled_model(**options)
         set_manual_refresh(model)
-        probe = LipschitzProbe(model, random_tokens(1))
-        probe.values()
+        probe, weights = LipschitzProbe(model, random_tokens(1)[:, :8]), model.weights()
+        probe.values(weights=weights)
+        with Launches() as forward, torch.no_grad():
+            probe.inputs(weights)
         with Launches() as launches, HostSyncs() as syncs:
-            probe.values()
+            probe.values(weights=weights)
         assert syncs.found == []
-        counts[num_layers] = launches.count
-        assert len(probe.groups) == 2
-    # Weights are still scaled one by one; all else is as it is at any depth.
-    assert counts[8] - counts[4] <= 4 * 12
-    assert counts[4] <= 2 * 190
+        counts[num_layers] = launches.count - forward.count
+    assert counts[4] == counts[8] <= 2 * 90
 
 
 def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
