@@ -2,8 +2,8 @@
 
 Nothing has to be installed for it, and nothing is lost without it but time. What was compiled is
 kept in ``$XDG_CACHE_HOME/invformer`` (``~/.cache/invformer``), under a name that changes with the
-source, the compiler and what the processor can do; where there is no such folder, each process
-compiles for itself. ``CXX`` names another compiler than ``c++``.
+source, the compiler, what the processor can do and the code itself; where there is no such folder,
+each process compiles for itself. ``CXX`` names another compiler than ``c++``.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -93,17 +94,15 @@ def _load() -> ctypes.CDLL:
         raise Missing("not on Windows")
     arm = platform.machine().lower() in ("aarch64", "arm64")
     command = [_compiler(), *FLAGS, "-mcpu=native" if arm else "-march=native"]
-    folder = _own_folder()
+    stem, folder = f"invformer-{_fingerprint(command)}", _own_folder()
     if folder is None:
         with tempfile.TemporaryDirectory(prefix="invformer-") as scratch:
-            return ctypes.CDLL(str(_compile(command, Path(scratch) / "invformer.so")))
-    kept = folder / f"invformer-{_fingerprint(command)}.so"
-    if not _is_whole(kept):  # the system would map a truncated file and end the process later
-        _compile(command, kept)
-    try:
-        return ctypes.CDLL(str(kept))
-    except OSError:
-        return ctypes.CDLL(str(_compile(command, kept)))
+            return ctypes.CDLL(str(_compile(command, Path(scratch), stem)))
+    for kept in folder.glob(f"{stem}-*.so"):
+        with suppress(OSError):
+            if kept.stem == f"{stem}-{_digest(kept)}":  # a truncated file would end the process
+                return ctypes.CDLL(str(kept))
+    return ctypes.CDLL(str(_compile(command, folder, stem)))
 
 
 def _compiler() -> str:
@@ -135,32 +134,27 @@ def _own_folder() -> Path | None:
     return folder if is_own and os.access(folder, os.W_OK) else None
 
 
-def _compile(command: list[str], target: Path) -> Path:
-    """Under another name first: several processes may compile at once, and any may be killed."""
-    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=target.parent)
+def _compile(command: list[str], folder: Path, stem: str) -> Path:
+    """Compile into a file whose name ends with the digest of its content.
+
+    It has another name first: several processes may compile at once, and any may be killed.
+    """
+    handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=folder)
     os.close(handle)
     try:
         units = [str(source) for source in SOURCES if source.suffix == ".cpp"]
         _run([*command, "-shared", *units, "-o", unfinished])
-        code = Path(unfinished).read_bytes()
-        with open(unfinished, "ab") as file:  # what follows the code is not loaded
-            file.write(hashlib.sha256(code).digest())
-            file.flush()
+        with open(unfinished, "rb") as file:
             os.fsync(file.fileno())
+        target = folder / f"{stem}-{_digest(Path(unfinished))}.so"
         os.replace(unfinished, target)
     finally:
         Path(unfinished).unlink(missing_ok=True)
     return target
 
 
-def _is_whole(kept: Path) -> bool:
-    """Whether compiled code is there and ends with its own SHA-256."""
-    try:
-        content = kept.read_bytes()
-    except OSError:
-        return False
-    code, digest = content[:-32], content[-32:]
-    return hashlib.sha256(code).digest() == digest
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _run(command: list[str]) -> str:
