@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,28 +214,20 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
         TimeoutError: it took longer.
         RuntimeError: the call failed.
     """
-    results: list[Any] = []
-    errors: list[BaseException] = []
-
-    too_late = threading.Event()
+    opened: Future[Any] = Future()
 
     def work() -> None:
         try:
-            results.append(call())
-            if too_late.is_set():
-                results[0].finish(exit_code=1)
+            opened.set_result(call())
         except BaseException as error:
-            errors.append(error)
+            opened.set_exception(RuntimeError(one_line(error)))
 
-    thread = threading.Thread(target=work, name="wandb-start", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise RuntimeError(one_line(errors[0])) from errors[0]
-    if not results:
-        too_late.set()
-        raise TimeoutError(f"no answer within {seconds:.0f} s")
-    return results[0]
+    threading.Thread(target=work, name="wandb-start", daemon=True).start()
+    try:
+        return opened.result(seconds)
+    except TimeoutError:
+        opened.add_done_callback(lambda late: late.exception() or late.result().finish(exit_code=1))
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
 
 
 def abandon_service() -> None:
