@@ -23,7 +23,7 @@ from invformer.config.section import Root, nearest
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
 from invformer.runs.exit import guarded, stop_on_signals
-from invformer.runs.ranks import Supervisor, end_with_supervisor, is_rank
+from invformer.runs.ranks import end_with_launcher, is_rank
 
 Config = TypeVar("Config", bound=Root)
 
@@ -70,9 +70,11 @@ def train(argv: Sequence[str] | None = None) -> None:
 
     def work(config: TrainConfig) -> None:
         if is_rank():
-            end_with_supervisor()
+            end_with_launcher()
         elif config.trainer.devices > 1:
-            Supervisor(config.trainer.devices, config.trainer.rank_timeout).run()
+            from invformer.runs.launcher import launch
+
+            launch(config.trainer.devices)
             return
         from invformer.assemble.run import build_run
         from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled

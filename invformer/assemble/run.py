@@ -7,7 +7,10 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments import (
+    LightningEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
@@ -24,6 +27,7 @@ from invformer.runs.encoding import specs_of
 from invformer.runs.files import replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
+from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
 from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
@@ -74,14 +78,17 @@ def build_run(config: TrainConfig) -> Run:
         val_check_interval=how.val_every * how.accumulate,
         check_val_every_n_epoch=None,
         accelerator=how.accelerator,
-        devices=how.devices,
+        devices=launcher_value("LOCAL_WORLD_SIZE", 1),
+        num_nodes=launcher_value("GROUP_WORLD_SIZE", 1),
         precision=how.precision,
         accumulate_grad_batches=how.accumulate,
         deterministic=how.deterministic,
         callbacks=build_callbacks(config, directory, module, data, run_log, resume),
-        # On a cluster too: its scheduler starts this program once, and Lightning's own requeueing
-        # would save behind our back.
-        plugins=[DirectoryCheckpointIO(specs_of(module.state_dict())), LightningEnvironment()],
+        # Lightning's own requeueing on a cluster would save behind our back.
+        plugins=[
+            DirectoryCheckpointIO(specs_of(module.state_dict())),
+            TorchElasticEnvironment() if is_rank() else LightningEnvironment(),
+        ],
         strategy=build_strategy(how),
         logger=False,
         enable_checkpointing=False,
@@ -136,7 +143,8 @@ def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer
     """
     trainer = config.trainer
     model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    model.initialise(data.first_batch(trainer.devices * trainer.accumulate)[0])
+    processes = launcher_value("WORLD_SIZE", 1)
+    model.initialise(data.first_batch(processes * trainer.accumulate)[0])
     model.stack.checkpoint_activations = trainer.checkpoint_activations
     if trainer.precision == "64-true":
         model.double()
@@ -147,17 +155,16 @@ def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer
 
 
 def build_strategy(config: TrainerConfig) -> Strategy | str:
-    """One device, or as many processes as devices.
+    """One device, or several processes, of which a hanging one is found by the timeout.
 
-    Their supervisor (``invformer.runs.ranks``) finds a hanging process within the timeout. This
-    longer timeout also covers the start of the processes.
+    The timeout also covers the start of the processes.
     """
-    if config.devices == 1:
+    if not is_rank():
         return "auto"
     timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
     backend = backends(training_device(config))
     if config.strategy == "fsdp":
-        return ShardedStrategy(config.devices, timeout, backend)
+        return ShardedStrategy(launcher_value("WORLD_SIZE", 1), timeout, backend)
     return DDPStrategy(timeout=timeout, process_group_backend=backend)
 
 
@@ -189,7 +196,8 @@ def build_callbacks(
         if monitor.enabled and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, run_log, keeper))
-    batch = config.data.batch_size * config.trainer.accumulate * config.trainer.devices
+    processes = launcher_value("WORLD_SIZE", 1)
+    batch = config.data.batch_size * config.trainer.accumulate * processes
     characters = batch * config.data.seq_len
     evidence = directory.path / "violation.json"
     flush = Flush(run_log, monitor.flush_every, characters, evidence, probe)

@@ -197,7 +197,7 @@ class TrainerConfig(Section):
     compile: bool = option(False, "torch.compile each block")
     accumulate: int = option(1, "batches per optimiser step", SIZE)
     checkpoint_activations: bool = option(False, "save memory: compute blocks again in backward")
-    rank_timeout: float = option(300.0, "seconds in which each process begins a batch", SIZE)
+    rank_timeout: float = option(300.0, "seconds to wait for a process that hangs", SIZE)
     num_threads: int | None = option(None, "CPU threads; null is PyTorch's choice", "[1, 1024]")
     deterministic: bool = option(True, "only algorithms that repeat bit for bit")
     sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")

@@ -10,7 +10,7 @@ from types import FrameType
 
 from invformer.errors import InvformerError, RankLost
 from invformer.runs.console import printable
-from invformer.runs.ranks import hear_to_stop, is_rank, tell
+from invformer.runs.ranks import hear_to_stop, is_rank, tell_end
 
 # In the RuntimeErrors of allocators: PyTorch's on the CPU, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -78,9 +78,9 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 def report(message: str, exit_code: int) -> int:
-    """Print the line and return the code; a rank hands the line to its supervisor."""
+    """Print the line and return the code; a rank hands the line to its launcher."""
     line = printable(" ".join(message.split()))
-    if not tell(end=exit_code, message=line):
+    if not tell_end(exit_code, line):
         print(f"error: {line}", file=sys.stderr)
     return exit_code
 

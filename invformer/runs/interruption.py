@@ -9,7 +9,7 @@ import lightning as L
 
 from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
 from invformer.runs.collective import largest_of_processes
-from invformer.runs.ranks import hear_to_stop, tell
+from invformer.runs.ranks import hear_to_stop
 
 
 class Interruption(L.Callback):
@@ -53,9 +53,7 @@ class Interruption(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Stop, unless batches of the same step have drawn random numbers already."""
-        if batch_idx % trainer.accumulate_grad_batches:
-            tell(beat=True)
-        else:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
             self._stop_here(trainer, pl_module)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -75,7 +73,6 @@ class Interruption(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop for the last time; from here on no process waits for another."""
         self._stop_here(trainer, pl_module)
-        tell(beat=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether a validation is due."""
@@ -95,13 +92,12 @@ class Interruption(L.Callback):
         self.signal = self.signal or number
 
     def _stop_here(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Give a sign of life, and stop if any process was told to.
+        """Stop if any process was told to.
 
         Raises:
             Interrupted: naming the signal.
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
-        tell(beat=True)
         if number := largest(trainer, self.signal):
             check_everywhere(trainer, lambda: self.check(pl_module))
             raise Interrupted(number)

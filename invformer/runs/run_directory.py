@@ -14,7 +14,8 @@ from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.encoding import MAX_BYTES, parse
 from invformer.runs.files import PARTIAL, open_regular, replace_file
-from invformer.runs.ranks import DIRECTORY, tell
+from invformer.runs.launcher import from_first_rank
+from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.run_lock import LOCK, lock_run
 
 # These may differ between a run and its continuation, since they change no number. Another path has
@@ -63,14 +64,14 @@ class RunDirectory:
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that was started by hand, not one of its ranks."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    """Whether this process keeps the run's folder."""
+    return launcher_value("RANK", 0) == 0
 
 
 def directory_of(config: TrainConfig) -> RunDirectory:
-    """The run's folder, opened by the first process and handed to the ranks it starts."""
+    """The run's folder, opened by the first process, which tells the others."""
     if not is_first_process():
-        return RunDirectory(Path(os.environ[DIRECTORY]), resumed=True)
+        return RunDirectory(Path(from_first_rank(None)), resumed=True)
     directory = open_run(
         expand_home(config.run.root),
         config.run.name,
@@ -80,8 +81,8 @@ def directory_of(config: TrainConfig) -> RunDirectory:
     )
     sweep(directory.path)
     sweep(directory.checkpoints)
-    os.environ[DIRECTORY] = str(directory.path.absolute())
-    tell(directory=os.environ[DIRECTORY])
+    if is_rank():
+        from_first_rank(str(directory.path.absolute()))
     return directory
 
 

@@ -42,7 +42,7 @@ def main() -> None:
     how = sys.argv.pop(1)
     if is_rank():
         without_plots()
-        if os.environ["LOCAL_RANK"] == "1":
+        if os.environ["RANK"] == "1":
             break_step(how)
     train.main()
 

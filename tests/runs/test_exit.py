@@ -108,17 +108,18 @@ def test_debugging_adds_the_traceback(what: str, capsys: pytest.CaptureFixture[s
 
 
 def test_a_connection_error_outside_a_rank_is_no_lost_rank(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer")
-    monkeypatch.delenv("INVFORMER_RANK_LINK", raising=False)
     assert guarded(raising(error), debug=False) == 1
-    reading, writing = os.pipe()
-    monkeypatch.setenv("INVFORMER_RANK_LINK", f"{reading},{writing}")
+    for name, value in (("TORCHELASTIC_RUN_ID", "a"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert guarded(raising(error), debug=False) == 9  # under a torchrun of the user's
+    assert capsys.readouterr().err.count("error: ") == 2
+    monkeypatch.setenv("INVFORMER_REPORTS", str(tmp_path))
     assert guarded(raising(error), debug=False) == 9
-    assert b'"end": 9' in os.read(reading, 1000)  # said to the supervisor, not to the terminal
-    os.close(reading)
-    os.close(writing)
+    assert (tmp_path / "1").read_text().startswith('[9, "another process of the run is gone')
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
