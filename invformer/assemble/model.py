@@ -79,10 +79,10 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
             initial_sharpness=config.initial_sharpness,
             initial_output=config.initial_output,
         )
-        scalings = None, None
+        scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = None, None
         if config.channel_metric:
-            loud = loud_channels(width, index, config.loud_channels, d_embedding)
-            scalings = tuple(DiagonalScaling(width, channels) for channels in loud)
+            one, other = loud_channels(width, index, config.loud_channels, d_embedding)
+            scalings = DiagonalScaling(width, one), DiagonalScaling(width, other)
         d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
     kind = "causal" if config.certificate == "causal" else "global"
