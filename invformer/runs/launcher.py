@@ -107,7 +107,8 @@ def conclusion(folder: Path, codes: dict[int, int], stopped: int | None = None) 
             ends.append((2 if is_told else 1, rank, RankLost.exit_code, how))
         else:
             order = 3 if code > 128 else 2 if code == RankLost.exit_code else int(code == 1)
-            ends.append((order, rank, code, line))
+            # The rank that it waited for was killed after it, and could not say anything.
+            ends.append((0.5 if "Timed out" in line else order, rank, code, line))
     if not ends:
         assert stopped is not None
         name = signal.Signals(stopped).name

@@ -1,5 +1,6 @@
 """Several processes end together: with one line, one exit code, and nobody left behind."""
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from invformer.runs.launcher import conclusion
 from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import ROOT
 
@@ -66,6 +68,33 @@ def test_a_rank_that_fails_ends_all_with_one_line_and_one_code(
     assert message in stderr
     assert stderr.count("\n") == 1
     await_end(pids)
+
+
+GONE = "another process of the run is gone"
+
+
+@pytest.mark.parametrize(
+    ("reports", "codes", "stopped", "code", "message"),
+    [
+        ({1: (3, "no text")}, {1: 3}, None, 3, "no text"),
+        ({0: (9, GONE), 1: (1, "a bug")}, {0: 9, 1: 1}, None, 9, "rank 1: a bug; all were stopped"),
+        ({0: (9, GONE)}, {0: 9, 1: -9}, None, 9, "rank 1: was ended by SIGKILL"),
+        ({0: (9, f"{GONE} (Timed out)")}, {0: 9, 1: -9}, None, 9, "rank 0: another process of"),
+        ({0: (143, "told"), 1: (8, "memory")}, {0: 143, 1: 8}, None, 8, "memory"),
+        ({0: (143, "told")}, {0: 143, 1: 17}, None, 9, "rank 1: ended with 17"),
+        ({0: (143, "saved"), 1: (143, "saved")}, {}, 15, 143, "saved"),
+        ({}, {}, 15, 143, "stopped by SIGTERM before anything was saved"),
+    ],
+)
+def test_the_line_of_a_run_is_that_of_the_rank_that_knows_most(
+    tmp_path: Path, reports: dict, codes: dict, stopped: int | None, code: int, message: str
+) -> None:
+    for rank, report in reports.items():
+        (tmp_path / str(rank)).write_text(json.dumps(report))
+    (tmp_path / "2").write_text("[9, ")  # a rank that was killed while it wrote
+    error = conclusion(tmp_path, codes, stopped)
+    assert error.exit_code == code
+    assert str(error).startswith(message)
 
 
 def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
