@@ -38,7 +38,6 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, ModelConfig
 from invformer.config.section import option
-from invformer.nn.branch import frozen_weights
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, VisibilityMask
@@ -189,7 +188,7 @@ def measure(case: Case, device: torch.device) -> Result:
     model = model.double().eval()
     windows, targets = validation_windows(text_of(case), case.seq_len, device)
     generator = torch.Generator().manual_seed(case.seed)
-    with frozen_weights(model), torch.no_grad():
+    with torch.no_grad():
         with recorded_inputs(model) as inputs:
             model(windows[: case.num_sequences])
         parts = [compare(layer, z) for layer, z in inputs]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from invformer.bounds import kim, local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention, project
+from invformer.nn.attention import TiedL2Attention, attention_jacobian, project
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.numerics.l2_attention import attention_weights
@@ -99,7 +99,10 @@ class Comparison(NamedTuple):
 
 def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Comparison:
     """Every bound of the layer and the truth at its input, in ``frobenius``."""
-    jacobian = layer.linearise(z) if isinstance(layer, TiedL2Attention) else linearise(layer, z)
+    if isinstance(layer, TiedL2Attention):
+        jacobian = attention_jacobian(z, *layer.weights(), layer.position(z.shape[-2]))
+    else:
+        jacobian = linearise(layer, z)
     truth = operator_norm(jacobian, "frobenius", num_steps=STEPS, rtol=RTOL)
     heads = heads_of(layer, z)
     l2 = isinstance(layer, TiedL2Attention)

@@ -21,7 +21,6 @@ from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.nn.attention import TiedL2Attention, split_heads
-from invformer.nn.branch import frozen_weights
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.transformer import CharTransformer, PreNormBranch
 
@@ -120,19 +119,18 @@ def small_config(name: str) -> ModelConfig:
 def layer_of(model: CharTransformer, tokens: Tensor, layer: int) -> Layer:
     """The attention of one block with the inputs it gets."""
     wanted = f"block_{layer:02d}/attention"
-    with frozen_weights(model):
-        for name, branch, x in residual_branches(model, model.embedding(tokens)):
-            if name != wanted:
-                continue
-            if isinstance(branch, PreNormBranch):
-                x, branch = branch.norm(x), branch.inner
-            if isinstance(branch, TiedL2Attention):
-                weights = TiedL2(*(w.to(DTYPE) for w in branch.weights()))
-            else:
-                assert isinstance(branch, DotProductAttention)
-                weights = own_weights(branch)
-            bias = branch.position(x.shape[-2])  # pyright: ignore[reportCallIssue]
-            return Layer(weights, x.to(DTYPE), bias.to(DTYPE))
+    for name, branch, x in residual_branches(model, model.embedding(tokens)):
+        if name != wanted:
+            continue
+        if isinstance(branch, PreNormBranch):
+            x, branch = branch.norm(x), branch.inner
+        if isinstance(branch, TiedL2Attention):
+            weights = TiedL2(*(w.to(DTYPE) for w in branch.weights()))
+        else:
+            assert isinstance(branch, DotProductAttention)
+            weights = own_weights(branch)
+        bias = branch.position(x.shape[-2])  # pyright: ignore[reportCallIssue]
+        return Layer(weights, x.to(DTYPE), bias.to(DTYPE))
     raise AssertionError(f"no {wanted}")
 
 

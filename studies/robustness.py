@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, ModelConfig
 from invformer.config.section import option
-from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
@@ -167,8 +166,7 @@ def measure(case: Case, device: torch.device) -> Result:
         return NOTHING
     windows, targets = validation_windows(text, case.seq_len, device)
     model = model.double().eval().requires_grad_(False)
-    with frozen_weights(model):
-        return examine(model, windows[: case.num_windows], targets[: case.num_windows], case)
+    return examine(model, windows[: case.num_windows], targets[: case.num_windows], case)
 
 
 def build_kind(case: Case, vocab_size: int) -> CharTransformer:

@@ -6,8 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+# Sequences of vectors, (*batch, N, D).
+Tokens = Float[Tensor, "*batch tokens width"]
 
-def require_width(x: Float[Tensor, "*batch tokens width"], width: int) -> None:
+
+def require_width(x: Tokens, width: int) -> None:
     """Raise ValueError, which names both widths, for tokens of another width."""
     if x.shape[-1] != width:
         raise ValueError(
@@ -16,11 +19,7 @@ def require_width(x: Float[Tensor, "*batch tokens width"], width: int) -> None:
         )
 
 
-def scale_shift(
-    x: Float[Tensor, "*batch tokens width"],
-    scale: Float[Tensor, "width"],
-    shift: Float[Tensor, "width"],
-) -> Float[Tensor, "*batch tokens width"]:
+def scale_shift(x: Tokens, scale: Float[Tensor, "width"], shift: Float[Tensor, "width"]) -> Tokens:
     """x · a + b per channel."""
     require_width(x, len(scale))
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():

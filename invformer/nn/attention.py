@@ -19,7 +19,7 @@ from torch import Tensor
 
 from invformer.bounds import contractive, kim, local
 from invformer.kernels.attention import Kernel, attend_l2
-from invformer.nn.affine import affine
+from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
 from invformer.nn.position_bias import VisibilityMask, log_masses
@@ -64,10 +64,10 @@ class TiedL2Attention(LipschitzBranch):
 
     def forward(
         self,
-        x: Float[Tensor, "*batch tokens width"],
+        x: Tokens,
         weights: L2Weights | None = None,
         centre: Float[Tensor, "width"] | None = None,
-    ) -> Float[Tensor, "*batch tokens width"]:
+    ) -> Tokens:
         """Σ_h (P^h q^h) G_h with q^h = X W^Q_h, or (X + m) W^Q_h with a centre m."""
         w_q, g = weights or self.weights()
         # One matrix for all heads: queries, which are the keys and the values as well.
@@ -79,11 +79,8 @@ class TiedL2Attention(LipschitzBranch):
         return merge_heads(y) @ g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(
-        self,
-        x: Float[Tensor, "*batch new width"],
-        past: AttentionCache,
-        weights: L2Weights | None = None,
-    ) -> Float[Tensor, "*batch new width"]:
+        self, x: Tokens, past: AttentionCache, weights: L2Weights | None = None
+    ) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         w_q, g = weights or self.weights()
         q = split_heads(x @ side_by_side(w_q), len(w_q))
@@ -94,13 +91,6 @@ class TiedL2Attention(LipschitzBranch):
         bias = self.position.last_rows(q.shape[-2], keys.shape[-2])
         y = core.l2_attention_rows(q, keys, bias) + past.origin
         return merge_heads(y) @ g.flatten(-3, -2)
-
-    def linearise(
-        self, x: Float[Tensor, "*batch tokens width"], weights: L2Weights | None = None
-    ) -> LinearMap:
-        """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
-        w_q, g = weights or self.weights()
-        return attention_jacobian(x, w_q, g, self.position(x.shape[-2]))
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: L2Weights | None = None
@@ -141,11 +131,7 @@ class TiedL2Attention(LipschitzBranch):
         return cast(w_q, dtype), cast(g, dtype), log_mass
 
     def local_bound(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        norm: Norm,
-        tight: bool = False,
-        weights: L2Weights | None = None,
+        self, x: Tokens, norm: Norm, tight: bool = False, weights: L2Weights | None = None
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
         weights = weights or self.weights()
@@ -236,25 +222,6 @@ class ContractiveL2Attention(TiedL2Attention):
             L2Weights(by_side(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in token_max and c √N in frobenius, times what a causal κ_h leaves out globally."""
-        target = self.correction.double() * self.lipschitz_target
-        if self.certificate == "causal":
-            log_mass = self.position.log_mass().detach().to(target)
-            gain = (4 * phi_inverse_from_log(log_mass) + 1) / causal_gain_from_log(log_mass)
-            target = target * gain.amax()
-        match norm:
-            case "token_max":
-                return target
-            case "frobenius":
-                return target * math.sqrt(self.position.seq_len)
-            case "entry_max":
-                return None
-
-    def own_token_by_construction(self) -> Tensor | None:
-        """c, by either certificate."""
-        return self.correction.double() * self.lipschitz_target
 
 
 def head_gain(

@@ -10,21 +10,15 @@ from torch import Tensor, nn
 
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend
-from invformer.nn.affine import affine
+from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention import merge_heads, split_heads
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
-from invformer.nn.spectral import (
-    INITIAL_OUTPUT,
-    SpectralNormalised,
-    scaled_weights,
-    write_to,
-)
+from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
 from invformer.numerics import bounded_attention as core
 from invformer.numerics.ball import into_ball
-from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import advance, delay
 
@@ -152,10 +146,10 @@ class BoundedAttention(LipschitzBranch):
 
     def forward(
         self,
-        x: Float[Tensor, "*batch tokens width"],
+        x: Tokens,
         weights: BoundedWeights | None = None,
         centre: Float[Tensor, "width"] | None = None,
-    ) -> Float[Tensor, "*batch tokens width"]:
+    ) -> Tokens:
         """Σ_h P^h v^h G_h, of X + m with a centre m."""
         weights = weights or self.weights()
         q, k, v = self.seen(self.in_ball(x, weights, centre))  # each (*batch, H, N, d), ‖·‖₂ < 1
@@ -167,11 +161,8 @@ class BoundedAttention(LipschitzBranch):
         return merge_heads(y) @ weights.g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(
-        self,
-        x: Float[Tensor, "*batch new width"],
-        past: AttentionCache,
-        weights: BoundedWeights | None = None,
-    ) -> Float[Tensor, "*batch new width"]:
+        self, x: Tokens, past: AttentionCache, weights: BoundedWeights | None = None
+    ) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         weights = weights or self.weights()
         q, k, v = self.in_ball(x, weights)
@@ -182,19 +173,14 @@ class BoundedAttention(LipschitzBranch):
         logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
-    def point(
-        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights
-    ) -> core.AttentionPoint:
+    def point(self, x: Tokens, weights: BoundedWeights) -> core.AttentionPoint:
         """Projections and attention weights at X, by plain operations."""
         bias = self.position(x.shape[-2]).to(x)
         z = x @ side_by_side(weights.w_qkv)
         return core.attention_point(*self.seen(split(z, self.num_heads)), weights.temperature, bias)
 
     def in_ball(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        weights: BoundedWeights,
-        centre: Float[Tensor, "width"] | None = None,
+        self, x: Tokens, weights: BoundedWeights, centre: Float[Tensor, "width"] | None = None
     ) -> Projections:
         """ψ((X + m) W) of every head, each token's own."""
         z = affine(x, side_by_side(weights.w_qkv), centre=centre)  # (*batch, N, 3 H d)
@@ -216,30 +202,8 @@ class BoundedAttention(LipschitzBranch):
         q, k, v = parts
         return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
 
-    def linearise(
-        self, x: Float[Tensor, "*batch tokens width"], weights: BoundedWeights | None = None
-    ) -> LinearMap:
-        """The Jacobian at X as analytic products (no autograd, no fused kernel involved)."""
-        weights = weights or self.weights()
-        at = self.point(x, weights)
-        w_qkv, output = side_by_side(weights.w_qkv), weights.g.flatten(-3, -2)
-
-        def jvp(dx: Tensor) -> Tensor:
-            dz = self.seen(split(dx @ w_qkv, self.num_heads))
-            return merge_heads(core.attention_jvp(at, *dz)) @ output
-
-        def vjp(dy: Tensor) -> Tensor:
-            dz = core.attention_vjp(at, split_heads(dy @ output.mT, self.num_heads))
-            return merge(self.seen_adjoint(dz)) @ w_qkv.mT
-
-        return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
-
     def local_bound(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        norm: Norm,
-        tight: bool = False,
-        weights: BoundedWeights | None = None,
+        self, x: Tokens, norm: Norm, tight: bool = False, weights: BoundedWeights | None = None
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
         weights = weights or self.weights()
@@ -252,26 +216,6 @@ class BoundedAttention(LipschitzBranch):
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
         return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in token_max and c √N in frobenius, times what the causal n L_h leave out globally."""
-        target = self.correction.double() * self.lipschitz_target
-        if self.certificate == "causal":
-            constants = self.log_sharpness.detach().exp(), self.log_temperature.detach().exp()
-            needed = composed_gain(*constants, "token_max", self.strictly_causal)
-            taken = composed_gain(*constants, "causal", self.strictly_causal)
-            target = target * (needed / taken).amax()
-        match norm:
-            case "token_max":
-                return target
-            case "frobenius":
-                return target * math.sqrt(self.position.seq_len)
-            case "entry_max":
-                return None
-
-    def own_token_by_construction(self) -> Tensor | None:
-        """c, by either certificate."""
-        return self.correction.double() * self.lipschitz_target
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None

@@ -2,16 +2,15 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.nn.affine import Tokens
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.scaling import ScalingWeights
-from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 
 # Constants normalised in the forward precision stay below their target after float64 certification.
@@ -80,12 +79,7 @@ class LipschitzBranch(nn.Module):
         """Branches that agree in this can share :meth:`weights_of`; None: each on its own."""
         return None
 
-    def next_outputs(
-        self,
-        x: Float[Tensor, "*batch new width"],
-        past: AttentionCache,
-        weights: Any = None,
-    ) -> Float[Tensor, "*batch new width"]:
+    def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in.
 
         The default computes those of all tokens anew, for any f that sees no later tokens.
@@ -93,16 +87,8 @@ class LipschitzBranch(nn.Module):
         (seen,) = past.append(x)
         return self(seen, weights)[..., -x.shape[-2] :, :]
 
-    def linearise(self, x: Float[Tensor, "*batch tokens width"], weights: Any = None) -> LinearMap:
-        """The Jacobian of f at X as analytic products."""
-        raise NotImplementedError
-
     def local_bound(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        norm: Norm,
-        tight: bool = False,
-        weights: Any = None,
+        self, x: Tokens, norm: Norm, tight: bool = False, weights: Any = None
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on the Jacobian's norm at each X: estimate ≤ it ≤ Lipschitz bound.
 
@@ -114,18 +100,6 @@ class LipschitzBranch(nn.Module):
     def inner_size(self, norm: Norm, num_tokens: int, weights: Any = None) -> float:
         """Length of what f adds up inside whatever x is, which may exceed ‖x‖ and ‖f(x)‖."""
         return 0.0
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """The bound on Lip(f) that normalised weights imply, at no cost and on the device.
-
-        None where the construction says nothing about ``norm``. It rests on the float32 normaliser
-        being above the spectral norm; :meth:`lipschitz_bound` proves a number without that.
-        """
-        return None
-
-    def own_token_by_construction(self) -> Tensor | None:
-        """The bound on ‖∂f_i/∂x_i‖₂ that normalised weights imply: at most that in token_max."""
-        return self.bound_by_construction("token_max")
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: Any = None
@@ -157,8 +131,3 @@ def is_affordable(num_tokens: int, multiplications_per_token: float) -> bool:
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The weight as it is used when the forward pass runs in ``dtype``."""
     return (w.detach() if dtype is None else w.detach().to(dtype)).contiguous()
-
-
-def frozen_weights(model: nn.Module) -> AbstractContextManager[None]:
-    """Nothing: weights are values now, see ``stack.weights()``. Goes with its last caller."""
-    return nullcontext()

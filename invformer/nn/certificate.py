@@ -286,12 +286,6 @@ def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
     return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)
 
 
-def as_branches(model: nn.Module) -> dict[str, LipschitzBranch]:
-    """The residual branches of a model by name; empty for a model without an invertible stack."""
-    stack = getattr(model, "stack", model)
-    return dict(stack.branches()) if isinstance(stack, InvertibleStack) else {}
-
-
 def certified_branches(
     model: nn.Module, norm: Norm, dtype: torch.dtype | None = None
 ) -> dict[str, float]:

@@ -2,10 +2,10 @@
 
 import math
 
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 
 from invformer.kernels.attention import Kernel, attend
+from invformer.nn.affine import Tokens
 from invformer.nn.attention import merge_heads, split_heads
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.position_bias import VisibilityMask
@@ -16,11 +16,7 @@ class DotProductAttention(nn.Module):
 
     Not Lipschitz in any norm (Kim et al. 2021, Theorem 3.1).
 
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+    The arguments are those of :class:`.ContractiveL2Attention`.
     """
 
     def __init__(
@@ -33,17 +29,13 @@ class DotProductAttention(nn.Module):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens) -> Tokens:
         """Attend, causally."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
         y = attend(q, k, v, self.position.logit_bias(x.shape[-2]), self.kernel)
         return self.out(merge_heads(y))
 
-    def next_outputs(
-        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
-    ) -> Float[Tensor, "*batch new width"]:
+    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
         k, v = past.append(k, v)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.bounds import layers, local
-from invformer.nn.affine import affine
+from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
 from invformer.nn.scaling import ScalingWeights
@@ -22,10 +22,9 @@ from invformer.nn.spectral import (
     scaled_weights,
     write_to,
 )
-from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.rounding import sum_up
-from invformer.numerics.token_shift import windows, windows_adjoint
+from invformer.numerics.token_shift import windows
 
 Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
@@ -62,15 +61,11 @@ class FeedForward(nn.Sequential):
         if kernel > 1:
             self[0] = nn.Linear(kernel * d_model, d_ff)
 
-    def forward(
-        self, input: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, input: Tokens) -> Tokens:
         """Apply it to every token and those before."""
         return super().forward(windows(input, self.kernel))
 
-    def next_outputs(
-        self, x: Float[Tensor, "*batch new width"], past: AttentionCache
-    ) -> Float[Tensor, "*batch new width"]:
+    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
@@ -172,10 +167,10 @@ class ContractiveFeedForward(LipschitzBranch):
 
     def forward(
         self,
-        x: Float[Tensor, "*batch tokens width"],
+        x: Tokens,
         weights: FeedForwardWeights | None = None,
         centre: Float[Tensor, "width"] | None = None,
-    ) -> Float[Tensor, "*batch tokens width"]:
+    ) -> Tokens:
         """φ((X + m) W + b) V, φ written over its argument where no gradient needs that."""
         weights = weights or self.weights()
         hidden = affine(windows(x, self.kernel), weights.w_in, weights.b_in, centre)
@@ -183,11 +178,8 @@ class ContractiveFeedForward(LipschitzBranch):
         return activation(hidden) @ weights.w_out
 
     def next_outputs(
-        self,
-        x: Float[Tensor, "*batch new width"],
-        past: AttentionCache,
-        weights: FeedForwardWeights | None = None,
-    ) -> Float[Tensor, "*batch new width"]:
+        self, x: Tokens, past: AttentionCache, weights: FeedForwardWeights | None = None
+    ) -> Tokens:
         """The outputs of tokens that come after those in ``past``, which takes them in."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
@@ -220,20 +212,8 @@ class ContractiveFeedForward(LipschitzBranch):
             for weights in zip(w_in, b_in, w_out, sharpness, strict=True)
         ]
 
-    def linearise(
-        self, x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights | None = None
-    ) -> LinearMap:
-        """The Jacobian at X, token by token."""
-        weights = weights or self.weights()
-        slope = slopes(x, weights, self.activation)
-        return feed_forward_jacobian(x, slope, weights)
-
     def local_bound(
-        self,
-        x: Float[Tensor, "*batch tokens width"],
-        norm: Norm,
-        tight: bool = False,
-        weights: FeedForwardWeights | None = None,
+        self, x: Tokens, norm: Norm, tight: bool = False, weights: FeedForwardWeights | None = None
     ) -> Float[Tensor, "*batch"]:
         """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
         if norm == "entry_max":
@@ -262,24 +242,6 @@ class ContractiveFeedForward(LipschitzBranch):
                 return per_channel.sum().sqrt().item()
             case "frobenius":
                 return math.sqrt(num_tokens) * per_channel.sum().sqrt().item()
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in the norms that the normalisation holds; with a kernel c (1 + Σ_l ‖V_l/β‖_F)."""
-        held = ("entry_max",) if self.norm == "entry_max" else ("token_max", "frobenius")
-        if norm not in held:
-            return None
-        own = self.correction.double() * self.lipschitz_target
-        if self.kernel == 1:
-            return own
-        past = (self.w_past / self.log_sharpness.exp()).detach().double()
-        sizes = past.unflatten(0, (self.kernel - 1, -1)).flatten(1).norm(dim=-1)
-        return own * (1 + sizes.sum())
-
-    def own_token_by_construction(self) -> Tensor | None:
-        """c."""
-        return (
-            None if self.norm == "entry_max" else self.correction.double() * self.lipschitz_target
-        )
 
     def lipschitz_bound(
         self,
@@ -328,38 +290,18 @@ def without_sharpness(
 
 
 def slopes(
-    x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights, activation: Activation
+    x: Tokens, weights: FeedForwardWeights, activation: Activation
 ) -> Float[Tensor, "*batch tokens hidden"]:
     """φ′ of every hidden unit at X."""
     return activation_slope(activation, sharpened(x, weights))
 
 
-def sharpened(
-    x: Float[Tensor, "*batch tokens width"], weights: FeedForwardWeights
-) -> Float[Tensor, "*batch tokens hidden"]:
+def sharpened(x: Tokens, weights: FeedForwardWeights) -> Float[Tensor, "*batch tokens hidden"]:
     """β h of every hidden unit at X."""
     return windows(x, weights.kernel) @ weights.w_in + weights.b_in
 
 
-def feed_forward_jacobian(
-    x: Float[Tensor, "*batch tokens width"],
-    slope: Float[Tensor, "*batch tokens hidden"],
-    weights: FeedForwardWeights,
-) -> LinearMap:
-    """J = W₁ diag(φ′) W₂ in row convention, with a further such term for every earlier token."""
-    w_in, w_out, kernel = weights.w_in, weights.w_out, weights.kernel
-    return LinearMap(
-        jvp=lambda dx: ((windows(dx, kernel) @ w_in) * slope) @ w_out,
-        vjp=lambda dy: windows_adjoint(((dy @ w_out.mT) * slope) @ w_in.mT, kernel),
-        shape=x.shape,
-        dtype=x.dtype,
-        device=x.device,
-    )
-
-
-def with_past(
-    x: Float[Tensor, "*batch new width"], kernel: int, past: AttentionCache
-) -> Float[Tensor, "*batch tokens width"]:
+def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Tokens:
     """New tokens behind the k − 1 tokens before them, as far as there are any in ``past``."""
     if kernel == 1:
         return x

@@ -12,7 +12,6 @@ from invformer.nn.attention import L2Weights, TiedL2Attention, by_side
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import SpectralNormalised, max_row_sum
 from invformer.numerics.lambert_w import phi_inverse_from_log
-from invformer.numerics.norms import Norm
 from invformer.numerics.precision import without_autocast
 
 PaperCertificate = Literal["kim_entry_max", "kim_frobenius"]
@@ -23,11 +22,7 @@ class L2Attention(TiedL2Attention):
 
     G_h = W^Q_hᵀ W^V_h W^O_h / √d, so W^K = W^Q and the factor A_h are there by construction.
 
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias added to the logits.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+    The arguments are those of :class:`.ContractiveL2Attention`.
     """
 
     def __init__(
@@ -51,15 +46,8 @@ class PaperContractiveL2Attention(TiedL2Attention):
 
     ``kim_entry_max`` divides by Theorem 3.2's bound in the norm max |X_ik|, ``kim_frobenius`` by
     its bound in ‖X‖_F with the exponent 4 on ‖W^Q_h‖ (2, as often reproduced, cannot hold).
-    Gradients flow through numerator and denominator, as in the paper.
-
-    Args:
-        d_model: width D.
-        num_heads: H, a divisor of D.
-        position: causal mask or relative position bias.
-        lipschitz_target: c in (0, 1).
-        certificate: whose bound divides.
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+    Gradients flow through numerator and denominator, as in the paper. The arguments are those of
+    :class:`.ContractiveL2Attention`.
     """
 
     def __init__(
@@ -88,12 +76,6 @@ class PaperContractiveL2Attention(TiedL2Attention):
         bound = self.published_bound()
         scale = self.target_scale() / bound.clamp_min(torch.finfo(bound.dtype).tiny)
         return L2Weights(by_side(w_q), paper_output_map(w_q, w_v, w_o) * scale)
-
-    def bound_by_construction(self, norm: Norm) -> Tensor | None:
-        """c in the norm of the certificate; nothing in the others."""
-        if norm != self.certificate.removeprefix("kim_"):
-            return None
-        return self.correction.double() * self.lipschitz_target
 
     def published_bound(self) -> Float[Tensor, ""]:
         """Theorem 3.2 on the present weights, differentiable; float rounding is left to certify."""

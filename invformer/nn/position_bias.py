@@ -168,12 +168,7 @@ class LinearPositionBias(CausalMask):
     """b_h(lag) = offset_h − slope_h (lag − 1) at lag ≥ 1, b_h(0) = 0; offset and slope are learned.
 
     ALiBi (Press et al. 2022) with learned slopes and a jump after the self token. Starts where
-    :class:`RelativePositionBias` does.
-
-    Args:
-        num_heads: H.
-        seq_len: longest sequence N.
-        sees_itself: as for :class:`RelativePositionBias`.
+    :class:`RelativePositionBias` does, and takes its arguments.
     """
 
     def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
@@ -192,12 +187,8 @@ class SinusoidalPositionBias(CausalMask):
     """b_h(lag) = a_h + Σ_r A_hr cos(2π lag/T_r) + B_hr sin(2π lag/T_r) at lag ≥ 1, b_h(0) = 0.
 
     The periods T_r are 8, 32, 128 and 512 tokens; a, A and B are learned. Starts as a sum of equal
-    cosines, which is 3 at lag 0 and falls from there at four ranges.
-
-    Args:
-        num_heads: H.
-        seq_len: longest sequence N.
-        sees_itself: whether lag 0 is the token itself; otherwise the cosines start from 0 there.
+    cosines, which is 3 at lag 0 and falls from there at four ranges; unless a token sees itself the
+    cosines start from 0 there. The arguments are those of :class:`RelativePositionBias`.
     """
 
     def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch, in_double
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
@@ -76,22 +77,18 @@ class InvertibleResidual(nn.Module):
         self.scaling = scaling
         self.input_radius = input_radius
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"], weights: ResidualWeights | None = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens, weights: ResidualWeights | None = None) -> Tokens:
         """x + D⁻¹ f(ψ_R(D x + b))."""
         weights = weights or self.weights()
         if weights.centre is not None:
             return x + self.branch(x, weights.branch, weights.centre)
         return x + weights.leave(self.added(weights.enter(x), weights.branch))
 
-    def added(
-        self, u: Float[Tensor, "*batch tokens width"], weights: Any = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def added(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
         return self.branch(self.seen(u), weights)
 
-    def seen(self, u: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+    def seen(self, u: Tokens) -> Tokens:
         """ψ_R(u)."""
         return u if self.input_radius is None else into_ball(u, self.input_radius)
 
@@ -148,7 +145,7 @@ class InvertibleResidual(nn.Module):
     @torch.no_grad()
     def inverse(
         self,
-        y: Float[Tensor, "*batch tokens width"],
+        y: Tokens,
         weights: ResidualWeights | None = None,
         *,
         lipschitz_bound: float | None = None,
@@ -179,14 +176,15 @@ class InvertibleResidual(nn.Module):
 
     def solve(
         self,
-        y: Float[Tensor, "*batch tokens width"],
+        y: Tokens,
         weights: ResidualWeights,
         lipschitz_bound: float,
         norm: Norm,
         **options: Any,
     ) -> tuple[FixedPointSolution, list[ErrorStep]]:
         """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
-        self._require_plain(weights)
+        if weights.centre is not None:  # c is a constant of f, not of D⁻¹ f(D ·)
+            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
         f, exact = self.map_of(weights.branch), None
         if options.get("evidence", True):
             exact = self.map_of(in_double(weights.branch))
@@ -200,42 +198,23 @@ class InvertibleResidual(nn.Module):
             token_wise=self.branch.is_token_wise,
             **options,
         )
-        u, scaling = solution.value, weights.scaling
-        steps = error_steps(y, u, scaling, solution.error_bound, lipschitz_bound, norm)
-        x = u if scaling is None else scaling.undo(u)
-        return replace(solution, value=x), steps
+        inner = residual_step(solution.error_bound, lipschitz_bound)
+        if weights.scaling is None:
+            return solution, [inner]
+        u, (log_scale, _, inverse, shift) = solution.value, weights.scaling
+        leave = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
+        steps = [leave, inner, scale_step(u, log_scale, shift, norm)]
+        return replace(solution, value=weights.scaling.undo(u)), steps
 
     def map_of(self, weights: Any) -> SequenceMap:
         """u ↦ f(ψ_R(u)) with weights of the branch."""
         return lambda u: self.added(u, weights)
 
-    def _require_plain(self, weights: ResidualWeights) -> None:
-        """Raise ValueError for weights with D folded in: c holds for f, not for D⁻¹ f(D ·)."""
-        if weights.centre is not None:
-            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
-
     @torch.no_grad()
-    def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
+    def initialise(self, x: Tokens) -> None:
         """Set D and b, if there are any, from a batch."""
         if self.scaling is not None:
             self.scaling.initialise_for(self.added, x)
-
-
-def error_steps(
-    y: Float[Tensor, "*batch tokens width"],
-    u: Float[Tensor, "*batch tokens width"],
-    scaling: ScalingWeights | None,
-    error_bound: Float[Tensor, "*batch"],
-    lipschitz_bound: float,
-    norm: Norm,
-) -> list[ErrorStep]:
-    """From an error of y to one of x: through D y + b, u + f(u) and D⁻¹(u − b)."""
-    inner = residual_step(error_bound, lipschitz_bound)
-    if scaling is None:
-        return [inner]
-    log_scale, _, inverse, shift = scaling
-    leave = scale_step(y, -log_scale, -shift * inverse, norm)
-    return [leave, inner, scale_step(u, log_scale, shift, norm)]
 
 
 class InvertibleBlock(nn.Module):
@@ -269,18 +248,14 @@ class InvertibleBlock(nn.Module):
             assert isinstance(layer, InvertibleResidual | ActivationNorm)
             yield name, layer
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"], weights: Mapping[str, Any] | None = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens, weights: Mapping[str, Any] | None = None) -> Tokens:
         """Apply the layers in order, with their weights by name; None computes them here."""
         for name, layer in self.layers():
             x = layer(x, None if weights is None else weights[name])
         return x
 
     @torch.no_grad()
-    def initialise(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def initialise(self, x: Tokens) -> Tokens:
         """Initialise scalings and normalisations from a batch; returns the block's output."""
         for _, layer in self.layers():
             layer.initialise(x)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.nn.affine import scale_shift
+from invformer.nn.affine import Tokens, scale_shift
 
 # A channel with a smaller deviation is left as it is: no branch has written to it yet.
 SILENT = 1e-6
@@ -60,22 +60,16 @@ class DiagonalScaling(nn.Module):
         """s, D, D⁻¹ and b as they are now."""
         return exponentials(self.log_scale, self.shift)
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"], weights: ScalingWeights | None = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens, weights: ScalingWeights | None = None) -> Tokens:
         """D x + b."""
         return (weights or self.weights()).apply(x)
 
-    def inverse(
-        self, u: Float[Tensor, "*batch tokens width"], weights: ScalingWeights | None = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def inverse(self, u: Tokens, weights: ScalingWeights | None = None) -> Tokens:
         """D⁻¹ (u − b), exact up to rounding."""
         return (weights or self.weights()).undo(u)
 
     @torch.no_grad()
-    def initialise_for(
-        self, branch: Callable[[Tensor], Tensor], x: Float[Tensor, "*batch tokens width"]
-    ) -> None:
+    def initialise_for(self, branch: Callable[[Tensor], Tensor], x: Tokens) -> None:
         """Set D and b so that the branch reads this batch with mean zero and deviation at most one.
 
         It reads next to nothing from its loud channels: so little that it writes to them with the
@@ -111,7 +105,7 @@ class ActivationNorm(DiagonalScaling):
         super().__init__(d_model)
 
     @torch.no_grad()
-    def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
+    def initialise(self, x: Tokens) -> None:
         """Set D and b so that this batch leaves with zero mean and unit variance per channel."""
         std, mean = torch.std_mean(x.flatten(0, -2), dim=0)
         carries_signal = std > SILENT

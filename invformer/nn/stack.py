@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch, in_double
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
@@ -126,9 +127,7 @@ class InvertibleStack(nn.Module):
             weights.update(zip(norms, each, strict=True))
         return weights
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"], weights: StackWeights | None = None
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens, weights: StackWeights | None = None) -> Tokens:
         """Apply the blocks in order, with their weights; None computes them."""
         if weights is None and not self.blocks_compute_weights():
             weights = self.weights()
@@ -150,7 +149,7 @@ class InvertibleStack(nn.Module):
         return apart or self.checkpoint_activations or torch.compiler.is_compiling()
 
     @torch.no_grad()
-    def initialise(self, x: Float[Tensor, "*batch tokens width"]) -> None:
+    def initialise(self, x: Tokens) -> None:
         """Initialise every scale and shift from the activations that this batch produces."""
         for block in self.blocks:
             assert isinstance(block, InvertibleBlock)
@@ -159,7 +158,7 @@ class InvertibleStack(nn.Module):
     @torch.no_grad()
     def inverse(
         self,
-        z: Float[Tensor, "*batch tokens width"],
+        z: Tokens,
         weights: StackWeights | None = None,
         certificate: "Certificate | None" = None,
         **options: Any,
@@ -185,7 +184,7 @@ class InvertibleStack(nn.Module):
                 another stack or of shorter sequences.
         """
         weights = weights or self.weights()
-        certificate = certificate or self._prove(z.dtype)
+        certificate = certificate or self._prove(weights, z.dtype)
         if (certificate.kind, certificate.norm) != (self.kind, self.norm):
             raise ValueError(
                 f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
@@ -214,11 +213,11 @@ class InvertibleStack(nn.Module):
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)
 
-    def _prove(self, dtype: torch.dtype) -> "Certificate":
-        """The certificate of this stack."""
+    def _prove(self, weights: StackWeights, dtype: torch.dtype) -> "Certificate":
+        """The certificate of this stack with these weights."""
         from invformer.nn.certificate import certify  # which is about stacks
 
-        return certify(self, dtype=dtype)
+        return certify(self, dtype=dtype, weights=weights)
 
     def _require_own(self, certificate: "Certificate", num_tokens: int) -> None:
         """Refuse bounds that can be seen to be of another stack, or of shorter sequences."""

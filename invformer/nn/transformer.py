@@ -10,12 +10,11 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.kernels.attention import only
+from invformer.nn.affine import Tokens
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.least_distance import least_distance
-from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.norms import Norm
 
 # Below this a temperature makes no difference, and float32 would divide by zero.
@@ -43,9 +42,7 @@ class CharEmbedding(nn.Module):
         self.token = nn.Embedding(vocab_size, d_embedding)
         self.position = nn.Parameter(0.1 * torch.randn(seq_len, d_embedding))
 
-    def forward(
-        self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0) -> Tokens:
         """The input of the stack, for symbols from position ``start`` on.
 
         Raises:
@@ -57,9 +54,7 @@ class CharEmbedding(nn.Module):
         x = self.token(tokens) + self.position[start:end]
         return nn.functional.pad(x, (0, self.padding))
 
-    def nearest_tokens(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Integer[Tensor, "*batch tokens"]:
+    def nearest_tokens(self, x: Tokens) -> Integer[Tensor, "*batch tokens"]:
         """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range.
 
         By differences in float64, relative to the nearest symbol: nothing cancels or underflows
@@ -101,16 +96,9 @@ class PreNormBranch(nn.Module):
         self.norm = nn.LayerNorm(d_model)
         self.inner = inner
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens) -> Tokens:
         """inner(LN(x))."""
         return self.inner(self.norm(x))
-
-    def linearise(self, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
-        """The Jacobian at X, by automatic differentiation."""
-        with only("math"):
-            return linearise(self, x)
 
 
 class PreNormBlock(nn.Module):
@@ -131,9 +119,7 @@ class PreNormBlock(nn.Module):
         self.feed_forward = PreNormBranch(feed_forward, d_model)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens) -> Tokens:
         """Apply both residual branches."""
         x = x + self.dropout(self.attention(x))
         return x + self.dropout(self.feed_forward(x))
@@ -151,9 +137,7 @@ class PreNormStack(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.checkpoint_activations = False
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tokens) -> Tokens:
         """Apply the blocks in order; recomputed activations are kept between blocks only."""
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -225,9 +209,7 @@ class CharTransformer(nn.Module):
         x = self.embedding(tokens)
         return self.predict(self.stack(x) if weights is None else self.stack(x, weights))
 
-    def predict(
-        self, z: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens vocab"]:
+    def predict(self, z: Tokens) -> Float[Tensor, "*batch tokens vocab"]:
         """The logits that outputs of the stack mean."""
         return self.head(self.dropout(self.norm(z)))
 

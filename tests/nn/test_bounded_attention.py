@@ -97,19 +97,6 @@ def test_the_map_into_the_ball_never_stretches() -> None:
 
 
 @pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
-def test_analytic_products_are_those_of_the_dense_jacobian(kind: str) -> None:
-    attention = layer(kind)
-    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
-    dense = dense_jacobian(attention, x)
-    jacobian = attention.linearise(x)
-    direction = torch.randn_like(x)
-    pushed = torch.einsum("idjk,jk->id", dense, direction)
-    pulled = torch.einsum("id,idjk->jk", direction, dense)
-    torch.testing.assert_close(jacobian.jvp(direction), pushed)
-    torch.testing.assert_close(jacobian.vjp(direction), pulled)
-
-
-@pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 @pytest.mark.parametrize("tight", [False, True])
 def test_true_constant_below_local_bound_below_certificate_below_target(
@@ -179,19 +166,6 @@ def test_the_constant_knows_neither_length_nor_bias() -> None:
     short, long = layer("causal"), layer("bias")
     long.load_state_dict(short.state_dict(), strict=False)
     assert short.lipschitz_bound("token_max") == long.lipschitz_bound("token_max")
-
-
-@pytest.mark.parametrize("certificate", ["token_max", "causal"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_the_construction_guarantees_is_not_below_the_certified_bound(
-    dtype: torch.dtype, certificate: str
-) -> None:
-    attention = layer(certificate=certificate).float().eval()
-    slack = 1.0 if dtype == torch.float32 else 1.01
-    for norm in ("token_max", "frobenius"):
-        promised = attention.bound_by_construction(norm).item()
-        assert attention.lipschitz_bound(norm, dtype) <= promised * slack
-    assert attention.bound_by_construction("entry_max") is None
 
 
 @pytest.mark.parametrize("kind", ["bias", "causal", "strict"])

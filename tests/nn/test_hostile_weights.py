@@ -66,7 +66,6 @@ def test_a_head_with_hardly_any_queries_costs_the_certificate_nothing(
         attention, feed_forward, kind="global" if certificate == "token_max" else "causal"
     )
     assert attention.causal_bound() <= TARGET
-    assert attention.lipschitz_bound("frobenius") <= attention.bound_by_construction("frobenius")
     assert enforce(stack).holds
     assert attention.correction == 1
 
@@ -141,9 +140,7 @@ def test_enforcing_does_not_make_up_for_constants_of_other_weights() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_feed_forward_multiplies_by_what_is_certified(
-    dtype: torch.dtype,
-) -> None:
+def test_a_feed_forward_multiplies_by_what_is_certified(dtype: torch.dtype) -> None:
     # One unit, always at its largest slope: the Jacobian is the product of the two matrices.
     for seed in range(20):
         torch.manual_seed(seed)

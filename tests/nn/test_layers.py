@@ -106,16 +106,6 @@ def test_feed_forward_held_in_entry_max_is_certified_there() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
-def test_feed_forward_products_are_those_of_the_dense_jacobian(activation: str) -> None:
-    layer = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9, activation).eval()
-    x, vector = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
-    jacobian = dense_jacobian(layer, x)
-    products = layer.linearise(x)
-    torch.testing.assert_close(products.jvp(vector).flatten(), jacobian @ vector.flatten())
-    torch.testing.assert_close(products.vjp(vector).flatten(), jacobian.T @ vector.flatten())
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
 def test_without_gradients_the_feed_forward_gives_the_same_numbers(activation: str) -> None:
     layer = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.9, activation).eval()
     x = torch.randn(2, 3, WIDTH)
@@ -227,12 +217,7 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
     "build",
-    [
-        contractive_model,
-        partial(contractive_model, bounded=True),
-        model_of_the_past,
-        scaled_model,
-    ],
+    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
 )
 def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
     model = build().train()
@@ -251,12 +236,7 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -
 
 @pytest.mark.parametrize(
     "build",
-    [
-        contractive_model,
-        partial(contractive_model, bounded=True),
-        model_of_the_past,
-        scaled_model,
-    ],
+    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
 )
 def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
     with torch.device("meta"):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from invformer.config import load_config
-from invformer.nn.branch import frozen_weights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from studies import robustness
@@ -75,8 +74,7 @@ def test_no_attack_beats_a_certified_radius(kind: Kind) -> None:
     # Balls of the size of the radii themselves, where a wrong certificate would be caught.
     near = "[0.0001, 0.001, 0.003, 0.01, 0.03, 0.1]"
     words = [f"token_max_radii={near}", f"frobenius_radii={near}", "pgd_steps=30"]
-    with frozen_weights(model):
-        result = examine(model, windows, targets, tiny_case(kind, *words))
+    result = examine(model, windows, targets, tiny_case(kind, *words))
     assert result.beaten == 0
     for norm in NORMS:
         assert result.radii[norm] > 0
@@ -89,8 +87,7 @@ def test_no_attack_beats_a_certified_radius(kind: Kind) -> None:
 
 def test_without_layer_norm_the_radii_cover_a_fair_share_of_the_correct_predictions() -> None:
     model, windows, targets = trained("contractive_linear")
-    with frozen_weights(model):
-        result = examine(model, windows, targets, tiny_case("contractive_linear"))
+    result = examine(model, windows, targets, tiny_case("contractive_linear"))
     assert result.certified["token_max"][0] > 0.5 * result.accuracy > 0
     assert result.radii["token_max"] > 1e-3
 
@@ -98,32 +95,30 @@ def test_without_layer_norm_the_radii_cover_a_fair_share_of_the_correct_predicti
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_constant_many_times_too_small_is_refuted_by_the_attack(norm: BallNorm) -> None:
     model, windows, targets = trained("contractive_linear")
-    with frozen_weights(model):
-        x = model.embedding(windows)
-        clean = logits_of(model, x)
-        correct = clean.argmax(-1) == targets
-        constant = feature_constants(model)[norm]
-        flips = [
-            attack_at_radius(
-                model, x, targets, clean, correct, norm,
-                certified_radii(model, clean, correct, claimed), 30,
-            )[0]
-            for claimed in (constant, constant / 20)
-        ]  # fmt: skip
+    x = model.embedding(windows)
+    clean = logits_of(model, x)
+    correct = clean.argmax(-1) == targets
+    constant = feature_constants(model)[norm]
+    flips = [
+        attack_at_radius(
+            model, x, targets, clean, correct, norm,
+            certified_radii(model, clean, correct, claimed), 30,
+        )[0]
+        for claimed in (constant, constant / 20)
+    ]  # fmt: skip
     assert flips[0] == 0
     assert flips[1] > 0
 
 
 def test_the_constants_are_never_below_what_two_inputs_show() -> None:
     model, windows, _ = trained("contractive_linear")
-    with frozen_weights(model):
-        constants = feature_constants(model)
-        x = model.embedding(windows)
-        for norm, constant in constants.items():
-            step = 1e-3 * unit(torch.randn_like(x), norm)
-            moved = model.stack(x + step) - model.stack(x)
-            gain = moved.norm(dim=-1).amax(-1) / vector_norm(step, norm)
-            assert (gain <= constant).all()
+    constants = feature_constants(model)
+    x = model.embedding(windows)
+    for norm, constant in constants.items():
+        step = 1e-3 * unit(torch.randn_like(x), norm)
+        moved = model.stack(x + step) - model.stack(x)
+        gain = moved.norm(dim=-1).amax(-1) / vector_norm(step, norm)
+        assert (gain <= constant).all()
     assert constants["frobenius"] <= constants["token_max"]
 
 
@@ -150,8 +145,7 @@ def test_for_a_linear_head_alone_the_radius_is_the_distance_to_the_boundary() ->
 @pytest.mark.parametrize("kind", ["dot_product", "l2"])
 def test_a_baseline_has_no_certified_radius(kind: Kind) -> None:
     model, windows, targets = trained(kind)
-    with frozen_weights(model):
-        result = examine(model, windows, targets, tiny_case(kind))
+    result = examine(model, windows, targets, tiny_case(kind))
     assert result.constants == result.radii == result.certified == result.margin_used == {}
     assert result.attacks["token_max"][-1][2] > 0
 
@@ -166,13 +160,12 @@ def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
 @pytest.mark.parametrize("norm", NORMS)
 def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps(norm: BallNorm) -> None:
     model, windows, targets = trained("l2")
-    with frozen_weights(model):
-        x = model.embedding(windows)
-        radius = torch.linspace(0.0, 0.5, len(x))
-        moved = pgd(model, x, targets, norm, radius, 10)
-        step = radius[:, None, None] * unit(torch.randn_like(x), norm)
-        attacked, random = (window_nats(logits_of(model, m), targets) for m in (moved, x + step))
-        clean = window_nats(logits_of(model, x), targets)
+    x = model.embedding(windows)
+    radius = torch.linspace(0.0, 0.5, len(x))
+    moved = pgd(model, x, targets, norm, radius, 10)
+    step = radius[:, None, None] * unit(torch.randn_like(x), norm)
+    attacked, random = (window_nats(logits_of(model, m), targets) for m in (moved, x + step))
+    clean = window_nats(logits_of(model, x), targets)
     assert (vector_norm(moved - x, norm) <= radius).all()
     assert (attacked >= clean).all()
     assert (attacked[1:] > random[1:]).all()
@@ -180,11 +173,10 @@ def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps(norm: Bal
 
 def test_a_window_is_attacked_the_same_way_in_any_company() -> None:
     model, windows, targets = trained("dot_product")
-    with frozen_weights(model):
-        x = model.embedding(windows)
-        radius = torch.full((len(x),), 0.3)
-        together = pgd(model, x, targets, "token_max", radius, 5)
-        alone = pgd(model, x[2:3], targets[2:3], "token_max", radius[2:3], 5)
+    x = model.embedding(windows)
+    radius = torch.full((len(x),), 0.3)
+    together = pgd(model, x, targets, "token_max", radius, 5)
+    alone = pgd(model, x[2:3], targets[2:3], "token_max", radius[2:3], 5)
     torch.testing.assert_close(together[2:3], alone, rtol=1e-9, atol=1e-9)
 
 
@@ -205,8 +197,7 @@ def test_the_margin_is_positive_exactly_where_the_prediction_is_right() -> None:
 def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> None:
     case = tiny_case("contractive_linear")
     model, windows, targets = trained("contractive_linear")
-    with frozen_weights(model):
-        result = examine(model, windows, targets, case)
+    result = examine(model, windows, targets, case)
     assert summarise([(case, result)]).outcome == "not in the paper"
     summary = summarise([(case, replace(result, beaten=1))])
     assert summary.outcome == "not reproduced"
