@@ -63,11 +63,18 @@ class Branch:
     # What is done to the input first, token by token.
     prepare: Callable[[Enclosure], Enclosure] | None = None
     num_reads = 1
+    # Whether products are more accurate than float64's own.
+    split = True
 
     def __init__(self, reads: list[Tensor], output: Tensor, bias: Tensor | None = None) -> None:
-        self.reads = [matrix(constant(w)) for w in reads]
-        self.output = matrix(constant(output))
+        self.weights = [constant(w) for w in (*reads, output)]
+        self.set_split(True)
         self.terms = [] if bias is None else [constant(bias)]
+
+    def set_split(self, split: bool) -> None:
+        """Make products accurate, or fast."""
+        self.split = split
+        *self.reads, self.output = (matrix(w, split) for w in self.weights)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """What V is multiplied by, (rows, inner), and what later rows need of these.
@@ -192,7 +199,7 @@ class AttentionBranch(Branch):
         rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
         radius = (logits.radius * size(factor) + rounding).masked_fill_(hidden, 0)
         weights = exp(Enclosure(behind, outward(radius)))
-        total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values)))
+        total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values), self.split))
         if own_values is not None:
             total = add(
                 total, multiply(with_one(own_values), weights.map(lambda t: t[..., count:]))
@@ -219,7 +226,8 @@ class L2AttentionBranch(AttentionBranch):
         half, their_half = (squares(part) for part in (q, keys))
         exact = constant(q.middle), constant(keys.middle)
         right = joined(exact[1], their_half).map(lambda t: t.mT)
-        behind = matmul(with_one(exact[0]), matrix(right), half)  # −‖q_i − q_j‖²/2 of the midpoints
+        # −‖q_i − q_j‖²/2 of the midpoints: where tokens are near one another, its terms cancel.
+        behind = matmul(with_one(exact[0]), matrix(right), half)
         distance = (behind.radius - behind.middle.float()).clamp_(min=0).mul_(2 * UP).sqrt_()
         error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
         spread = error.float() * (distance + error.float() / 2)
@@ -264,7 +272,7 @@ class DotProductBranch(AttentionBranch):
             past = k, v, v.middle.mean(-2, keepdim=True)
         upto = int(places.max()) + 1
         keys, values = (part.map(lambda t: t[:, :upto]) for part in past[:2])
-        logits = matmul(q, matrix(keys.map(lambda t: t.mT)))
+        logits = matmul(q, matrix(keys.map(lambda t: t.mT), self.split))
         own_logits = own_values = None
         if own is not None and sees_itself:
             own_logits = sum_last(multiply(q, own[0])).map(lambda t: t.unsqueeze(-1))

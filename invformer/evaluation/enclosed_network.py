@@ -77,9 +77,19 @@ class Network:
                 factor, shift = inside
                 continue
             self.steps.append(Step(branch, *inside, writes))
-            output = branch.output.first + branch.output.rest
-            writes = torch.cat([writes, output / inside[0].high])
+            writes = torch.cat([writes, branch.weights[-1].middle / inside[0].high])
         self.top = Step(None, factor, shift, writes)
+
+    @property
+    def split(self) -> bool:
+        """Whether products are more accurate than float64's own."""
+        return all(step.branch is None or step.branch.split for step in self.steps)
+
+    def set_split(self, split: bool) -> None:
+        """Make products accurate, or fast."""
+        for step in self.steps:
+            if step.branch is not None:
+                step.branch.set_split(split)
 
     def __call__(
         self,
@@ -133,8 +143,8 @@ class Step:
             raise NotEnclosed("channels are scaled out of the range of float64")
         self.scale = Enclosure(factor.high, factor.radius + size(factor.low))
         self.to_channels = sizes_of(writes, factor.high.diag())
-        matrices = [] if branch is None or branch.prepare is not None else branch.reads
-        self.to_reads = [sizes_of(writes * factor.high, w.first + w.rest) for w in matrices]
+        matrices = [] if branch is None or branch.prepare is not None else branch.weights[:-1]
+        self.to_reads = [sizes_of(writes * factor.high, w.middle) for w in matrices]
 
     def read(self, x: Pair, errors: Tensor, count: int | None) -> list[Enclosure]:
         """x W for the first W of the branch, or for all."""
