@@ -50,28 +50,19 @@ class ModelConfig(Section):
     strictly_causal: bool = option(False, "a token attends to earlier tokens, not to itself")
     feed_forward_kernel: int = option(1, "tokens that a hidden unit sees, its own last", "[1, 1e3]")
     lipschitz_target: float = option(
-        0.5,
-        "c, the largest Lipschitz constant of a residual branch (or, with certificate causal, of "
-        "the diagonal blocks of its Jacobian)",
-        "[1e-6, 1)",
+        0.5, "c, the largest constant of a branch (causal: of its diagonal blocks)", "[1e-6, 1)"
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
-    position_bias_form: Literal["table", "linear", "sinusoid"] = option(
-        "table", "a free number for each lag, a line, or a sum of sinusoids"
-    )
+    position_bias_form: Literal["table", "linear", "sinusoid"] = option("table", "bias over lags")
     attention_kernel: Kernel = option("auto", "all but math need memory linear in seq_len")
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
     channel_metric: bool = option(True, "branches contract in a norm with learned channel weights")
-    loud_channels: int | None = option(
-        None, "channels with a large output at first; null is d_model // 4", "[1, 1e5]"
-    )
+    loud_channels: int | None = option(None, "with large outputs; null is d_model // 4", SIZE)
     activation_norm: bool = option(False, "invertible ActNorm after each branch")
     input_radius: float | None = option(
         None, "map inputs of branches into a ball of this radius times sqrt(d_model)", "[1e-3, 1e6]"
     )
-    d_embedding: int | None = option(
-        None, "channels the embedding writes, others start at zero; null is d_model // 3", SIZE
-    )
+    d_embedding: int | None = option(None, "channels it writes; null is d_model // 3", SIZE)
     initial_sharpness: float = option(8.0, "bend of feed-forward units at first", "[1e-6, 1e6]")
     initial_output: float = option(0.1, "entries of a branch's output at first", "[1e-6, 1e6]")
     dropout: float = option(0.0, "probability on a branch's output, baselines only", "[0, 1)")
@@ -223,8 +214,7 @@ class LoggerConfig(Section):
         why = rf"{shown(self.project)} is over 128 characters or has one of /\#?%:"
         self.refuse_if(wrong, "project", why)
         longest = max(self.tags, key=len, default="")
-        why = f"{shown(longest)} is longer than 64 characters"
-        self.refuse_if(len(longest) > 64, "tags", why)
+        self.refuse_if(len(longest) > 64, "tags", f"{shown(longest)} is over 64 characters")
 
 
 @dataclass(kw_only=True)
@@ -254,11 +244,9 @@ class RunConfig(Section):
 
     def check(self) -> None:
         """The name is one safe folder."""
-        why = (
-            f"{shown(self.name)} is not a folder name: use up to 100 letters, digits, '_', '-' and "
-            "single dots, the first no '-' or dot"
-        )
-        self.refuse_if(self.name and not RUN_NAME.fullmatch(self.name), "name", why)
+        why = "is not a folder name: use up to 100 letters, digits, '_', later also '-' and '.'"
+        wrong = self.name and not RUN_NAME.fullmatch(self.name)
+        self.refuse_if(wrong, "name", f"{shown(self.name)} {why}")
 
 
 @dataclass(kw_only=True)
@@ -266,9 +254,7 @@ class TrainConfig(Root):
     """Train a character-level Transformer, certify it and watch it."""
 
     program: ClassVar[str] = "train.py"
-    groups: ClassVar[tuple[str, ...]] = (
-        "experiment", "model", "data", "optim", "trainer", "logger",
-    )  # fmt: skip
+    groups: ClassVar = ("experiment", "model", "data", "optim", "trainer", "logger")
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
     optim: OptimConfig = section(OptimConfig)
