@@ -29,6 +29,8 @@ from invformer.numerics.norms import Norm, dual_vector, stationarity
 # The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
 Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
 PARTS = ("attention", "feed_forward")
+# Steps of power iteration of the first estimate, which starts at random.
+FIRST_STEPS = 16
 
 
 class Part(NamedTuple):
@@ -71,6 +73,7 @@ class LipschitzProbe:
         self.names = [f"block_{i:02d}/{part}" for i in range(len(self.blocks)) for part in PARTS]
         weight = model.embedding.position
         like = {"dtype": weight.dtype, "device": weight.device}
+        self.has_started = False
         size = (*tokens.shape, model.head.in_features)
         norm: Norm = "token_max" if self.measured == "diagonal_block" else self.measured
         self.parts: list[Part] = []
@@ -129,7 +132,8 @@ class LipschitzProbe:
         for name, layer in self.model.stack.layers():
             if isinstance(layer, InvertibleResidual):
                 found[name] = x
-            x = layer(x, weights[name])
+            if name != self.names[-1]:
+                x = layer(x, weights[name])
         return found
 
     def scale(self, part: Part) -> Float[Tensor, "branches 1 1 width"] | None:
@@ -146,9 +150,11 @@ class LipschitzProbe:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
         Args:
-            num_steps: steps of power iteration.
+            num_steps: steps of power iteration; the first estimate takes ``FIRST_STEPS`` at least.
             weights: of the stack, where a training step has them already.
         """
+        if not self.has_started:
+            self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
         values = self.targets.new_empty(len(self.names))
         for part, jacobians in zip(self.parts, self.jacobians(weights), strict=True):
             jacobian = self.followed(jacobians)
@@ -210,6 +216,7 @@ class LipschitzProbe:
             if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
                 raise ValueError(f"{name} does not fit the model")
             tensor.copy_(given)
+        self.has_started = True
 
 
 def certified_in(model: CharTransformer) -> Measured:
