@@ -31,14 +31,14 @@ def spectral_norm_bound(
         ‖G‖₂² ≤ ‖fl(GᵀG)‖₂ + γ ‖G‖_F²   (Gram iteration),    γ = r u/(1 − r u), r rows, u = 2⁻⁵³
         ‖G‖₂² ≤ b + ‖fl(bI − GᵀG − RᵀR)‖_F + rounding   (Cholesky residual)
 
-    with scales that are powers of two and everything rounded up. The first exceeds ‖W‖₂ by at most
-    a factor min(m, n)^{2^{−K−1}}, the second by about 5e-13 min(m, n) whatever the spectrum; where
-    the factorisation breaks down the first stands alone. Cost: two products of W with itself, and
-    num_steps products and one eigenvalue problem of size min(m, n).
+    Scales are powers of two, everything is rounded up, and denormal entries count even where they
+    are flushed to zero. The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second
+    by about 5e-13 min(m, n) whatever the spectrum; where the factorisation breaks down the first
+    stands alone. Cost: two products of W with itself, and num_steps products and one eigenvalue
+    problem of size min(m, n).
 
     Args:
-        weight: any floating dtype, converted to float64 exactly; certify weights *after* the cast
-            they run in.
+        weight: any floating dtype; certify weights *after* the cast they run in.
         num_steps: K ≥ 1.
 
     Returns:
@@ -81,7 +81,12 @@ def tall_side(weight: Tensor) -> Tensor:
 
 
 def _flushed(weight: Tensor) -> Tensor:
-    """≥ ‖E‖_F of the denormal entries E of W, which this thread may take for zeros."""
+    """≥ ‖E‖_F of the denormal entries E of W, which this thread may take for zeros.
+
+    Those of float16 are normal numbers in any wider format.
+    """
+    if weight.dtype == torch.float16:
+        return torch.zeros((), dtype=torch.float64, device=weight.device)
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     tiny = torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype).view(whole)
     magnitude = weight.view(whole) & torch.iinfo(whole).max

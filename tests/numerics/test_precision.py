@@ -40,6 +40,7 @@ def test_no_bound_is_flushed_to_zero_with_the_denormals() -> None:
             sqrt_up(small), quotient_up(small, 1e-300), phi_inverse_upper(small),
         ]  # fmt: skip
         assert spectral_norm_bound(torch.zeros(2, 2)).view(torch.int64).item() == 0
+    assert torch.tensor(bounds[2]).view(torch.float64).item() < 1.5e-7
     for bits, truth in zip(bounds, truths, strict=True):
         assert torch.tensor(bits).view(torch.float64).item() >= truth
     exact = [small * 1e200, 0.0, small, math.sqrt(small), small / 1e-300, small / math.e]
