@@ -138,6 +138,7 @@ def certify(
         if isinstance(layer, ActivationNorm):
             scales[name] = largest_exp(weights[name].log_scale, dtype)
             continue
+        weights[name].require_plain()
         per_branch[name] = branch_bound(name, layer, norm, kind, dtype, weights[name].branch)
         if layer.scaling is not None:
             log_scale = weights[name].scaling.log_scale

@@ -45,6 +45,11 @@ class ResidualWeights(NamedTuple):
             return x + self.centre
         return x if self.scaling is None else self.scaling.apply(x)
 
+    def require_plain(self) -> None:
+        """Raise ValueError if D is folded in: c is a constant of f, not of D⁻¹ f(D ·)."""
+        if self.centre is not None:
+            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
+
     def leave(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """D⁻¹ f."""
         return f if self.scaling is None else f * self.scaling.inverse
@@ -183,8 +188,7 @@ class InvertibleResidual(nn.Module):
         **options: Any,
     ) -> tuple[FixedPointSolution, list[ErrorStep]]:
         """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
-        if weights.centre is not None:  # c is a constant of f, not of D⁻¹ f(D ·)
-            raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
+        weights.require_plain()
         f, exact = self.map_of(weights.branch), None
         if options.get("evidence", True):
             exact = self.map_of(in_double(weights.branch))
