@@ -1,4 +1,4 @@
-"""Gram matrices and their squarings by compiled code, one matrix at a time in a core's cache.
+"""What the normaliser needs of ‖W‖₂ by compiled code, one matrix at a time in a core's cache.
 
 ``cpp/normaliser.cpp`` says how. Of symmetric products it computes half, and nothing depends on the
 number of threads or on the other matrices.
@@ -6,6 +6,7 @@ number of threads or on the other matrices.
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,28 @@ class _Weight(ctypes.Structure):
     ]
 
 
+class KrylovSpace(NamedTuple):
+    """Krylov spaces of symmetric matrices G (B, n, n).
+
+    Attributes:
+        vectors: unit vectors v_s, orthogonal to the two before them (B, S, n).
+        alongs: α_s = v_sᵀ G v_s (B, S).
+        besides: β_s, how long what is new in G v_s is (B, S).
+    """
+
+    vectors: Tensor
+    alongs: Tensor
+    besides: Tensor
+
+
+class Squarings(NamedTuple):
+    """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix."""
+
+    log_norms: Tensor
+    rights: Tensor
+    lefts: list[Tensor]
+
+
 def can_take(weights: Sequence[Tensor]) -> bool:
     """Whether there is compiled code for these matrices, and they are work for the threads."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -36,10 +59,8 @@ def can_take(weights: Sequence[Tensor]) -> bool:
     return in_one_piece and native.occupies_threads(len(weights)) and native.is_available()
 
 
-def squarings(
-    weights: Sequence[Tensor], times: int, rescale_every: int
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
+def squarings(weights: Sequence[Tensor], times: int, rescale_every: int) -> Squarings:
+    """Bounds and vectors by Gram matrices, squared so many times.
 
     Zero has the bound 0 and the vectors 0; what is no number has neither.
 
@@ -49,18 +70,50 @@ def squarings(
         rescale_every: squarings from one rescaling to the next.
     """
     first, count = weights[0], len(weights)
-    log_norms, rights = (
+    found = Squarings(
         torch.empty(count, dtype=torch.float64),
         first.new_empty(count, first.shape[-1]),
+        [w.new_empty(len(w)) for w in weights],
     )
-    lefts = [w.new_empty(len(w)) for w in weights]
+    native.call(
+        "squarings", first.dtype, *_group(weights, [left.data_ptr() for left in found.lefts]),
+        ctypes.c_int(times), ctypes.c_int(rescale_every),
+        pointer(found.log_norms), pointer(found.rights), native.threads_for(count),
+    )  # fmt: skip
+    return found
+
+
+def krylov(
+    weights: Sequence[Tensor], num_vectors: int, start: Tensor
+) -> tuple[Tensor, Tensor, KrylovSpace]:
+    """G = WᵀW/‖W‖_F² (B, n, n), log ‖W‖_F (B,) in float64, and the Krylov spaces from G ``start``.
+
+    What is zero or no number has a log that is not finite, and nothing else.
+
+    Args:
+        weights: as for :func:`squarings`.
+        num_vectors: S.
+        start: (n,).
+    """
+    first, count, n = weights[0], len(weights), weights[0].shape[-1]
+    grams, log_scale = first.new_empty(count, n, n), torch.empty(count, dtype=torch.float64)
+    coefficients = (first.new_empty(count, num_vectors) for _ in range(2))
+    space = KrylovSpace(first.new_empty(count, num_vectors, n), *coefficients)
+    native.call(
+        "krylov", first.dtype, *_group(weights, [0] * count), ctypes.c_int(num_vectors),
+        pointer(start), pointer(grams), pointer(log_scale), *map(pointer, space),
+        native.threads_for(count),
+    )  # fmt: skip
+    return grams, log_scale, space
+
+
+def _group(
+    weights: Sequence[Tensor], lefts: Sequence[int]
+) -> tuple[ctypes.Array, ctypes.c_int64, ctypes.c_int64]:
+    """As the compiled functions take them: matrices, how many, n."""
     each = [
-        _Weight(w.data_ptr(), len(w), *w.stride(), left.data_ptr())
+        _Weight(w.data_ptr(), len(w), *w.stride(), left)
         for w, left in zip(weights, lefts, strict=True)
     ]
-    native.call(
-        "squarings", first.dtype, (_Weight * count)(*each), ctypes.c_int64(count),
-        ctypes.c_int64(first.shape[-1]), ctypes.c_int(times), ctypes.c_int(rescale_every),
-        pointer(log_norms), pointer(rights), native.threads_for(count),
-    )  # fmt: skip
-    return log_norms, rights, lefts
+    n = weights[0].shape[-1]
+    return (_Weight * len(each))(*each), ctypes.c_int64(len(each)), ctypes.c_int64(n)

@@ -1,10 +1,14 @@
 """The normaliser inside layers: a bound on ‖W‖₂ and the leading singular pair, once per step.
 
 It is a function of W alone, in working precision: above ‖W‖₂ in practice, with a margin for the
-rounding met there, and not proven; :func:`.spectral_norm.spectral_norm_bound` proves. The Gram
-matrix G = WᵀW (or WWᵀ, the smaller), scaled to trace one, is squared K − 1 times, and the largest
-eigenvalue of the last iterate is bounded (Delattre et al. 2023, arXiv 2305.16173). Matrix products
-only: nothing waits for the host. On a CPU compiled code does the same, one matrix at a time.
+rounding met there, and not proven; :func:`.spectral_norm.spectral_norm_bound` proves. Both ways to
+a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to trace one:
+
+* *Gram iteration* (Delattre et al. 2023, arXiv 2305.16173) squares it K − 1 times and bounds the
+  largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
+* *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
+  is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
+  matrices on the CPU take this way.
 """
 
 from collections.abc import Hashable, Sequence
@@ -14,16 +18,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native_normaliser
+from invformer.kernels.native_normaliser import KrylovSpace
 from invformer.numerics.precision import has_answer_at_hand, without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
 NORMALISER_MARGIN = 1e-5
-# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
+# A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
 # or three, λ₁ ≥ r⁻⁴, and even its square is far from underflow in float32.
 RESCALE_EVERY = 3
 # Gram matrices whose trace is within these are formed from W as it is; others from W scaled.
 LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
+# From this size on a trial is no slower than squarings, on a CPU: half the time at 384.
+TRIAL_SIZE = 256
+# Krylov vectors: on matrices from training θ is then within 1 % of λ₁, nine times in ten.
+NUM_VECTORS = 24
+# b/θ − 1 is the relative residual of θ, within these.
+LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
 
 Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]
 
@@ -32,9 +43,10 @@ def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> 
     """(σ̄, u, v): a bound on ‖W‖₂ in working precision, and the leading singular pair.
 
     Stateless and deterministic: what a differentiable normaliser needs once per optimiser step.
-    σ̄ is above ‖W‖₂ by 1e-5 of its size plus the excess of Gram iteration, up to a factor
-    min(m, n)^{2^{−K−1}} in a cluster. With a gap after σ₁ u and v are its singular vectors, in a
-    cluster some unit vectors of the cluster; u is the normalised image of v, or v that of u.
+    σ̄ is above ‖W‖₂ by 1e-5 of its size plus the excess of the method: Gram iteration's, up to a
+    factor min(m, n)^{2^{−K−1}} in a cluster, or that of the trial, at most 0.5 %. With a gap after
+    σ₁ u and v are its singular vectors, in a cluster some unit vectors of the cluster; one is the
+    normalised image of the other.
 
     Args:
         weight: float32 or float64; half precision is computed in float32, with a margin of its eps.
@@ -43,6 +55,9 @@ def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> 
     Returns:
         σ̄ (never zero, so that W/σ̄ is defined for W = 0), u and v, in the dtype of ``weight``. For a
         zero matrix u and v are zero.
+
+    Raises:
+        ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
     """
     (found,) = gram_normalisers([weight], num_steps)
     return found
@@ -50,7 +65,11 @@ def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> 
 
 @torch.no_grad()
 def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
-    """:func:`gram_normaliser` of several, those with Gram matrices of one size at once."""
+    """:func:`gram_normaliser` of several, those with Gram matrices of one size at once.
+
+    Raises:
+        ValueError: as there, for any of them.
+    """
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):
         check_matrix(weight, num_steps)
@@ -69,34 +88,56 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
     margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
     tall = [tall_side(w.to(product_dtype)) for w in weights]
     tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
+    counts = [len(w) for w in tall]
     with without_autocast(weights[0].device):
         log_norms, rights, lefts = _log_norms(tall, num_steps)
         bounds = log_norms.exp() * (1 + margin)
         bounds = bounds.to(product_dtype).clamp(min=torch.finfo(dtype).tiny)
-        counts = [len(w) for w in tall]
-        parts = (bounds.to(dtype).split(counts), rights.to(dtype).split(counts), lefts)
+        per_weight = (t.to(dtype).split(counts) for t in (bounds, rights))
         return [
-            _as_shaped(weight, bound, right, left.to(dtype))
-            for weight, bound, right, left in zip(weights, *parts, strict=True)
+            _as_shaped(weight, *found)
+            for weight, *found in zip(
+                weights, *per_weight, (left.to(dtype) for left in lefts), strict=True
+            )
         ]
 
 
 def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
-    matrices = [w for batch in tall for w in batch]
-    if native_normaliser.can_take(matrices):
-        log_norms, rights, found = native_normaliser.squarings(
-            matrices, num_steps - 1, RESCALE_EVERY
-        )
-        lefts = iter(found)
-        return log_norms, rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
-    tall, grams, log_scale = _grams_of_trace_one(tall)
-    log_bound, power = _squared(grams, num_steps - 1)
-    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
-    rights = unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
-    per_weight = rights.unsqueeze(-1).split([len(w) for w in tall])
-    lefts = [unit((w @ v).squeeze(-1)) for w, v in zip(tall, per_weight, strict=True)]
-    return log_bound / 2 + log_scale, rights, lefts
+    matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
+    is_large, compiled = tall[0].shape[-1] >= TRIAL_SIZE, native_normaliser.can_take(matrices)
+    if compiled and not is_large:
+        found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
+        lefts = iter(found.lefts)
+        return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
+    space = None
+    if compiled:
+        grams, log_scale, space = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
+    if space is None or not _are_in_range((2 * log_scale).exp()):
+        tall, grams, log_scale = _grams_of_trace_one(tall)
+        by_trial = is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all())
+        space = _lanczos(grams) if by_trial else None
+    if space is None:
+        log_bound, rights = _gram_iteration(grams, num_steps)
+    else:
+        log_bound, rights = _trial(grams, space, num_steps)
+    return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
+
+
+def _unit_images(tall: list[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
+    """W v/‖W v‖₂ for the vectors of every matrix: lengths of all of one height at once."""
+    by_height: dict[int, list[int]] = {}
+    for index, w in enumerate(tall):
+        by_height.setdefault(w.shape[-2], []).append(index)
+    images: list[Tensor] = list(rights)
+    for height, indices in by_height.items():
+        counts = [len(tall[i]) for i in indices]
+        together = rights[0].new_empty(sum(counts), height, 1)
+        for i, image in zip(indices, together.split(counts), strict=True):
+            torch.bmm(tall[i], rights[i].unsqueeze(-1), out=image)
+        for i, image in zip(indices, unit(together.squeeze(-1)).split(counts), strict=True):
+            images[i] = image
+    return images
 
 
 def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
@@ -113,21 +154,49 @@ def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tenso
     device that would have to be asked.
     """
     if has_answer_at_hand(tall[0]):
-        grams = torch.cat([w.mT @ w for w in tall])
+        grams = _grams(tall)
         traces = _traces(grams)
-        if all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist()):
+        if _are_in_range(traces):
             return tall, grams.div_(traces[:, None, None]), traces.log() / 2
     tiny = torch.finfo(tall[0].dtype).tiny
     scales = [w.abs().amax((-2, -1)).clamp(min=tiny) for w in tall]
     tall = [w / s[:, None, None] for w, s in zip(tall, scales, strict=True)]
-    grams = torch.cat([w.mT @ w for w in tall])
+    grams = _grams(tall)
     traces = _traces(grams).clamp(min=tiny)
     return tall, grams.div_(traces[:, None, None]), torch.cat(scales).log() + traces.log() / 2
+
+
+def _are_in_range(traces: Tensor) -> bool:
+    """Whether squares of all matrices with these traces of WᵀW can be taken as they are."""
+    return all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist())
 
 
 def _traces(m: Tensor) -> Tensor:
     """tr M of every matrix."""
     return m.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+
+def _grams(tall: list[Tensor]) -> Tensor:
+    """WᵀW of all; of large ones the lower half, and its mirror image."""
+    size = tall[0].shape[-1]
+    counts = [len(w) for w in tall]
+    grams = tall[0].new_empty(sum(counts), size, size)
+    for gram, w in zip(grams.split(counts), tall, strict=True):
+        if size < TRIAL_SIZE:
+            torch.bmm(w.mT, w, out=gram)
+            continue
+        half = size // 2
+        torch.bmm(w[..., :half].mT, w[..., :half], out=gram[:, :half, :half])
+        torch.bmm(w[..., half:].mT, w, out=gram[:, half:])
+        gram[:, :half, half:] = gram[:, half:, :half].mT
+    return grams
+
+
+def _gram_iteration(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
+    """log of a bound on λ₁(G), and a column of the last iterate."""
+    log_bound, power = _squared(g, num_steps - 1)
+    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
+    return log_bound, unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
 
 
 def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +219,7 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     """λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F², size r.
 
     Hardly above ‖M‖_F, and equal to λ₁ if the other eigenvalues are equal (Wolkowicz & Styan 1980),
-    except for rounding, which in a cluster may cancel all of the difference.
+    but for what rounding may have cancelled: in a cluster all of the difference can be lost.
     """
     size = m.shape[-1]
     mean = _traces(m) / size
@@ -158,6 +227,85 @@ def _wolkowicz_styan(m: Tensor) -> Tensor:
     lost = 8 * torch.finfo(m.dtype).eps * squares if size > 1 else 0
     variance = (squares - size * mean.square()).clamp(min=0) + lost
     return mean + ((size - 1) / size * variance).sqrt()
+
+
+def _trial(g: Tensor, space: KrylovSpace, num_steps: int) -> tuple[Tensor, Tensor]:
+    """log of a bound b ≥ λ₁(G) that a Cholesky factor of bI − G confirms, and Lanczos's vector.
+
+    Where the residual promised too much, b is the largest that may be; where that fails, squarings.
+
+    A factorisation in working precision of size r goes through for b down to λ₁ less some r
+    roundings, seen up to 2 r ε: b is lifted by as much.
+    """
+    theta, vector, residual = _ritz(g, space)
+    largest = theta * (1 + LARGEST_LIFT)
+    bound = theta * (1 + (residual / theta).clamp(LEAST_LIFT, LARGEST_LIFT))
+    failed = _without_factor(bound, g)
+    again = failed & (bound < largest)
+    bound = bound.where(~again, largest)
+    failed[again] = _without_factor(largest[again], g[again])
+    log_bound = (bound * (1 + 2 * g.shape[-1] * torch.finfo(g.dtype).eps)).log()
+    if bool(failed.any()):
+        log_bound[failed], vector[failed] = _gram_iteration(g[failed], num_steps)
+    return log_bound, vector
+
+
+def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
+    """Whether bI − G has no Cholesky factor, of every G: one at a time stays in the cache."""
+    failed = torch.ones(len(grams), dtype=torch.bool)
+    for index, (b, g) in enumerate(zip(bounds, grams, strict=True)):
+        shifted = g.neg()
+        shifted.diagonal().add_(b)
+        failed[index] = torch.linalg.cholesky_ex(shifted).info != 0
+    return failed
+
+
+def _start(like: Tensor) -> Tensor:
+    """A vector without structure, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(like.shape[-1], generator=generator, dtype=torch.float64).to(like)
+
+
+def _lanczos(g: Tensor) -> KrylovSpace:
+    """A Krylov space of symmetric G that starts at G times a fixed vector.
+
+    Vectors are made orthogonal to the two before them only: the others they may meet again where a
+    Ritz value has converged (Paige 1980), which copies that value.
+    """
+    size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
+    vectors, alongs, besides = [unit(_images(g, _start(g).expand(len(g), -1)))], [], []
+    for _ in range(min(NUM_VECTORS, size)):
+        w = _images(g, vectors[-1])
+        alongs.append((w * vectors[-1]).sum(-1, keepdim=True))
+        w.addcmul_(alongs[-1], vectors[-1], value=-1)
+        if besides:
+            w.addcmul_(besides[-1], vectors[-2], value=-1)
+        beside = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
+        # What rounding left of a vector inside the space is no direction: the space is complete.
+        lost = beside <= 8 * epsilon * alongs[-1].abs()
+        besides.append(beside.masked_fill(lost, 0))
+        vectors.append(w / beside.masked_fill(lost, torch.inf))
+    return KrylovSpace(torch.stack(vectors[:-1], -2), torch.cat(alongs, -1), torch.cat(besides, -1))
+
+
+def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
+    """θ = vᵀGv of symmetric G, v the leading Ritz vector of a Krylov space, and ‖Gv − θv‖₂.
+
+    θ and the residual are those of v itself, however orthogonal the vectors of the space are.
+    """
+    tridiagonal = torch.diag_embed(space.alongs)
+    tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(space.besides[:, :-1])
+    weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
+    vector = unit((weights.mT @ space.vectors).squeeze(-2))
+    image = _images(g, vector)
+    theta = torch.linalg.vecdot(image, vector)
+    residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
+    return theta, vector, residual
+
+
+def _images(g: Tensor, vectors: Tensor) -> Tensor:
+    """G v of every matrix, as rows vᵀG: on a CPU their batches cost less than those of columns."""
+    return torch.bmm(vectors.unsqueeze(-2), g).squeeze(-2)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:

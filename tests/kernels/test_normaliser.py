@@ -1,4 +1,4 @@
-"""The normaliser: above the norm and close, by compiled code and by torch."""
+"""The normaliser: above the norm and close, by squarings and by trial."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,8 +6,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from invformer.kernels import native, native_normaliser
-from invformer.kernels.normaliser import gram_normaliser
+from invformer.kernels import native, native_normaliser, normaliser
+from invformer.kernels.native_normaliser import KrylovSpace
+from invformer.kernels.normaliser import gram_normaliser, gram_normalisers
 from invformer.numerics.precision import denormals_flushed
 from tests.problems import matrix_with, trained_like
 
@@ -126,11 +127,60 @@ def test_what_a_square_would_push_out_of_the_format_is_scaled_first(
     torch.testing.assert_close(torch.outer(*scaled[1:]), torch.outer(u, v), rtol=0, atol=1e-3)
 
 
+def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    squared = []
+    original = normaliser._gram_iteration
+
+    def counted(g: torch.Tensor, num_steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+        squared.append(len(g))
+        return original(g, num_steps)
+
+    monkeypatch.setattr(normaliser, "_gram_iteration", counted)
+    monkeypatch.setattr(normaliser, "LARGEST_LIFT", normaliser.LEAST_LIFT)
+    easy = matrix_with(torch.cat([torch.ones(1), torch.linspace(0.5, 0.1, 255)]), 256, 300)
+    hard = matrix_with(torch.linspace(1, 0.5, 256), 256, 300)
+    found = gram_normalisers([easy, hard])
+    assert squared == [1]
+    for weight, (sigma, u, v) in zip((easy, hard), found, strict=True):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.01
+        assert u @ weight @ v >= 0.99 * truth
+
+
 @pytest.mark.parametrize("num_steps", range(1, 10))
-def test_squarings_of_a_large_cluster_never_underflow(num_steps: int) -> None:
+def test_squarings_of_a_large_cluster_never_underflow(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(normaliser, "TRIAL_SIZE", 1024)
     weight = matrix_with(torch.cat([torch.ones(128), torch.full((384,), 0.995)]), 512, 512).float()
     with denormals_flushed():
         assert gram_normaliser(weight, num_steps)[0] >= torch.linalg.matrix_norm(weight.double(), 2)
+
+
+def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = [matrix_with(torch.linspace(1, end, 256), 256, 300) for end in (0.1, 0.5, 0.9)]
+    expected = gram_normalisers(weights)
+    ritz = normaliser._ritz
+
+    def too_sure(g: torch.Tensor, space: KrylovSpace) -> tuple[torch.Tensor, ...]:
+        theta, vector, residual = ritz(g, space)
+        return theta, vector, 0 * residual
+
+    def never(*args: object) -> None:
+        raise AssertionError("squarings")
+
+    monkeypatch.setattr(normaliser, "_ritz", too_sure)
+    monkeypatch.setattr(normaliser, "_gram_iteration", never)
+    for weight, (sigma, *_), (before, *_) in zip(
+        weights, gram_normalisers(weights), expected, strict=True
+    ):
+        truth = torch.linalg.matrix_norm(weight, 2)
+        assert truth <= sigma <= truth * 1.005
+        assert abs(sigma - before) <= 0.005 * truth
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
@@ -149,5 +199,20 @@ def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int, g
         values = torch.ones(size)
         values[0] += gap
         weight = ((left * values) @ right.mT).float()
+        bound, *_ = gram_normaliser(weight)
+        assert bound >= torch.linalg.svdvals(weight.double())[0]
+
+
+def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bound() -> None:
+    size = 512
+    start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for seed, gap in ((0, 7e-5), (3, 5.6e-5), (5, 6e-5)):
+        torch.manual_seed(seed)
+        basis = torch.randn(size, size)
+        basis[:, 0] -= start * (start @ basis[:, 0]) / start.square().sum()
+        basis = torch.linalg.qr(basis).Q
+        values = torch.ones(size)
+        values[0] += gap
+        weight = ((basis * values) @ basis.mT).float()
         bound, *_ = gram_normaliser(weight)
         assert bound >= torch.linalg.svdvals(weight.double())[0]

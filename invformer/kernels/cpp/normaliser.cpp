@@ -1,4 +1,4 @@
-// A bound on ‖W‖₂ and the leading singular pair, once a step: Gram matrices and their squarings.
+// What layers need of ‖W‖₂ once a step: Gram matrices, their squarings, a Krylov space.
 //
 // normaliser.py says what for. Matrices are taken one at a time, each by one thread that keeps it
 // in its cache, and of symmetric products only half is computed. W is tall here, (rows, n),
@@ -114,6 +114,13 @@ void multiply_by(Panels<T> m, T factor) {
   for (int64_t at = 0; at < m.size(); ++at) m.data[at] *= factor;
 }
 
+// out = M x for a row of panels: out_c = Σ_k M_kc x_k, M symmetric or not.
+template <typename T>
+void pull(T* out, Panels<T> m, const T* x) {
+  for (int64_t j = 0; j < m.columns; j += PANEL<T>)
+    tile<T, 1, 2>({out + j, 1}, {x, 1}, {m.panel(j), PANEL<T>}, m.rows, false);
+}
+
 template <typename T>
 double length(const T* x, int64_t n) {
   double total = 0;
@@ -223,6 +230,50 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
   }
 }
 
+// For every W its G as a whole matrix, log ‖W‖_F, and a Krylov space of G: unit vectors v_0 = G
+// start and so on, made orthogonal to the two before them, α_s = v_sᵀ G v_s and β_s, the length of
+// what is new in G v_s: zero, and so the next vector, where that is rounding.
+template <typename T>
+void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* log_scales,
+            T* vectors, T* alongs, T* besides) {
+  const int64_t columns = group.columns(), n = group.n;
+  const Rooms<T> rooms(group.threads, (group.most_rows() + columns + 4) * columns);
+#pragma omp parallel for num_threads(group.threads) schedule(dynamic)
+  for (int64_t i = 0; i < group.count; ++i) {
+    const Weight<T> w = group.weights[i];
+    const double scale = scale_of(w, n);
+    log_scales[i] = std::log(scale);
+    if (!(scale > 0)) continue;
+    auto room = rooms.of_this_thread();
+    const Panels<T> copied{room.take(w.rows * columns), w.rows, columns};
+    const Panels<T> g{room.take(columns * columns), columns, columns};
+    T *v = room.take(columns), *next = room.take(columns), *before = room.take(columns);
+    log_scales[i] = gram_of_trace_one(g, copied, w, n, scale);
+    for (int64_t r = 0; r < n; ++r)
+      for (int64_t c = 0; c < n; c += PANEL<T>)
+        std::copy_n(&g.at(r, c), std::min(PANEL<T>, n - c), grams + (i * n + r) * n + c);
+    std::fill_n(before, columns, T(0));
+    std::fill(std::copy_n(start, n, next), next + columns, T(0));
+    pull(v, g, next);
+    to_unit(v, columns);
+    T last = 0;
+    for (int64_t s = i * num_vectors; s < (i + 1) * num_vectors; ++s) {
+      std::copy_n(v, n, vectors + s * n);
+      pull(next, g, v);
+      double along = 0;
+      for (int64_t c = 0; c < n; ++c) along += double(next[c]) * v[c];
+      for (int64_t c = 0; c < n; ++c) next[c] -= T(along) * v[c] + last * before[c];
+      const double beside = length(next, n);
+      const bool is_lost = beside <= 8 * std::numeric_limits<T>::epsilon() * std::abs(along);
+      alongs[s] = T(along);
+      besides[s] = last = is_lost ? T(0) : T(beside);
+      for (int64_t c = 0; c < n; ++c) next[c] = is_lost ? T(0) : T(next[c] / beside);
+      std::swap(before, v);
+      std::swap(v, next);
+    }
+  }
+}
+
 }  // namespace
 
 // Each returns whether there was enough memory.
@@ -231,6 +282,14 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
                         int rescale_every, double* log_norms, T* rights, int threads) {           \
     const Group<T> group{weights, count, n, threads};                                             \
     return had_memory_for([&] { squarings<T>(group, times, rescale_every, log_norms, rights); }); \
+  }                                                                                               \
+  bool NAME##_krylov(const Weight<T>* weights, int64_t count, int64_t n, int num_vectors,         \
+                     const T* start, T* grams, double* log_scales, T* vectors, T* alongs,         \
+                     T* besides, int threads) {                                                   \
+    const Group<T> group{weights, count, n, threads};                                             \
+    return had_memory_for([&] {                                                                   \
+      krylov<T>(group, num_vectors, start, grams, log_scales, vectors, alongs, besides);          \
+    });                                                                                           \
   }
 
 extern "C" {
