@@ -219,10 +219,8 @@ def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> 
             w_in, b_in, w_out, _ = weights
             return FeedForwardBranch(w_in, b_in, w_out, None, branch.activation)
         case FeedForward():
-            first, pointwise, last = branch
-            return FeedForwardBranch(
-                first.weight.mT, first.bias, last.weight.mT, last.bias, pointwise.activation
-            )
+            w_in, b_in, w_out, b_out = branch.parameters()
+            return FeedForwardBranch(w_in.mT, b_in, w_out.mT, b_out, branch[1].activation)
         case TiedL2Attention():
             return L2AttentionBranch(branch.position, weights, length)
         case BoundedAttention():
