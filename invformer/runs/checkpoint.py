@@ -238,11 +238,7 @@ def write_checkpoint(
 
 
 def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """Make a directory of files with a manifest: complete and on the disk, or not at all.
-
-    Raises:
-        StorageError: it cannot be written; nothing is left of it.
-    """
+    """Make a directory of files with a manifest: complete and on the disk, or not at all."""
     partial = target.with_name(PARTIAL + target.name)
     records = {
         name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -347,11 +343,7 @@ def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a folder, and why newer ones were refused.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is whole.
-    """
+    """The newest whole checkpoint of a folder, and why newer ones were refused."""
     refused: list[str] = []
     for path in saved_in(folder):
         try:
