@@ -141,12 +141,9 @@ class InvertibleStack(nn.Module):
         return x
 
     def blocks_compute_weights(self) -> bool:
-        """Whether each block computes its own weights: compiled, recomputed, or sharded by FSDP."""
-        apart = any(
-            block._compiled_call_impl is not None or hasattr(block, "unshard")
-            for block in self.blocks
-        )
-        return apart or self.checkpoint_activations or torch.compiler.is_compiling()
+        """Whether each block computes its own weights: compiled, or recomputed."""
+        compiled = any(block._compiled_call_impl is not None for block in self.blocks)
+        return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:

@@ -107,8 +107,14 @@ class CharLanguageModel(L.LightningModule):
         return loss
 
     def stack_weights(self) -> StackWeights | None:
-        """The weights that a training step runs with; None where the blocks compute their own."""
+        """The weights that a training step runs with; None where the model computes them inside.
+
+        FSDP2 frees the gathered parameters as soon as the gradients of the model's arguments are
+        known: weights computed outside would need them after that.
+        """
         stack = self.model.stack
+        if is_sharded(self.model):
+            return None
         apart = not isinstance(stack, InvertibleStack) or stack.blocks_compute_weights()
         return None if apart else self.model.weights()
 

@@ -28,6 +28,7 @@ from invformer.runs.sharding import (
     whole,
 )
 from invformer.training.guard import UpdateGuard
+from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
 
 VOCAB, SEQ_LEN = 11, 8
@@ -68,8 +69,8 @@ def adamw(model) -> torch.optim.Optimizer:
 
 def loss_of(model, step: int) -> torch.Tensor:
     tokens = torch.arange(4 * (SEQ_LEN + 1)).view(4, -1) * (step + 1) % VOCAB
-    logits = model(tokens[:, :-1])
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    module = CharLanguageModel(model, Mock(), Mock(), Mock(), {})
+    return module.training_step((tokens[:, :-1], tokens[:, 1:]), 0)
 
 
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: f"{c.name}-{c.feed_forward_kernel}")
