@@ -6,7 +6,8 @@ are functions of whole matrices. Checkpoints hold whole tensors, as one process 
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,15 @@ def gather(model: nn.Module) -> None:
     """Put whole weights in their places, until the next backward pass; all processes take part."""
     if isinstance(model, FSDPModule):
         model.unshard()
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Whole weights in their places, then parts again, which the optimiser needs."""
+    gather(model)
+    yield
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def whole(value: Any) -> Any:

@@ -12,7 +12,7 @@ from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.stack import StackWeights
 from invformer.runs.run_log import Measured, RunLog
-from invformer.runs.sharding import is_sharded
+from invformer.runs.sharding import gathered
 from invformer.training.callbacks import is_step_boundary
 from invformer.training.module import CharLanguageModel
 from invformer.training.stopwatch import Stopwatch
@@ -67,8 +67,8 @@ class LipschitzMonitor(L.Callback):
         """Estimate with the weights that the training step has used."""
         assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step
-        if step % self.every == 0 and not self.is_late(trainer, pl_module, step):
-            with self.watch:
+        if step % self.every == 0 and not self.validates(trainer, step):
+            with self.watch, gathered(pl_module.model):
                 self.run_log.record(step, self.row(pl_module.weights))
 
     def on_train_batch_end(
@@ -77,22 +77,16 @@ class LipschitzMonitor(L.Callback):
         """Estimate with the weights after the update, and bound, where a validation follows."""
         assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step - 1
-        if not is_step_boundary(trainer) or not self.is_late(trainer, pl_module, step):
+        if not is_step_boundary(trainer) or not self.validates(trainer, step):
             return
-        validates = self.validates(trainer, step)
-        if validates or step % self.every == 0:
-            with self.watch:
-                self.run_log.record(step, self.row(None, validates))
-        if validates and (share := self.watch.share()) is not None:
+        with self.watch:
+            self.run_log.record(step, self.row(None, with_local_bounds=True))
+        if (share := self.watch.share()) is not None:
             self.run_log.record(step, {"perf/monitor_overhead": share})
 
     def validates(self, trainer: L.Trainer, step: int) -> bool:
         """Whether a validation follows this step."""
         return (step + 1) % self.local_every == 0 or step + 1 >= trainer.max_steps
-
-    def is_late(self, trainer: L.Trainer, module: CharLanguageModel, step: int) -> bool:
-        """Whether the row is of the weights after the update: sharded ones are whole then."""
-        return self.validates(trainer, step) or is_sharded(module.model)
 
     def row(self, weights: StackWeights | None, with_local_bounds: bool = False) -> Measured:
         """One step's metrics, in one vector on the device; None computes the weights."""
