@@ -43,7 +43,7 @@ class Comparison(L.Callback):
         self.monitor, self.every = monitor, every
         self.constants: dict[int, dict[str, float]] = {}
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, *rest: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: Any, optimizer: Any) -> None:
         """The constants at the weights that the monitor has just seen."""
         step = trainer.global_step
         if step % self.every == 0 and step not in self.constants:

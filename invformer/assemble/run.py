@@ -7,10 +7,8 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins.environments import (
-    LightningEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model

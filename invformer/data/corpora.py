@@ -116,6 +116,7 @@ def load_corpus(
             f"there is no corpus {name!r}: pick one of {', '.join(get_args(CorpusName))}"
         )
     unit = "bytes" if name == "enwik8" else "characters"
+    texts: Texts
     if name in ("python_docs", "python_stdlib"):
         if path is not None:
             raise DataError(

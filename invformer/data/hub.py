@@ -43,7 +43,7 @@ def read(name: str) -> tuple[dict[str, str], str]:
             tables = datasets.load_dataset("parquet", data_files=files)
         else:
             tables = datasets.load_dataset(repository, configuration)
-        texts = {split: rows_to_text(name, tables[split]) for split in tables}
+        texts = {str(split): rows_to_text(name, tables[split]) for split in tables}
     except Exception as error:  # which ones differs between releases of datasets
         raise DataError(
             f"{source}: cannot be loaded ({one_line(error)}); set data.path to a local copy, use "

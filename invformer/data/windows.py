@@ -90,8 +90,10 @@ class TrainingWindows:
     def __iter__(self) -> Iterator[Batch]:
         order, ranks = (self.seq_len, self.batch_size, self.seed), (self.rank, self.world_size)
         for step in itertools.count(self.start_batch):
-            batch = training_windows(self.tokens, *order, step, *ranks)
-            yield tuple(t.pin_memory() for t in batch) if self.pin_memory else batch
+            inputs, targets = training_windows(self.tokens, *order, step, *ranks)
+            if self.pin_memory:
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+            yield inputs, targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,8 +160,11 @@ class EvaluationWindows:
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
             last = min(first + self.batch_size, self.num_windows)
-            parts = self._windows(torch.arange(first, max(first + 1, last)))
-            yield tuple(t.pin_memory() for t in parts) if self.pin_memory else parts
+            inputs, targets, scored = self._windows(torch.arange(first, max(first + 1, last)))
+            if self.pin_memory:
+                inputs, targets = inputs.pin_memory(), targets.pin_memory()
+                scored = scored.pin_memory()
+            yield inputs, targets, scored
 
     def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
         positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)

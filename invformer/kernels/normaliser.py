@@ -110,10 +110,10 @@ def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list
         found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
         lefts = iter(found.lefts)
         return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
-    space = None
-    if compiled:
-        grams, log_scale, space = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
-    if space is None or not _are_in_range((2 * log_scale).exp()):
+    krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0])) if compiled else None
+    if krylov is not None and _are_in_range((2 * krylov[1]).exp()):
+        grams, log_scale, space = krylov
+    else:
         tall, grams, log_scale = _grams_of_trace_one(tall)
         by_trial = is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all())
         space = _lanczos(grams) if by_trial else None

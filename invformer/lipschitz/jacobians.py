@@ -143,8 +143,8 @@ def of_bounded_attention(
     p = (temperature * q.u @ k.u.mT + bias[:, None]).softmax(-1)
     wide = bounded_core.AttentionPoint(
         *(BallPoint(*(t.unsqueeze(2) for t in point)) for point in (q, k, v)),
-        p.unsqueeze(2),
-        temperature.unsqueeze(2),
+        p=p.unsqueeze(2),
+        temperature=temperature.unsqueeze(2),
     )
 
     def of_heads(seen: Callable, jvp: Callable, vjp: Callable, adjoint: Callable) -> LinearMap:

@@ -109,7 +109,7 @@ def ascend(
         w = jacobian.vjp(dual_vector(o, norm))
         residual = stationarity(x, w, gain, norm)
         if step == num_steps - 1 or bool((residual <= rtol).all()):
-            break
+            return LipschitzEstimate(gain, residual, residual <= rtol, norm, x)
         further = unit(w, norm)
         further_o = jacobian.jvp(further)
         if norm == "frobenius":
@@ -119,7 +119,7 @@ def ascend(
         # A sample that has converged stays as it is: none depends on its batch mates.
         moves = ~(residual <= rtol)[..., None, None]
         x, o = torch.where(moves, further, x), torch.where(moves, further_o, o)
-    return LipschitzEstimate(gain, residual, residual <= rtol, norm, x)
+    raise ValueError(f"num_steps must be at least 1, got {num_steps}")
 
 
 def best_in_span(
@@ -215,7 +215,8 @@ class PowerIteration:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        self.norm, self.per_token, self.num_tokens = norm, per_token, shape[-2]
+        self.norm: Norm = norm
+        self.per_token, self.num_tokens = per_token, shape[-2]
         generator = torch.Generator().manual_seed(seed)
         noise = torch.randn(shape, generator=generator, dtype=torch.float64)
         rows: Norm = "frobenius" if norm == "frobenius" and not per_token else "token_max"

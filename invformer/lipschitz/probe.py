@@ -109,15 +109,19 @@ class LipschitzProbe:
                 continue
             of_layers: list[ResidualWeights] = [weights[name] for name in names]
             scale = self.scale(part)
-            if of_layers[0].centre is not None:
-                x = x + torch.stack([w.centre for w in of_layers])[:, None, None]
+            of_each = [w.branch for w in of_layers]
+            centres = [w.centre for w in of_layers if w.centre is not None]
+            if centres:
+                x = x + torch.stack(centres)[:, None, None]
             elif scale is not None:
-                shift = torch.stack([w.scaling.shift for w in of_layers])[:, None, None]
-                x, scale = torch.addcmul(shift, x, scale), None
-            entry = None if part.input_radius is None else to_ball(x / part.input_radius)
-            seen = x if entry is None else entry.u * part.input_radius
-            jacobians = of_branches(part.branches, [w.branch for w in of_layers], seen)
-            jacobians = jacobians if entry is None else in_ball(jacobians, entry)
+                shifts = [w.scaling.shift for w in of_layers if w.scaling is not None]
+                x, scale = torch.addcmul(torch.stack(shifts)[:, None, None], x, scale), None
+            if part.input_radius is None:
+                jacobians = of_branches(part.branches, of_each, x)
+            else:
+                entry = to_ball(x / part.input_radius)
+                jacobians = of_branches(part.branches, of_each, entry.u * part.input_radius)
+                jacobians = in_ball(jacobians, entry)
             # Where D is folded into the weights they are of D⁻¹ f(D ·), whose Jacobian is D⁻¹ J D.
             found.append(jacobians if scale is None else scaled(jacobians, scale))
         return found
@@ -158,8 +162,9 @@ class LipschitzProbe:
         values = self.targets.new_empty(len(self.names))
         for part, jacobians in zip(self.parts, self.jacobians(weights), strict=True):
             jacobian = self.followed(jacobians)
-            for _ in range(num_steps):
-                gains, _ = part.iteration.step(jacobian)
+            for _ in range(num_steps - 1):
+                part.iteration.step(jacobian)
+            gains, _ = part.iteration.step(jacobian)
             values[part.layers] = gains.amax((-2, -1))
         return values
 
@@ -176,8 +181,9 @@ class LipschitzProbe:
         found: dict[str, LipschitzEstimate] = {}
         for part, jacobians in zip(self.parts, self.jacobians(), strict=True):
             norm, jacobian = part.iteration.norm, self.followed(jacobians)
-            for _ in range(num_steps):
-                gains, x = part.iteration.step(jacobian)
+            for _ in range(num_steps - 1):
+                part.iteration.step(jacobian)
+            gains, x = part.iteration.step(jacobian)
             w = jacobian.vjp(dual_vector(jacobian.jvp(x), norm))
             residuals = stationarity(x, w, gains, norm)
             best = gains.argmax(-1, keepdim=True)

@@ -118,6 +118,10 @@ class BoundedAttention(LipschitzBranch):
         shape = self.w_qkv.weight.shape
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
+    def weights(self) -> BoundedWeights:
+        """W, τ and G as they are now."""
+        return super().weights()
+
     @staticmethod
     def weights_of(
         branches: Sequence["BoundedAttention"], scalings: ScalingWeights | None = None

@@ -77,11 +77,12 @@ def normalised(model: nn.Module) -> list[SpectralNormalised]:
     return [module for module in model.modules() if isinstance(module, SpectralNormalised)]
 
 
-@torch.compiler.disable
-@torch.no_grad()
 def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisation]:
     """σ̄, u and v of the present weights, those with Gram matrices of one size at once."""
-    return gram_normalisers([w.weight.detach() for w in weights], NUM_STEPS)
+    matrices = [w.weight.detach() for w in weights]
+    if torch.compiler.is_compiling():  # as a decorator, disable loads the compiler (1.5 s)
+        return torch.compiler.disable(gram_normalisers)(matrices, NUM_STEPS)  # type: ignore  # untyped
+    return gram_normalisers(matrices, NUM_STEPS)
 
 
 def stacked_constants(weights: Sequence[SpectralNormalised]) -> Normalisation:

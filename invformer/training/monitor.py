@@ -72,7 +72,12 @@ class LipschitzMonitor(L.Callback):
                 self.run_log.record(step, self.row(pl_module.weights))
 
     def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *batch: Any
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Estimate with the weights after the update, and bound, where a validation follows."""
         assert isinstance(pl_module, CharLanguageModel)
@@ -100,7 +105,8 @@ class LipschitzMonitor(L.Callback):
         keys = [f"lipschitz_branches/{name}/{key}" for key in columns for name in names]
         keys += [f"lipschitz/{key}" for key in columns]
         table = torch.stack(list(columns.values()))
-        row: Measured = {tuple(keys): torch.cat([table.flatten(), table.amax(-1)])}
+        row: dict[str | tuple[str, ...], Tensor | float] = {}
+        row[tuple(keys)] = torch.cat([table.flatten(), table.amax(-1)])
         if self.probe.model.is_invertible:
             row["lipschitz/target"] = self.probe.target
         return row

@@ -73,7 +73,8 @@ class MuonWithAdamW(Optimizer):
         for some, kept in zip(tensors, before, strict=True):
             assert skip is not None
             chosen = torch.where(skip.bool(), kept, flat(some)).split([t.numel() for t in some])
-            torch._foreach_copy_(some, [c.view_as(t) for c, t in zip(chosen, some, strict=True)])
+            values = [c.view_as(t) for c, t in zip(chosen, some, strict=True)]
+            torch._foreach_copy_(some, values)  # type: ignore  # torch's optimisers call it too
         return loss
 
     def _tensors_on(self, device: torch.device) -> list[list[torch.Tensor]]:
