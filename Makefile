@@ -1,5 +1,6 @@
 # make train   set up, then train the main job and evaluate it    (a run that exists is continued)
 # make test    set up, then run the tests
+# make quick   the tests of layers, bounds, numerics and configuration
 # make check   formatting, lint, types, imports
 # make clean   remove the environment and all caches; never a run
 #
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test check clean
+.PHONY: train test quick check clean
 
 train: .venv/runtime.stamp
 	$(BIN)/python train.py run.name=first
@@ -18,6 +19,9 @@ train: .venv/runtime.stamp
 # One thread a process: the processes are the parallelism.
 test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+quick: .venv/dev.stamp
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/bounds tests/config tests/nn tests/numerics
 
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
