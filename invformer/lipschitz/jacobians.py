@@ -37,7 +37,7 @@ from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranc
 from invformer.numerics import bounded_attention as bounded_core
 from invformer.numerics import l2_attention as core
 from invformer.numerics.ball import BallPoint, to_ball
-from invformer.numerics.linear_map import LinearMap, linearise
+from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
 Branch = LipschitzBranch | PreNormBranch
@@ -91,18 +91,32 @@ def acts_per_token(branch: Branch) -> bool:
     return isinstance(branch.inner, FeedForward) and branch.inner.kernel == 1
 
 
-def of_branches(branches: Sequence[Any], weights: Sequence[Any], x: Tensor) -> Jacobians:
-    """Those of contractive branches of one kind, each with its weights at an input of its own."""
-    together = type(weights[0])(*(torch.stack(each) for each in zip(*weights, strict=True)))
+def of_branches(
+    branches: Sequence[Any], weights: Sequence[Any], x: Tensor, num_vectors: int = 1
+) -> Jacobians:
+    """Those of contractive branches of one kind, each with its weights at an input of its own.
+
+    Branches without products of their own here go through autograd, for ``num_vectors`` vectors.
+    """
     match branches[0]:
         case TiedL2Attention():
-            return of_l2_attention(together, stacked_biases(branches, x.shape[-2]), x)
+            bias = stacked_biases(branches, x.shape[-2])
+            return of_l2_attention(stacked(weights), bias, x)
         case BoundedAttention():
             bias = stacked_biases(branches, x.shape[-2]).to(x)
-            return of_bounded_attention(branches[0], together, bias, x)
+            return of_bounded_attention(branches[0], stacked(weights), bias, x)
         case ContractiveFeedForward():
-            return of_feed_forward(together, branches[0].activation, x)
-    raise ValueError(f"the Jacobian of {type(branches[0]).__name__} is not written down here")
+            return of_feed_forward(stacked(weights), branches[0].activation, x)
+    return by_autograd(
+        lambda at: torch.stack([f(*pair) for f, *pair in zip(branches, at, weights, strict=True)]),
+        x,
+        num_vectors,
+    )
+
+
+def stacked(weights: Sequence[Any]) -> Any:
+    """The weights of several branches of one kind as one value, branch first."""
+    return type(weights[0])(*(torch.stack(each) for each in zip(*weights, strict=True)))
 
 
 def of_l2_attention(weights: L2Weights, bias: Tensor, x: Tensor) -> Jacobians:
@@ -196,9 +210,11 @@ def of_modules(branches: Sequence[nn.Module], x: Tensor, num_vectors: int) -> Ja
     def one(state: dict[str, Tensor], at: Tensor) -> Tensor:
         return torch.func.functional_call(branches[0], state, (at,))
 
-    def f(at: Tensor) -> Tensor:
-        return torch.func.vmap(one)(state, at)
+    return by_autograd(lambda at: torch.func.vmap(one)(state, at), x, num_vectors)
 
+
+def by_autograd(f: SequenceMap, x: Tensor, num_vectors: int) -> Jacobians:
+    """Those of a map of all branches' inputs at once."""
     with only("math"):  # fused attention has no second derivative
         whole = linearise(f, x.unsqueeze(2).expand(-1, -1, num_vectors, -1, -1))
     return Jacobians(replace(whole, shape=x.shape))

@@ -104,8 +104,9 @@ class LipschitzProbe:
         for part in self.parts:
             names = self.names[part.layers]
             x = torch.stack([inputs[name] for name in names])
+            num_vectors = part.iteration.num_vectors
             if weights is None:
-                found.append(of_modules(part.branches, x, part.iteration.num_vectors))
+                found.append(of_modules(part.branches, x, num_vectors))
                 continue
             of_layers: list[ResidualWeights] = [weights[name] for name in names]
             scale = self.scale(part)
@@ -117,10 +118,12 @@ class LipschitzProbe:
                 shifts = [w.scaling.shift for w in of_layers if w.scaling is not None]
                 x, scale = torch.addcmul(torch.stack(shifts)[:, None, None], x, scale), None
             if part.input_radius is None:
-                jacobians = of_branches(part.branches, of_each, x)
+                jacobians = of_branches(part.branches, of_each, x, num_vectors)
             else:
                 entry = to_ball(x / part.input_radius)
-                jacobians = of_branches(part.branches, of_each, entry.u * part.input_radius)
+                jacobians = of_branches(
+                    part.branches, of_each, entry.u * part.input_radius, num_vectors
+                )
                 jacobians = in_ball(jacobians, entry)
             # Where D is folded into the weights they are of D⁻¹ f(D ·), whose Jacobian is D⁻¹ J D.
             found.append(jacobians if scale is None else scaled(jacobians, scale))

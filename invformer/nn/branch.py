@@ -28,8 +28,8 @@ class LipschitzBranch(nn.Module):
     The weights of f are a value, a named tuple of tensors with every constant multiplied in:
     :meth:`weights` computes it, everything else takes it (and computes it where it is missing).
 
-    A new branch is one class with :meth:`weights`, :meth:`forward`, :meth:`linearise` and
-    :meth:`lipschitz_bound`, and an entry in ``certificate.BRANCHES``. The rest has defaults.
+    A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
+    and an entry in ``certificate.BRANCHES``. The rest has defaults (CONTRIBUTING.md).
     :meth:`weights_of` with :meth:`kind` instead of :meth:`weights` computes the weights of all
     layers of a model at once, which is faster.
 

@@ -9,6 +9,7 @@ import torch
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics.linear_map import dense_jacobian
@@ -215,3 +216,24 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
                 assert value <= exact * (1 + 1e-5)
                 errors.append(1 - value / exact)
     assert statistics.median(errors) < 0.01
+
+
+class TanhOfMean(LipschitzBranch):
+    """A branch of somebody else: half of tanh of the mean of all tokens so far."""
+
+    def weights(self) -> tuple[()]:
+        return ()
+
+    def forward(self, x: torch.Tensor, weights: object = None) -> torch.Tensor:
+        seen = torch.arange(1, x.shape[-2] + 1).to(x)[:, None]
+        return 0.5 * (x.cumsum(-2) / seen).tanh()
+
+
+def test_a_branch_without_products_of_its_own_is_estimated_by_autograd() -> None:
+    model = contractive_model()
+    for block in model.stack.blocks:
+        block.attention.branch = TanhOfMean(0.5)
+    tokens = random_tokens(1, seed=3)
+    true = dense(model, tokens)
+    for name, estimate in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
+        assert estimate.value.item() == pytest.approx(token_max(true[name]), rel=1e-2)
