@@ -1,6 +1,6 @@
 # make train   set up, then train the main job and evaluate it    (a run that exists is continued)
 # make test    set up, then run the tests
-# make quick   the tests of layers, bounds, numerics and configuration
+# make quick   the tests of configuration, numerics, layers and certificates, half a minute
 # make check   formatting, lint, types, imports
 # make clean   remove the environment and all caches; never a run
 #
@@ -21,7 +21,8 @@ test: .venv/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 quick: .venv/dev.stamp
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal tests/bounds tests/config tests/nn tests/numerics
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal \
+	  tests/config tests/numerics tests/nn/test_layers.py tests/nn/test_certificate.py
 
 check: .venv/dev.stamp
 	$(BIN)/ruff format --check .
