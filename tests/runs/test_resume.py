@@ -52,7 +52,6 @@ def options(folder: Path, *more: str) -> list[str]:
         "trainer.max_steps=6", "trainer.val_every=2", "trainer.progress=false",
         "trainer.sample_length=0", "logger.name=none", f"run.root={folder / 'runs'}", "run.name=a",
         "trainer.num_threads=1", "trainer.accelerator=cpu", "monitor.inversion=false",
-        # Otherwise the clock decides what the monitor does:
         "monitor.length=16",
         *more,
     ]  # fmt: skip
