@@ -2,6 +2,7 @@
 # make test    set up, then run the tests
 # make quick   the tests of configuration, numerics, layers and certificates, half a minute
 # make check   formatting, lint, types, imports
+# make docs    the site in site/, with every link checked
 # make clean   remove the environment and all caches; never a run
 #
 # The environment is .venv. A version of Python other than python3: make train PYTHON=python3.12
@@ -10,7 +11,7 @@ PYTHON ?= python3
 BIN    := .venv/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test quick check clean
+.PHONY: train test quick check docs clean
 
 train: .venv/runtime.stamp
 	$(BIN)/python train.py run.name=first
@@ -30,6 +31,9 @@ check: .venv/dev.stamp
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports --no-cache
 
+docs: .venv/dev.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 # torch goes first: asked for by name it is taken in the constrained version, in whatever build is at
 # hand; met as somebody's dependency, its newest release is looked at too, with gigabytes of CUDA.
 .venv/runtime.stamp: pyproject.toml constraints.txt
@@ -45,5 +49,5 @@ check: .venv/dev.stamp
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,69 +1,74 @@
-"""docs/numerics.md keeps its word: examples run, pointers lead somewhere, citations are met."""
+"""The tutorials keep their word: their commands and their Python run, in order, on a small run."""
 
-import ast
-import math
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
+from invformer import commands
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.training.fit import fit
+
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "invformer"
-PAGE_NAME = "docs/numerics.md"
-PAGE = (ROOT / PAGE_NAME).read_text(encoding="utf-8")
-SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
+BLOCKS = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SMALL = [
+    "data.seq_len=16", "model.d_model=24", "model.num_layers=2", "model.num_heads=2",
+    "trainer.max_steps=4", "trainer.val_every=2", "trainer.progress=false",
+    "trainer.sample_length=0", "monitor.num_sequences=1", "logger=none",
+]  # fmt: skip
+NOT_RUN = {"wandb", "make"}  # other people's programs
 
 
-def examples(text: str) -> list[str]:
-    """The python blocks of a text."""
-    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reader's folder: her book, and the run of Getting started."""
+    folder = tmp_path_factory.mktemp("desk")
+    book = "".join(f"It was {i}. Nothing is lost in {i * i} texts.\n" for i in range(400))
+    (folder / "my_book.txt").write_text(book)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        torch.set_default_dtype(torch.float32)
+        words = ["data=text_file", "data.path=my_book.txt", "run.name=first"]
+        fit(build_run(load_config([*words, *SMALL])))
+    return folder
 
 
-def pointers(text: str) -> set[tuple[str, str]]:
-    """(file, name) for every name behind a file in the lines that begin with an arrow."""
-    found = set()
-    for line in re.findall(r"^→ (.*)$", text, re.MULTILINE):
-        for part in line.split("; "):
-            path, *names = re.findall(r"`([^`]+)`", part)
-            found |= {(path, name) for name in names}
-    return found
+def run_line(line: str) -> None:
+    """One line of a shell block: a command of ours, with small sizes where it trains."""
+    words = shlex.split(line, comments=True)
+    if not words or words[0] in NOT_RUN:
+        return
+    assert words[0] == "python", line
+    command = words[1].removesuffix(".py")
+    if command == "train":
+        fit(build_run(load_config([*words[2:], *SMALL])))
+        return
+    with pytest.raises(SystemExit) as end:
+        commands.COMMANDS[command](words[2:])
+    assert end.value.code == 0, line
 
 
-def definitions(tree: ast.Module) -> set[str]:
-    """What a module defines at its top level."""
-    names = set()
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_every_block_of_a_tutorial_runs(
+    page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
+    torch.set_default_dtype(torch.float32)
+    namespace: dict[str, object] = {}
+    for language, text in BLOCKS.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            exec(text, namespace)
+        else:
+            for line in text.splitlines():
+                run_line(line)
 
 
-@pytest.mark.parametrize("title", SECTIONS)
-def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: str) -> None:
-    section = SECTIONS[title]
-    assert pointers(section)
-    assert section.rstrip().endswith("```")
-    (example,) = examples(section)
-    exec(compile(example, title, "exec"), {"math": math, "torch": torch})
-
-
-def test_every_pointer_leads_to_a_definition() -> None:
-    for path, name in sorted(pointers(PAGE)):
-        file = PACKAGE / path if (PACKAGE / path).exists() else ROOT / path
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        assert name in definitions(tree), f"{path} does not define {name}"
-
-
-def test_every_section_that_is_referred_to_exists() -> None:
-    numbers = {int(title.split(".")[0]) for title in SECTIONS}
-    assert numbers == set(range(1, len(SECTIONS) + 1))
-    assert {int(n) for n in re.findall(r"§(\d+)", PAGE)} <= numbers
-
-
-def test_every_test_file_the_page_names_exists() -> None:
-    for path in re.findall(r"`(tests/[\w/]+\.py)`", PAGE):
-        assert (ROOT / path).is_file()
+def test_every_page_is_in_the_menu() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", menu))
