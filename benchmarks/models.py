@@ -23,7 +23,7 @@ from invformer.nn import (
     PreNormBlock,
     PreNormStack,
     RelativePositionBias,
-    loud_channels,
+    written_channels,
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.transformer import CharEmbedding
@@ -123,8 +123,8 @@ def contractive_stack(name: str, case: Case) -> InvertibleStack:
         else:
             attention = BoundedAttention(width, heads, width // heads, bias, LIPSCHITZ_TARGET)
         feed_forward = ContractiveFeedForward(width, 4 * width, LIPSCHITZ_TARGET)
-        loud = loud_channels(width, index, first=d_embedding)
-        scalings = tuple(DiagonalScaling(width, channels) for channels in loud)
+        written = written_channels(width, index, first=d_embedding)
+        scalings = tuple(DiagonalScaling(width, channels) for channels in written)
         blocks.append(InvertibleBlock(attention, feed_forward, scalings=scalings))
     return InvertibleStack(blocks, case.seq_len)
 

@@ -27,7 +27,7 @@ from invformer.nn.position_bias import (
     SinusoidalPositionBias,
 )
 from invformer.nn.residual import InvertibleBlock
-from invformer.nn.scaling import DiagonalScaling, loud_channels
+from invformer.nn.scaling import DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
@@ -81,7 +81,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
         )
         scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = None, None
         if config.channel_metric:
-            one, other = loud_channels(width, index, config.loud_channels, d_embedding)
+            one, other = written_channels(width, index, config.loud_channels, d_embedding)
             scalings = DiagonalScaling(width, one), DiagonalScaling(width, other)
         d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))

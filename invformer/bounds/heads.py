@@ -15,7 +15,7 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 def separate_inputs(gains: list[float], g: Tensor) -> float:
     """‖Σ_h G_hᵀ y_h‖ ≤ min_w ‖[a_h G_h/w_h]_h‖₂ √(Σ_h w_h²) for all y_h with ‖y_h‖ ≤ a_h.
 
-    Heads may move independently, because they may look at different tokens. w_h = 1 gives
+    Heads may move independently, because they may attend to different tokens. w_h = 1 gives
     √H ‖[a_h G_h]_h‖₂; w_h² = a_h ‖G_h‖₂ gives no more than Σ_h a_h ‖G_h‖₂.
     """
     heads = zip(gains, spectral_norm_bound(g).tolist(), strict=True)
@@ -37,11 +37,11 @@ def shared_input(
     weights ``known``. Heads with W_h = 0 are left out, whatever their G_h is.
     """
     sizes = spectral_norm_bound(w).tolist()
-    heard = [h for h, size in enumerate(sizes) if size != 0]
-    if len(heard) < len(sizes):
-        known = None if known is None else [known[h] for h in heard]
-        gains, w, g = [gains[h] for h in heard], w[heard], g[heard]
-        return shared_input(gains, w, g, known) if heard else 0.0
+    used = [h for h, size in enumerate(sizes) if size != 0]
+    if len(used) < len(sizes):
+        known = None if known is None else [known[h] for h in used]
+        gains, w, g = [gains[h] for h in used], w[used], g[used]
+        return shared_input(gains, w, g, known) if used else 0.0
     before = [a * q for a, q in zip(gains, sizes, strict=True)]
     heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
     by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]

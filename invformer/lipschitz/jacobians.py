@@ -140,7 +140,7 @@ def of_l2_attention(weights: L2Weights, bias: Tensor, x: Tensor) -> Jacobians:
         return LinearMap(push, pull, x.shape, x.dtype, x.device)
 
     whole = of_heads(core.l2_attention_jvp, core.l2_attention_vjp)
-    diagonal = of_heads(core.own_token_product, core.own_token_product)
+    diagonal = of_heads(core.diagonal_block_product, core.diagonal_block_product)
     return Jacobians(whole, diagonal, (q, p, weights))
 
 
@@ -151,7 +151,7 @@ def of_bounded_attention(
     num_heads = weights.g.shape[1]
     w_qkv = weights.w_qkv.flatten(1, 2).transpose(1, 2).flatten(2)
     output = weights.g.flatten(-3, -2)
-    z = torch.stack(like.seen(split(by_branch(x, w_qkv), num_heads)))
+    z = torch.stack(like.delayed(split(by_branch(x, w_qkv), num_heads)))
     q, k, v = (BallPoint(*point) for point in zip(*to_ball(z), strict=True))
     temperature = weights.temperature[:, None, :, None, None]
     p = (temperature * q.u @ k.u.mT + bias[:, None]).softmax(-1)
@@ -173,9 +173,9 @@ def of_bounded_attention(
         return LinearMap(push, pull, x.shape, x.dtype, x.device)
 
     products = bounded_core.attention_jvp, bounded_core.attention_vjp
-    whole = of_heads(like.seen, *products, like.seen_adjoint)
-    own = bounded_core.own_token_jvp, bounded_core.own_token_vjp
-    diagonal = of_heads(like.seen_alone, *own, like.seen_alone)
+    whole = of_heads(like.delayed, *products, like.delayed_adjoint)
+    own = bounded_core.diagonal_block_jvp, bounded_core.diagonal_block_vjp
+    diagonal = of_heads(like.delayed_diagonal, *own, like.delayed_diagonal)
     at = bounded_core.AttentionPoint(q, k, v, p, temperature)
     return Jacobians(whole, diagonal, (at, weights))
 

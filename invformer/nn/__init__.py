@@ -8,7 +8,7 @@ from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.nn.scaling import ActivationNorm, DiagonalScaling, loud_channels
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
@@ -36,5 +36,5 @@ __all__ = [
     "VisibilityMask",
     "certify",
     "enforce",
-    "loud_channels",
+    "written_channels",
 ]

@@ -114,7 +114,7 @@ class BoundedAttention(LipschitzBranch):
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
     def kind(self) -> Hashable:
-        """Shape, certificate and who is seen."""
+        """Shape, certificate and strict causality."""
         shape = self.w_qkv.weight.shape
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
@@ -156,7 +156,7 @@ class BoundedAttention(LipschitzBranch):
     ) -> Tokens:
         """Σ_h P^h v^h G_h, of X + m with a centre m."""
         weights = weights or self.weights()
-        q, k, v = self.seen(self.in_ball(x, weights, centre))  # each (*batch, H, N, d), ‖·‖₂ < 1
+        q, k, v = self.delayed(self.in_ball(x, weights, centre))  # each (*batch, H, N, d), ‖·‖₂ < 1
         # Kernels divide logits by √d, so that they are τ q·k + b.
         scale = (weights.temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
         bias = self.position.logit_bias(q.shape[-2])
@@ -181,7 +181,9 @@ class BoundedAttention(LipschitzBranch):
         """Projections and attention weights at X, by plain operations."""
         bias = self.position(x.shape[-2]).to(x)
         z = x @ side_by_side(weights.w_qkv)
-        return core.attention_point(*self.seen(split(z, self.num_heads)), weights.temperature, bias)
+        return core.attention_point(
+            *self.delayed(split(z, self.num_heads)), weights.temperature, bias
+        )
 
     def in_ball(
         self, x: Tokens, weights: BoundedWeights, centre: Float[Tensor, "width"] | None = None
@@ -191,18 +193,18 @@ class BoundedAttention(LipschitzBranch):
         z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
-    def seen(self, parts: Projections) -> Projections:
-        """Projections as rows see them: strictly causal, keys and values come a token later."""
+    def delayed(self, parts: Projections) -> Projections:
+        """The same; strictly causal, keys and values come one token later."""
         q, k, v = parts
         return (q, delay(k), delay(v)) if self.strictly_causal else parts
 
-    def seen_adjoint(self, parts: Projections) -> Projections:
-        """The adjoint of :meth:`seen`."""
+    def delayed_adjoint(self, parts: Projections) -> Projections:
+        """The adjoint of :meth:`delayed`."""
         q, k, v = parts
         return (q, advance(k), advance(v)) if self.strictly_causal else parts
 
-    def seen_alone(self, parts: Projections) -> Projections:
-        """What of its own projections a row sees, by position: its own adjoint."""
+    def delayed_diagonal(self, parts: Projections) -> Projections:
+        """:meth:`delayed` if only row i's own projections count; its own adjoint."""
         q, k, v = parts
         return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
 
@@ -246,7 +248,7 @@ class BoundedAttention(LipschitzBranch):
             raise ValueError("the causal certificate needs a causal mask")
         w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
         constants = self.log_sharpness.exp(), self.log_temperature.exp()
-        gain = own_token_gain(*constants, self.strictly_causal).tolist()
+        gain = diagonal_block_gain(*constants, self.strictly_causal).tolist()
         return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
 
 
@@ -272,20 +274,20 @@ def composed_gain(
         query, key, value = sharpness.unbind(-2)
         gain = torch.hypot(value, temperature * torch.maximum(query, key))
         return math.sqrt(gain.shape[-1]) * gain
-    gain = own_token_gain(sharpness, temperature, strictly_causal)
-    shares = own_token_parts(sharpness, temperature, strictly_causal) / gain.unsqueeze(-2)
+    gain = diagonal_block_gain(sharpness, temperature, strictly_causal)
+    shares = diagonal_block_parts(sharpness, temperature, strictly_causal) / gain.unsqueeze(-2)
     return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
 
 
-def own_token_gain(
+def diagonal_block_gain(
     sharpness: Tensor, temperature: Tensor, strictly_causal: bool
 ) -> Float[Tensor, "*layers heads"]:
     """L_h = √(τ²β_Q² + τ²β_K²/4 + β_V²), or τ β_Q where a token does not see itself."""
-    parts = own_token_parts(sharpness, temperature, strictly_causal)
+    parts = diagonal_block_parts(sharpness, temperature, strictly_causal)
     return torch.linalg.vector_norm(parts, dim=-2)
 
 
-def own_token_parts(
+def diagonal_block_parts(
     sharpness: Tensor, temperature: Tensor, strictly_causal: bool
 ) -> Float[Tensor, "*layers parts heads"]:
     """τ β_Q, τ β_K/2 and β_V: what a token does to its row by its query, its key and its value."""

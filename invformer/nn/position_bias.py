@@ -1,4 +1,4 @@
-"""Who sees whom: masks, learned biases of the lag, and the mass that certificates need of them."""
+"""Masks and learned position biases, and the mass n that certificates need of them."""
 
 import math
 from collections.abc import Sequence
@@ -142,9 +142,9 @@ class CausalMask(VisibilityMask):
 class RelativePositionBias(CausalMask):
     """S_ij ← S_ij + b_h(i − j), b_h(0) = 0, causal; b_h is a learned table over lags 1 … N − 1.
 
-    Starts as b_h(lag) = 3 − slope_h (lag − 1), so that heads begin by looking at near tokens at
-    several ranges. Certificates see the table only through its mass n_h = Σ_lag exp b_h(lag), which
-    takes the place of N − 1 in every bound (docs/numerics.md).
+    Starts as b_h(lag) = 3 − slope_h (lag − 1), so that heads first attend to near tokens, each at a
+    range of its own. Certificates depend on the table only through its mass
+    n_h = Σ_lag exp b_h(lag), which takes the place of N − 1 in every bound (docs/numerics.md).
 
     Args:
         num_heads: H.

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from invformer.nn.affine import Tokens, scale_shift
 
 # A channel with a smaller deviation is left as it is: no branch has written to it yet.
-SILENT = 1e-6
-# Share of its loud channels that a branch reads while the size of what it writes is measured.
-NEARLY_SILENT = 0.02
-# Standard deviation of what a branch first writes to its loud channels: tokens have about one.
-INITIAL_LOUDNESS = 0.5
+LEAST_DEVIATION = 1e-6
+# A branch reads this share of the channels it writes to while the size of its output is measured.
+SHARE_READ = 0.02
+# Standard deviation of a branch's first output in the channels it writes to; tokens have about one.
+INITIAL_OUTPUT_DEVIATION = 0.5
 # A branch that writes nothing at first would need a scale of zero.
 LEAST_SCALE = 1e-4
 
@@ -39,22 +39,20 @@ class ScalingWeights(NamedTuple):
 class DiagonalScaling(nn.Module):
     """u = D x + b with D = diag(e^s) > 0: the coordinates in which one residual branch contracts.
 
-    y = x + D⁻¹ f(D x + b) with Lip(f) ≤ c contracts in the weighted norm max_i ‖D x_i‖₂: the
-    smaller D is in a channel, the less the branch reads from it and the more it may write to it.
-    Where every branch writes much to channels of its own and reads the others, it adds as much to
-    them as they carry, although nothing that it adds depends on them by more than c
-    (docs/numerics.md).
+    x ↦ D⁻¹ f(D x + b) with Lip(f) ≤ c contracts in the weighted norm max_i ‖D x_i‖₂. A branch may
+    write large values to a channel if it reads little from it: if D is small there
+    (docs/numerics.md §18).
 
     Args:
         d_model: width.
-        loud: indices of the channels that the branch writes large values to at first.
+        written: indices of the channels that the branch writes large values to at first.
     """
 
-    def __init__(self, d_model: int, loud: Integer[Tensor, "count"] | None = None) -> None:
+    def __init__(self, d_model: int, written: Integer[Tensor, "count"] | None = None) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.zeros(d_model))
         self.shift = nn.Parameter(torch.zeros(d_model))
-        self.loud = loud
+        self.written = written
 
     def weights(self) -> ScalingWeights:
         """s, D, D⁻¹ and b as they are now."""
@@ -72,17 +70,17 @@ class DiagonalScaling(nn.Module):
     def initialise_for(self, branch: Callable[[Tensor], Tensor], x: Tokens) -> None:
         """Set D and b so that the branch reads this batch with mean zero and deviation at most one.
 
-        It reads next to nothing from its loud channels: so little that it writes to them with the
-        deviation ``INITIAL_LOUDNESS``.
+        It reads so little from the channels in ``written`` that it writes to them with the
+        deviation ``INITIAL_OUTPUT_DEVIATION``.
         """
         std, mean = torch.std_mean(x.flatten(0, -2), dim=0)
         most = 1 / std.clamp(min=1.0)  # small channels stay small: they may be meant for others
         scale = most.clone()
-        loud = [] if self.loud is None else self.loud.to(x.device)
-        scale[loud] *= NEARLY_SILENT
+        written = [] if self.written is None else self.written.to(x.device)
+        scale[written] *= SHARE_READ
         self._set(scale, mean)
-        written = branch(self(x)).flatten(0, -2).std(dim=0)[loud]
-        scale[loud] = (written / INITIAL_LOUDNESS).clamp(min=LEAST_SCALE).minimum(most[loud])
+        wanted = branch(self(x)).flatten(0, -2).std(dim=0)[written] / INITIAL_OUTPUT_DEVIATION
+        scale[written] = wanted.clamp(min=LEAST_SCALE).minimum(most[written])
         self._set(scale, mean)
 
     def _set(self, scale: Tensor, mean: Tensor) -> None:
@@ -95,7 +93,7 @@ class ActivationNorm(DiagonalScaling):
     """A layer y = D x + b, normalised for one batch (Kingma & Dhariwal 2018, "actnorm").
 
     :meth:`initialise` chooses D and b so that the batch leaves with zero mean and unit variance in
-    every channel that carries a signal; afterwards both are ordinary parameters.
+    every channel that is not constant; afterwards both are ordinary parameters.
 
     Args:
         d_model: width.
@@ -108,9 +106,9 @@ class ActivationNorm(DiagonalScaling):
     def initialise(self, x: Tokens) -> None:
         """Set D and b so that this batch leaves with zero mean and unit variance per channel."""
         std, mean = torch.std_mean(x.flatten(0, -2), dim=0)
-        carries_signal = std > SILENT
-        self.log_scale.copy_(torch.where(carries_signal, -std.clamp(min=SILENT).log(), 0.0))
-        self.shift.copy_(torch.where(carries_signal, -mean * self.log_scale.exp(), 0.0))
+        varies = std > LEAST_DEVIATION
+        self.log_scale.copy_(torch.where(varies, -std.clamp(min=LEAST_DEVIATION).log(), 0.0))
+        self.shift.copy_(torch.where(varies, -mean * self.log_scale.exp(), 0.0))
 
 
 def scalings_together(scalings: Sequence[DiagonalScaling]) -> ScalingWeights:
@@ -124,10 +122,10 @@ def exponentials(log_scale: Tensor, shift: Tensor) -> ScalingWeights:
     return ScalingWeights(log_scale, log_scale.exp(), (-log_scale).exp(), shift)
 
 
-def loud_channels(
+def written_channels(
     d_model: int, block: int, count: int | None = None, first: int = 0
 ) -> tuple[Integer[Tensor, "count"], Integer[Tensor, "count"]]:
-    """The channels that both branches of a block first write to: each after those of the last.
+    """The channels that the two branches of a block first write to, one branch after the other.
 
     Args:
         d_model: width; behind its last channel comes the first again.

@@ -26,8 +26,8 @@ MOST_DIFFERENCES = 1 << 24
 class CharEmbedding(nn.Module):
     """Token plus position embedding in the first ``d_embedding`` channels, zero in the others.
 
-    The zero channels (injective padding, Jacobsen et al. 2018) are room for the blocks to write to:
-    a contraction can only whisper next to the embedding, but not next to silence.
+    Blocks write to the zero channels (injective padding, Jacobsen et al. 2018). What a contraction
+    adds to the embedding is small beside it; in these channels there is nothing else.
 
     Args:
         vocab_size: number of symbols V.

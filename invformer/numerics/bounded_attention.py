@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.ball import BallPoint, to_ball
-from invformer.numerics.l2_attention import own_weight, softmax_jacobian
+from invformer.numerics.l2_attention import diagonal_column, softmax_jacobian
 
 
 class AttentionPoint(NamedTuple):
@@ -66,19 +66,19 @@ def attention_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor
     )
 
 
-def own_token_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
+def diagonal_block_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
     """dY_i as token i alone moves: P_ii dv_i and dS_ij = τ (dq_i·k_j + δ_ij q_i·dk_i) are left."""
     dq, dk, dv = at.q.derivative(dz_q), at.k.derivative(dz_k), at.v.derivative(dz_v)
     own_key = torch.diag_embed((at.q.u * dk).sum(-1))
     ds = at.temperature * (dq @ at.k.u.mT + own_key)
-    return own_weight(at.p) * dv + softmax_jacobian(at.p, ds) @ at.v.u
+    return diagonal_column(at.p) * dv + softmax_jacobian(at.p, ds) @ at.v.u
 
 
-def own_token_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The adjoint of :func:`own_token_jvp`: every token's share of the cotangent of its own row."""
+def diagonal_block_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The adjoint of :func:`diagonal_block_jvp`: what the cotangent of row i says about x_i."""
     ds = at.temperature * softmax_jacobian(at.p, g @ at.v.u.mT)
     return (
         at.q.derivative(ds @ at.k.u),
-        at.k.derivative(own_weight(ds) * at.q.u),
-        at.v.derivative(own_weight(at.p) * g),
+        at.k.derivative(diagonal_column(ds) * at.q.u),
+        at.v.derivative(diagonal_column(at.p) * g),
     )

@@ -107,7 +107,7 @@ def l2_attention_vjp(
     return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
 
 
-def own_token_product(
+def diagonal_block_product(
     q: Float[Tensor, "*#batch heads tokens d_head"],
     p: Float[Tensor, "*#batch heads tokens tokens"],
     dq: Float[Tensor, "*#batch heads tokens d_head"],
@@ -118,10 +118,10 @@ def own_token_product(
     """
     k = _shifted(q)
     spread = softmax_jacobian(p, dq @ k.mT) @ k
-    return own_weight(p) * dq + (2 / math.sqrt(q.shape[-1])) * spread
+    return diagonal_column(p) * dq + (2 / math.sqrt(q.shape[-1])) * spread
 
 
-def own_weight(p: Float[Tensor, "*batch tokens tokens"]) -> Float[Tensor, "*batch tokens 1"]:
+def diagonal_column(p: Float[Tensor, "*batch tokens tokens"]) -> Float[Tensor, "*batch tokens 1"]:
     """The diagonal, as a column."""
     return p.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 

@@ -13,7 +13,7 @@ from invformer.nn import (
     InvertibleStack,
     L2Attention,
     RelativePositionBias,
-    loud_channels,
+    written_channels,
 )
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
@@ -58,7 +58,7 @@ def contractive_model(
         )
         scalings = (None, None)
         if scaled:
-            scalings = tuple(DiagonalScaling(WIDTH, c) for c in loud_channels(WIDTH, index))
+            scalings = tuple(DiagonalScaling(WIDTH, c) for c in written_channels(WIDTH, index))
         d_norm = WIDTH if norm and not scaled else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, input_radius, scalings))
     kind = "causal" if certificate == "causal" else "global"

@@ -189,7 +189,7 @@ def test_the_causal_certificate_allows_more_than_token_max_does() -> None:
     assert heads["causal"].lipschitz_bound("token_max") > heads["causal"].lipschitz_target
 
 
-def test_the_theorem_of_the_own_token_survives_an_attack_and_is_nearly_attained() -> None:
+def test_the_theorem_of_the_diagonal_block_survives_an_attack_and_is_nearly_attained() -> None:
     # Gradient ascent on ‖dY_i‖ against ‖[τ dz_Q, τ dz_K/2, dz_V]‖ over points, bias and directions.
     generator = torch.Generator().manual_seed(2)
     worst = 0.0
@@ -200,7 +200,7 @@ def test_the_theorem_of_the_own_token_survives_an_attack_and_is_nearly_attained(
             bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
             optimiser = torch.optim.Adam([z, dz, bias], lr=0.05)
             for _ in range(150):
-                ratio = own_token_ratio(z, dz, bias, tau)
+                ratio = diagonal_block_ratio(z, dz, bias, tau)
                 assert ratio <= 1
                 worst = max(worst, ratio.item())
                 optimiser.zero_grad()
@@ -209,7 +209,7 @@ def test_the_theorem_of_the_own_token_survives_an_attack_and_is_nearly_attained(
     assert worst > 0.9
 
 
-def own_token_ratio(
+def diagonal_block_ratio(
     z: torch.Tensor, dz: torch.Tensor, bias: torch.Tensor, tau: float
 ) -> torch.Tensor:
     """‖dY‖ of the first token's row as only its own projections move, over the theorem's bound."""

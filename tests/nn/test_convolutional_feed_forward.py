@@ -96,7 +96,7 @@ def test_true_constants_stay_below_local_bounds_below_certificates(
         assert own <= made.causal_bound() <= TARGET
 
 
-def test_what_earlier_tokens_enter_with_costs_the_own_token_nothing() -> None:
+def test_what_earlier_tokens_enter_with_costs_the_diagonal_block_nothing() -> None:
     made = layer()
     before, whole = made.causal_bound(), made.lipschitz_bound("token_max")
     with torch.no_grad():

@@ -13,7 +13,7 @@ from invformer.errors import NonFiniteError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.nn import certify, enforce
 from invformer.nn.affine import affine
-from invformer.nn.scaling import INITIAL_LOUDNESS
+from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
 from tests.nn.builders import (
@@ -48,7 +48,7 @@ def test_a_block_is_its_formula(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", MODELS)
-def test_what_a_branch_adds_to_the_stream_contracts_in_its_metric(options: dict) -> None:
+def test_what_a_branch_adds_to_the_stream_contracts_in_its_weighted_norm(options: dict) -> None:
     model = trained_a_little(scaled_model(**options))
     certificate = certify(model, dtype=torch.float64)
     x = model.embedding(random_tokens(1)).detach()
@@ -80,24 +80,24 @@ def test_in_plain_coordinates_a_branch_may_be_far_from_a_contraction() -> None:
     assert not certify(contractive_model()).conditions
 
 
-def test_at_first_a_branch_reads_what_is_there_and_is_loud_where_it_should_be() -> None:
+def test_at_first_a_branch_writes_much_to_its_own_channels_and_reads_the_others() -> None:
     torch.manual_seed(0)
     model = scaled_model()
     x = model.embedding(random_tokens(8)).detach()
     layer = model.stack.blocks[0].attention
-    metric, branch = layer.scaling, layer.branch
-    loud = torch.zeros(WIDTH, dtype=torch.bool)
-    loud[metric.loud] = True
-    read = metric(x).flatten(0, 1)
+    scaling, branch = layer.scaling, layer.branch
+    to_these = torch.zeros(WIDTH, dtype=torch.bool)
+    to_these[scaling.written] = True
+    read = scaling(x).flatten(0, 1)
     torch.testing.assert_close(read.mean(0), torch.zeros(WIDTH), rtol=0, atol=1e-12)
     assert (read.std(0) <= 1 + 1e-12).all()
-    assert torch.equal(metric.log_scale == 0, ~loud & (x.flatten(0, 1).std(0) <= 1))
-    written = (branch(metric(x)) / metric.log_scale.exp()).flatten(0, 1).std(0)
-    # Asked while it is nearly deaf in those channels; what it then reads of them is little.
+    assert torch.equal(scaling.log_scale == 0, ~to_these & (x.flatten(0, 1).std(0) <= 1))
+    written = (branch(scaling(x)) / scaling.log_scale.exp()).flatten(0, 1).std(0)
+    # Measured while it reads little of those channels; it reads little of them afterwards, too.
     torch.testing.assert_close(
-        written[loud], torch.full((3,), INITIAL_LOUDNESS), rtol=0.2, atol=0.0
+        written[to_these], torch.full((3,), INITIAL_OUTPUT_DEVIATION), rtol=0.2, atol=0.0
     )
-    assert written[~loud].max() < 0.5 * INITIAL_LOUDNESS
+    assert written[~to_these].max() < 0.5 * INITIAL_OUTPUT_DEVIATION
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -136,8 +136,8 @@ def test_every_gradient_is_that_of_the_formula() -> None:
     model = scaled_model().train()
     tokens = random_tokens(2)
     model(tokens).logsumexp(-1).sum().backward()
-    step, metric = 1e-6, model.stack.blocks[0].feed_forward.scaling
-    for parameter in (metric.log_scale, metric.shift):
+    step, scaling = 1e-6, model.stack.blocks[0].feed_forward.scaling
+    for parameter in (scaling.log_scale, scaling.shift):
         assert parameter.grad is not None
         with torch.no_grad():
             values = []
@@ -242,8 +242,8 @@ def test_characters_come_one_by_one_as_they_come_at_once(options: dict) -> None:
         torch.testing.assert_close(torch.cat(one_by_one, 1), model(tokens))
 
 
-def test_branches_are_loud_one_after_the_other_from_the_first_free_channel_on() -> None:
+def test_branches_write_one_after_the_other_from_the_first_free_channel_on() -> None:
     config = ModelConfig(d_model=12, num_heads=3, num_layers=2)
     stack = build_model(config, VOCAB, SEQ_LEN).stack
-    loud = [layer.scaling.loud.tolist() for _, layer in stack.residual_layers()]
-    assert loud == [[4, 5, 6], [7, 8, 9], [10, 11, 0], [1, 2, 3]]
+    to_these = [layer.scaling.written.tolist() for _, layer in stack.residual_layers()]
+    assert to_these == [[4, 5, 6], [7, 8, 9], [10, 11, 0], [1, 2, 3]]
