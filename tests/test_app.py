@@ -149,6 +149,7 @@ def test_accumulated_batches_make_one_step(tmp_path: Path, text_file: Path) -> N
     [
         "dot_product",
         "l2",
+        "reversible",
         "contractive_l2",
         "contractive_l2_paper",
         "contractive_bounded",
@@ -166,7 +167,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
     assert path == run / "evaluation.json"
     assert report["num_characters"] > 0
     assert report["bpc"] == pytest.approx(report["nats"] / 0.6931471805599453)
-    if preset in ("dot_product", "l2"):
+    if preset in ("dot_product", "l2", "reversible"):
         assert report["certificate"] is None
     else:
         assert max(report["certificate"]["per_branch"].values()) <= 0.7

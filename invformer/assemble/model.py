@@ -17,6 +17,7 @@ from invformer.evaluation.evaluate import evaluate
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
@@ -48,7 +49,8 @@ PAIR_BYTES, PAIR_SLACK, PAIR_PER_WEIGHT = 9, 2 << 30, 16
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
     """The language model a configuration asks for, freshly initialised."""
-    width, d_embedding = config.d_model, config.embedding_width
+    streams = 2 if config.name == "reversible" else 1
+    width, d_embedding = streams * config.d_model, streams * config.embedding_width
     embedding = CharEmbedding(vocab_size, seq_len, width, d_embedding)
     build_stack = build_invertible_stack if config.is_contractive else build_pre_norm_stack
     stack = build_stack(config, seq_len)
@@ -114,18 +116,22 @@ def build_contractive_attention(
 def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
     """The blocks of a baseline."""
     attention = L2Attention if config.name == "l2" else DotProductAttention
+    couples = config.name == "reversible"
+    make_block, make_stack = (
+        (CouplingBlock, CouplingStack) if couples else (PreNormBlock, PreNormStack)
+    )
     width, hidden = config.d_model, config.feed_forward_width
     blocks = []
     for _ in range(config.num_layers):
         position = build_position(config, seq_len)
-        block = PreNormBlock(
+        block = make_block(
             attention(width, config.num_heads, position, config.attention_kernel),
             FeedForward(width, hidden, config.activation, config.feed_forward_kernel),
             width,
             config.dropout,
         )
         blocks.append(block)
-    return PreNormStack(blocks)
+    return make_stack(blocks)
 
 
 def build_position(config: ModelConfig, seq_len: int) -> CausalMask:

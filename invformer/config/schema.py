@@ -20,7 +20,7 @@ NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
 DEVICES = "auto, cpu, mps, cuda or cuda:INDEX"
 CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
 
-AttentionName = Literal["dot_product", "l2", "contractive_l2", "contractive_bounded"]
+AttentionName = Literal["dot_product", "l2", "reversible", "contractive_l2", "contractive_bounded"]
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
 CorpusName = Literal[
     "python_docs", "python_stdlib", "text_file",
@@ -42,7 +42,7 @@ class ModelConfig(Section):
     key: ClassVar[str] = "model"
     name: AttentionName = option("contractive_l2", "attention; contractive_* can be inverted")
     certificate: CertificateName | None = option("token_max", "theorem; null for the baselines")
-    d_model: int = option(96, "width of the residual stream, channels", "[1, 1e5]")
+    d_model: int = option(96, "width of the residual stream or streams", "[1, 1e5]")
     num_heads: int = option(4, "attention heads, a divisor of d_model", "[1, 1e4]")
     d_head: int | None = option(None, "channels of a head; null is d_model // num_heads", SIZE)
     num_layers: int = option(4, "blocks, each of attention and feed-forward", "[1, 1e4]")

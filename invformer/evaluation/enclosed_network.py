@@ -20,6 +20,7 @@ from invformer.evaluation.enclosed_branches import (
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention, side_by_side
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.coupling import CouplingBlock
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.scaling import ActivationNorm, ScalingWeights
@@ -205,7 +206,24 @@ def layers_of(
             weights = inner.weights() if isinstance(inner, LipschitzBranch) else None
             branch = enclosed_branch(f"block_{index:02d}/{name}", inner, length, weights)
             branch.prepare = partial(layer_norm, norm=layer.norm)
+            if isinstance(block, CouplingBlock):
+                couple(branch, layer.norm, adds_to=0 if name == "attention" else 1)
             yield branch, None
+
+
+def couple(branch: Branch, norm: nn.LayerNorm, adds_to: int) -> None:
+    """Let a branch add to one half of the channels, and read the other half."""
+    empty = [0, norm.normalized_shape[0]]
+    pads = tuple(reversed(empty) if adds_to else empty)
+
+    def widened(t: Tensor) -> Tensor:
+        return nn.functional.pad(t, pads)
+
+    *reads, output = branch.weights
+    branch.weights = [*reads, output.map(widened)]
+    branch.terms = [term.map(widened) for term in branch.terms]
+    branch.prepare = lambda x: layer_norm(x.map(lambda t: t.chunk(2, -1)[1 - adds_to]), norm)
+    branch.set_split(branch.split)
 
 
 def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> Branch:

@@ -79,9 +79,15 @@ def residual_branches(
         return
     for index, block in enumerate(model.stack.blocks):
         assert isinstance(block, PreNormBlock)
-        for name, branch in (("attention", block.attention), ("feed_forward", block.feed_forward)):
-            yield f"block_{index:02d}/{name}", branch, x
-            x = x + branch(x)
+        seen: list[tuple[PreNormBranch, Tensor]] = []
+
+        def apply(branch: PreNormBranch, x: Tensor, seen: Any = seen) -> Tensor:
+            seen.append((branch, x))
+            return branch(x)
+
+        x = block.compose(x, apply)
+        for name, (branch, at) in zip(("attention", "feed_forward"), seen, strict=True):
+            yield f"block_{index:02d}/{name}", branch, at
 
 
 def acts_per_token(branch: Branch) -> bool:

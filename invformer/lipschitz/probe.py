@@ -19,6 +19,7 @@ from invformer.lipschitz.jacobians import (
 )
 from invformer.lipschitz.power_iteration import LipschitzEstimate, PowerIteration
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.coupling import CouplingStack
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
@@ -74,7 +75,8 @@ class LipschitzProbe:
         weight = model.embedding.position
         like = {"dtype": weight.dtype, "device": weight.device}
         self.has_started = False
-        size = (*tokens.shape, model.head.in_features)
+        streams = 2 if isinstance(model.stack, CouplingStack) else 1
+        size = (*tokens.shape, model.head.in_features // streams)
         norm: Norm = "token_max" if self.measured == "diagonal_block" else self.measured
         self.parts: list[Part] = []
         for index, part in enumerate(PARTS):

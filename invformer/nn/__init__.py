@@ -3,6 +3,7 @@
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.certificate import Certificate, NoCertificateError, certify, enforce
+from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
@@ -21,6 +22,8 @@ __all__ = [
     "CharTransformer",
     "ContractiveFeedForward",
     "ContractiveL2Attention",
+    "CouplingBlock",
+    "CouplingStack",
     "DiagonalScaling",
     "DotProductAttention",
     "FeedForward",

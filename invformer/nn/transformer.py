@@ -1,7 +1,7 @@
 """The character-level language model: embedding, a stack of blocks, a free head."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,8 +121,12 @@ class PreNormBlock(nn.Module):
 
     def forward(self, x: Tokens) -> Tokens:
         """Apply both residual branches."""
-        x = x + self.dropout(self.attention(x))
-        return x + self.dropout(self.feed_forward(x))
+        return self.compose(x, lambda branch, x: self.dropout(branch(x)))
+
+    def compose(self, x: Tokens, apply: Callable[[PreNormBranch, Tokens], Tokens]) -> Tokens:
+        """The block made of ``apply(branch, input)`` of both branches."""
+        x = x + apply(self.attention, x)
+        return x + apply(self.feed_forward, x)
 
 
 class PreNormStack(nn.Module):
@@ -251,8 +255,7 @@ class CharTransformer(nn.Module):
         else:
             for block in self.stack.blocks:
                 assert isinstance(block, PreNormBlock)
-                for branch in (block.attention, block.feed_forward):
-                    x = x + next_outputs(branch.inner, branch.norm(x))
+                x = block.compose(x, lambda branch, x: next_outputs(branch.inner, branch.norm(x)))
         return self.predict(x)
 
     @torch.no_grad()

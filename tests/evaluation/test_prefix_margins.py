@@ -29,6 +29,7 @@ from tests.nn.builders import (
     baseline,
     contractive_model,
     convolutional_baseline,
+    coupling,
     l2_baseline,
     model_of_the_past,
     random_tokens,
@@ -202,7 +203,12 @@ def test_errors_of_inner_numbers_are_carried_to_the_top(
     assert (away / found.radius).max() > 0.2
 
 
-BASELINES = {"dot product": baseline, "free l2": l2_baseline, "kernel": convolutional_baseline}
+BASELINES = {
+    "dot product": baseline,
+    "free l2": l2_baseline,
+    "kernel": convolutional_baseline,
+    "coupling": coupling,
+}
 
 
 @pytest.mark.parametrize("make", BASELINES.values(), ids=BASELINES)

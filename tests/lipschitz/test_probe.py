@@ -22,6 +22,7 @@ from tests.nn.builders import (
     baseline,
     contractive_model,
     convolutional_baseline,
+    coupling,
     l2_baseline,
     random_tokens,
     scaled_model,
@@ -41,6 +42,7 @@ MODELS = {
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
     "dot product": baseline,
+    "coupling": coupling,
     "l2": l2_baseline,
     "convolution": convolutional_baseline,
 }

@@ -6,6 +6,8 @@ from invformer.nn import (
     BoundedAttention,
     ContractiveFeedForward,
     ContractiveL2Attention,
+    CouplingBlock,
+    CouplingStack,
     DiagonalScaling,
     DotProductAttention,
     FeedForward,
@@ -92,11 +94,16 @@ def scaled_model(
 
 
 def baseline(
-    attention: type = DotProductAttention, dropout: float = 0.0, kernel: int = 1
+    attention: type = DotProductAttention,
+    dropout: float = 0.0,
+    kernel: int = 1,
+    block: type[PreNormBlock] = PreNormBlock,
+    stack: type[PreNormStack] = PreNormStack,
+    streams: int = 1,
 ) -> CharTransformer:
     """A tiny pre-norm baseline."""
     blocks = [
-        PreNormBlock(
+        block(
             attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN)),
             FeedForward(WIDTH, 2 * WIDTH, kernel=kernel),
             WIDTH,
@@ -104,8 +111,14 @@ def baseline(
         )
         for _ in range(LAYERS)
     ]
-    embedding = CharEmbedding(VOCAB, SEQ_LEN, WIDTH, WIDTH)
-    return CharTransformer(embedding, PreNormStack(blocks), VOCAB, WIDTH)
+    width = streams * WIDTH
+    embedding = CharEmbedding(VOCAB, SEQ_LEN, width, width)
+    return CharTransformer(embedding, stack(blocks), VOCAB, width)
+
+
+def coupling() -> CharTransformer:
+    """Additive couplings, two streams of the baseline's width."""
+    return baseline(block=CouplingBlock, stack=CouplingStack, streams=2)
 
 
 def l2_baseline() -> CharTransformer:

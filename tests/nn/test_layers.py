@@ -31,6 +31,7 @@ from tests.nn.builders import (
     baseline,
     contractive_model,
     convolutional_baseline,
+    coupling,
     l2_baseline,
     model_of_the_past,
     random_tokens,
@@ -189,6 +190,7 @@ SEQUENTIAL = [
     scaled_model,
     baseline,
     convolutional_baseline,
+    coupling,
     l2_baseline,
 ]
 
