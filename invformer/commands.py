@@ -97,14 +97,16 @@ def evaluate(argv: Sequence[str] | None = None) -> None:
         from invformer.evaluation.evaluate import keep_report
         from invformer.evaluation.report import print_table
         from invformer.kernels.host import keep_freed_memory
+        from invformer.page import keep_page
 
         keep_freed_memory()
         report, latest = evaluate_checkpoint(config)
         try:
             path = keep_report(report, latest)
+            page = keep_page(report, path, latest)
         finally:  # the measurements are not lost to a full disk
             print_table(report, config.verbose)
-        print(f"written to {path}")
+        print(f"written to {path} and {page}")
 
     run(EvaluateConfig, work, argv)
 

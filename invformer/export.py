@@ -17,6 +17,7 @@ from invformer.config import from_dict, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, StorageError
+from invformer.evaluation.report import certificate_sentences
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
 
@@ -159,7 +160,7 @@ def model_card(
             "metrics": [{"type": "bits_per_character", "value": round(evaluation["bpc"], 4)}],
         }
         head["model-index"] = [{"name": "invformer", "results": [result]}]
-    lines += ["", "## Certificate", "", *certificate_text(certificate)]
+    lines += ["", "## Certificate", "", "\n\n".join(certificate_sentences(certificate))]
     lines += [
         "", "## Use", "", "```python", "import invformer", "",
         'model = invformer.load("this folder")  # proves the certificate again',
@@ -167,22 +168,3 @@ def model_card(
     ]  # fmt: skip
     front = yaml.safe_dump(head, sort_keys=False)
     return "\n".join(["---", front.rstrip(), "---", "", "# invformer model", "", *lines])
-
-
-def certificate_text(certificate: dict[str, Any] | None) -> list[str]:
-    """The certificate in words, and its limits."""
-    if certificate is None:
-        return ["None: this is a baseline without Lipschitz bound."]
-    bound = max(certificate["per_branch"].values())
-    causal = certificate["kind"] == "causal"
-    constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
-    weighted = "a learned weighted " if certificate["conditions"] else "the "
-    return [
-        f"The {constant} of every residual branch is proven to be at most {bound:.6f} in "
-        f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "
-        f"up to {certificate['seq_len']} tokens and weights in {certificate['dtype']}. The stack "
-        "between embedding and final LayerNorm can therefore be inverted by fixed-point iteration.",
-        "",
-        "The certificate says nothing about the LayerNorm and head above the stack, and no small "
-        "constant of the whole network follows from it.",
-    ]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from invformer.config import command_line
 from invformer.config.schema import (
     DataConfig,
     EvaluateConfig,
@@ -30,17 +31,19 @@ from invformer.errors import (
     NonFiniteError,
     StorageError,
 )
-from invformer.evaluation.inversion import InversionReport, invert_text
-from invformer.evaluation.likelihood import Likelihood, score
+from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import write_json
+from invformer.evaluation.round_trip import marks
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import LINK
 
 NGRAM_ORDER = 5
+PROMPT, SAMPLE = 16, 200  # characters that are given, and that the model adds
 # Characters generated to time it, and texts generated at once.
 MOST_GENERATED = 256
 TEXTS_TOGETHER = 32
@@ -70,7 +73,8 @@ def evaluate(
     Returns:
         The report as a nested plain dict.
     """
-    device = next(model.parameters()).device
+    parameters = list(model.parameters())
+    device = parameters[0].device
     data = evaluated_data(trained.data, config.data)
     split = config.data.split or data.split
     corpus = read_corpus(data)
@@ -105,6 +109,8 @@ def evaluate(
         "step": checkpoint.step,
         "command": checkpoint.metadata.get("command"),
         "commit": checkpoint.metadata.get("commit"),
+        "evaluated_with": command_line(config),
+        "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
         "bpc": likelihood.bpc,
         "nats": likelihood.nats,
         "num_characters": likelihood.num_characters,
@@ -127,17 +133,21 @@ def evaluate(
         "certificate": None if certificate is None else certificate.to_dict(),
         "local_lipschitz": {},
         "inversion": None,
-        "perf": {"forward_characters_per_second": rate(likelihood.num_characters, likelihood)},
+        "sample": sample_text(model, vocabulary, tokens),
+        "perf": {
+            "forward_characters_per_second": likelihood.num_characters / likelihood.seconds,
+        },
     }
     if measure.lipschitz_sequences:
         probe = first_sequences(tokens, seq_len, measure.lipschitz_sequences).to(device)
         report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
     if certificate is not None and measure.inversion_sequences:
-        inversion = invert_split(model, tokens, certificate, measure, device)
-        report["inversion"] = asdict(inversion)
-        inverted = tokens[: inversion.num_characters]
-        report["inversion"]["unknown_rate"] = (inverted == 0).double().mean().item()
-        report["perf"] |= inversion_rates(inversion)
+        sequences = first_sequences(tokens, seq_len, measure.inversion_sequences).to(device)
+        report["inversion"] = inversion = inverted(
+            model, vocabulary, sequences, certificate, measure
+        )
+        rate = inversion["num_characters"] / inversion["seconds_inverse"]
+        report["perf"]["inverse_characters_per_second"] = rate
     report["perf"] |= {
         "generate_characters_per_second": generation_rate(model, tokens, 1, device),
         f"generate_{TEXTS_TOGETHER}_texts_characters_per_second": generation_rate(
@@ -265,16 +275,15 @@ def first_sequences(tokens: Tensor, seq_len: int, count: int) -> Tensor:
     return tokens[: count * length].long().view(count, length)
 
 
-def invert_split(
+def inverted(
     model: CharTransformer,
-    tokens: Tensor,
+    vocabulary: Vocabulary,
+    sequences: Tensor,
     certificate: Certificate,
     measure: MeasureConfig,
-    device: torch.device,
-) -> InversionReport:
-    """Round trip of the split's first sequences."""
-    sequences = first_sequences(tokens, model.seq_len, measure.inversion_sequences).to(device)
-    _, report = invert_text(
+) -> dict[str, Any]:
+    """Round trip of some sequences: the report's numbers, and each text beside the recovered."""
+    decoded, report = invert_text(
         model,
         sequences,
         certificate,
@@ -282,18 +291,22 @@ def invert_split(
         atol=measure.atol,
         timed=True,
     )
-    return report
+    found = asdict(report)
+    texts = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, decoded))
+    found["texts"] = [
+        {"text": text, "recovered": recovered, "marks": marks(text, recovered, proven)}
+        for text, recovered, proven in zip(*texts, found.pop("proven"), strict=True)
+    ]
+    found["unknown_rate"] = (sequences == 0).double().mean().item()
+    return found
 
 
-def inversion_rates(report: InversionReport) -> dict[str, float]:
-    """Characters per second of the inverse."""
-    assert report.seconds_inverse is not None
-    return {"inverse_characters_per_second": report.num_characters / report.seconds_inverse}
-
-
-def rate(num_characters: int, likelihood: Likelihood) -> float:
-    """Characters per second of the scoring forward passes."""
-    return num_characters / max(likelihood.seconds, 1e-9)
+def sample_text(model: CharTransformer, vocabulary: Vocabulary, tokens: Tensor) -> dict[str, str]:
+    """The first characters of a split, and how the model continues them."""
+    prompt = tokens[:PROMPT].long().to(model.head.weight.device)
+    generator = torch.Generator(device=prompt.device).manual_seed(0)
+    text = model.generate(prompt, SAMPLE, generator=generator)[len(prompt) :]
+    return {"prompt": vocabulary.decode(prompt.cpu()), "text": vocabulary.decode(text.cpu())}
 
 
 def generation_rate(

@@ -37,6 +37,7 @@ class InversionReport:
             None if that was not asked for.
         margin, arithmetic_error, distance, radius: the least margin, the largest arithmetic error
             and distance, and the least radius of any character, as that proof has them.
+        proven: whether each character is, one list a sequence.
         unproven: why nothing was proven, if the rounding of this model is not bounded.
         num_characters: how many characters were inverted.
         dtype: arithmetic of forward pass and iteration.
@@ -62,6 +63,7 @@ class InversionReport:
     arithmetic_error: float | None
     distance: float | None
     radius: float | None
+    proven: list[list[bool]] | None
     unproven: str | None
     num_characters: int
     dtype: str
@@ -155,6 +157,7 @@ def invert_text(
         arithmetic_error=evidence and evidence.arithmetic_error.max().item(),
         distance=evidence and evidence.distance.max().item(),
         radius=evidence and evidence.radius.min().item(),
+        proven=evidence and evidence.proven.tolist(),
         unproven=evidence and evidence.reason,
         num_characters=tokens.numel(),
         dtype=str(dtype).removeprefix("torch."),

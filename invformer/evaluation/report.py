@@ -41,17 +41,7 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
     print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
     print_lines(headlines(report))
     print()
-    context = report["context"]
-    print_lines(
-        [
-            ("nats per character", f"{report['nats']:.4f}"),
-            ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
-            ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
-            ("unknown symbols", f"{data['unknown_rate']:.2%} of the text"),
-            *certificate_lines(report["certificate"], verbose),
-            *inversion_lines(report["inversion"], verbose),
-        ]
-    )
+    print_lines(details(report, verbose))
     print_branches(report["local_lipschitz"])
 
 
@@ -66,22 +56,21 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """At most six lines that say how good, how certain and how fast the model is."""
     certificate, inversion, data = report["certificate"], report["inversion"], report["data"]
     ngram, perf = report["ngram"], report["perf"]
-    unknown = inversion and inversion["unknown_rate"]
     beside = f"  ({ngram['order']}-gram: {ngram['bpc']:.4f})" if ngram else ""
     lines = [(f"{data['split']} bpc", f"{report['bpc']:.4f}{beside}")]
-    if data["unknown_rate"] > 0.001:
-        rate = f"{data['unknown_rate']:.1%} of the text is unknown to this vocabulary"
-        lines.append(("another text", f"{rate} and counts as one symbol"))
+    unknown = f"{data['unknown_rate']:.1%} of the text is unknown to this vocabulary"
+    if not data["same_as_training"]:
+        lines.append(("another text", f"{data['name']}, not trained on; {unknown}"))
     if certificate is None:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
         bound = max(certificate["per_branch"].values())
         lines.append(("every branch proven", f"≤ {bound:.6f} in {certified_norm(certificate)}"))
     if inversion is not None:
-        symbols = "symbols" if unknown else "characters"
+        symbols = "symbols" if inversion["unknown_rate"] else "characters"
         recovered = f"{inversion['characters_recovered']:.2%} of the {symbols} recovered"
         said = f"{recovered}, {inversion['characters_proven']:.2%} proven"
-        lines.append(("inversion", f"{said}; {unknown:.1%} are unknown" if unknown else said))
+        lines.append(("inversion", f"{said}; {unknown}" if inversion["unknown_rate"] else said))
     measured = [
         (row["estimate"], name)
         for norm, rows in report["local_lipschitz"].items()
@@ -99,6 +88,37 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         if f"{key}_characters_per_second" in perf
     ]
     return [*lines, ("characters per second", ", ".join(rates))]
+
+
+def details(report: Mapping[str, Any], verbose: bool = False) -> list[tuple[str, str]]:
+    """The numbers behind the headlines."""
+    context = report["context"]
+    return [
+        ("nats per character", f"{report['nats']:.4f}"),
+        ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
+        ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
+        ("unknown symbols", f"{report['data']['unknown_rate']:.2%} of the text"),
+        *certificate_lines(report["certificate"], verbose),
+        *inversion_lines(report["inversion"], verbose),
+    ]
+
+
+def certificate_sentences(certificate: Mapping[str, Any] | None) -> list[str]:
+    """The certificate in words, and what it does not say."""
+    if certificate is None:
+        return ["Nothing: this is a baseline without a Lipschitz bound."]
+    bound = max(certificate["per_branch"].values())
+    causal = certificate["kind"] == "causal"
+    constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
+    weighted = "a learned weighted " if certificate["conditions"] else "the "
+    return [
+        f"The {constant} of every residual branch is proven to be at most {bound:.6f} in "
+        f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "
+        f"up to {certificate['seq_len']} tokens and weights in {certificate['dtype']}. The stack "
+        "between embedding and final LayerNorm can therefore be inverted by fixed-point iteration.",
+        "The certificate says nothing about the LayerNorm and head above the stack, and no small "
+        "constant of the whole network follows from it.",
+    ]
 
 
 def certified_norm(certificate: Mapping[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """A text beside the text recovered from its states: damage on the way, and what is shown of it."""
 
+from collections.abc import Iterable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -32,15 +34,20 @@ def perturb(
     return z
 
 
-def print_side_by_side(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
-    """Print original, recovered text and a mark for each character, under one another.
+def marks(text: str, recovered: str, proven: Iterable[bool]) -> str:
+    """For each character ``✗`` if it is wrong, ``✓`` if it is proven, else ``·``."""
+    return "".join(
+        "✗" if a != b else "✓" if sure else "·"
+        for a, b, sure in zip(text, recovered, proven, strict=True)
+    )
 
-    The marks: ``✓`` proven, ``·`` not proven, ``✗`` wrong.
-    """
-    wrong = [text is not None and a != b for a, b in zip(text or recovered, recovered, strict=True)]
-    marks = "".join("✗" if w else "✓" if p else "·" for w, p in zip(wrong, proven, strict=True))
+
+def print_side_by_side(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
+    """Print original, recovered text and :func:`marks`, under one another."""
+    rows = [("recovered", recovered), ("proven", marks(text or recovered, recovered, proven))]
+    if text is not None:
+        rows.insert(0, ("text", text))
     for start in range(0, len(recovered), WIDTH):
-        part = slice(start, start + WIDTH)
-        rows = [("recovered", recovered), ("proven", marks)]
-        for name, row in [("text", text), *rows] if text is not None else rows:
-            print(f"  {name:<10} {printable(row[part].translate(LINE_BREAKS))}")
+        for name, row in rows:
+            part = row[start : start + WIDTH].translate(LINE_BREAKS)
+            print(f"  {name:<10} {printable(part)}")

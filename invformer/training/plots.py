@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -16,24 +17,27 @@ if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is s
     from matplotlib.figure import Figure
 
 Series = tuple[list[int], list[float]]
+Constants = Mapping[str, float | None]
 
 PREFIX, SUFFIX = "lipschitz_branches/", "/estimate"
 SMOOTHED_SHARE = 0.02  # of the run: the mean of a noisy curve is over this share of its steps
-SHADES = {"estimate": "0.25", "local_bound": "0.6", "bound": "0.85"}
+BARS = {"estimate": "0.2", "local_bound": "0.5", "bound": "0.8", "target": "white"}
 
 
-def plot_run(metrics: Path, folder: Path, sample: str = "") -> Path:
+def plot_run(metrics: Path, folder: Path, sample: str = "", ngram: float | None = None) -> Path:
     """Draw ``summary.png`` of a run and return its path.
 
     Args:
         metrics: the run's metrics.jsonl.
         folder: where the picture goes.
         sample: a text that the model generated.
+        ngram: bits per character of a 5-gram on the validation split.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    return save(draw_summary(read_curves(metrics), sample), folder / "summary.png")
+    figure = draw_summary(read_curves(metrics), sample, ngram)
+    return save(figure, folder / "summary.png")
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -49,19 +53,23 @@ def read_curves(metrics: Path) -> dict[str, Series]:
     return curves
 
 
-def draw_summary(curves: Mapping[str, Series], sample: str = "") -> "Figure":
+def draw_summary(
+    curves: Mapping[str, Series], sample: str = "", ngram: float | None = None
+) -> "Figure":
     """Bits per character, constants of every branch, their course, and inversion in words."""
     figure = empty_figure(11, 7)
     (likelihood, bars), (course, words) = figure.subplots(2, 2)
-    draw_bits_per_character(likelihood, curves)
-    draw_branches(bars, curves)
+    draw_bits_per_character(likelihood, curves, ngram)
+    draw_constants(bars, last_constants(curves))
     draw_course(course, curves)
     words.axis("off")
     words.text(0, 1, in_words(curves, sample), va="top", family="monospace", size=9)
     return figure
 
 
-def draw_bits_per_character(axes: "Axes", curves: Mapping[str, Series]) -> None:
+def draw_bits_per_character(
+    axes: "Axes", curves: Mapping[str, Series], ngram: float | None = None
+) -> None:
     """Training, as a running mean, and validation; the axis leaves out the first tenth's fall."""
     shown: list[float] = []
     if "train/bpc" in curves:
@@ -75,6 +83,9 @@ def draw_bits_per_character(axes: "Axes", curves: Mapping[str, Series]) -> None:
         label = f"validation, whole split: {values[-1]:.3f}"
         axes.plot(steps, values, color="black", marker="o", markersize=4, label=label)
         shown += values
+    if ngram is not None:
+        axes.axhline(ngram, color="black", linestyle=":", label=f"5-gram: {ngram:.3f}")
+        shown.append(ngram)
     shown = [value for value in shown if math.isfinite(value)]
     if shown and max(shown) > min(shown):
         room = 0.1 * (max(shown) - min(shown))
@@ -84,27 +95,43 @@ def draw_bits_per_character(axes: "Axes", curves: Mapping[str, Series]) -> None:
         axes.legend()
 
 
-def draw_branches(axes: "Axes", curves: Mapping[str, Series]) -> None:
-    """Estimate ≤ local bound ≤ bound ≤ target of every branch, as last measured."""
+def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
+    """Estimate, local bound, bound and target of every branch, as last measured."""
     names = sorted(
         key.removeprefix(PREFIX).removesuffix(SUFFIX)
         for key in curves
         if key.startswith(PREFIX) and key.endswith(SUFFIX)
     )
-    width = 0.8 / len(SHADES)
-    for index, (what, shade) in enumerate(SHADES.items()):
-        found = [(i, PREFIX + f"{n}/{what}") for i, n in enumerate(names)]
-        found = [(i, curves[key][1][-1]) for i, key in found if key in curves]
+    keys = {n: {what: f"{PREFIX}{n}/{what}" for what in BARS} for n in names}
+    for of_branch in keys.values():
+        of_branch["target"] = "lipschitz/target"
+    return {
+        short(name): {what: curves[key][1][-1] for what, key in of_branch.items() if key in curves}
+        for name, of_branch in keys.items()
+    }
+
+
+def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
+    """Estimate ≤ local bound ≤ bound ≤ target as bars side by side, for every name.
+
+    Args:
+        axes: where to draw.
+        constants: per name the numbers by the keys of :data:`BARS`; None or no key for what is not
+            known.
+    """
+    width = 0.8 / len(BARS)
+    for index, (what, shade) in enumerate(BARS.items()):
+        found = [(i, value) for i, c in enumerate(constants.values()) if (value := c.get(what))]
         if found:
             places, heights = zip(*found, strict=True)
-            left = [place + (index - 1) * width for place in places]
-            axes.bar(left, heights, width, color=shade, label=what.replace("_", " "))
-    if "lipschitz/target" in curves:
-        target = curves["lipschitz/target"][1][-1]
-        axes.axhline(target, color="black", linestyle=":", label=f"target {target:g}")
-    axes.set_xticks(range(len(names)), [short(name) for name in names], rotation=90, size=8)
+            left = [place + (index - 1.5) * width for place in places]
+            style = {"color": shade, "edgecolor": "black", "linewidth": 0.6}
+            axes.bar(left, heights, width, label=what.replace("_", " "), **style)
+    upright = len(constants) > 8
+    names = [n if upright else re.sub(" |(?<=-)", "\n", n) for n in constants]
+    axes.set_xticks(range(len(names)), names, rotation=90 if upright else 0, size=8)
     axes.set(ylabel="Lipschitz constant of each branch")
-    if names:
+    if constants:
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False)
 
 
@@ -134,7 +161,7 @@ def in_words(curves: Mapping[str, Series], sample: str) -> str:
         ]
     if sample:
         shown = [textwrap.wrap(line, 52) or [""] for line in sample.splitlines()]
-        lines += ["A sample:", *(f"  {line}" for part in shown for line in part)][:16]
+        lines += ["A sample:", *(f"  {line}" for part in shown for line in part)][:14]
     return "\n".join(lines).replace("$", r"\$")
 
 
@@ -176,13 +203,18 @@ def empty_figure(width: float, height: float) -> "Figure":
     return figure
 
 
+def as_png(figure: "Figure") -> bytes:
+    """A figure as the content of a PNG file."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    return image.getvalue()
+
+
 def save(figure: "Figure", path: Path) -> Path:
     """Write a figure as PNG.
 
     Raises:
         StorageError: the file cannot be written.
     """
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    replace_file(path, image.getvalue())
+    replace_file(path, as_png(figure))
     return path

@@ -53,11 +53,23 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
     bars = draw_summary(curves).axes[1]
     heights = [[bar.get_height() for bar in container] for container in bars.containers]
-    assert heights == [[level] * len(BRANCHES) for level in LEVELS.values()]
-    (target,) = bars.lines
-    assert set(target.get_ydata()) == {0.7}
-    names = [label.get_text() for label in bars.get_xticklabels()]
-    assert names == ["0 attention", "0 feed-forward", "1 attention", "1 feed-forward"]
+    assert heights == [[level] * len(BRANCHES) for level in (*LEVELS.values(), 0.7)]
+    names = [label.get_text().replace("\n", " ") for label in bars.get_xticklabels()]
+    assert names == ["0 attention", "0 feed- forward", "1 attention", "1 feed- forward"]
+
+
+def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
+    curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
+    figure = draw_summary(curves, "a sample of 50 characters in a line, and some more " * 40, 1.5)
+    likelihood, bars, course, words = figure.axes
+    assert likelihood.get_ylim()[0] < 1.5  # the n-gram
+    assert bars.get_ylim()[1] > 0.7
+    assert course.get_ylim()[1] > 0.7
+    assert "more a" in words.texts[0].get_text()
+    figure.draw_without_rendering()
+    inside = figure.bbox.padded(1)
+    for axes in figure.axes:
+        assert all(inside.contains(*corner) for corner in axes.get_tightbbox().corners())
 
 
 def test_axes_are_named(tmp_path: Path) -> None:

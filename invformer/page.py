@@ -1,0 +1,217 @@
+"""An evaluation as one HTML file: pictures inside, no script, nothing from elsewhere."""
+
+import base64
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from html import escape
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from invformer.evaluation.report import certificate_sentences, details, headlines
+from invformer.runs.checkpoint import EVALUATION
+from invformer.runs.console import printable
+from invformer.runs.files import replace_file
+from invformer.runs.run_directory import METRICS
+from invformer.training.plots import (
+    Series,
+    as_png,
+    draw_bits_per_character,
+    draw_constants,
+    draw_course,
+    draw_summary,
+    empty_figure,
+    read_curves,
+    save,
+    short,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+HEAD = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy"
+      content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto;
+       padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+img { max-width: 100%; }
+table { border-collapse: collapse; margin: 1rem 0; }
+td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top; }
+th { white-space: nowrap; border-bottom: 1px solid #999; }
+.number { text-align: right; font-variant-numeric: tabular-nums; }
+pre { font: 14px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
+      background: #f6f6f6; padding: .8rem; margin: .3rem 0; }
+.two { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; }
+.proven { background: #d5efd5; } .wrong { background: #f7c4c4; } .open { background: #ececec; }
+</style>
+"""
+CLASSES = {"✓": "proven", "·": "open", "✗": "wrong"}
+Row = Sequence[str]
+
+
+def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
+    """The page of one evaluation.
+
+    Args:
+        report: as :func:`.evaluation.evaluate.evaluate` returns it.
+        curves: metrics of the run it belongs to, as :func:`.plots.read_curves` returns them; empty
+            if there is no run.
+    """
+    data, certificate, inversion = report["data"], report["certificate"], report["inversion"]
+    title = f"{report['checkpoint']} on {data['name']}, {data['split']}"
+    parts = [
+        f"<title>{shown(title)}</title>\n<h1>{shown(title)}</h1>",
+        table(headlines(report)),
+        picture(draw_figure(report, curves), "Bits per character; constants of every branch"),
+        "<h2>What is proven</h2>",
+        *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(certificate)),
+        f"<div class=two>{branch_tables(report)}</div>",
+    ]
+    if inversion is not None:
+        parts.append("<h2>The text that comes back</h2>")
+        parts.append(
+            "<p>Left is the text. Right is what was recovered from the states at the top of the "
+            "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
+            "<span class=wrong>wrong</span>. A character is proven if no text that differs in it, "
+            "or in an earlier one, could have these states, rounding included.</p>"
+        )
+        parts += [side_by_side(**one) for one in inversion["texts"]]
+    sample = report["sample"]
+    parts += [
+        "<h2>A sample</h2>",
+        f"<pre><b>{shown(sample['prompt'])}</b>{shown(sample['text'])}</pre>",
+        "<h2>How it was made</h2>",
+        table(provenance(report)),
+        "<h2>All numbers</h2>",
+        table(details(report, verbose=True)),
+    ]
+    return HEAD + "\n".join(parts) + "\n</html>\n"
+
+
+def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path:
+    """Write the page beside an evaluation and, if the text is the model's own, ``report.html``.
+
+    The run's ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
+
+    Args:
+        report: the evaluation.
+        evaluation: the JSON file in which it is kept.
+        latest: ``evaluation.json`` of the run.
+
+    Returns:
+        The page that a reader should open.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    curves: Mapping[str, Series] = {}
+    if latest.name == EVALUATION:
+        with suppress(OSError):  # a model without its run
+            curves = read_curves(latest.with_name(METRICS))
+    content = page(report, curves)
+    path = evaluation.with_suffix(".html")
+    replace_file(path, content)
+    if report["data"]["same_as_training"]:
+        path = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
+        replace_file(path, content)
+        if curves:
+            sample = "".join(report["sample"].values())
+            figure = draw_summary(curves, sample, ngram_of_run(report))
+            save(figure, latest.with_name("summary.png"))
+    return path
+
+
+def shown(value: object) -> str:
+    """A value as HTML text; control characters are shown, not sent."""
+    return escape(printable(str(value)))
+
+
+def table(rows: Iterable[Row], header: Row = ()) -> str:
+    """Names on the left, values beside them; under a header values are numbers."""
+    style = " class=number" if header else ""
+    lines = ["<tr>" + "".join(f"<th>{shown(cell)}" for cell in header)] if header else []
+    for name, *values in rows:
+        lines.append(f"<tr><td>{shown(name)}" + "".join(f"<td{style}>{shown(v)}" for v in values))
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def branch_tables(report: Mapping[str, Any]) -> str:
+    """Estimate, local bound and bound of every branch, one table a norm."""
+    keys = ("estimate", "local_bound", "bound")
+    return "\n".join(
+        table(
+            (
+                (name, *("–" if row[key] is None else f"{row[key]:.4f}" for key in keys))
+                for name, row in rows.items()
+            ),
+            header=(norm, "estimate ≤", "local bound ≤", "bound"),
+        )
+        for norm, rows in report["local_lipschitz"].items()
+    )
+
+
+def side_by_side(text: str, recovered: str, marks: str) -> str:
+    """A text, and the recovered one with every character marked."""
+    coloured = "".join(
+        f"<span class={CLASSES[mark]}>{shown(''.join(c for _, c in run))}</span>"
+        for mark, run in groupby(zip(marks, recovered, strict=True), key=lambda pair: pair[0])
+    )
+    return f"<div class=two><pre>{shown(text)}</pre><pre>{coloured}</pre></div>"
+
+
+def provenance(report: Mapping[str, Any]) -> list[Row]:
+    """Model, commands, commit and text."""
+    model, data = report["model"], report["data"]
+    rows = [
+        ("model", f"{model['name']}, {model['parameters']:,} parameters, step {report['step']}"),
+        ("trained with", report["command"]),
+        ("evaluated with", report["evaluated_with"]),
+        ("commit", report["commit"]),
+        ("text", f"{data['source']}, SHA-256 {data['sha256']}"),
+    ]
+    return [(name, value) for name, value in rows if value]
+
+
+def draw_figure(report: Mapping[str, Any], curves: Mapping[str, Series]) -> "Figure":
+    """Constants of every branch and, of a run, bits per character and the constants' course."""
+    constants = constants_of(report)
+    if not curves:
+        figure = empty_figure(9, 3.6)
+        draw_constants(figure.subplots(), constants)
+        return figure
+    figure = empty_figure(11, 7)
+    axes = figure.subplot_mosaic([["likelihood", "course"], ["constants", "constants"]])
+    draw_bits_per_character(axes["likelihood"], curves, ngram_of_run(report))
+    draw_course(axes["course"], curves)
+    draw_constants(axes["constants"], constants)
+    return figure
+
+
+def constants_of(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Constants of every branch, in the certificate's norm if that was measured."""
+    measured, certificate = report["local_lipschitz"], report["certificate"]
+    targets = {} if certificate is None else certificate["targets"]
+    norm = "token_max" if certificate is None else certificate["norm"]
+    norm = next((n for n in ("diagonal_block", norm) if n in measured), "token_max")
+    return {
+        short(name): {**row, "target": targets.get(name)}
+        for name, row in measured.get(norm, {}).items()
+    }
+
+
+def ngram_of_run(report: Mapping[str, Any]) -> float | None:
+    """Bits per character of the n-gram on the run's own validation split."""
+    data, ngram = report["data"], report["ngram"]
+    own = data["same_as_training"] and data["split"] == "val"
+    return ngram["bpc"] if own and ngram else None
+
+
+def picture(figure: "Figure", what: str) -> str:
+    """A figure as part of the page."""
+    content = base64.b64encode(as_png(figure)).decode()
+    return f'<p><img alt="{shown(what)}" src="data:image/png;base64,{content}"></p>'

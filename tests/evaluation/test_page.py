@@ -1,0 +1,115 @@
+"""The page of an evaluation: everything is in it, and it needs nothing else."""
+
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.evaluation.evaluate import keep_report
+from invformer.page import keep_page, page
+from tests.evaluation.test_evaluate import Saved
+from tests.training.test_plots import write_metrics
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """Of a small model that was not trained."""
+    torch.set_default_dtype(torch.float32)
+    return Saved(tmp_path_factory.mktemp("run")).evaluated()
+
+
+class Elements(HTMLParser):
+    """The tags of a page, what they refer to, and its text."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.references: list[str] = []
+        self.text = ""
+        self.feed(content)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        values = {k: v or "" for k, v in attrs}
+        self.references += [values[k] for k in ("src", "href", "srcset", "data") if k in values]
+        assert not [name for name in values if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_a_page_has_everything_and_refers_to_nothing(report: dict) -> None:
+    elements = Elements(page(report, {}))
+    assert all(r.startswith("data:image/png;base64,") for r in elements.references)
+    assert not {"script", "link", "iframe", "object", "base"} & set(elements.tags)
+    assert "url(" not in elements.text
+    (first, *_) = report["inversion"]["texts"]
+    for said in (
+        "val bpc", "is proven to be at most 0.4", "says nothing about the LayerNorm and head",
+        "local bound ≤", first["text"], report["sample"]["text"], report["evaluated_with"],
+        report["data"]["sha256"], "error bound by the rounding model",
+    ):  # fmt: skip
+        assert said in elements.text
+    assert elements.text.count(first["recovered"]) >= 2
+
+
+def test_what_a_model_wrote_is_text_and_no_markup(report: dict) -> None:
+    said = "<script>alert(1)</script>\x1b[31m"
+    marked = {"text": said, "recovered": said, "marks": "✓·✗" * 9 + "✓✓✓"}
+    found = page(
+        {
+            **report,
+            "sample": {"prompt": "<b>", "text": said},
+            "inversion": {**report["inversion"], "texts": [marked]},
+        },
+        {},
+    )
+    assert "<script" not in found
+    assert "\x1b" not in found
+    assert Elements(found).text.count(r"<script>alert(1)</script>\x1b[31m") == 3
+
+
+def test_a_baseline_and_a_run_without_measurements_have_a_page(tmp_path: Path) -> None:
+    torch.set_default_dtype(torch.float32)
+    report = Saved(tmp_path, "model=dot_product").evaluated("evaluate.lipschitz_sequences=0")
+    text = Elements(page(report, {})).text
+    assert "a baseline without a Lipschitz bound" in text
+    assert "The text that comes back" not in text
+
+
+def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
+    report: dict, tmp_path: Path
+) -> None:
+    write_metrics(tmp_path / "metrics.jsonl")
+    latest = tmp_path / "evaluation.json"
+    assert keep_page(report, keep_report(report, latest), latest) == tmp_path / "report.html"
+    own = (tmp_path / "report.html").read_bytes()
+    assert (tmp_path / "evaluation/text_file-val-3.html").read_bytes() == own
+    assert (tmp_path / "summary.png").is_file()
+    other = {**report, "data": {**report["data"], "same_as_training": False}}
+    path = keep_page(other, keep_report(other, latest), latest)
+    assert path.parent == tmp_path / "evaluation"
+    assert "not trained on" in path.read_text()
+    assert (tmp_path / "report.html").read_bytes() == own
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+def test_a_browser_shows_the_page_from_disk(report: dict, tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text(page(report, {}), encoding="utf-8")
+    done = subprocess.run(
+        [str(CHROMIUM), "--headless", "--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}",
+         "--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", "--dump-dom",
+         path.as_uri()],
+        capture_output=True, encoding="utf-8", timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CONSOLE" not in done.stderr  # where a browser complains
+    elements = Elements(done.stdout)
+    assert elements.tags.count("h2") == 5
+    assert report["inversion"]["texts"][0]["recovered"] in elements.text
