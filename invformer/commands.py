@@ -76,6 +76,8 @@ def train(argv: Sequence[str] | None = None) -> None:
 
             launch(config.trainer.devices)
             return
+        else:
+            print(f"{config.model.name} on {config.data.name}; loading PyTorch", flush=True)
         from invformer.assemble.run import build_run
         from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
         from invformer.numerics.precision import denormals_flushed

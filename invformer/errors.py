@@ -1,5 +1,7 @@
 """The errors a user can cause, each with the exit code a shell script can act on."""
 
+import signal
+
 
 class InvformerError(Exception):
     """Base class: one clear line (what, where, what to do) and an exit code."""
@@ -50,10 +52,9 @@ class RankLost(InvformerError):
 
 
 class Interrupted(InvformerError):
-    """The run was asked to stop and saved its state; the same command continues it."""
+    """The run was asked to stop, saved its state, and says which command continues it."""
 
-    def __init__(self, signal_number: int) -> None:
-        super().__init__(
-            f"stopped by signal {signal_number}; the state is saved, the same command continues"
-        )
-        self.exit_code = 128 + signal_number
+    def __init__(self, number: int, step: int, again: str) -> None:
+        name = signal.Signals(number).name
+        super().__init__(f"interrupted at step {step} by {name}, saved; continue with: {again}")
+        self.exit_code = 128 + number

@@ -236,7 +236,7 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     assert done.returncode == 0, done.stderr
     assert "wandb sync" in done.stdout
     run = tmp_path / "my runs" / "a"
-    (said,) = re.findall("evaluate with: python evaluate.py (.*)", done.stdout)
+    (said,) = re.findall("python evaluate.py (.*)", done.stdout)
     done = command(str(ROOT / "evaluate.py"), *shlex.split(said), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "evaluation.json").read_text())
@@ -292,7 +292,7 @@ def test_an_interrupted_run_saves_its_state_and_says_which_signal(
     process.send_signal(getattr(signal, name))
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == code
-    assert stderr.strip().splitlines()[-1].startswith("error: stopped by signal")
+    assert stderr.strip().splitlines()[-1].startswith("error: interrupted at step")
     assert newest(tmp_path / "runs" / "a").step > 0
 
 

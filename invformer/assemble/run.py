@@ -1,7 +1,9 @@
 """From a configuration to a training run."""
 
 import logging
+import shlex
 import warnings
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +28,7 @@ from invformer.runs.files import replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import is_rank, launcher_value
-from invformer.runs.resume import resume_point
+from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
 from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
@@ -37,12 +39,12 @@ from invformer.training.callbacks import (
     Flush,
     InversionMonitor,
     LastValidation,
-    StepProgress,
 )
 from invformer.training.fit import Run
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
+from invformer.training.progress import Progress
 
 START_SECONDS = 120.0  # in which a process loads what it needs
 
@@ -58,11 +60,14 @@ def build_run(config: TrainConfig) -> Run:
     directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory.checkpoints, metadata)
+    is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
     if is_first_process():
         if directory.resumed:
             write_config(directory.path, to_dict(config))
-        replace_file(directory.config, to_yaml(config))
-    wandb = build_wandb(config, directory, metadata, resume) if is_first_process() else None
+        named = replace(config, run=replace(config.run, name=directory.path.name))
+        replace_file(directory.config, to_yaml(named))
+    is_watched = is_first_process() and not is_finished
+    wandb = build_wandb(config, directory, metadata, resume) if is_watched else None
     if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
         metadata["wandb_run_id"] = run_id
     sinks: list[Sink] = []
@@ -92,11 +97,11 @@ def build_run(config: TrainConfig) -> Run:
         enable_checkpointing=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
-        enable_progress_bar=how.progress,
+        enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=directory.path,
     )
-    return Run(config, directory, module, data, trainer, wandb, resume)
+    return Run(config, directory, module, data, trainer, wandb, resume, is_finished)
 
 
 def build_data(config: TrainConfig) -> TextDataModule:
@@ -201,9 +206,13 @@ def build_callbacks(
     flush = Flush(run_log, monitor.flush_every, characters, evidence, probe)
     callbacks.append(flush)
     callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
-    if config.trainer.progress:
-        callbacks.append(StepProgress(run_log))
-    callbacks += [LastValidation(), Interruption(flush.flush_all)]
+    if is_first_process():
+        how = config.trainer
+        callbacks.append(
+            Progress(run_log, directory.metrics, how.max_steps, how.val_every, how.progress)
+        )
+    again = shlex.join(["python", config.program, f"config={directory.config}"])
+    callbacks += [LastValidation(), Interruption(flush.flush_all, again)]
     return callbacks
 
 

@@ -3,8 +3,8 @@
 ``python train.py model=l2 data=ptb trainer.max_steps=20000 experiment=nanogpt_cpu``
 
 * ``group=name`` merges ``configs/group/name.yaml`` into a group; fields it does not name stay.
-* ``experiment=name`` or ``experiment=path/to/mine.yaml`` sets fields of any group; ``base: NAME``
-  at the top of such a file merges another experiment first.
+* ``experiment=name`` or ``config=path/to/mine.yaml`` (or a run's folder) sets fields of any group;
+  ``base: NAME`` at the top of such a file merges another experiment first.
 * ``key=value`` (or ``--key=value``) sets one field.
 * Order: the schema's defaults, the experiment, the other groups, single fields. The last one wins.
 
@@ -159,6 +159,8 @@ def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None)
 def _parse_word(word: str, schema: type[Root], config_root: Path | None) -> Setting:
     """``key=value`` or ``--key=value``."""
     key, equals, value = word.removeprefix("--").partition("=")
+    if equals and key == "config" and "experiment" in schema.groups:
+        return Setting("experiment", value if is_yaml(value) else f"{value}/config.yaml")
     if equals:
         return Setting(key, value)
     meant = {key: f"{key}=VALUE" for key, _ in options(schema)}
@@ -166,6 +168,11 @@ def _parse_word(word: str, schema: type[Root], config_root: Path | None) -> Sett
     near = nearest(key.lstrip("-"), meant)
     hint = f"did you mean {meant[near]}?" if near else "see --help"
     raise ConfigurationError(f"{shown(word)} is not key=value: {hint}")
+
+
+def is_yaml(name: str) -> bool:
+    """Whether a name is a path to a YAML file."""
+    return name.endswith((".yaml", ".yml"))
 
 
 def _presets(group: str, config_root: Path | None) -> dict[str, Path]:
@@ -186,7 +193,7 @@ def _read_preset(
     ``above`` are the files that extend this one, the one asked for first.
     """
     where = f"{above[-1]}: base" if above else group
-    if group == "experiment" and name.endswith((".yaml", ".yml")):
+    if group == "experiment" and is_yaml(name):
         path, source = Path(name).expanduser(), name
     elif name in (known := _presets(group, config_root)):
         path, source = known[name], f"configs/{group}/{name}.yaml"

@@ -193,7 +193,7 @@ class TrainerConfig(Section):
     deterministic: bool = option(True, "only algorithms that repeat bit for bit")
     sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
     eval_batch_size: int = option(64, "windows per validation batch", SIZE)
-    progress: bool = option(True, "show a progress bar")
+    progress: bool = option(True, "a bar on a terminal; false prints lines")
 
 
 @dataclass(kw_only=True)

@@ -26,10 +26,12 @@ class Interruption(L.Callback):
 
     Args:
         check: looks at what was measured; raises if nothing may be saved.
+        again: the command that continues the run.
     """
 
-    def __init__(self, check: Callable[[L.LightningModule], None]) -> None:
+    def __init__(self, check: Callable[[L.LightningModule], None], again: str) -> None:
         self.check = check
+        self.again = again
         self.signal = 0
         self.validating = False
 
@@ -100,7 +102,7 @@ class Interruption(L.Callback):
         """
         if number := largest(trainer, self.signal):
             check_everywhere(trainer, lambda: self.check(pl_module))
-            raise Interrupted(number)
+            raise Interrupted(number, trainer.global_step, self.again)
 
 
 def check_everywhere(trainer: L.Trainer, check: Callable[[], None]) -> None:

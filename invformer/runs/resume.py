@@ -55,6 +55,16 @@ def resume_point(folder: Path, metadata: Mapping[str, Any]) -> Checkpoint | None
     return newest
 
 
+def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
+    """Whether all steps of a run are done, and no validation has to be made up for."""
+    if checkpoint is None or checkpoint.step < max_steps:
+        return False
+    try:
+        return checkpoint.read_state()["callbacks"]["Interruption"]["validating"] is False
+    except (KeyError, TypeError):  # not a state of this program, which is refused when it is loaded
+        return False
+
+
 def require_same_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
     """Compare text, vocabulary and configuration with those of this run.
 

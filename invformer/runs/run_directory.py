@@ -58,6 +58,11 @@ class RunDirectory:
         return self.path / "certificate.json"
 
     @property
+    def summary(self) -> Path:
+        """The picture that is drawn last."""
+        return self.path / "summary.png"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.path / CHECKPOINTS

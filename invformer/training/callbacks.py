@@ -9,7 +9,6 @@ from typing import Any
 import lightning as L
 import torch
 from jaxtyping import Integer
-from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 
 from invformer.errors import CertificateViolation, NonFiniteError
@@ -237,34 +236,6 @@ class LastValidation(L.Callback):
     ) -> None:
         """Ask for the end, before which Lightning validates; at its own limit it does not."""
         trainer.should_stop = trainer.should_stop or is_last_step(trainer)
-
-
-class StepProgress(TQDMProgressBar):
-    """A progress bar over optimiser steps, with bits per character and the time that is left.
-
-    It shows the newest flushed row, so it never waits for the device by itself.
-    """
-
-    def __init__(self, run_log: RunLog) -> None:
-        super().__init__(refresh_rate=20)
-        self.shown: dict[str, str] = {}
-        run_log.sinks.append(self._show)
-
-    def _show(self, step: int, row: Row) -> None:
-        for key, label in (("train/bpc", "train bpc"), ("val/bpc", "val bpc")):
-            if key in row:
-                self.shown[label] = f"{row[key]:.3f}"
-
-    @property
-    def total_train_batches(self) -> int | float:
-        """All batches of the run: the text has no end, the run has."""
-        return self.trainer.max_steps * self.trainer.accumulate_grad_batches
-
-    def get_metrics(
-        self, trainer: L.Trainer, pl_module: L.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """What stands at the end of the bar."""
-        return dict(self.shown)
 
 
 def is_step_boundary(trainer: L.Trainer) -> bool:

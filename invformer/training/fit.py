@@ -1,7 +1,9 @@
 """Run the training loop, then show what came of it."""
 
 import shlex
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 import lightning as L
 import torch
@@ -9,16 +11,19 @@ import torch
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError, InvformerError
+from invformer.evaluation.report import certified_norm
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.console import printable
 from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
+from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_sink import WandbSink
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
+from invformer.training.progress import percent, upwards
 
 REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 
@@ -34,14 +39,22 @@ class Run:
     trainer: L.Trainer
     wandb: WandbSink | None
     resume: Checkpoint | None
+    is_finished: bool = False
 
 
 def fit(run: Run) -> None:
     """Train from scratch or from where the run stopped; write sample, plots and W&B tables.
 
+    A finished run only says again what it found.
+
     Raises:
         InvformerError: the reason why the run stopped.
     """
+    if run.is_finished:
+        if run.trainer.is_global_zero:
+            print(f"{run.directory.path} is finished: nothing is left to train")
+            print_result(run)
+        return
     exit_code = 1
     try:
         if run.trainer.is_global_zero:
@@ -95,26 +108,24 @@ def announce(run: Run) -> None:
     parameters = sum(p.numel() for p in run.module.model.parameters())
     corpus = run.data.corpus
     print(
-        f"{run.directory.path}: {run.config.model.name}, {parameters:,} parameters, "
-        f"{corpus.name} ({len(corpus.train):,} {corpus.unit} to train on, "
-        f"{run.data.vocabulary.size} symbols)"
+        f"{run.directory.path}: {parameters:,} parameters, {len(corpus.train):,} {corpus.unit} to "
+        f"train on, {run.data.vocabulary.size} symbols"
     )
     if run.trainer.strategy.root_device.type == "cpu" and (missing := native.complaint()):
         print(f"attention is not compiled, which is slower: {missing}")
     if run.resume is not None:
-        print(f"continuing from {run.resume.path}")
+        print(f"continuing from step {run.resume.step}")
+    sys.stdout.flush()
 
 
 def conclude(run: Run) -> None:
-    """Write a sample and the summary, and hand both to W&B."""
+    """Write a sample and the summary, hand both to W&B, and print what came of it."""
     sample = generate_sample(run)
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
     picture = plot_run(run.directory.metrics, run.directory.path, sample)
-    print(f"best validation: {checkpoints_of(run).best:.4f} bits per character")
-    command = ["python", "evaluate.py", f"checkpoint={run.directory.path}"]
-    print("evaluate with:", shlex.join(command))
+    print_result(run)
     if run.wandb is None:
         return
     run.wandb.table("sample", ["text"], [[sample]])
@@ -123,10 +134,34 @@ def conclude(run: Run) -> None:
         run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
 
 
+def print_result(run: Run) -> None:
+    """Print likelihood, certificate and inversion from the run's files, and what to type next."""
+    rows = [row for row in read_rows(run.directory.metrics) if "val/bpc" in row]
+    best = min(rows, key=lambda row: float(row["val/bpc"]))
+    print(f"val        {best['val/bpc']:.4f} bits per character (step {best['step'] + 1})")
+    if certificate := saved_certificate(run):
+        bound = upwards(max(certificate["per_branch"].values()))
+        print(f"proven     every branch ≤ {bound} in {certified_norm(certificate)}")
+    if "inverse/characters_recovered" in best:
+        recovered = percent(best["inverse/characters_recovered"])
+        print(f"inversion  {recovered} of the characters recovered")
+    print(f"folder     {run.directory.path}")
+    checkpoint = shlex.quote(f"checkpoint={run.directory.path}")
+    print(f'sample     python sample.py {checkpoint} prompt="The "')
+    if certificate:
+        print(f'invert     python invert.py {checkpoint} text="Does this come back?"')
+    print(f"evaluate   python evaluate.py {checkpoint}")
+
+
+def saved_certificate(run: Run) -> dict[str, Any] | None:
+    """The certificate of the final weights; None if the model has none."""
+    newest, _ = newest_checkpoint(run.directory.checkpoints)
+    return newest.metadata.get("certificate") if newest else None
+
+
 def certificate_rows(run: Run) -> list[list]:
     """The certificate of the final weights as table rows; none if the model has none."""
-    newest, _ = newest_checkpoint(run.directory.checkpoints)
-    if newest is None or not (saved := newest.metadata.get("certificate")):
+    if not (saved := saved_certificate(run)):
         return []
     return [
         [name, saved["norm"], bound, saved["targets"][name]]

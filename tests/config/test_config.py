@@ -304,7 +304,10 @@ def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     config = train("experiment=nanogpt_cpu", "run.seed=4")
     assert train("experiment=mine.yaml") == train(f"experiment={tmp_path}/mine.yaml") == config
     (tmp_path / "config.yml").write_text(to_yaml(config), encoding="utf-8")
-    assert train("experiment=config.yml") == config
+    assert train("config=config.yml") == train("experiment=config.yml") == config
+    (tmp_path / "run").mkdir()
+    (tmp_path / "config.yml").rename(tmp_path / "run" / "config.yaml")
+    assert train("config=run") == config
     assert refusal("experiment=other.yaml") == "other.yaml: No such file or directory"
 
 

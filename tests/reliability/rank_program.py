@@ -37,7 +37,7 @@ def rank(behaviour: str, folder: Path) -> None:
     while not told:
         time.sleep(0.01)
     time.sleep(0.3 * int(number))  # one is slower to save than the other
-    raise Interrupted(told[0])
+    raise Interrupted(told[0], 7, "the same command")
 
 
 def main() -> int:

@@ -104,14 +104,16 @@ def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_reaches_every_rank_and_each_may_save(tmp_path: Path, number: int) -> None:
+def test_a_signal_reaches_every_rank_and_each_may_save(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     process = start(PROGRAM, "be told", str(tmp_path))
     pids = ranks(tmp_path)
     time.sleep(0.2)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 128 + number
-    assert stderr.startswith(f"error: stopped by signal {number:d}; the state is saved")
+    assert stderr.startswith(f"error: interrupted at step 7 by {number.name}, saved")
     assert stderr.count("\n") == 1
     await_end(pids)
 

@@ -44,7 +44,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
     began = time.monotonic()
     ended = zygote.run(arguments, signals=PLACES[place], before=FAST)
     assert ended.code == 128 + PLACES[place][0][2], ended.stderr
-    assert ended.stderr.startswith("error: stopped by signal")
+    assert ended.stderr.startswith("error: interrupted at step")
     assert ended.stderr.count("\n") == 1
     saved, refused = newest_checkpoint(root / name / "checkpoints")
     assert saved is not None
@@ -88,7 +88,7 @@ def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_sam
     signals = [(f"{MODULE}:CharLanguageModel.training_step", 5, int(signal.SIGHUP))]
     ended = zygote.run(arguments, signals=signals, before=f"{__name__}:hears_hang_up")
     assert ended.code == 129, ended.stderr
-    assert ended.stderr.startswith("error: stopped by signal 1; the state is saved")
+    assert ended.stderr.startswith("error: interrupted at step 5 by SIGHUP, saved")
     saved, _ = newest_checkpoint(root / "hang-up" / "checkpoints")
     assert saved is not None
     assert saved.step == 5

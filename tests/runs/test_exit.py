@@ -81,7 +81,11 @@ FAILURES = {
     "a lost rank": (raising(errors.RankLost("rank 1 died")), 9, "rank 1 died"),
     "Ctrl-C": (raising(KeyboardInterrupt()), 130, "interrupted"),
     "Ctrl-C in an import": (interrupted_while_a_class_is_made, 130, "interrupted"),
-    "SIGTERM": (raising(errors.Interrupted(15)), 143, "the state is saved"),
+    "SIGTERM": (
+        raising(errors.Interrupted(15, 3, "train.py")),
+        143,
+        "interrupted at step 3 by SIGTERM, saved",
+    ),
     "two lines": (raising(errors.DataError("one\ntwo")), 3, "one two"),
 }
 
@@ -254,7 +258,7 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
     directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
     monkeypatch.setattr(fit, "generate_sample", lambda _: COLOURED)
     monkeypatch.setattr(fit, "plot_run", lambda *_: None)
-    monkeypatch.setattr(fit, "checkpoints_of", lambda _: SimpleNamespace(best=1.0))
+    monkeypatch.setattr(fit, "print_result", lambda _: None)
     fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
     assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED

@@ -1,0 +1,128 @@
+"""What a run says while it trains, and what it found when it is done."""
+
+import math
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import lightning as L
+from tqdm import tqdm
+
+from invformer.runs.run_log import Row, RunLog, read_rows
+
+SMOOTHED = 100  # steps
+LINES = 10  # a run, beside those of validations
+BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {desc}  {rate_fmt}  {remaining} left"
+
+
+class Progress(L.Callback):
+    """A line at every validation; between them a bar on a terminal, or else ten lines a run.
+
+    It shows the rows that were flushed, so it never waits for the device.
+
+    Args:
+        run_log: whose rows are shown.
+        metrics: file with the rows of the steps before, if there is one.
+        last: the optimiser step at which the run ends.
+        val_every: optimiser steps between validations.
+        bar: whether a bar is wanted.
+    """
+
+    def __init__(
+        self, run_log: RunLog, metrics: Path, last: int, val_every: int, bar: bool
+    ) -> None:
+        self.last = last
+        self.val_every = val_every
+        self.has_bar = bar and sys.stderr.isatty()
+        self.row: Row = {}  # the newest number of every key
+        self.recent: deque[float] = deque(maxlen=SMOOTHED)
+        for row in read_rows(metrics) if metrics.exists() else []:
+            self.take(row["step"], row)
+        run_log.sinks.append(self.take)
+
+    def take(self, step: int, row: Row) -> None:
+        """Remember the numbers of one step."""
+        self.row |= row
+        if "train/bpc" in row:
+            self.recent.append(row["train/bpc"])
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock, at the step that training starts or continues with."""
+        self.step = self.first = trainer.global_step
+        self.start = time.perf_counter()
+        self.bar = tqdm(
+            total=self.last, initial=self.first, bar_format=BAR, unit=" steps",
+            smoothing=0.02, leave=False, dynamic_ncols=True, disable=not self.has_bar,
+        )  # fmt: skip
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+        """Move the bar; without one print a line after every tenth of the run."""
+        step, last = trainer.global_step, self.last
+        if step == self.step:  # a batch of an optimiser step that is not complete
+            return
+        self.step = step
+        self.bar.set_description_str("  ".join(self.losses()), refresh=False)
+        self.bar.update()
+        is_due = step % max(1, last // LINES) == 0 and step % self.val_every and step < last
+        if is_due and self.recent and not self.has_bar:
+            self.say([*self.losses(), *self.pace()])
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Print what was validated."""
+        proven = []
+        if "lipschitz/certified" in self.row:
+            proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'])} proven")
+        if "inverse/characters_recovered" in self.row:
+            proven.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
+        self.say([*self.losses(), *proven, *self.pace()])
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Take the bar away."""
+        self.bar.close()
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Take the bar away, if training has begun."""
+        if hasattr(self, "bar"):
+            self.bar.close()
+
+    def losses(self) -> list[str]:
+        """Bits per character: of the last steps, and of the last validation."""
+        train = [f"train {fmean(self.recent):.3f}"] if self.recent else []
+        return train + ([f"val {self.row['val/bpc']:.3f}"] if "val/bpc" in self.row else [])
+
+    def pace(self) -> list[str]:
+        """Steps a second since training started or continued, and the time that is left."""
+        rate = (self.step - self.first) / (time.perf_counter() - self.start)
+        if rate == 0:  # a validation that an interrupted run makes up for
+            return []
+        left = [f"{duration((self.last - self.step) / rate)} left"] if self.step < self.last else []
+        return [f"{rate:.3g} steps/s", *left]
+
+    def say(self, words: list[str]) -> None:
+        """One line about the present step, above the bar if there is one."""
+        line = "  ".join([f"step {self.step:>{len(str(self.last))}}/{self.last}", *words])
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+
+def upwards(bound: float) -> str:
+    """A proven bound with four digits after the point, rounded upwards."""
+    return f"{math.ceil(bound * 1e4) / 1e4:.4f}"
+
+
+def percent(share: float) -> str:
+    """A share rounded downwards: 100 % means all."""
+    return f"{math.floor(share * 1000) / 10:g} %"
+
+
+def duration(seconds: float) -> str:
+    """Such as 45s, 1m20s or 2h05m."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

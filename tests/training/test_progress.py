@@ -1,0 +1,115 @@
+"""The lines that a run prints, without a terminal and on one."""
+
+import os
+import re
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.errors import Interrupted
+from invformer.training.fit import Run, fit
+from invformer.training.progress import duration, percent, upwards
+from tests.small_runs import options, write_text
+
+SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
+CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.set_default_dtype(torch.float32)
+    write_text(tmp_path)
+    return tmp_path
+
+
+def run_of(folder: Path, *more: str) -> Run:
+    return build_run(load_config(options(folder, "a", *SHORT, *more)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_without_a_terminal_a_run_is_a_story_of_few_lines(
+    folder: Path, capsys: pytest.CaptureFixture[str], accumulate: int
+) -> None:
+    fit(run_of(folder, f"trainer.accumulate={accumulate}", "trainer.progress=true"))
+    said = capsys.readouterr().out
+    assert "\r" not in said
+    steps = [line for line in said.splitlines() if line.startswith("step")]
+    assert [int(line.split()[1].split("/")[0]) for line in steps] == list(range(2, 21, 2))
+    losses = r"train \d\.\d{3}  val \d\.\d{3}"
+    assert re.fullmatch(r"step  2/20  train \d\.\d{3}  \S+ steps/s  \S+s left", steps[0])
+    validated = rf"step 10/20  {losses}{CONTRACTIVE}  \S+ steps/s  \S+s left"
+    assert re.fullmatch(validated, steps[4])
+    assert re.fullmatch(rf"step 20/20  {losses}{CONTRACTIVE}  \S+ steps/s", steps[-1])
+    checkpoint = f"checkpoint={folder / 'a'}"
+    assert said.splitlines()[-5:-1] == [
+        "inversion  100 % of the characters recovered",
+        f"folder     {folder / 'a'}",
+        f'sample     python sample.py {checkpoint} prompt="The "',
+        f'invert     python invert.py {checkpoint} text="Does this come back?"',
+    ]
+
+
+def test_a_finished_run_says_so_and_starts_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(run_of(folder))
+    result = capsys.readouterr().out.rpartition("steps/s\n")[2]
+    run = run_of(folder, "logger.name=wandb", "logger.mode=offline")
+    assert run.wandb is None
+    monkeypatch.setattr(run.trainer, "fit", None)
+    fit(run)
+    first = f"{folder / 'a'} is finished: nothing is left to train\n"
+    assert capsys.readouterr().out == first + result
+
+
+class StopAt(L.Callback):
+    """Stops the run, as a terminal does, after a batch."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 13:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interruption_names_the_command_that_continues(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(folder)
+    run.trainer.callbacks.append(StopAt())  # type: ignore[attr-defined]
+    with pytest.raises(Interrupted, match="interrupted at step 13 by SIGINT, saved") as stopped:
+        fit(run)
+    again = shlex.split(str(stopped.value).partition("continue with: ")[2])
+    assert again[:2] == ["python", "train.py"]
+    capsys.readouterr()
+    fit(build_run(load_config(again[2:])))
+    said = capsys.readouterr().out
+    assert re.search(r"continuing from step 13\nstep 14/20  train \S+  val", said)
+
+
+def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fit(run_of(folder))
+    capsys.readouterr()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    fit(run_of(folder, "trainer.progress=true", "trainer.max_steps=30"))
+    said = capsys.readouterr()
+    assert "| step 20/30 " in said.err
+    assert re.search(r"\| step \d+/30  train \S+  val ", said.err)
+    assert [line[:10] for line in said.out.splitlines() if line.startswith("step")] == [
+        "step 30/30"
+    ]
+
+
+def test_numbers_are_rounded_to_the_safe_side() -> None:
+    assert upwards(0.49991) == "0.5000"
+    assert percent(0.99999) == "99.9 %"
+    assert percent(1.0) == "100 %"
+    assert [duration(s) for s in (4.6, 80, 7500)] == ["5s", "1m20s", "2h05m"]
