@@ -1,0 +1,56 @@
+"""The whole network's constant: certified, attacked, and never compared beyond what is proven."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from invformer.config import load_config
+from studies import whole_network as study
+
+WORDS = (
+    "totals=[4] d_model=24 num_heads=2 num_steps=3 seq_len=12 num_windows=3 pgd_steps=3 "
+    "data.max_characters=20000 wandb=false"
+)
+
+
+@pytest.fixture(scope="module")
+def row() -> tuple[study.Case, study.Result]:
+    """A barely trained network and what is known of it."""
+    torch.set_default_dtype(torch.float32)
+    (case,) = study.cases(load_config(WORDS.split(), study.Options))
+    return case, study.measure(case, torch.device("cpu"))
+
+
+def test_a_network_has_the_constant_that_was_asked_for(row) -> None:
+    case, result = row
+    assert 0.9 * case.total < result.bound <= case.total * 1.0001
+    assert result.flips[0] == 0
+    assert all(result.changes[name] <= result.allowed[name] for name in result.changes)
+
+
+def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row) -> None:
+    case, _ = row
+    torch.set_default_dtype(torch.float32)
+    model = study.build(case, 30).double().eval()
+    x, y = torch.randn(2, 64, 12, 24, dtype=torch.float64)
+    y = x + 10.0 ** torch.linspace(-4, 0, 64, dtype=torch.float64)[:, None, None] * y
+    change = (model.predict(model.stack(x)) - model.predict(model.stack(y))).abs().amax((1, 2))
+    assert (change <= case.total * (x - y).norm(dim=-1).amax(-1)).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcome"),
+    [
+        ({"flips": [0.1, 1, 1, 1]}, "not reproduced"),
+        ({"bound": 11.0}, "not reproduced"),
+        ({"nats": 1.7, "accuracy": 0.5}, "partly reproduced"),
+        ({"nats": 1.7, "accuracy": 0.61}, "reproduced"),
+    ],
+)
+def test_the_verdict_can_fail(row, changes, outcome) -> None:
+    case, result = row
+    good = replace(result, bound=10.0, nats=1.7, accuracy=0.7)
+    assert study.summarise([(replace(case, total=10.0), replace(good, **changes))]).outcome == (
+        outcome
+    )
