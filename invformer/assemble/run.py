@@ -1,7 +1,6 @@
 """From a configuration to a training run."""
 
 import logging
-import shlex
 import warnings
 from dataclasses import replace
 from datetime import timedelta
@@ -211,8 +210,8 @@ def build_callbacks(
         callbacks.append(
             Progress(run_log, directory.metrics, how.max_steps, how.val_every, how.progress)
         )
-    again = shlex.join(["python", config.program, f"config={directory.config}"])
-    callbacks += [LastValidation(), Interruption(flush.flush_all, again)]
+    last = LastValidation(config.trainer.max_seconds)
+    callbacks += [last, Interruption(flush.flush_all, directory.command)]
     return callbacks
 
 

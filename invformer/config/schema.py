@@ -15,6 +15,7 @@ MANY = "[1, 1e9]"
 SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
+TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
 DEVICES = "auto, cpu, mps, cuda or cuda:INDEX"
@@ -180,6 +181,9 @@ class TrainerConfig(Section):
 
     key: ClassVar[str] = "trainer"
     max_steps: int = option(2500, "optimiser steps", MANY)
+    max_time: str | None = option(
+        None, "then a run validates, saves and ends; the same command continues; [DD:]HH:MM:SS"
+    )
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
     devices: int = option(1, "devices to train on", "[1, 1e4]")
@@ -194,6 +198,19 @@ class TrainerConfig(Section):
     sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
     eval_batch_size: int = option(64, "windows per validation batch", SIZE)
     progress: bool = option(True, "a bar on a terminal; false prints lines")
+
+    def check(self) -> None:
+        """A time is days, hours, minutes and seconds."""
+        wrong = self.max_time and not TIME.fullmatch(self.max_time)
+        self.refuse_if(wrong, "max_time", f"{shown(self.max_time)} is not [DD:]HH:MM:SS")
+
+    @property
+    def max_seconds(self) -> int | None:
+        """``max_time`` in seconds."""
+        if self.max_time is None:
+            return None
+        *days, hours, minutes, seconds = map(int, self.max_time.split(":"))
+        return ((sum(days) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ from invformer.runs.run_lock import LOCK, lock_run
 # These may differ between a run and its continuation, since they change no number. Another path has
 # to lead to the same text, which is checked separately.
 MAY_CHANGE = (
-    "data.path", "logger.", "run.", "trainer.max_steps", "trainer.progress", "trainer.rank_timeout",
-    "trainer.sample_length",
+    "data.path", "logger.", "run.", "trainer.max_steps", "trainer.max_time", "trainer.progress",
+    "trainer.rank_timeout", "trainer.sample_length",
 )  # fmt: skip
 CONFIG = "config.json"
 CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
@@ -46,6 +47,11 @@ class RunDirectory:
     def config(self) -> Path:
         """The resolved configuration as YAML."""
         return self.path / CONFIG_YAML
+
+    @property
+    def command(self) -> str:
+        """The command that continues the run."""
+        return shlex.join(["python", TrainConfig.program, f"config={self.config}"])
 
     @property
     def metrics(self) -> Path:

@@ -16,6 +16,7 @@ from invformer.evaluation.inversion import invert_text
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.nn.certificate import Certificate, enforce
 from invformer.runs.files import replace_file
+from invformer.runs.interruption import largest
 from invformer.runs.run_log import Row, RunLog
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
@@ -224,18 +225,27 @@ class InversionMonitor(L.Callback):
 
 
 class LastValidation(L.Callback):
-    """Validates, and so saves, after the last step, wherever that is between two validations."""
+    """Validates, and so saves, after the last step, wherever that is between two validations.
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    Args:
+        max_seconds: of training, after which a step is the last one for now; None is no limit.
+    """
+
+    def __init__(self, max_seconds: float | None = None) -> None:
+        self.max_seconds = max_seconds
+        self.start = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Start the clock, anew when a run continues."""
+        self.start = time.monotonic()
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Ask for the end, before which Lightning validates; at its own limit it does not."""
-        trainer.should_stop = trainer.should_stop or is_last_step(trainer)
+        is_last = is_last_step(trainer)
+        if self.max_seconds is not None and is_step_boundary(trainer):
+            is_over = time.monotonic() - self.start >= self.max_seconds
+            is_last = is_last or bool(largest(trainer, int(is_over)))
+        trainer.should_stop = trainer.should_stop or is_last
 
 
 def is_step_boundary(trainer: L.Trainer) -> bool:

@@ -126,6 +126,8 @@ def conclude(run: Run) -> None:
         print(f"--- sample ---\n{printable(sample)}\n---")
     picture = plot_run(run.directory.metrics, run.directory.path, sample)
     print_result(run)
+    if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
+        print(f"continue   {run.directory.command} ({left} steps are left)")
     if run.wandb is None:
         return
     run.wandb.table("sample", ["text"], [[sample]])

@@ -15,6 +15,7 @@ import torch
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import Interrupted
+from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.progress import duration, percent, upwards
 from tests.small_runs import options, write_text
@@ -91,6 +92,23 @@ def test_an_interruption_names_the_command_that_continues(
     fit(build_run(load_config(again[2:])))
     said = capsys.readouterr().out
     assert re.search(r"continuing from step 13\nstep 14/20  train \S+  val", said)
+
+
+def test_a_run_whose_time_is_over_validates_saves_and_continues_to_the_same_weights(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ("trainer.max_steps=3", "trainer.max_time=00:00:00", "trainer.accumulate=2")
+    for step in (1, 2, 3):
+        fit(run_of(folder, *more))
+        said = capsys.readouterr().out
+        assert f"step {step}/3  train" in said
+        assert (f"({3 - step} steps are left)" in said) == (step < 3)
+    fit(run_of(folder, *more, "trainer.max_time=null", "run.name=whole"))
+    first, *others = [
+        [(row["train/nats"], row["optim/lr"]) for row in read_rows(folder / name / "metrics.jsonl")]
+        for name in ("whole", "a")
+    ]
+    assert others == [first]
 
 
 def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
