@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,12 +51,13 @@ def require_paths(config: Root) -> None:
         CheckpointError: there is no such checkpoint.
         DataError: there is no such text.
     """
-    checkpoint = getattr(config, "checkpoint", None)
+    named = getattr(config, "checkpoint", [])
     text = getattr(getattr(config, "data", None), "path", None)
-    if checkpoint and is_missing(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
-        )
+    for checkpoint in [named] if isinstance(named, str) else named:
+        if is_missing(checkpoint):
+            raise CheckpointError(
+                f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
+            )
     if text and is_missing(text):
         raise DataError(f"{text:.200}: no such file or folder; check data.path")
 
@@ -92,23 +94,29 @@ def train(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(argv: Sequence[str] | None = None) -> None:
-    """Load, measure, report."""
+    """Load, measure, report; compare if there are several."""
 
     def work(config: EvaluateConfig) -> None:
         from invformer.assemble.model import evaluate_checkpoint
         from invformer.evaluation.evaluate import keep_report
-        from invformer.evaluation.report import print_table
+        from invformer.evaluation.report import print_comparison, print_table
         from invformer.kernels.host import keep_freed_memory
-        from invformer.page import keep_page
+        from invformer.page import keep_comparison, keep_page
 
         keep_freed_memory()
-        report, latest = evaluate_checkpoint(config)
-        try:
-            path = keep_report(report, latest)
-            page = keep_page(report, path, latest)
-        finally:  # the measurements are not lost to a full disk
-            print_table(report, config.verbose)
-        print(f"written to {path} and {page}")
+        reports, paths = [], []
+        for checkpoint in config.checkpoint:
+            report, latest = evaluate_checkpoint(replace(config, checkpoint=[checkpoint]))
+            reports.append(report)
+            try:
+                paths.append(keep_report(report, latest))
+                page = keep_page(report, paths[-1], latest)
+            finally:  # the measurements are not lost to a full disk
+                print_table(report, config.verbose)
+            print(f"written to {paths[-1]} and {page}")
+        if len(reports) > 1:
+            print_comparison(reports)
+            print(f"written to {keep_comparison(reports, paths[0].parent)}")
 
     run(EvaluateConfig, work, argv)
 

@@ -1,6 +1,8 @@
 """An evaluation as one HTML file: pictures inside, no script, nothing from elsewhere."""
 
 import base64
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from html import escape
@@ -8,7 +10,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from invformer.evaluation.report import certificate_sentences, details, headlines
+from invformer.evaluation.report import (
+    branch_constants,
+    certificate_sentences,
+    comparison,
+    details,
+    headlines,
+    names_of,
+    worst_constants,
+)
 from invformer.runs.checkpoint import EVALUATION
 from invformer.runs.console import printable
 from invformer.runs.files import replace_file
@@ -40,7 +50,7 @@ body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto
        padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 img { max-width: 100%; }
-table { border-collapse: collapse; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .94rem; margin: 1rem 0; }
 td, th { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top; }
 th { white-space: nowrap; border-bottom: 1px solid #999; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
@@ -126,6 +136,59 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
     return path
 
 
+def comparison_page(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Several evaluations in one table and one figure, and the command behind each."""
+    header, *rows = comparison(reports)
+    names = names_of(reports)
+    texts = {(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports}
+    commands = [(name, r["command"] or "–") for name, r in zip(names, reports, strict=True)]
+    parts = [
+        f"<title>{len(reports)} models</title>\n<h1>{shown(' beside '.join(names))}</h1>",
+        f"<p>On {shown('; '.join(' '.join(text) for text in sorted(texts)))}.",
+        table(rows, header),
+        picture(draw_comparison(reports), "Bits per character and largest constants"),
+        "<h2>How they were trained</h2>",
+        table(commands),
+    ]
+    return HEAD + "\n".join(parts) + "\n</html>\n"
+
+
+def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Write the page of several evaluations into a folder, under their names.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    names = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names_of(reports))
+    path = folder / f"comparison-{names[:100]}.html"
+    replace_file(path, comparison_page(reports))
+    return path
+
+
+def draw_comparison(reports: Sequence[Mapping[str, Any]]) -> "Figure":
+    """Bits per character, and the largest constants of any branch, of several models."""
+    names = names_of(reports)
+    figure = empty_figure(11, 3.6)
+    likelihood, constants = figure.subplots(1, 2)
+    places = range(len(reports))
+    for values, marker, label in (
+        ([report["bpc"] for report in reports], "o", "model"),
+        ([r["ngram"]["bpc"] if r["ngram"] else math.nan for r in reports], "_", "5-gram"),
+    ):
+        likelihood.plot(places, values, marker, color="black", markersize=9, label=label)
+    likelihood.set_xticks(places, names, size=8)
+    likelihood.set(ylabel="bits per character", xlim=(-0.5, len(reports) - 0.5))
+    likelihood.margins(y=0.2)
+    likelihood.legend()
+    worst = dict(zip(names, map(worst_constants, reports), strict=True))
+    draw_constants(constants, worst)
+    constants.set(ylabel="largest constant of any branch")
+    known = [value for row in worst.values() for value in row.values() if value]
+    if known and max(known) > 10 * min(known):
+        constants.set(yscale="log", ylim=(min(known) / 4, 2 * max(known)))
+    return figure
+
+
 def shown(value: object) -> str:
     """A value as HTML text; control characters are shown, not sent."""
     return escape(printable(str(value)))
@@ -179,7 +242,7 @@ def provenance(report: Mapping[str, Any]) -> list[Row]:
 
 def draw_figure(report: Mapping[str, Any], curves: Mapping[str, Series]) -> "Figure":
     """Constants of every branch and, of a run, bits per character and the constants' course."""
-    constants = constants_of(report)
+    constants = {short(name): row for name, row in branch_constants(report).items()}
     if not curves:
         figure = empty_figure(9, 3.6)
         draw_constants(figure.subplots(), constants)
@@ -190,18 +253,6 @@ def draw_figure(report: Mapping[str, Any], curves: Mapping[str, Series]) -> "Fig
     draw_course(axes["course"], curves)
     draw_constants(axes["constants"], constants)
     return figure
-
-
-def constants_of(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Constants of every branch, in the certificate's norm if that was measured."""
-    measured, certificate = report["local_lipschitz"], report["certificate"]
-    targets = {} if certificate is None else certificate["targets"]
-    norm = "token_max" if certificate is None else certificate["norm"]
-    norm = next((n for n in ("diagonal_block", norm) if n in measured), "token_max")
-    return {
-        short(name): {**row, "target": targets.get(name)}
-        for name, row in measured.get(norm, {}).items()
-    }
 
 
 def ngram_of_run(report: Mapping[str, Any]) -> float | None:

@@ -44,7 +44,7 @@ def test_every_training_command_is_valid(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("arguments", commands("evaluate.py"), ids=" ".join)
 def test_every_evaluation_command_is_valid(arguments: list[str]) -> None:
-    assert load_config(arguments, EvaluateConfig, ROOT).checkpoint == "checkpoints/first"
+    assert load_config(arguments, EvaluateConfig, ROOT).checkpoint[0] == "checkpoints/first"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -219,12 +219,12 @@ def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
 
 
 def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
-    """Load a model and measure everything that is asked for.
+    """Load the first of the models and measure everything that is asked for.
 
     Returns:
         The report, and the file that holds the latest one of the run.
     """
-    checkpoint = read_checkpoint(config.checkpoint)
+    checkpoint = read_checkpoint(config.checkpoint[0])
     trained = trained_configuration(checkpoint)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     device = pick_device(config.evaluate.device, "evaluate.device")

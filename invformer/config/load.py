@@ -136,7 +136,8 @@ def command_line(config: Root) -> str:
         for name in key.split("."):
             value = getattr(value, name)
         if value != default_of(f) and key not in ignored:
-            words.append(f"{key}={_as_text(value)}")
+            again = value if f.metadata.get("again") else [value]
+            words += [f"{key}={_as_text(item)}" for item in again]
     return shlex.join(words)
 
 
@@ -266,8 +267,10 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
 
     tree = OmegaConf.structured(schema)
     for setting in settings:
-        kind = known[setting.key].type
-        value = _prepared(setting, kind)
+        kind, again = known[setting.key].type, known[setting.key].metadata.get("again", False)
+        value = _prepared(setting, kind, again)
+        if again:  # a value joins those before
+            value = [*(OmegaConf.select(tree, setting.key) or []), *value]
         try:
             OmegaConf.update(tree, setting.key, value)
         except OmegaConfBaseException:
@@ -283,7 +286,7 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
     return config
 
 
-def _prepared(setting: Setting, kind: Any) -> Any:
+def _prepared(setting: Setting, kind: Any, again: bool) -> Any:
     """A value as OmegaConf's typed field takes it: text for numbers, but null and lists as such."""
     value, where = setting.value, setting.source + setting.key
     if "${" in str(value):
@@ -297,7 +300,7 @@ def _prepared(setting: Setting, kind: Any) -> Any:
             refuse(where, "is empty; give at least one character")
         return None
     if get_origin(required_part(kind)) is list:
-        return _parse_yaml(value, where)
+        return [value] if again else _parse_yaml(value, where)
     # OmegaConf takes every integer for a truth value.
     return None if required_part(kind) is bool and value not in "01" and value.isdigit() else value
 

@@ -352,7 +352,9 @@ class EvaluateConfig(Root):
 
     program: ClassVar[str] = "evaluate.py"
     groups: ClassVar[tuple[str, ...]] = ("data",)
-    checkpoint: str = field(metadata=CHECKPOINT)
+    checkpoint: list[str] = field(
+        metadata={"help": f"{CHECKPOINT['help']}; given again, they are compared", "again": True}
+    )
     verbose: bool = option(False, "print every number, those that say little too")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)

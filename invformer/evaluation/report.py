@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from invformer.runs.checkpoint import CHECKPOINTS
 from invformer.runs.files import make_folder, replace_file
 
 
@@ -71,14 +72,8 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         recovered = f"{inversion['characters_recovered']:.2%} of the {symbols} recovered"
         said = f"{recovered}, {inversion['characters_proven']:.2%} proven"
         lines.append(("inversion", f"{said}; {unknown}" if inversion["unknown_rate"] else said))
-    measured = [
-        (row["estimate"], name)
-        for norm, rows in report["local_lipschitz"].items()
-        for name, row in rows.items()
-        if norm == "token_max"
-    ]
-    if measured:
-        worst, name = max(measured)
+    if measured := report["local_lipschitz"].get("token_max"):
+        worst, name = max((row["estimate"], name) for name, row in measured.items())
         lines.append(("largest local estimate", f"{worst:.4f} in token_max ({name})"))
     words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
     words["generate_32_texts"] = "in 32 texts at once"
@@ -119,6 +114,66 @@ def certificate_sentences(certificate: Mapping[str, Any] | None) -> list[str]:
         "The certificate says nothing about the LayerNorm and head above the stack, and no small "
         "constant of the whole network follows from it.",
     ]
+
+
+def comparison(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Several evaluations as a table: a header, then a row for each."""
+    header = ["", "model", "step", "bpc", "5-gram", "every branch ≤", "largest estimate"]
+    rows = [[*header, "recovered", "proven", "characters/s"]]
+    for name, report in zip(names_of(reports), reports, strict=True):
+        certificate, inversion, ngram = (report[k] for k in ("certificate", "inversion", "ngram"))
+        worst = worst_constants(report)
+        cells = [
+            f"{ngram['bpc']:.4f}" if ngram else "–",
+            f"{max(certificate['per_branch'].values()):.6f}" if certificate else "–",
+            f"{worst['estimate']:.4f}" if worst else "–",
+            *(
+                f"{inversion[f'characters_{what}']:.2%}" if inversion else "–"
+                for what in ("recovered", "proven")
+            ),
+            f"{report['perf']['forward_characters_per_second']:,.0f}",
+        ]
+        model, step = report["model"]["name"], str(report["step"])
+        rows.append([name, model, step, f"{report['bpc']:.4f}", *cells])
+    return rows
+
+
+def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
+    """Print :func:`comparison`, numbers to the right."""
+    rows = comparison(reports)
+    print()
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
+
+
+def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A short name for every evaluation: the run's folder, or the path if that is not unique."""
+    paths = [Path(report["checkpoint"]) for report in reports]
+    runs = [
+        path.parents[1].name if path.parent.name == CHECKPOINTS else path.name for path in paths
+    ]
+    return runs if len(set(runs)) == len(runs) else [str(path) for path in paths]
+
+
+def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
+    """The four constants of every branch, in the certificate's norm if that was measured."""
+    measured, certificate = report["local_lipschitz"], report["certificate"]
+    targets = {} if certificate is None else certificate["targets"]
+    norm = "token_max" if certificate is None else certificate["norm"]
+    norm = next((n for n in ("diagonal_block", norm) if n in measured), "token_max")
+    return {
+        name: {**row, "target": targets.get(name)} for name, row in measured.get(norm, {}).items()
+    }
+
+
+def worst_constants(report: Mapping[str, Any]) -> dict[str, float | None]:
+    """The largest of each over all branches."""
+    rows = branch_constants(report).values()
+    keys = ("estimate", "local_bound", "bound", "target")
+    known = {key: [row[key] for row in rows if row[key] is not None] for key in keys}
+    return {key: max(values) for key, values in known.items() if values}
 
 
 def certified_norm(certificate: Mapping[str, Any]) -> str:

@@ -55,7 +55,7 @@ def write_experiment(root: Path, text: str) -> Path:
 
 def test_without_arguments_the_schema_speaks_alone() -> None:
     assert train() == TrainConfig()
-    assert evaluate() == EvaluateConfig(checkpoint="checkpoints/a")
+    assert evaluate() == EvaluateConfig(checkpoint=["checkpoints/a"])
 
 
 @pytest.mark.parametrize("word", ["model.d_model=48", "--model.d_model=48"])
@@ -488,6 +488,13 @@ def test_an_error_is_one_line_on_standard_error_and_exit_code_2(
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", "error: unknown key 'model.d_modl': did you mean 'model.d_model'?\n")
+
+
+def test_a_checkpoint_given_again_joins_those_before() -> None:
+    config = evaluate("checkpoint=[b]: c", "checkpoint=010")
+    assert config.checkpoint == ["checkpoints/a", "[b]: c", "010"]
+    assert load_config(shlex.split(command_line(config))[2:], EvaluateConfig) == config
+    assert from_dict(to_dict(config), EvaluateConfig) == config
 
 
 def test_a_good_command_line_comes_back_as_plain_dataclasses() -> None:

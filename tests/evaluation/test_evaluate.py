@@ -49,10 +49,13 @@ class Saved:
         torch.manual_seed(0)
         self.model: CharTransformer = untrained(self.config, self.vocabulary.size)
 
-    def evaluated(self, *words: str) -> dict:
-        path = save_run(
+    def save(self) -> Path:
+        return save_run(
             self.folder, self.config, self.vocabulary, self.model, data_sha256=self.sha256
         )
+
+    def evaluated(self, *words: str) -> dict:
+        path = self.save()
         return evaluate_checkpoint(load_config([f"checkpoint={path}", *words], EvaluateConfig))[0]
 
 
@@ -62,6 +65,19 @@ def test_a_branch_above_its_target_ends_an_evaluation(tmp_path: Path, correction
     saved.model.stack.blocks[0].attention.branch.correction.fill_(correction)
     with pytest.raises(CertificateViolation, match=r"block_00/attention has the bound .* target"):
         saved.evaluated()
+
+
+def test_evaluate_py_ends_with_code_6_at_a_violated_certificate(tmp_path: Path) -> None:
+    saved = Saved(tmp_path)
+    saved.model.stack.blocks[0].attention.branch.correction.fill_(1.9)
+    path = saved.save()
+    words = [sys.executable, "evaluate.py", f"checkpoint={path}"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(words, cwd=root, capture_output=True, encoding="utf-8")
+    assert done.returncode == 6
+    assert re.fullmatch(r"error: .*block_00/attention has the bound .* target.*\n", done.stderr)
+    assert done.stdout == ""
+    assert not (tmp_path / "evaluation").exists()
 
 
 def test_a_branch_that_only_a_cast_put_above_its_target_is_shrunk(

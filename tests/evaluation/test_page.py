@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from invformer.evaluation.evaluate import keep_report
-from invformer.page import keep_page, page
+from invformer.evaluation.report import comparison, print_comparison
+from invformer.page import comparison_page, keep_comparison, keep_page, page
 from tests.evaluation.test_evaluate import Saved
 from tests.training.test_plots import write_metrics
 
@@ -96,6 +97,27 @@ def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
     assert path.parent == tmp_path / "evaluation"
     assert "not trained on" in path.read_text()
     assert (tmp_path / "report.html").read_bytes() == own
+
+
+def test_several_models_stand_in_one_table_and_one_figure(
+    report: dict, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    baseline = {**report, "checkpoint": "runs/plain/checkpoints/step-00000003", "bpc": 9.5}
+    baseline |= {"certificate": None, "inversion": None, "ngram": None, "local_lipschitz": {}}
+    reports = [report, baseline]
+    header, own, other = comparison(reports)
+    assert other == ["plain", "contractive_l2", "3", "9.5000", *"–––––", own[-1]]
+    assert own[header.index("recovered")] == "100.00%"
+    assert own[header.index("every branch ≤")].startswith("0.4")
+    print_comparison(reports)
+    assert len({len(line) for line in capsys.readouterr().out.strip("\n").splitlines()}) == 1
+    path = keep_comparison(reports, tmp_path)
+    assert path.name.endswith("-plain.html")
+    elements = Elements(path.read_text(encoding="utf-8"))
+    assert elements.tags.count("img") == 1
+    assert elements.tags.count("tr") == 3 + 2
+    same = Elements(comparison_page([report, report])).text  # names that are not unique
+    assert same.count(report["checkpoint"]) > 2
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
