@@ -58,7 +58,7 @@ from invformer.training.plots import new_figure, save
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
 if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not always wanted
-    from invformer.runs.wandb_sink import WandbSink
+    from invformer.runs.wandb_logger import WandbLogger
     from invformer.training.plots import Axes, Figure
 
 SEED = "[0, 4294967295]"
@@ -251,7 +251,7 @@ def measure_missing(
     known: dict[AnyCase, Measured[AnyResult]],
     table: RowFile[AnyCase, AnyResult],
     device: torch.device,
-    mirror: "WandbSink | None",
+    mirror: "WandbLogger | None",
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
     circumstances = (hardware(device), commit() or "unknown")
@@ -269,7 +269,7 @@ def measure_missing(
                 table.append(case, known[case])
                 bar.write(f"{words}: {seconds:.1f} s")
             if mirror is not None:
-                mirror(number, numbers_of(known[case].result))
+                mirror.log_metrics(numbers_of(known[case].result), number)
             bar.update()
 
 
@@ -278,7 +278,7 @@ def report(
     wanted: Sequence[AnyCase],
     known: Mapping[AnyCase, Measured[AnyResult]],
     chosen: AnyOptions,
-    mirror: "WandbSink | None",
+    mirror: "WandbLogger | None",
 ) -> Summary:
     """Write the figure and result.json."""
     measured = [known[case] for case in wanted]
@@ -295,9 +295,11 @@ def report(
     write_json(result | {"torch": torch.__version__}, chosen.folder / "result.json")
     if mirror is not None:
         lines = [[line.get(column) for column in summary.columns] for line in summary.table]
-        mirror.table(f"{chosen.name}/table", summary.columns, lines)
-        mirror.image(f"{chosen.name}/figure", picture)
-        mirror.summary({"paper": summary.paper, "ours": summary.ours, "verdict": summary.verdict})
+        mirror.log_table(f"{chosen.name}/table", summary.columns, lines, step=len(measured) - 1)
+        mirror.log_image(f"{chosen.name}/figure", [picture], len(measured) - 1)
+        mirror.log_summary(
+            {"paper": summary.paper, "ours": summary.ours, "verdict": summary.verdict}
+        )
     return summary
 
 
@@ -357,12 +359,12 @@ def as_word(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)
 
 
-def build_mirror(chosen: StudyOptions) -> "WandbSink":
+def build_mirror(chosen: StudyOptions) -> "WandbLogger | None":
     """The W&B run of a study."""
-    from invformer.runs.wandb_sink import WandbSink
+    from invformer.runs.wandb_logger import open_wandb
 
     config = asdict(chosen) | {"command": chosen.command(), "commit": commit() or "unknown"}
-    return WandbSink(
+    return open_wandb(
         chosen.folder, name=f"study-{chosen.name}", config=config, project=chosen.project,
         mode="auto", group="studies", tags=[chosen.name],
     )  # fmt: skip

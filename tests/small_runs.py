@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 
 from invformer.runs.checkpoint import newest_checkpoint
-from invformer.runs.run_log import read_rows
+from invformer.runs.run_log import MetricsFile, Row, read_rows
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(56))  # 7 steps an epoch
 STEPS, VAL_EVERY = 28, 7  # four epochs; a validation at the end as well
@@ -20,6 +20,13 @@ def write_text(folder: Path) -> Path:
     path = folder / "squares.txt"
     path.write_text(TEXT)
     return path
+
+
+def write_rows(path: Path, rows: dict[int, Row], first_step: int = 0) -> None:
+    """A metrics file, or more of it."""
+    file = MetricsFile(path, first_step)
+    for step, row in rows.items():
+        file.write(step, row)
 
 
 def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIVE) -> list[str]:

@@ -1,5 +1,6 @@
 """The application as a user meets it: train, resume, monitor, evaluate, and every way to fail."""
 
+import csv
 import json
 import os
 import pickle
@@ -95,6 +96,17 @@ def test_metrics_hold_one_complete_row_per_step(tmp_path: Path, text_file: Path)
     assert "val/bpc" in rows[3]
     assert "val/bpc" in rows[7]
     assert rows[7]["inverse/characters_recovered"] == 1
+
+
+def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path, text_file: Path) -> None:
+    run = train(options(tmp_path, text_file, "logger.name=[csv,tensorboard]"))
+    numbers: dict[int, dict[str, float]] = {}
+    for row in csv.DictReader((run / "csv/version_0/metrics.csv").read_text().splitlines()):
+        given = {key: float(value) for key, value in row.items() if value and key != "step"}
+        numbers.setdefault(int(row["step"]), {}).update(given)
+    rows = {row.pop("step"): row for row in read_rows(run / "metrics.jsonl")}
+    assert numbers == rows
+    assert list(run.glob("tensorboard/events.*"))
 
 
 def test_training_lowers_the_loss(tmp_path: Path, text_file: Path) -> None:

@@ -10,6 +10,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
@@ -18,32 +19,34 @@ from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
+from invformer.errors import StorageError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.collective import backends
 from invformer.runs.encoding import specs_of
-from invformer.runs.files import replace_file
+from invformer.runs.files import LINK, replace_file
 from invformer.runs.interruption import Interruption
+from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
-from invformer.runs.run_log import JsonLinesSink, RunLog, Sink
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
-from invformer.runs.wandb_sink import WandbSink
+from invformer.runs.wandb_logger import open_wandb
 from invformer.training.callbacks import (
     CertificateKeeper,
-    Flush,
     InversionMonitor,
     LastValidation,
+    Speed,
 )
 from invformer.training.fit import Run
 from invformer.training.module import CharLanguageModel
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from invformer.training.progress import Progress
+from invformer.training.rows import Rows
 
 START_SECONDS = 120.0  # in which a process loads what it needs
 
@@ -65,16 +68,10 @@ def build_run(config: TrainConfig) -> Run:
             write_config(directory.path, to_dict(config))
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))
-    is_watched = is_first_process() and not is_finished
-    wandb = build_wandb(config, directory, metadata, resume) if is_watched else None
-    if run_id := (wandb and wandb.online_id) or (resume and resume.metadata.get("wandb_run_id")):
-        metadata["wandb_run_id"] = run_id
-    sinks: list[Sink] = []
-    if is_first_process():
-        sinks.append(JsonLinesSink(directory.metrics, 0 if resume is None else resume.step))
-    run_log = RunLog(sinks if wandb is None else [*sinks, wandb])
+    is_logged = is_first_process() and not is_finished
+    loggers = build_loggers(config, directory, metadata, resume) if is_logged else []
     L.seed_everything(config.run.seed, verbose=False)
-    module = build_module(config, data, run_log, metadata)
+    module = build_module(config, data, metadata)
     trainer = L.Trainer(
         max_steps=how.max_steps,
         val_check_interval=how.val_every * how.accumulate,
@@ -85,14 +82,14 @@ def build_run(config: TrainConfig) -> Run:
         precision=how.precision,
         accumulate_grad_batches=how.accumulate,
         deterministic=how.deterministic,
-        callbacks=build_callbacks(config, directory, module, data, run_log, resume),
+        callbacks=build_callbacks(config, directory, module, data, resume),
         # Lightning's own requeueing on a cluster would save behind our back.
         plugins=[
             DirectoryCheckpointIO(specs_of(module.state_dict())),
             TorchElasticEnvironment() if is_rank() else LightningEnvironment(),
         ],
         strategy=build_strategy(how),
-        logger=False,
+        logger=loggers,
         enable_checkpointing=False,
         use_distributed_sampler=False,
         num_sanity_val_steps=0,
@@ -100,7 +97,7 @@ def build_run(config: TrainConfig) -> Run:
         enable_model_summary=False,
         default_root_dir=directory.path,
     )
-    return Run(config, directory, module, data, trainer, wandb, resume, is_finished)
+    return Run(config, directory, module, data, trainer, resume, is_finished)
 
 
 def build_data(config: TrainConfig) -> TextDataModule:
@@ -117,7 +114,7 @@ def build_data(config: TrainConfig) -> TextDataModule:
 
 
 def build_module(
-    config: TrainConfig, data: TextDataModule, run_log: RunLog, metadata: dict[str, Any]
+    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any]
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, max_steps = config.optim, config.trainer.max_steps
@@ -130,7 +127,6 @@ def build_module(
         lambda optimizer: warmup_cosine(
             optimizer, config.warmup_steps, max_steps, optim.min_lr_fraction
         ),
-        run_log,
         metadata,
         optim.grad_clip,
         optim.ema_decay,
@@ -175,10 +171,9 @@ def build_callbacks(
     directory: RunDirectory,
     module: CharLanguageModel,
     data: TextDataModule,
-    run_log: RunLog,
     resume: Checkpoint | None,
 ) -> list[L.Callback]:
-    """Monitors first, then the flush that sends what they recorded, then checkpoints."""
+    """Monitors first, then the rows that they recorded are sent, then checkpoints."""
     monitor = config.monitor
     callbacks: list[L.Callback] = [RandomState()]
     probe = None
@@ -188,54 +183,56 @@ def build_callbacks(
         val_every = config.trainer.val_every
         callbacks.append(
             LipschitzMonitor(
-                probe, run_log, every=monitor.every, local_every=val_every, seed=config.run.seed
+                probe, every=monitor.every, local_every=val_every, seed=config.run.seed
             )
         )
     if module.model.is_invertible:
         dtype = FORWARD_DTYPE[config.trainer.precision]
-        keeper = CertificateKeeper(directory.certificate, run_log, dtype)
+        keeper = CertificateKeeper(directory.certificate, dtype)
         callbacks.append(keeper)
         if monitor.enabled and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
-            callbacks.append(InversionMonitor(text, run_log, keeper))
-    processes = launcher_value("WORLD_SIZE", 1)
-    batch = config.data.batch_size * config.trainer.accumulate * processes
-    characters = batch * config.data.seq_len
-    evidence = directory.path / "violation.json"
-    flush = Flush(run_log, monitor.flush_every, characters, evidence, probe)
-    callbacks.append(flush)
+            callbacks.append(InversionMonitor(text, keeper))
+    every = monitor.flush_every
+    rows = Rows(every, directory.path / "violation.json", probe)
+    callbacks += [Speed(every), rows]
     callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
     if is_first_process():
         how = config.trainer
-        callbacks.append(
-            Progress(run_log, directory.metrics, how.max_steps, how.val_every, how.progress)
-        )
+        callbacks.append(Progress(directory.metrics, how.max_steps, how.val_every, how.progress))
     last = LastValidation(config.trainer.max_seconds)
-    callbacks += [last, Interruption(flush.flush_all, directory.command)]
+    callbacks += [last, Interruption(rows.send, directory.command)]
     return callbacks
 
 
-def build_wandb(
+def build_loggers(
     config: TrainConfig,
     directory: RunDirectory,
     metadata: dict[str, Any],
     resume: Checkpoint | None,
-) -> WandbSink | None:
-    """The W&B run, unless there shall be none."""
-    logger = config.logger
-    if logger.name == "none" or logger.mode == "disabled":
-        return None
-    return WandbSink(
-        directory.path,
-        name=directory.path.name,
-        config=metadata,
-        project=logger.project,
-        mode=logger.mode,
-        entity=logger.entity,
-        group=logger.group,
-        tags=[*logger.tags, config.model.name, config.data.name],
-        run_id=None if resume is None else resume.metadata.get("wandb_run_id"),
-    )
+) -> list[Logger]:
+    """metrics.jsonl, and what is asked for beside it; notes W&B's name for the run."""
+    how, step = config.logger, 0 if resume is None else resume.step
+    built: list[Logger] = [JsonLinesLogger(directory.metrics, step)]
+    for name in how.name:
+        match name:
+            case "csv" | "tensorboard" if (directory.path / name).is_symlink():
+                raise StorageError(f"{directory.path / name}: {LINK}")
+            case "wandb":
+                run_id = resume and resume.metadata.get("wandb_run_id")
+                wandb = open_wandb(
+                    directory.path, mode=how.mode, run_id=run_id, name=directory.path.name,
+                    config=metadata, project=how.project, entity=how.entity, group=how.group,
+                    tags=[*how.tags, config.model.name, config.data.name],
+                )  # fmt: skip
+                if run_id := (wandb and wandb.online_id) or run_id:
+                    metadata["wandb_run_id"] = run_id
+                built += [wandb] if wandb else []
+            case "csv":
+                built.append(CSVLogger(directory.path, name))
+            case "tensorboard":
+                built.append(TensorBoardLogger(directory.path, name, version="", purge_step=step))
+    return built
 
 
 def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:

@@ -300,7 +300,8 @@ def _prepared(setting: Setting, kind: Any, again: bool) -> Any:
             refuse(where, "is empty; give at least one character")
         return None
     if get_origin(required_part(kind)) is list:
-        return [value] if again else _parse_yaml(value, where)
+        items = value if again else _parse_yaml(value, where)
+        return [items] if isinstance(items, str) else items  # one word is a list of one
     # OmegaConf takes every integer for a truth value.
     return None if required_part(kind) is bool and value not in "01" and value.isdigit() else value
 

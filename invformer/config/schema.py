@@ -27,6 +27,7 @@ CorpusName = Literal[
     "python_docs", "python_stdlib", "text_file",
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
+LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
@@ -215,10 +216,10 @@ class TrainerConfig(Section):
 
 @dataclass(kw_only=True)
 class LoggerConfig(Section):
-    """Weights & Biases; metrics.jsonl is always written."""
+    """Where metrics go; metrics.jsonl is always written."""
 
     key: ClassVar[str] = "logger"
-    name: Literal["wandb", "none"] = option("wandb", "none writes metrics.jsonl alone")
+    name: list[LoggerName] = option(["wandb"], "beside metrics.jsonl; several as [csv,wandb]")
     project: str = option("invformer", "W&B project")
     mode: Literal["auto", "online", "offline", "disabled"] = option("auto", "auto looks for a key")
     entity: str | None = option(None, "W&B user or team; null is your default")

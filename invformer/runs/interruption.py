@@ -29,7 +29,7 @@ class Interruption(L.Callback):
         again: the command that continues the run.
     """
 
-    def __init__(self, check: Callable[[L.LightningModule], None], again: str) -> None:
+    def __init__(self, check: Callable[[L.Trainer], None], again: str) -> None:
         self.check = check
         self.again = again
         self.signal = 0
@@ -56,7 +56,7 @@ class Interruption(L.Callback):
     ) -> None:
         """Stop, unless batches of the same step have drawn random numbers already."""
         if batch_idx % trainer.accumulate_grad_batches == 0:
-            self._stop_here(trainer, pl_module)
+            self._stop_here(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Until all of it is done, it has to be done."""
@@ -66,7 +66,7 @@ class Interruption(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
     ) -> None:
         """Stop here too."""
-        self._stop_here(trainer, pl_module)
+        self._stop_here(trainer)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The checkpoint that follows is of a whole validation."""
@@ -74,7 +74,7 @@ class Interruption(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop for the last time; from here on no process waits for another."""
-        self._stop_here(trainer, pl_module)
+        self._stop_here(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether a validation is due."""
@@ -93,7 +93,7 @@ class Interruption(L.Callback):
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
 
-    def _stop_here(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def _stop_here(self, trainer: L.Trainer) -> None:
         """Stop if any process was told to.
 
         Raises:
@@ -101,7 +101,7 @@ class Interruption(L.Callback):
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
         if number := largest(trainer, self.signal):
-            check_everywhere(trainer, lambda: self.check(pl_module))
+            check_everywhere(trainer, lambda: self.check(trainer))
             raise Interrupted(number, trainer.global_step, self.again)
 
 

@@ -27,7 +27,7 @@ MAY_CHANGE = (
 )  # fmt: skip
 CONFIG = "config.json"
 CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
-BEFORE_TRAINING = {LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb"}
+BEFORE_TRAINING = {LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
 MUST_STAY = ("run.seed",)
 
 

@@ -1,17 +1,14 @@
-"""Metrics of a run: kept on the device, flushed now and then, one row per optimiser step."""
+"""metrics.jsonl: the record of a run, how it is written and read."""
 
 import bisect
 import json
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from invformer.errors import StorageError
 from invformer.runs.files import open_kept, open_regular, replace_file
@@ -24,73 +21,14 @@ DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no
 log = logging.getLogger(__name__)
 
 Row = dict[str, float]
-# What may be recorded: a scalar by its key, or a vector by the keys of its entries.
-Measured = Mapping[str | tuple[str, ...], Tensor | float]
-Sink = Callable[[int, Row], None]
 
 
-class RunLog:
-    """Collects scalars per step without synchronising, and hands complete rows to its sinks.
-
-    ``record`` never waits for the device: tensors stay there until :meth:`flush` copies all of them
-    with a single transfer. Rows leave in the order of their steps, each step once.
-
-    Args:
-        sinks: called with (step, row) for every finished row.
-    """
-
-    def __init__(self, sinks: list[Sink]) -> None:
-        self.sinks = sinks
-        self._pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = {}
-
-    def record(self, step: int, values: Measured) -> None:
-        """Remember numbers of one optimiser step (detached tensors on any device, or floats)."""
-        self._pending.setdefault(step, {}).update(values)
-
-    def flush(self, before: int | None = None) -> dict[int, Row]:
-        """Send pending rows to the sinks; the only place that waits for the device.
-
-        Args:
-            before: keep the rows from this step on, because more may come for them; None sends all.
-
-        Returns:
-            The rows that were sent, by step, for checks on the host.
-        """
-        complete = {s: r for s, r in self._pending.items() if before is None or s < before}
-        self._pending = {s: r for s, r in self._pending.items() if s not in complete}
-        rows = to_host(complete)
-        for step in sorted(rows):
-            for sink in self.sinks:
-                sink(step, rows[step])
-        return rows
-
-
-def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
-    """The same rows as floats, with one device-to-host copy for all tensors together."""
-    rows: dict[int, Row] = {step: {} for step in pending}
-    places: list[tuple[int, str]] = []
-    tensors: list[Tensor] = []
-    for step, row in pending.items():
-        for key, value in row.items():
-            keys = (key,) if isinstance(key, str) else key
-            if isinstance(value, Tensor):
-                places += [(step, name) for name in keys]
-                tensors.append(value.detach().double().flatten())
-            else:
-                rows[step] |= {name: float(value) for name in keys}
-    values = torch.cat(tensors).tolist() if tensors else []
-    for (step, key), value in zip(places, values, strict=True):
-        rows[step][key] = value
-    return rows
-
-
-class JsonLinesSink:
-    """Appends every row to ``metrics.jsonl``, which is the record of the run.
+class MetricsFile:
+    """``metrics.jsonl``, the record of the run: one JSON object per line, one line per step.
 
     A resumed run writes the rows from ``first_step`` on again, so the old ones are dropped first.
     Lines that are no rows, or whose step is out of order, are moved to ``metrics.damaged``, and a
-    warning names the steps without a row. If the run was stopped during a validation, the numbers
-    of that validation join the last row.
+    warning names the steps without a row.
 
     Raises:
         StorageError: the file cannot be read or written.
@@ -98,8 +36,8 @@ class JsonLinesSink:
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
         self.path = path
-        self.newest = -1
-        self._begin = 0  # of the newest row in the file
+        self.newest = -1  # step in the file
+        self._begin = 0  # of its row
         try:
             self._take_up(first_step)
         except FileNotFoundError:
@@ -107,8 +45,11 @@ class JsonLinesSink:
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
-    def __call__(self, step: int, row: Row) -> None:
-        """Write one row; non-finite numbers become the strings JSON lacks a literal for."""
+    def write(self, step: int, row: Row) -> None:
+        """Append a row, or replace the newest by one with these numbers too.
+
+        Non-finite numbers become the strings JSON lacks a literal for.
+        """
         require_lock(self.path.parent)
         finite = {k: v if math.isfinite(v) else str(v) for k, v in sorted(row.items())}
         try:

@@ -20,7 +20,7 @@ from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
-from invformer.runs.wandb_sink import WandbSink
+from invformer.runs.wandb_logger import WandbLogger
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
 from invformer.training.progress import percent, upwards
@@ -37,9 +37,13 @@ class Run:
     module: CharLanguageModel
     data: TextDataModule
     trainer: L.Trainer
-    wandb: WandbSink | None
     resume: Checkpoint | None
     is_finished: bool = False
+
+    @property
+    def wandb(self) -> WandbLogger | None:
+        """The W&B logger, if there is one."""
+        return next((x for x in self.trainer.loggers if isinstance(x, WandbLogger)), None)
 
 
 def fit(run: Run) -> None:
@@ -130,10 +134,12 @@ def conclude(run: Run) -> None:
         print(f"continue   {run.directory.command} ({left} steps are left)")
     if run.wandb is None:
         return
-    run.wandb.table("sample", ["text"], [[sample]])
-    run.wandb.image("summary", picture)
+    step = run.trainer.global_step - 1
+    run.wandb.log_table("sample", ["text"], [[sample]], step=step)
+    run.wandb.log_image("summary", [picture], step)
     if rows := certificate_rows(run):
-        run.wandb.table("certificate", ["branch", "norm", "bound", "target"], rows)
+        columns = ["branch", "norm", "bound", "target"]
+        run.wandb.log_table("certificate", columns, rows, step=step)
 
 
 def print_result(run: Run) -> None:

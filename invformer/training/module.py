@@ -1,7 +1,7 @@
 """The LightningModule: likelihood training of a character-level model, and nothing else."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning as L
@@ -11,14 +11,12 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import at_least_single, first_character_nats, window_nats
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import has_answer_at_hand
 from invformer.runs.collective import mean_of_processes
-from invformer.runs.run_log import RunLog
 from invformer.runs.sharding import (
     clip_parts,
     gather,
@@ -29,6 +27,7 @@ from invformer.runs.sharding import (
 )
 from invformer.training.guard import UpdateGuard
 from invformer.training.metrics import BitsPerChar
+from invformer.training.rows import non_finite, record
 from invformer.training.stopwatch import Stopwatch
 from invformer.training.weight_average import WeightAverage
 
@@ -45,8 +44,7 @@ class CharLanguageModel(L.LightningModule):
     Args:
         model: the language model.
         make_optimizer: builds the optimiser for it.
-        make_schedule: builds the learning-rate schedule for the optimiser.
-        run_log: where metrics go.
+        make_schedule: builds the learning-rate schedule for the optimiser; None keeps the rate.
         metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
         grad_clip: largest gradient norm; None leaves gradients alone.
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
@@ -57,9 +55,8 @@ class CharLanguageModel(L.LightningModule):
         self,
         model: CharTransformer,
         make_optimizer: Callable[[CharTransformer], Optimizer],
-        make_schedule: Callable[[Optimizer], LRScheduler],
-        run_log: RunLog,
-        metadata: dict[str, Any],
+        make_schedule: Callable[[Optimizer], LRScheduler] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         grad_clip: float | None = 1.0,
         ema_decay: float | None = None,
     ) -> None:
@@ -67,8 +64,7 @@ class CharLanguageModel(L.LightningModule):
         self.model = model
         self.make_optimizer = make_optimizer
         self.make_schedule = make_schedule
-        self.run_log = run_log
-        self.metadata = metadata
+        self.metadata = metadata or {}
         self.grad_clip = grad_clip
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.bits_per_char = BitsPerChar()
@@ -136,7 +132,8 @@ class CharLanguageModel(L.LightningModule):
         nats = self.step_nats()
         combine = norms_of_whole if sharded else None
         norm = self.guard.inspect(self.trainer.global_step, nats, gradients, combine)
-        self.run_log.record(
+        record(
+            self.trainer,
             self.trainer.global_step,
             {
                 "train/nats": nats,
@@ -226,29 +223,32 @@ class CharLanguageModel(L.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
         if self.is_normalised and (share := self.watch.share()) is not None:
-            self.run_log.record(self.step, {"perf/normalisation_share": share})
+            record(self.trainer, self.step, {"perf/normalisation_share": share})
         self.bits_per_char.reset()
         if self.trainer.is_global_zero:
             first = first_character_nats(self.model.head.out_features)
             nats = torch.tensor(first, dtype=torch.float64, device=self.device)
             self.bits_per_char.update(nats, 1)
 
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        """Add the code length of one batch of windows."""
-        inputs, targets, scored = batch
+    def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
+        """Add the code length of one batch: windows, their targets, and which of these to score."""
+        inputs, targets, *mask = batch
+        scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
         self.bits_per_char.update(window_nats(self(inputs), targets, scored), scored.sum())
 
     def on_validation_epoch_end(self) -> None:
-        """Record bits per character of the whole split."""
+        """Log bits per character of the whole split, in the row of the last step."""
         bpc = self.bits_per_char.compute()
-        self.log("val/bpc", bpc.float(), logger=False, sync_dist=False)
         if not math.isfinite(bpc.item()):
             raise non_finite(self.step, f"validation bits per character are {bpc.item()}")
-        self.run_log.record(self.step, {"val/bpc": bpc, "val/nats": bpc * LN2})
+        step = torch.tensor(self.step, dtype=torch.float64)  # where Lightning looks for the step
+        self.log_dict({"val/bpc": bpc, "val/nats": bpc * LN2, "step": step}, sync_dist=False)
 
     def configure_optimizers(self) -> Any:
-        """The optimiser with a schedule that moves every step."""
+        """The optimiser, and its schedule, which moves every step."""
         optimizer = self.make_optimizer(self.model)
+        if self.make_schedule is None:
+            return optimizer
         schedule = {"scheduler": self.make_schedule(optimizer), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
@@ -267,11 +267,3 @@ class CharLanguageModel(L.LightningModule):
         """Go on with the weights that learn, not with their average."""
         if self.average is not None:
             self.average.take_from(checkpoint)
-
-
-def non_finite(step: int, what: str) -> NonFiniteError:
-    """The error that ends a run whose numbers are lost: where, what, and what to do."""
-    return NonFiniteError(
-        f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
-        "(the last good checkpoint is kept)"
-    )

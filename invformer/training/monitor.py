@@ -11,10 +11,9 @@ from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.stack import StackWeights
-from invformer.runs.run_log import Measured, RunLog
 from invformer.runs.sharding import gathered
-from invformer.training.callbacks import is_step_boundary
 from invformer.training.module import CharLanguageModel
+from invformer.training.rows import Measured, is_step_boundary, record
 from invformer.training.stopwatch import Stopwatch
 
 
@@ -28,7 +27,6 @@ class LipschitzMonitor(L.Callback):
 
     Args:
         tokens: the probe text, (sequences, N), fixed for the run.
-        run_log: where the rows go.
         every: optimiser steps between estimates.
         local_every: optimiser steps between local bounds, those that a validation follows; the last
             step of a run is one of them.
@@ -38,14 +36,12 @@ class LipschitzMonitor(L.Callback):
     def __init__(
         self,
         tokens: Integer[Tensor, "sequences tokens"],
-        run_log: RunLog,
         *,
         every: int = 1,
         local_every: int = 250,
         seed: int = 0,
     ) -> None:
-        self.tokens, self.run_log = tokens, run_log
-        self.every, self.local_every, self.seed = every, local_every, seed
+        self.tokens, self.every, self.local_every, self.seed = tokens, every, local_every, seed
         self.probe: LipschitzProbe | None = None
         self.restored: dict[str, Tensor] = {}
 
@@ -69,7 +65,7 @@ class LipschitzMonitor(L.Callback):
         step = trainer.global_step
         if step % self.every == 0 and not self.validates(trainer, step):
             with self.watch, gathered(pl_module.model):
-                self.run_log.record(step, self.row(pl_module.weights))
+                record(trainer, step, self.row(pl_module.weights))
 
     def on_train_batch_end(
         self,
@@ -82,16 +78,16 @@ class LipschitzMonitor(L.Callback):
         """Estimate with the weights after the update, and bound, where a validation follows."""
         assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step - 1
-        if not is_step_boundary(trainer) or not self.validates(trainer, step):
+        if not is_step_boundary(trainer, batch_idx) or not self.validates(trainer, step):
             return
         with self.watch:
-            self.run_log.record(step, self.row(None, with_local_bounds=True))
+            record(trainer, step, self.row(None, with_local_bounds=True))
         if (share := self.watch.share()) is not None:
-            self.run_log.record(step, {"perf/monitor_overhead": share})
+            record(trainer, step, {"perf/monitor_overhead": share})
 
     def validates(self, trainer: L.Trainer, step: int) -> bool:
         """Whether a validation follows this step."""
-        return (step + 1) % self.local_every == 0 or step + 1 >= trainer.max_steps
+        return (step + 1) % self.local_every == 0 or step + 1 == trainer.max_steps
 
     def row(self, weights: StackWeights | None, with_local_bounds: bool = False) -> Measured:
         """One step's metrics, in one vector on the device; None computes the weights."""

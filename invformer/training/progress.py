@@ -11,7 +11,8 @@ from typing import Any
 import lightning as L
 from tqdm import tqdm
 
-from invformer.runs.run_log import Row, RunLog, read_rows
+from invformer.runs.run_log import Row, read_rows
+from invformer.training.rows import rows_of
 
 SMOOTHED = 100  # steps
 LINES = 10  # a run, beside those of validations
@@ -21,19 +22,16 @@ BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {desc}  {rate_fmt}  {
 class Progress(L.Callback):
     """A line at every validation; between them a bar on a terminal, or else ten lines a run.
 
-    It shows the rows that were flushed, so it never waits for the device.
+    It shows the rows that were sent, so it never waits for the device.
 
     Args:
-        run_log: whose rows are shown.
         metrics: file with the rows of the steps before, if there is one.
         last: the optimiser step at which the run ends.
         val_every: optimiser steps between validations.
         bar: whether a bar is wanted.
     """
 
-    def __init__(
-        self, run_log: RunLog, metrics: Path, last: int, val_every: int, bar: bool
-    ) -> None:
+    def __init__(self, metrics: Path, last: int, val_every: int, bar: bool) -> None:
         self.last = last
         self.val_every = val_every
         self.has_bar = bar and sys.stderr.isatty()
@@ -41,7 +39,6 @@ class Progress(L.Callback):
         self.recent: deque[float] = deque(maxlen=SMOOTHED)
         for row in read_rows(metrics) if metrics.exists() else []:
             self.take(row["step"], row)
-        run_log.sinks.append(self.take)
 
     def take(self, step: int, row: Row) -> None:
         """Remember the numbers of one step."""
@@ -51,6 +48,7 @@ class Progress(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock, at the step that training starts or continues with."""
+        rows_of(trainer).listeners.append(self.take)
         self.step = self.first = trainer.global_step
         self.start = time.perf_counter()
         self.bar = tqdm(
@@ -72,6 +70,7 @@ class Progress(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print what was validated."""
+        self.row |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         proven = []
         if "lipschitz/certified" in self.row:
             proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'])} proven")

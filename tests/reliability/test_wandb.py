@@ -16,21 +16,21 @@ TOKEN = "hf_5ec2e7secret5ec2e7"
 
 def impatient() -> None:
     """Called in a run before it starts: short with the server, patient with a busy machine."""
-    from invformer.runs import wandb_sink
+    from invformer.runs import wandb_logger
 
     patient()
-    wandb_sink.SERVER_SECONDS = 1.0
+    wandb_logger.SERVER_SECONDS = 1.0
 
 
 def patient() -> None:
     """Likewise, for a server that answers."""
-    from invformer.runs import wandb_sink
+    from invformer.runs import wandb_logger
 
     without_plots()
-    wandb_sink.SERVER_SECONDS = 60.0
-    wandb_sink.ONLINE_SECONDS = 90.0
-    wandb_sink.START_SECONDS = 120.0
-    wandb_sink.FINISH_SECONDS = 10.0
+    wandb_logger.SERVER_SECONDS = 60.0
+    wandb_logger.ONLINE_SECONDS = 90.0
+    wandb_logger.START_SECONDS = 120.0
+    wandb_logger.FINISH_SECONDS = 10.0
 
 
 @pytest.fixture
@@ -138,17 +138,17 @@ def test_a_client_process_that_dies_takes_nothing_with_it(
 
 def mortal() -> None:
     """Called in a run before it starts: W&B's own process is killed before the last step."""
-    from invformer.runs.wandb_sink import WandbSink
+    from invformer.runs.wandb_logger import WandbLogger
     from tests.small_runs import STEPS
 
     patient()
-    log = WandbSink.__call__
+    log = WandbLogger.log_metrics
 
-    def call(sink: WandbSink, step: int, row: dict[str, float]) -> None:
+    def call(logger: WandbLogger, row: dict[str, float], step: int) -> None:
         from wandb.sdk import wandb_setup
 
         if step == STEPS // 2:
             wandb_setup.singleton()._connection._proc._process.kill()
-        log(sink, step, row)
+        log(logger, row, step)
 
-    WandbSink.__call__ = call
+    WandbLogger.log_metrics = call

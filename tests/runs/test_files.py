@@ -16,16 +16,16 @@ from invformer.evaluation.report import write_json
 from invformer.runs.files import open_kept, open_regular, replace_file
 from invformer.runs.run_directory import expand_home, open_run, write_config
 from invformer.runs.run_lock import LOCK, require_lock
-from invformer.runs.run_log import JsonLinesSink
+from invformer.runs.run_log import MetricsFile
 from invformer.runs.saving import Checkpoints
-from invformer.runs.wandb_sink import WandbSink
+from invformer.runs.wandb_logger import open_wandb
 from invformer.training.plots import new_figure, save
 
 CONFIG = {"model": {"d_model": 8}}
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.json": lambda run: write_config(run, CONFIG),
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
-    "metrics.jsonl": lambda run: JsonLinesSink(run / "metrics.jsonl")(0, {"x": 1.0}),
+    "metrics.jsonl": lambda run: MetricsFile(run / "metrics.jsonl").write(0, {"x": 1.0}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
     "summary.png": lambda run: save(new_figure(1)[0], run / "summary.png"),
     "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
@@ -35,7 +35,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
 
 def with_damage(path: Path) -> None:
     path.write_text("damaged\n")
-    JsonLinesSink(path)
+    MetricsFile(path)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -56,8 +56,7 @@ def test_wandb_writes_nothing_through_a_link(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "wandb").symlink_to(tmp_path)
-    sink = WandbSink(tmp_path, name="a", config={}, project="p", mode="offline")
-    assert sink.run is None
+    assert open_wandb(tmp_path, name="a", config={}, project="p", mode="offline") is None
     assert "wandb is a link, which is not followed; going without W&B" in capsys.readouterr().err
 
 
@@ -101,22 +100,22 @@ def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_
     assert (tmp_path / "a" / "config.json").read_bytes() == before
     other.kill()
     other.communicate()
-    JsonLinesSink(tmp_path / "a" / "metrics.jsonl")(0, {"x": 1.0})
+    MetricsFile(tmp_path / "a" / "metrics.jsonl").write(0, {"x": 1.0})
     assert open_run(tmp_path, "a", "x", CONFIG, True).resumed
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again: bool) -> None:
     path = open_run(tmp_path, "a", "x", CONFIG, True).path
-    metrics = JsonLinesSink(path / "metrics.jsonl")
-    metrics(0, {"x": 1.0})
+    metrics = MetricsFile(path / "metrics.jsonl")
+    metrics.write(0, {"x": 1.0})
     require_lock(path)
     (path / LOCK).unlink()
     if again:
         (path / LOCK).write_text("another process")
     trainer: Any = SimpleNamespace(save_checkpoint=lambda path: pytest.fail("saved"))
     for write in (
-        lambda: metrics(1, {"x": 1.0}),
+        lambda: metrics.write(1, {"x": 1.0}),
         lambda: Checkpoints(path / "checkpoints").save(trainer, "step-00000001", set()),
     ):
         with pytest.raises(CheckpointError, match="was deleted or replaced while this run was on"):

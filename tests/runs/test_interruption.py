@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -23,9 +22,7 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
 from invformer.runs.collective import backends
 from invformer.runs.interruption import check_everywhere
-from invformer.runs.run_log import RunLog
-from invformer.training.callbacks import Flush
-from invformer.training.module import CharLanguageModel
+from invformer.training.rows import Rows
 from tests.small_runs import options, write_text
 from tests.zygote import ROOT
 
@@ -120,11 +117,10 @@ def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_
 
 def check_in_one_of_two(row: dict[str, float]) -> None:
     """Check a pending row in one process of two."""
-    log = RunLog([])
-    log.record(3, row)
-    flush = Flush(log, 25, 100, Path(os.devnull))
-    trainer: Any = SimpleNamespace(world_size=2)
-    check_everywhere(trainer, lambda: flush.flush_all(Mock(spec=CharLanguageModel)))
+    rows = Rows()
+    rows.pending[3] = dict(row)
+    trainer: Any = SimpleNamespace(world_size=2, loggers=[], lightning_module=None)
+    check_everywhere(trainer, lambda: rows.send(trainer))
 
 
 def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,51 +1,22 @@
-"""The run log: one row per step, nothing lost, nothing waited for between flushes."""
+"""metrics.jsonl: one row per step, and nothing lost."""
 
 import json
 import os
 import random
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from invformer.errors import StorageError
-from invformer.runs.run_log import JsonLinesSink, RunLog, read_rows
-
-
-def test_rows_carry_their_own_step_and_everything_recorded_for_it() -> None:
-    rows: list[tuple[int, dict[str, float]]] = []
-    log = RunLog([lambda step, row: rows.append((step, row))])
-    log.record(1, {"b": torch.tensor(2.5)})
-    log.record(0, {"a": 1.0})
-    log.record(1, {"c": torch.tensor(4)})
-    log.flush()
-    assert rows == [(0, {"a": 1.0}), (1, {"b": 2.5, "c": 4.0})]
-
-
-def test_a_flush_copies_all_tensors_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: copies.append(1) or original(t))
-    log = RunLog([])
-    for step in range(20):
-        log.record(step, {key: torch.tensor(float(step)) for key in "abcde"})
-    rows = log.flush()
-    assert len(copies) == 1
-    assert rows[7]["c"] == 7.0
-
-
-def test_float32_values_arrive_unrounded() -> None:
-    log = RunLog([])
-    value = torch.tensor(0.1, dtype=torch.float32)
-    log.record(0, {"x": value})
-    assert log.flush()[0]["x"] == value.double().item()
+from invformer.runs.json_lines import JsonLinesLogger
+from invformer.runs.run_log import MetricsFile, read_rows
+from tests.small_runs import write_rows
 
 
 def test_metrics_are_written_as_one_json_object_per_step(tmp_path: Path) -> None:
-    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
-    sink(0, {"train/bpc": 2.0})
-    sink(1, {"train/bpc": float("inf")})
+    write_rows(tmp_path / "metrics.jsonl", {0: {"train/bpc": 2.0}, 1: {"train/bpc": inf}})
     assert read_rows(tmp_path / "metrics.jsonl") == [
         {"step": 0, "train/bpc": 2.0},
         {"step": 1, "train/bpc": "inf"},
@@ -55,7 +26,7 @@ def test_metrics_are_written_as_one_json_object_per_step(tmp_path: Path) -> None
 def test_a_resumed_run_replaces_the_rows_it_is_about_to_repeat(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": s}) + "\n" for s in range(5)) + '{"step": 5, "to')
-    JsonLinesSink(path, first_step=3)(3, {"x": 1.0})
+    write_rows(path, {3: {"x": 1.0}}, first_step=3)
     assert [row["step"] for row in read_rows(path)] == [0, 1, 2, 3]
 
 
@@ -83,7 +54,7 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     damaged = LINES[12].replace(*DAMAGES[how])
     assert damaged != LINES[12]
     path.write_bytes(b"\n".join([*LINES[:12], damaged, *LINES[13:]]) + b"\n")
-    JsonLinesSink(path, first_step=25)
+    MetricsFile(path, first_step=25)
     steps = [row["step"] for row in read_rows(path)]
     assert steps == [step for step in range(25) if step != 12]
     assert (tmp_path / "metrics.damaged").read_bytes() == damaged + b"\n"
@@ -97,7 +68,7 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path:
         flipped = bytearray(content)
         flipped[place] ^= 1 << bit
         path.write_bytes(flipped)
-        JsonLinesSink(path, first_step=30)
+        MetricsFile(path, first_step=30)
         kept = {row["step"] for row in read_rows(path)}
         assert len(kept) >= 28
         aside = tmp_path / "metrics.damaged"
@@ -109,7 +80,7 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path:
 def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
-    JsonLinesSink(path, first_step=30)
+    MetricsFile(path, first_step=30)
     assert [row["step"] for row in read_rows(path)] == list(range(30))
 
 
@@ -118,12 +89,12 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
-    JsonLinesSink(path, first_step=4)
+    MetricsFile(path, first_step=4)
     assert not caplog.records
     path.write_bytes(path.read_bytes()[:-5])  # the end of the file is lost
-    JsonLinesSink(path, first_step=4)
+    MetricsFile(path, first_step=4)
     path.unlink()
-    JsonLinesSink(path, first_step=2)
+    MetricsFile(path, first_step=2)
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: there are no rows for steps 3 to 3",
         f"{path}: 1 damaged lines are now in metrics.damaged",
@@ -134,9 +105,7 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
 def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
-    sink = JsonLinesSink(path, first_step=3)
-    sink(2, {"val/bpc": 3.0})
-    sink(3, {"x": 1.0})
+    write_rows(path, {2: {"val/bpc": 3.0}, 3: {"x": 1.0}}, first_step=3)
     assert read_rows(path)[2:] == [{"step": 2, "x": 1.0, "val/bpc": 3.0}, {"step": 3, "x": 1.0}]
 
 
@@ -144,10 +113,21 @@ def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Pat
 def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read"):
-        JsonLinesSink(tmp_path / "metrics.jsonl")
+        MetricsFile(tmp_path / "metrics.jsonl")
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
-    sink = JsonLinesSink(tmp_path / "missing" / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot write"):
-        sink(0, {"x": 1.0})
+        write_rows(tmp_path / "missing" / "metrics.jsonl", {0: {"x": 1.0}})
+
+
+def test_numbers_of_the_newest_step_join_its_row_before_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logger = JsonLinesLogger(path)
+    logger.log_metrics({"x": 1.0}, 0)
+    assert not path.exists()
+    logger.log_metrics({"val/bpc": 2.0}, 0)
+    logger.save()
+    logger.log_metrics({"inverse/residual_max": 0.0}, 0)  # and afterwards too
+    logger.save()
+    assert read_rows(path) == [{"step": 0, "x": 1.0, "val/bpc": 2.0, "inverse/residual_max": 0.0}]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from invformer.errors import StorageError
-from invformer.runs.run_log import JsonLinesSink
 from invformer.training.plots import draw_summary, plot_run, read_curves, running_mean
+from tests.small_runs import write_rows
 
 BRANCHES = [f"block_0{i}/{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
 LEVELS = {"estimate": 0.1, "local_bound": 0.3, "bound": 0.6}
@@ -18,9 +18,9 @@ LEVELS = {"estimate": 0.1, "local_bound": 0.3, "bound": 0.6}
 
 def write_metrics(path: Path, num_steps: int = 12) -> Path:
     """A small run of two blocks, validated every four steps, with an infinity on the way."""
-    sink = JsonLinesSink(path)
+    rows = {}
     for step in range(num_steps):
-        row = {"train/bpc": 3.0 + 2.0 / (step + 1), "lipschitz/target": 0.7}
+        rows[step] = row = {"train/bpc": 3.0 + 2.0 / (step + 1), "lipschitz/target": 0.7}
         if step % 4 == 3:
             for branch in BRANCHES:
                 row |= {f"lipschitz_branches/{branch}/{k}": v for k, v in LEVELS.items()}
@@ -31,7 +31,7 @@ def write_metrics(path: Path, num_steps: int = 12) -> Path:
                 "inverse/num_steps_mean": 8.5,
                 "inverse/characters_recovered": 1.0,
             }
-        sink(step, row)
+    write_rows(path, rows)
     return path
 
 
@@ -41,9 +41,9 @@ def test_a_run_leaves_one_picture(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-@pytest.mark.parametrize("row", [{}, {"train/bpc": math.nan}, {"val/bpc": 4.0}])
+@pytest.mark.parametrize("row", [{"optim/lr": 0.1}, {"train/bpc": math.nan}, {"val/bpc": 4.0}])
 def test_a_run_of_whatever_length_has_its_picture(tmp_path: Path, row: dict[str, float]) -> None:
-    JsonLinesSink(tmp_path / "metrics.jsonl")(0, row)
+    write_rows(tmp_path / "metrics.jsonl", {0: row})
     assert plot_run(tmp_path / "metrics.jsonl", tmp_path).is_file()
 
 

@@ -1,4 +1,4 @@
-"""Weights & Biases as one more place where metrics go; the only file that knows it.
+"""Weights & Biases as one of Lightning's loggers; the only file that knows it.
 
 It must never hurt a run: nothing here raises, and nothing waits longer than ``START_SECONDS`` and
 ``FINISH_SECONDS``. Calls run one after the other in a thread of their own, behind a bounded
@@ -14,12 +14,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal
 
-from invformer.runs.run_log import Row
+from lightning.pytorch import loggers
 
 STEP = "trainer/global_step"
 START_SECONDS = 15.0
@@ -32,116 +32,130 @@ FULL_DISK = 1 << 20  # bytes left
 Mode = Literal["auto", "online", "offline", "disabled"]
 
 
-class WandbSink:
-    """Mirrors rows, tables and images into one W&B run.
+def open_wandb(
+    directory: Path,
+    *,
+    mode: Mode,
+    run_id: str | None = None,
+    **options: Any,
+) -> "WandbLogger | None":
+    """Open a W&B run, and say how to look at it; None if there shall be none or it cannot be.
 
     ``auto`` is online if W&B finds a key and offline otherwise; nothing ever prompts. If W&B cannot
-    go online it goes offline; if that fails too the run goes on without it, with one line. Rows
-    carry the optimiser step as a value of their own, which is the x-axis of every chart: W&B drops
-    rows whose own step goes backwards.
+    go online it goes offline; if that fails too the run goes on without it, with one line.
 
     Args:
         directory: the run's folder; W&B writes below it.
-        name: display name.
-        config: the resolved configuration, plain and nested. No environment variable is in it.
-        project: W&B project.
         mode: see above.
-        entity: user or team; None for the account's default.
-        group: group of runs.
-        tags: labels.
         run_id: W&B's name for the earlier part of a resumed run. Online that run is continued;
             offline there is a new one, in a group with the earlier parts.
+        options: of ``wandb.init``: name, config (no environment variable is in it), project, …
+    """
+    logging.raiseExceptions = False  # W&B's log files may lie on a full disk: no tracebacks
+    wanted = wanted_mode(mode)
+    if wanted == "disabled":
+        return None
+    if (directory / "wandb").is_symlink():
+        warn(f"{directory / 'wandb'} is a link, which is not followed; going without W&B")
+        return None
+    options["dir"] = str(directory)
+    began = time.monotonic()
+    run = None
+    if wanted == "online":
+        continued = {} if run_id is None else {"id": run_id, "resume": "allow"}
+        online = {**options, **continued, "mode": "online"}
+        run = open_within(ONLINE_SECONDS, online, "going offline")
+    if run is None:
+        left = max(1.0, START_SECONDS - (time.monotonic() - began))
+        offline = {**options, "group": options.get("group") or options["name"], "mode": "offline"}
+        run = open_within(left, offline, "metrics.jsonl has every row")
+    if run is None:
+        return None
+    logger = WandbLogger(run, directory)
+    if run.offline:
+        print(f"W&B is offline; to upload: wandb sync {os.path.relpath(logger.folder)}")
+    return logger
+
+
+class WandbLogger(loggers.WandbLogger):
+    """Lightning's W&B logger, whose calls are made by a thread that cannot hurt the run.
+
+    Rows carry the optimiser step as a value of their own, which is the x-axis of every chart: W&B
+    drops rows whose own step goes backwards.
+
+    Args:
+        run: an open W&B run.
+        directory: the folder that it is in.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        name: str,
-        config: dict[str, Any],
-        project: str,
-        mode: Mode,
-        entity: str | None = None,
-        group: str | None = None,
-        tags: Sequence[str] = (),
-        run_id: str | None = None,
-    ) -> None:
+    def __init__(self, run: Any, directory: Path) -> None:
+        super().__init__(experiment=run, save_dir=directory)
+        self.run = run
         self.directory = directory
-        self.run: Any = None
-        self._calls = ContainedCalls()
-        logging.raiseExceptions = False  # W&B's log files may lie on a full disk: no tracebacks
-        options = {
-            "dir": str(directory), "name": name, "config": config, "project": project,
-            "entity": entity, "group": group, "tags": list(tags),
-        }  # fmt: skip
-        wanted = wanted_mode(mode)
-        if wanted == "disabled":
-            return
-        if (directory / "wandb").is_symlink():
-            warn(f"{directory / 'wandb'} is a link, which is not followed; going without W&B")
-            return
-        began = time.monotonic()
-        if wanted == "online":
-            continued = {} if run_id is None else {"id": run_id, "resume": "allow"}
-            self._start({**options, **continued, "mode": "online"}, ONLINE_SECONDS, "going offline")
-        if self.run is None:
-            left = max(1.0, START_SECONDS - (time.monotonic() - began))
-            options["group"] = group or name
-            self._start({**options, "mode": "offline"}, left, "metrics.jsonl has every row")
-        if self.run is not None and self.run.offline:
-            folder = Path(self.run.dir).parent
-            print(f"W&B is offline; to upload: wandb sync {os.path.relpath(folder)}")
+        self.folder = Path(run.dir).parent
+        self.calls = ContainedCalls()
 
     @property
     def online_id(self) -> str | None:
         """W&B's name for the run, by which it can be continued; None if it is not online."""
-        return None if self.run is None or self.run.offline else str(self.run.id)
+        return None if self.run.offline else str(self.run.id)
 
-    def __call__(self, step: int, row: Row) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log one row at its optimiser step."""
-        self._call(f"row of step {step}", lambda run, _: run.log({**row, STEP: step}))
+        self.calls.submit(f"row of step {step}", lambda: self.run.log({**metrics, STEP: step}))
 
-    def table(self, key: str, columns: list[Any], rows: list[Any]) -> None:
+    def log_hyperparams(self, params: Any) -> None:
+        """Add to the configuration."""
+        self.calls.submit("configuration", lambda: self.run.config.update(params))
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
         """Attach a table, such as a certificate or a sample."""
-        self._call(key, lambda run, wandb: run.log({key: wandb.Table(columns=columns, data=rows)}))
+        wandb = sys.modules["wandb"]
+        self.calls.submit(
+            key, lambda: self.run.log({key: wandb.Table(columns=columns, data=data), STEP: step})
+        )
 
-    def image(self, key: str, path: Path) -> None:
-        """Attach a picture."""
-        self._call(key, lambda run, wandb: run.log({key: wandb.Image(str(path))}))
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **_: Any) -> None:
+        """Attach pictures, given by their paths."""
+        wandb = sys.modules["wandb"]
+        self.calls.submit(
+            key, lambda: self.run.log({key: [wandb.Image(str(i)) for i in images], STEP: step})
+        )
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def log_summary(self, values: Mapping[str, Any]) -> None:
         """Set final values: text and finite numbers."""
         plain = {
             key: value for key, value in values.items()
             if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         }  # fmt: skip
-        self._call("summary", lambda run, _: run.summary.update(plain))
+        self.calls.submit("summary", lambda: self.run.summary.update(plain))
 
     def finish(self, exit_code: int) -> None:
         """Close the run with the program's exit code; gives up after a minute."""
-        if self.run is None:
-            return
-        if not self._calls.last(lambda: self.run.finish(exit_code=exit_code), FINISH_SECONDS):
+        if not self.calls.last(lambda: self.run.finish(exit_code=exit_code), FINISH_SECONDS):
             warn("the run could not be closed and is left as it is")
             abandon_service()
-        if lost := self._calls.failed + self._calls.dropped:
-            folder = Path(self.run.dir).parent
-            warn(f"{lost} calls were lost; metrics.jsonl has every row, {folder} what W&B got")
+        if lost := self.calls.failed + self.calls.dropped:
+            warn(f"{lost} calls were lost; metrics.jsonl has every row, {self.folder} what W&B got")
         with contextlib.suppress(OSError):
             if shutil.disk_usage(self.directory).free < FULL_DISK:
                 warn(f"the disk is full ({self.directory}); its copy of the run may be incomplete")
 
-    def _start(self, options: dict[str, Any], seconds: float, otherwise: str) -> None:
-        """Open the W&B run, or say in one line why there is none."""
-        try:
-            self.run = within(seconds, lambda: start(options))
-        except Exception as error:
-            warn(f"{one_line(error)}; {otherwise}")
 
-    def _call(self, what: str, call: Callable[[Any, Any], Any]) -> None:
-        """Have a call made with the run and the library."""
-        if self.run is not None:
-            self._calls.submit(what, lambda: call(self.run, sys.modules.get("wandb")))
+def open_within(seconds: float, options: dict[str, Any], otherwise: str) -> Any:
+    """Open a W&B run, or say in one line why there is none and what happens instead."""
+    try:
+        return within(seconds, lambda: start(options))
+    except Exception as error:
+        warn(f"{one_line(error)}; {otherwise}")
+        return None
 
 
 def start(options: dict[str, Any]) -> Any:

@@ -12,8 +12,8 @@ import pytest
 import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
-from invformer.runs import wandb_sink
-from invformer.runs.wandb_sink import STEP, ContainedCalls, WandbSink, wanted_mode
+from invformer.runs import wandb_logger
+from invformer.runs.wandb_logger import STEP, ContainedCalls, WandbLogger, open_wandb, wanted_mode
 from tests.runs.wandb_records import history_and_config
 
 CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
@@ -24,12 +24,12 @@ def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setattr(wandb_sink, "has_api_key", lambda: False)
+    monkeypatch.setattr(wandb_logger, "has_api_key", lambda: False)
 
 
-def open_sink(folder: Path, **options: Any) -> WandbSink:
+def open_logger(folder: Path, **options: Any) -> Any:
     options = {"project": "tests", "mode": "auto", "tags": ["x"], "name": "a"} | options
-    return WandbSink(folder, config=CONFIG, **options)
+    return open_wandb(folder, config=CONFIG, **options)
 
 
 class FakeRun(SimpleNamespace):
@@ -40,23 +40,23 @@ class FakeRun(SimpleNamespace):
         super().__init__(offline=True, dir=str(folder / "files"), id="x1", **(quiet | behaviour))
 
 
-def sink_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> WandbSink:
-    monkeypatch.setattr(wandb_sink, "start", lambda options: FakeRun(folder, **behaviour))
-    return open_sink(folder, mode="offline")
+def logger_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> WandbLogger:
+    monkeypatch.setattr(wandb_logger, "start", lambda options: FakeRun(folder, **behaviour))
+    return open_logger(folder, mode="offline")
 
 
 @pytest.mark.usefixtures("_no_key")
 def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = open_sink(tmp_path)
+    logger = open_logger(tmp_path)
     for step in (0, 1, 5, 3):
-        sink(step, {"train/bpc": 2.0 + step})
-    sink.table("sample", ["text"], [["hello"]])
-    sink.finish(7)
+        logger.log_metrics({"train/bpc": 2.0 + step}, step)
+    logger.log_table("sample", ["text"], [["hello"]], step=3)
+    logger.finish(7)
     wandb.teardown()  # as at the end of a program: waits until W&B's own process has written all
-    assert sink.run.offline
-    assert sink.online_id is None
+    assert logger.run.offline
+    assert logger.online_id is None
     captured = capsys.readouterr()
     assert "wandb sync" in captured.out
     assert captured.err == ""
@@ -75,10 +75,10 @@ def full_disk(row: Any) -> None:
 def test_a_client_that_fails_says_so_once_and_the_number_of_lost_calls_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sink = sink_of(tmp_path, monkeypatch, log=full_disk)
+    logger = logger_of(tmp_path, monkeypatch, log=full_disk)
     for step in range(5):
-        sink(step, {"train/bpc": 1.0})
-    sink.finish(0)
+        logger.log_metrics({"train/bpc": 1.0}, step)
+    logger.finish(0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert "row of step 0 failed ([Errno 28] No space left on device)" in lines[0]
@@ -89,7 +89,7 @@ def test_log_files_on_a_full_disk_send_no_tracebacks_to_the_console(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    sink_of(tmp_path, monkeypatch)
+    logger_of(tmp_path, monkeypatch)
     handler = logging.FileHandler("/dev/full")
     handler.handle(logging.makeLogRecord({"msg": "what W&B notes for itself"}))
     assert capsys.readouterr().err == ""
@@ -101,16 +101,16 @@ def test_a_client_that_hangs_delays_nothing_and_the_end_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     abandoned = []
-    monkeypatch.setattr(wandb_sink, "FINISH_SECONDS", 0.3)
-    monkeypatch.setattr(wandb_sink, "MAX_WAITING", 4)
-    monkeypatch.setattr(wandb_sink, "abandon_service", lambda: abandoned.append(1))
-    sink = sink_of(tmp_path, monkeypatch, log=lambda row: time.sleep(600))
+    monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 0.3)
+    monkeypatch.setattr(wandb_logger, "MAX_WAITING", 4)
+    monkeypatch.setattr(wandb_logger, "abandon_service", lambda: abandoned.append(1))
+    logger = logger_of(tmp_path, monkeypatch, log=lambda row: time.sleep(600))
     for step in range(50):
-        sink(step, {"train/bpc": 1.0})
-    sink.finish(0)
+        logger.log_metrics({"train/bpc": 1.0}, step)
+    logger.finish(0)
     assert abandoned
     assert "could not be closed" in capsys.readouterr().err
-    assert sink._calls.dropped >= 45
+    assert logger.calls.dropped >= 45
 
 
 def test_a_start_that_hangs_online_goes_offline_and_one_that_hangs_offline_goes_nowhere(
@@ -123,17 +123,13 @@ def test_a_start_that_hangs_online_goes_offline_and_one_that_hangs_offline_goes_
             time.sleep(600)
         return FakeRun(tmp_path)
 
-    monkeypatch.setattr(wandb_sink, "start", start)
-    monkeypatch.setattr(wandb_sink, "ONLINE_SECONDS", 0.1)
-    monkeypatch.setattr(wandb_sink, "START_SECONDS", 0.2)
-    assert open_sink(tmp_path, mode="online").run.offline
+    monkeypatch.setattr(wandb_logger, "start", start)
+    monkeypatch.setattr(wandb_logger, "ONLINE_SECONDS", 0.1)
+    monkeypatch.setattr(wandb_logger, "START_SECONDS", 0.2)
+    assert open_logger(tmp_path, mode="online").run.offline
     assert "no answer within 0 s; going offline" in capsys.readouterr().err
     hanging.append("offline")
-    sink = open_sink(tmp_path, mode="online")
-    sink(0, {"train/bpc": 1.0})
-    sink.table("sample", ["text"], [["hello"]])
-    sink.finish(0)
-    assert sink.run is None
+    assert open_logger(tmp_path, mode="online") is None
     assert "metrics.jsonl has every row" in capsys.readouterr().err
 
 
@@ -143,8 +139,8 @@ def test_a_broken_installation_is_one_more_reason_to_go_without(
     def start(options: dict[str, Any]) -> Any:
         raise ImportError("no module named wandb")
 
-    monkeypatch.setattr(wandb_sink, "start", start)
-    assert open_sink(tmp_path, mode="offline").run is None
+    monkeypatch.setattr(wandb_logger, "start", start)
+    assert open_logger(tmp_path, mode="offline") is None
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -159,10 +155,11 @@ def test_a_resumed_run_has_its_old_name_online_and_a_group_offline(
             raise OSError("unreachable")
         return FakeRun(tmp_path)
 
-    monkeypatch.setattr(wandb_sink, "start", start)
-    open_sink(tmp_path, mode="online", run_id="abc")
-    assert {"id": "abc", "resume": "allow", "group": None}.items() <= asked[-1].items()
-    open_sink(tmp_path, mode="online", run_id="abc")
+    monkeypatch.setattr(wandb_logger, "start", start)
+    open_logger(tmp_path, mode="online", run_id="abc")
+    assert (asked[-1]["id"], asked[-1]["resume"]) == ("abc", "allow")
+    assert "group" not in asked[-1]
+    open_logger(tmp_path, mode="online", run_id="abc")
     assert "id" not in asked[-1]
     assert asked[-1]["group"] == "a"
 
@@ -190,7 +187,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 @pytest.mark.usefixtures("_no_settings")
 def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert wandb_sink.has_api_key()
+    assert wandb_logger.has_api_key()
     for told, mode in (("", "online"), ("offline", "offline"), ("disabled", "disabled")):
         monkeypatch.setenv("WANDB_MODE", told)
         assert wanted_mode("auto") == mode
@@ -202,12 +199,12 @@ def test_a_key_in_the_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_key_that_wandb_login_keeps_is_found(
     monkeypatch: pytest.MonkeyPatch, server: str | None
 ) -> None:
-    assert not wandb_sink.has_api_key()
+    assert not wandb_logger.has_api_key()
     if server is not None:
         monkeypatch.setenv("WANDB_BASE_URL", server)
         wandb.teardown()
     write_netrc_auth(host=server or wandb.Settings().base_url, api_key="0" * 40)
-    assert wandb_sink.has_api_key()
+    assert wandb_logger.has_api_key()
     monkeypatch.setenv("WANDB_BASE_URL", "https://another.example.org")
     wandb.teardown()
-    assert not wandb_sink.has_api_key()
+    assert not wandb_logger.has_api_key()

@@ -1,0 +1,191 @@
+"""Metrics of a run: one row per optimiser step, kept on the device and logged now and then."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from jaxtyping import Integer
+from torch import Tensor, cat
+
+from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.evaluation.lipschitz import require_sandwich
+from invformer.runs.files import replace_file
+from invformer.runs.run_log import Row
+
+# What may be recorded: a scalar by its key, or a vector by the keys of its entries.
+Measured = Mapping[str | tuple[str, ...], Tensor | float]
+
+
+def record(trainer: L.Trainer, step: int, values: Measured) -> None:
+    """Remember numbers of one optimiser step (detached tensors on any device, or floats).
+
+    Nothing waits for the device. A trainer without :class:`Rows` gets one.
+    """
+    if not trainer.sanity_checking:
+        rows_of(trainer).pending.setdefault(step, {}).update(values)
+
+
+def rows_of(trainer: L.Trainer) -> "Rows":
+    """The callback that collects a trainer's rows, which is added if there is none."""
+    callbacks: list[L.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    found = next((c for c in callbacks if isinstance(c, Rows)), None)
+    if found is None:
+        callbacks.append(found := Rows())
+    return found
+
+
+class Rows(L.Callback):
+    """Collects numbers of every step, and sends complete rows to each of the trainer's loggers.
+
+    A log point comes every few steps and whenever the loop pauses. It is where the host waits for
+    the device, so it is also where values are checked. Rows leave in the order of their steps.
+
+    Args:
+        every: optimiser steps between log points.
+        evidence: where to write the row and the probe text if a bound turns out to be violated.
+        probe: the text the estimates are for.
+
+    Attributes:
+        listeners: called with (step, row) for every row that is sent.
+    """
+
+    def __init__(
+        self,
+        every: int = 25,
+        evidence: Path | None = None,
+        probe: Integer[Tensor, "sequences tokens"] | None = None,
+    ) -> None:
+        self.every, self.evidence, self.probe = every, evidence, probe
+        self.pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = {}
+        self.listeners: list[Callable[[int, Row], None]] = []
+
+    def flush(self, trainer: L.Trainer, before: int | None = None) -> dict[int, Row]:
+        """Send pending rows; the only place that waits for the device.
+
+        Args:
+            trainer: whose loggers get them.
+            before: keep the rows from this step on, because more may come for them; None sends all.
+        """
+        complete = {s: r for s, r in self.pending.items() if before is None or s < before}
+        self.pending = {s: r for s, r in self.pending.items() if s not in complete}
+        rows = to_host(complete)
+        for step in sorted(rows):
+            for listener in self.listeners:
+                listener(step, rows[step])
+            for logger in trainer.loggers:
+                logger.log_metrics(rows[step], step)
+        return rows
+
+    def send(self, trainer: L.Trainer, before: int | None = None) -> None:
+        """Send the pending rows before a step (or all of them), checked."""
+        refuse = getattr(trainer.lightning_module, "refuse_lost_update", None)
+        if refuse is not None:
+            refuse()
+        for step, row in self.flush(trainer, before).items():
+            check_finite(step, row)
+            try:
+                check_sandwich(step, row)
+            except CertificateViolation as violation:
+                raise CertificateViolation(f"{violation}{self.keep_evidence(step, row)}") from None
+
+    def keep_evidence(self, step: int, row: Row) -> str:
+        """Write down what disproved a bound: the step's metrics and the text they belong to."""
+        if self.evidence is None:
+            return ""
+        tokens = None if self.probe is None else self.probe.tolist()
+        content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
+        replace_file(self.evidence, content + "\n")
+        return f" (evidence in {self.evidence})"
+
+    def on_train_batch_end(
+        self,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Send rows every few steps; the newest one waits for a validation to join it."""
+        if trainer.global_step % self.every == 0 and is_step_boundary(trainer, batch_idx):
+            self.send(trainer, before=trainer.global_step - 1)
+            self.save(trainer)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send everything. What the module logs of the validation follows; then a checkpoint."""
+        self.send(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Send the rest."""
+        self.send(trainer)
+        self.save(trainer)
+
+    def on_exception(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
+    ) -> None:
+        """Send what there is, unchecked: a second failure must not hide the first."""
+        self.flush(trainer)
+        self.save(trainer)
+
+    def save(self, trainer: L.Trainer) -> None:
+        """Have the loggers write what they hold back."""
+        for logger in trainer.loggers:
+            logger.save()
+
+
+def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
+    """The same rows as floats, with one device-to-host copy for all tensors together."""
+    rows: dict[int, Row] = {step: {} for step in pending}
+    places: list[tuple[int, str]] = []
+    tensors: list[Tensor] = []
+    for step, row in pending.items():
+        for key, value in row.items():
+            keys = (key,) if isinstance(key, str) else key
+            if isinstance(value, Tensor):
+                places += [(step, name) for name in keys]
+                tensors.append(value.detach().double().flatten())
+            else:
+                rows[step] |= {name: float(value) for name in keys}
+    values = cat(tensors).tolist() if tensors else []
+    for (step, key), value in zip(places, values, strict=True):
+        rows[step][key] = value
+    return rows
+
+
+def is_step_boundary(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Whether the batch that just ended also ended an optimiser step."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+
+
+def non_finite(step: int, what: str) -> NonFiniteError:
+    """The error that ends a run whose numbers are lost: where, what, and what to do."""
+    return NonFiniteError(
+        f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
+        "(the last good checkpoint is kept)"
+    )
+
+
+def check_finite(step: int, row: Row) -> None:
+    """Stop on a loss or gradient that is no number, naming both.
+
+    Raises:
+        NonFiniteError: naming the step and the metric.
+    """
+    for key in ("train/nats", "optim/grad_norm"):
+        if key in row and not math.isfinite(row[key]):
+            raise non_finite(step, f"{key} is {row[key]}")
+
+
+def check_sandwich(step: int, row: Row) -> None:
+    """estimate ≤ local bound ≤ bound for every branch.
+
+    Raises:
+        CertificateViolation: naming step, branch and both numbers.
+    """
+    for key in row:
+        if key.startswith("lipschitz_branches/") and key.endswith("/estimate"):
+            where = key.removesuffix("/estimate")
+            values = {k: row.get(f"{where}/{k}") for k in ("estimate", "local_bound", "bound")}
+            require_sandwich(f"step {step}: {where}", values)

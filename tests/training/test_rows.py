@@ -1,0 +1,74 @@
+"""Rows: complete, in order, checked, and copied to the host once for all tensors."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.training.rows import Rows, record, rows_of, to_host
+
+BRANCH = "lipschitz_branches/block_00/attention"
+
+
+def trainer_with(*callbacks: Rows) -> Any:
+    sent: list[tuple[int, dict[str, float]]] = []
+    logger = SimpleNamespace(log_metrics=lambda row, step: sent.append((step, row)))
+    return SimpleNamespace(
+        loggers=[logger], callbacks=list(callbacks), sanity_checking=False, sent=sent,
+        lightning_module=None,
+    )  # fmt: skip
+
+
+def test_rows_carry_their_own_step_and_everything_recorded_for_it() -> None:
+    trainer = trainer_with()
+    record(trainer, 1, {"b": torch.tensor(2.5)})
+    record(trainer, 0, {"a": 1.0})
+    record(trainer, 1, {"c": torch.tensor(4)})
+    rows_of(trainer).send(trainer, before=1)
+    assert trainer.sent == [(0, {"a": 1.0})]
+    rows_of(trainer).send(trainer)
+    assert trainer.sent == [(0, {"a": 1.0}), (1, {"b": 2.5, "c": 4.0})]
+
+
+def test_all_tensors_are_copied_at_once_and_arrive_unrounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copies = []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: copies.append(1) or original(t))
+    value = torch.tensor(0.1, dtype=torch.float32)
+    rows = to_host({step: {key: step + value for key in "abc"} for step in range(20)})
+    assert len(copies) == 1
+    assert rows[0]["c"] == value.double().item()
+
+
+def send_row(folder: Path, row: dict[str, float]) -> None:
+    trainer = trainer_with(Rows(25, folder / "violation.json", torch.tensor([[1, 2, 3]])))
+    record(trainer, 7, row)
+    rows_of(trainer).send(trainer)
+
+
+@pytest.mark.parametrize("key", ["train/nats", "optim/grad_norm"])
+def test_a_number_that_is_not_finite_stops_the_run_by_name(tmp_path: Path, key: str) -> None:
+    with pytest.raises(NonFiniteError, match=f"step 7: {key} is nan"):
+        send_row(tmp_path, {key: float("nan")})
+
+
+def test_an_estimate_above_its_bound_stops_the_run_and_keeps_the_evidence(tmp_path: Path) -> None:
+    with pytest.raises(CertificateViolation, match=r"step 7: .*attention: estimate 0\.8") as error:
+        send_row(tmp_path, {f"{BRANCH}/estimate": 0.8, f"{BRANCH}/bound": 0.7})
+    assert error.value.exit_code == 6
+    evidence = json.loads((tmp_path / "violation.json").read_text())
+    assert evidence["step"] == 7
+    assert evidence["probe"] == [[1, 2, 3]]
+    assert evidence["row"][f"{BRANCH}/estimate"] == 0.8
+
+
+def test_a_local_bound_above_the_bound_is_a_violation_too(tmp_path: Path) -> None:
+    row = {f"{BRANCH}/estimate": 0.1, f"{BRANCH}/local_bound": 0.8, f"{BRANCH}/bound": 0.7}
+    with pytest.raises(CertificateViolation, match="local_bound"):
+        send_row(tmp_path, row)
