@@ -75,9 +75,9 @@ def source(model: str, path: str, attention: str, text: str, seed: int) -> Sourc
         trained = trained_configuration(checkpoint)
         vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
         network = load_model(checkpoint, trained, vocabulary).to(DTYPE)
-        words = corpus_at(text).train if text else read_corpus(trained.data).split("test")
+        words = corpus_at(text).split("train") if text else read_corpus(trained.data).split("test")
     else:
-        words = corpus_at(text).train
+        words = corpus_at(text).split("train")
         vocabulary = Vocabulary.from_text(words)
         config = small_config(attention)
         with torch.random.fork_rng(devices=[]):

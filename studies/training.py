@@ -113,9 +113,9 @@ def read_text(
     Of the validation split the first ``val_characters``, or all.
     """
     found = load_corpus(corpus, path, val_fraction, test_fraction, max_characters)
-    vocabulary = Vocabulary.from_text(found.train)
+    vocabulary = Vocabulary.from_text(found.split("train"))
     val = vocabulary.encode(found.split("val")[:val_characters])
-    return Text(vocabulary.encode(found.train), val, vocabulary.size, found.sha256[:16])
+    return Text(vocabulary.encode(found.split("train")), val, vocabulary.size, found.sha256[:16])
 
 
 def text_of(case: TextCase) -> Text:

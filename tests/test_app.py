@@ -189,7 +189,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
 
 def test_every_character_of_the_split_is_scored_once(tmp_path: Path, text_file: Path) -> None:
     run = train(options(tmp_path, text_file, "trainer.max_steps=2"))
-    val = load_corpus("text_file", str(text_file)).val
+    val = load_corpus("text_file", str(text_file)).split("val")
     for stride in (16, 5):
         config = load_config([f"checkpoint={run}", f"evaluate.stride={stride}"], EvaluateConfig)
         report, _ = evaluate_checkpoint(config)

@@ -105,11 +105,12 @@ def build_data(config: TrainConfig) -> TextDataModule:
     data, corpus = config.data, read_corpus(config.data)
     return TextDataModule(
         corpus,
-        Vocabulary.from_text(corpus.train),
+        Vocabulary.from_text(corpus.read("train")),
         seq_len=data.seq_len,
         batch_size=data.batch_size,
         eval_batch_size=config.trainer.eval_batch_size,
         seed=config.run.seed,
+        max_val_characters=data.max_val_characters,
     )
 
 

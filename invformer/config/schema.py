@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 from invformer.config.section import Root, Section, option, section, shown
 
 MANY = "[1, 1e9]"
+MANY_CHARACTERS = "[1, 1e12]"
 SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
@@ -144,7 +145,10 @@ class DataConfig(Section):
     val_fraction: float = option(0.05, "share for validation, without own splits", "(0, 1)")
     test_fraction: float = option(0.05, "share for the test, without own splits", "[0, 1)")
     split: Split = option("val", "split that evaluate.py scores")
-    max_characters: int | None = option(None, "read no more characters than this", "[1, 1e12]")
+    max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
+    max_val_characters: int | None = option(
+        None, "validate on the beginning of the split, this long", MANY_CHARACTERS
+    )
 
     def check(self) -> None:
         """Something is left to train on, and a local corpus says where it is."""
@@ -321,7 +325,10 @@ class EvaluateDataConfig(Section):
     name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
     split: ScoredSplit | None = option(None, "to score; null is the checkpoint's data.split")
-    max_characters: int | None = option(None, "read no more characters than this", "[1, 1e12]")
+    max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
+    max_val_characters: int | None = option(
+        None, "score the beginning of the validation split, this long", MANY_CHARACTERS
+    )
 
     def check(self) -> None:
         """A local corpus says where it is."""

@@ -1,27 +1,41 @@
 """Corpora by name: from Python itself, from your files, or from the Hugging Face Hub.
 
-Whatever the source, a corpus is three texts that share nothing, exactly as they were written.
+Whatever the source, a corpus is three texts that share nothing, exactly as they were written. Local
+files may be larger than the memory.
 """
 
+import codecs
 import glob
 import hashlib
 import io
 import os
 import platform
+import stat
 import sysconfig
 import tokenize
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
 from invformer.config.schema import CorpusName, DataConfig
 from invformer.data import hub
+from invformer.data.corpus import (
+    SPLITS,
+    Corpus,
+    Pieces,
+    Sizes,
+    Split,
+    Unit,
+    digest,
+    in_memory,
+    parts,
+    shortened,
+)
 from invformer.data.files import Reader, read_bytes
 from invformer.errors import DataError
 
-Split = Literal["train", "val", "test"]
 Texts = dict[Split, str]
-SPLITS: tuple[Split, ...] = get_args(Split)
 
 # What the files of a split may be called, first match wins. {} is a word for the split.
 SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
@@ -35,42 +49,6 @@ HUNDRED_MILLION = ("text8", "enwik8")
 # Not Python's own sources: tests, installed packages, and what differs from machine to machine.
 FOREIGN_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
 FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Three texts to learn from, to choose by, and to report on; ``test`` may be empty.
-
-    ``sha256`` is that of the texts and where they part, ``source`` says in words where they came
-    from. In a corpus of bytes the byte b is the character chr(b).
-    """
-
-    name: str
-    train: str = field(repr=False)
-    val: str = field(repr=False)
-    test: str = field(repr=False)
-    sha256: str
-    source: str
-    unit: Literal["characters", "bytes"] = "characters"
-
-    def split(self, name: Split) -> str:
-        """The text of one split, or a DataError if there is none."""
-        text = {"train": self.train, "val": self.val, "test": self.test}[name]
-        if not text:
-            raise DataError(
-                f"{self.name} ({self.source}) has no {name} text, only {self.lengths()}; check the "
-                "files, data.val_fraction, data.test_fraction and data.max_characters"
-            )
-        return text
-
-    def whole(self) -> str:
-        """The text of all splits, one after the other."""
-        return self.train + self.val + self.test
-
-    def lengths(self) -> str:
-        """How long the splits are, in words."""
-        sizes = ", ".join(f"{len(getattr(self, name)):,} ({name})" for name in SPLITS)
-        return f"{sizes} {self.unit}"
 
 
 def read_corpus(config: DataConfig) -> Corpus:
@@ -115,8 +93,7 @@ def load_corpus(
         raise DataError(
             f"there is no corpus {name!r}: pick one of {', '.join(get_args(CorpusName))}"
         )
-    unit = "bytes" if name == "enwik8" else "characters"
-    texts: Texts
+    unit: Unit = "bytes" if name == "enwik8" else "characters"
     if name in ("python_docs", "python_stdlib"):
         if path is not None:
             raise DataError(
@@ -125,34 +102,27 @@ def load_corpus(
             )
         read = read_python_docs if name == "python_docs" else read_python_stdlib
         texts, source = read(val_fraction, test_fraction)
+        pieces, sizes = in_memory(texts)
     elif path is not None:
-        texts, source = read_local(name, Reader(path), val_fraction, test_fraction)
+        source = os.path.expanduser(path)
+        pieces, sizes = read_local(name, path, val_fraction, test_fraction)
     elif name == "text_file":
         raise DataError("text_file needs data.path=FILE or data.path=FOLDER")
     else:
         texts, source = read_hub(name)
+        pieces, sizes = in_memory(texts)
     if name == "ptb":
-        texts = {split: words_to_characters(text) for split, text in texts.items()}
-    total = sum(map(len, texts.values()))
+        pieces, sizes = in_memory(
+            {split: words_to_characters("".join(part)) for split, part in parts(pieces, sizes)}
+        )
+    total = sum(sizes.values())
     if total < 2:
         raise DataError(f"{source}: {total} {unit} of text, nothing to learn from")
     if max_characters is not None and max_characters < total:
-        texts = {
-            split: text[: len(text) * max_characters // total] for split, text in texts.items()
-        }
-    corpus = Corpus(name, **texts, sha256=digest(texts, unit), source=source, unit=unit)
-    corpus.split("train")
+        pieces, sizes = shortened(pieces, sizes, max_characters)
+    corpus = Corpus(name, pieces, sizes, digest(pieces, sizes, unit), source, unit)
+    corpus.size("train")
     return corpus
-
-
-def digest(texts: Texts, unit: str) -> str:
-    """SHA-256 of the texts, each after its name and length."""
-    encoding = "latin-1" if unit == "bytes" else "utf-8"
-    sha = hashlib.sha256()
-    for split in SPLITS:
-        sha.update(f"{split} {len(texts[split])}\n".encode())
-        sha.update(texts[split].encode(encoding))
-    return sha.hexdigest()
 
 
 def words_to_characters(text: str) -> str:
@@ -160,17 +130,17 @@ def words_to_characters(text: str) -> str:
     return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
 
 
-def cut(name: str, text: str, val_fraction: float, test_fraction: float) -> Texts:
-    """Contiguous splits: train, then val, then test.
+def cut(name: str, total: int, val_fraction: float, test_fraction: float) -> Sizes:
+    """Sizes of contiguous splits of n characters.
 
     They part at ⌊n (1 − val − test)⌋ and ⌊n (1 − test)⌋; with 5 % each these are the splits that
     tiny_shakespeare has on the Hub.
     """
-    first = int(len(text) * (1 - val_fraction - test_fraction))
-    second = int(len(text) * (1 - test_fraction))
-    if name in HUNDRED_MILLION and len(text) == 100_000_000:
+    first = int(total * (1 - val_fraction - test_fraction))
+    second = int(total * (1 - test_fraction))
+    if name in HUNDRED_MILLION and total == 100_000_000:
         first, second = 90_000_000, 95_000_000
-    return {"train": text[:first], "val": text[first:second], "test": text[second:]}
+    return {"train": first, "val": second - first, "test": total - second}
 
 
 def deal(
@@ -276,23 +246,31 @@ def decode_source(file: Path) -> str:
 
 
 def read_local(
-    name: str, reader: Reader, val_fraction: float, test_fraction: float
-) -> tuple[Texts, str]:
+    name: str, path: str | os.PathLike[str], val_fraction: float, test_fraction: float
+) -> tuple[Pieces, Sizes]:
     """A file, a folder of splits, or the texts of a folder or a pattern."""
-    path, files = reader.path, [reader.path]
-    if os.path.isdir(path):  # False also for a name that is too long
-        if (splits := split_files(path)) is not None:
-            texts: Texts = {
-                split: "".join(read_file(name, file, reader) for file in files)
-                for split, files in splits.items()
+    reader = Reader(path)
+    local, files = reader.path, [reader.path]
+    if os.path.isdir(local):  # False also for a name that is too long
+        if (splits := split_files(local)) is not None:
+            sizes: Sizes = {
+                split: length(read_files(name, files, path)) for split, files in splits.items()
             }
-            return texts, str(path)
+            return partial(read_files, name, [f for s in SPLITS for f in splits[s]], path), sizes
         files = text_files(name, reader)
-    elif reader.is_typed and not os.path.lexists(path):
-        found = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    elif reader.is_typed and not os.path.lexists(local):
+        found = sorted(map(Path, glob.glob(str(local), recursive=True)))
         files = [file for file in found if not file.is_dir()] or files
-    text = "".join(read_file(name, file, reader) for file in files)
-    return cut(name, text, val_fraction, test_fraction), str(path)
+    pieces: Pieces = partial(read_files, name, files, path)
+    if os.path.exists(local) and stat.S_ISFIFO(local.stat().st_mode):  # which is read once
+        text = "".join(pieces())
+        pieces = lambda: [text]  # noqa: E731
+    return pieces, cut(name, length(pieces()), val_fraction, test_fraction)
+
+
+def length(pieces: Iterable[str]) -> int:
+    """Number of characters."""
+    return sum(map(len, pieces))
 
 
 def split_files(folder: Path) -> dict[Split, list[Path]] | None:
@@ -328,18 +306,29 @@ def text_files(name: str, reader: Reader) -> list[Path]:
     return files
 
 
-def read_file(name: str, file: Path, reader: Reader) -> str:
-    """The text of a plain file, of the one file in a .zip, or of a .parquet."""
+def read_files(name: str, files: list[Path], path: str | os.PathLike[str]) -> Iterator[str]:
+    """The texts of some files below a path, one after the other, in pieces."""
+    reader = Reader(path)
+    for file in files:
+        yield from read_file(name, file, reader)
+
+
+def read_file(name: str, file: Path, reader: Reader) -> Iterator[str]:
+    """The text of a plain file, of the one file in a .zip, or of a .parquet, in pieces."""
     if file.suffix == ".parquet":
-        return hub.read_parquet(name, file, reader)
-    content = reader.read(file)
-    if name == "enwik8":
-        return content.decode("latin-1")
+        yield hub.read_parquet(name, file, reader)
+        return
+    decoder = codecs.getincrementaldecoder("latin-1" if name == "enwik8" else "utf-8")()
+    num_read = 0
     try:
-        return content.decode("utf-8")
+        for chunk in reader.chunks(file):
+            yield decoder.decode(chunk)
+            num_read += len(chunk)
+        decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
+        offset = num_read - len(decoder.getstate()[0]) + error.start
         raise DataError(
-            f"{file}: byte 0x{content[error.start]:02x} at offset {error.start} is not UTF-8 "
+            f"{file}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8 "
             f"({error.reason}); convert the file, for example with iconv -f latin1 -t utf-8"
         ) from None
 
@@ -353,5 +342,7 @@ def read_hub(name: str) -> tuple[Texts, str]:
             f"{source}: {length} characters instead of 100000000; set data.path to a copy of {name}"
         )
     if name == "enwik8":
-        return cut(name, texts["train"], 0.05, 0.05), source
+        text = texts["train"]
+        sizes = cut(name, len(text), 0.05, 0.05)
+        return {split: "".join(part) for split, part in parts(lambda: [text], sizes)}, source
     return {"train": texts["train"], "val": texts["validation"], "test": texts["test"]}, source

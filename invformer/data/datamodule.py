@@ -1,22 +1,17 @@
 """A corpus as Lightning wants it: token windows for each split, and a place to resume at."""
 
-import contextlib
 import logging
-import os
-import tempfile
 from typing import Any
 
 import lightning as L
-import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from invformer.data.corpora import Corpus, Split
+from invformer.data.corpus import Corpus, Split
+from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
 from invformer.errors import DataError
-
-MAPPED_BYTES = 64 << 20  # larger splits live in a memory-mapped file instead of memory
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +28,18 @@ class TextDataModule(L.LightningDataModule):
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
     to come again.
 
-    The vocabulary is that of the model, from ``corpus.train`` for a new one. A training or
-    validation split below ``seq_len + 1`` characters is a DataError.
+    The vocabulary is that of the model, from the training split for a new one. A training or
+    validation split below ``seq_len + 1`` characters is a DataError. The share of the validation
+    split that is not in the vocabulary is logged unless it is zero.
+
+    Args:
+        corpus: the text.
+        vocabulary: its characters.
+        seq_len: N, characters that a window reads.
+        batch_size: windows per batch and process.
+        eval_batch_size: the same for evaluation.
+        seed: of the order.
+        max_val_characters: only the beginning of the validation split is read.
     """
 
     def __init__(
@@ -46,6 +51,7 @@ class TextDataModule(L.LightningDataModule):
         batch_size: int,
         eval_batch_size: int = 64,
         seed: int = 0,
+        max_val_characters: int | None = None,
     ) -> None:
         super().__init__()
         self.corpus = corpus
@@ -54,36 +60,27 @@ class TextDataModule(L.LightningDataModule):
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.seed = seed
-        self.unknown_rates: dict[Split, float] = {}
-        self._tokens: dict[Split, Tensor] = {}
+        self._tokens = tokens_of(corpus, vocabulary, max_val_characters)
         self._saved = {"next_batch": 0, "global_step": 0, "windows_per_batch": 0}
         for split in ("train", "val"):
             self.tokens(split)
+        if rate := unknown_rate(self.tokens("val")):
+            log.warning(
+                f"{corpus.name}: {100 * rate:.3g} % of the validation text is not in the "
+                "vocabulary and counts as the unknown symbol"
+            )
 
     def tokens(self, split: Split) -> Integer[Tensor, "characters"]:
-        """All tokens of a split, encoded when first asked for.
-
-        The share of unknown characters is kept in ``unknown_rates`` and logged unless it is zero.
-        """
-        if split not in self._tokens:
-            text = self.corpus.split(split)
-            if len(text) <= self.seq_len:
-                raise DataError(
-                    f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(text)} "
-                    f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
-                    f"{self.corpus.lengths()}); use more text, a shorter data.seq_len, or another "
-                    "data.val_fraction or data.test_fraction"
-                )
-            tokens = self._tokens[split] = encode(self.vocabulary, text)
-            count = int((tokens == 0).sum())
-            self.unknown_rates[split] = rate = count / len(tokens)
-            if count:
-                log.warning(
-                    f"{self.corpus.name}: {count} of {len(tokens)} {self.corpus.unit} of the "
-                    f"{split} split ({100 * rate:.3g} %) are not in the vocabulary and count as "
-                    "the unknown symbol"
-                )
-        return self._tokens[split]
+        """All tokens of a split; a DataError if they are fewer than a window and its successor."""
+        tokens = self._tokens[split]
+        if self.corpus.size(split) and len(tokens) <= self.seq_len:
+            raise DataError(
+                f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(tokens)} "
+                f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
+                f"{self.corpus.lengths()}); use more text, a shorter data.seq_len, or another "
+                "data.val_fraction or data.test_fraction"
+            )
+        return tokens
 
     def probe(self, split: Split, num_sequences: int) -> Integer[Tensor, "sequences seq_len"]:
         """At most so many first windows of a split, one after the other: input for measurements."""
@@ -168,18 +165,3 @@ class TextDataModule(L.LightningDataModule):
         if progress.total.ready != batches:
             for counter in (progress.total, progress.current):
                 counter.load_state_dict(dict.fromkeys(vars(counter), batches))
-
-
-def encode(vocabulary: Vocabulary, text: str) -> Integer[Tensor, "characters"]:
-    """The tokens of a text, in memory or, when there are many, in an unnamed temporary file."""
-    if len(text) * vocabulary.dtype.itemsize <= MAPPED_BYTES:
-        return vocabulary.encode(text)
-    descriptor, name = tempfile.mkstemp(prefix="invformer-tokens-")
-    os.close(descriptor)
-    try:
-        tokens = torch.from_file(name, shared=True, size=len(text), dtype=vocabulary.dtype)
-    finally:
-        with contextlib.suppress(OSError):  # Windows keeps a mapped file; others need no name
-            os.unlink(name)
-    vocabulary.encode_into(tokens, text)
-    return tokens

@@ -1,20 +1,21 @@
 """Files of text: all of what somebody typed, little on a checkpoint's word, nothing without end."""
 
-import io
 import lzma
 import os
 import stat
 import zipfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, NoReturn
 
 from invformer.errors import DataError
 from invformer.runs.checkpoint import MEMORY
 
-# Bytes that are read of what does not say how many it has, or was not typed: the largest corpus
-# here has half a gigabyte, and bytes, text and tokens are in memory at once.
-MOST_BYTES = min(4 << 30, MEMORY // 3)
+# Bytes that are read of what does not say how many it has, or was not typed. A pipe is in memory,
+# as bytes, text and tokens at once.
+MOST_BYTES = 64 << 30
+MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)
 MOST_ENTRIES = 100_000  # files and folders looked at below a folder that was not typed
 CHUNK = 1 << 20
 ARCHIVE_ERRORS = (
@@ -38,23 +39,27 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(os.path.expanduser(path))
         self.is_typed = not isinstance(path, SavedPath)
-        self.left = MOST_BYTES  # that may still be read of what is bounded
+        self.most = self.left = MOST_BYTES  # in all, and that may still be read of what is bounded
 
-    def read(self, file: Path) -> bytes:
+    def chunks(self, file: Path) -> Iterator[bytes]:
         """The content of the path, or of a file below it; of a ``.zip`` that of the file in it."""
         try:
             status = file.stat()
             self.require_text(file, status)
+            if stat.S_ISFIFO(status.st_mode):
+                self.most = self.left = MOST_OF_A_PIPE
             # A pipe waits for whoever writes into it; some regular files of the kernel would, too.
             flags = 0 if stat.S_ISFIFO(status.st_mode) else getattr(os, "O_NONBLOCK", 0)
             with open(file, "rb", opener=lambda name, mode: os.open(name, mode | flags)) as stream:
                 is_whole = self.is_typed and stat.S_ISREG(status.st_mode)
-                content = self.drain(stream, file, is_bounded=not is_whole)
+                if file.suffix == ".zip":
+                    yield from self.unzip(stream, file)
+                else:
+                    yield from self.drain(stream, file, is_bounded=not is_whole)
         except FileNotFoundError:
             raise DataError(f"{file}: no such file or folder; check data.path") from None
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error.strerror})") from None
-        return self.unzip(content, file) if file.suffix == ".zip" else content
 
     def require_text(self, file: Path, status: os.stat_result) -> None:
         """Refuse, without opening it, a device or what is too large; if nobody typed the path, also
@@ -69,22 +74,20 @@ class Reader:
         if not self.is_typed and stat.S_ISREG(kind) and status.st_size == 0:
             self.refuse(file, "empty")
 
-    def drain(self, stream: IO[bytes], file: Path, *, is_bounded: bool = True) -> bytes:
+    def drain(self, stream: IO[bytes], file: Path, *, is_bounded: bool = True) -> Iterator[bytes]:
         """A stream to its end; refused if it is too long or has a megabyte of zeros (holes)."""
-        chunks = []
         while chunk := stream.read(CHUNK):
             self.left -= len(chunk)
             if is_bounded and self.left < 0:
                 self.refuse_length(file)
             if len(chunk) == CHUNK and not chunk.strip(b"\0"):
                 self.refuse(file, "a megabyte of zero bytes is no text")
-            chunks.append(chunk)
-        return b"".join(chunks)
+            yield chunk
 
-    def unzip(self, content: bytes, file: Path) -> bytes:
+    def unzip(self, stream: IO[bytes], file: Path) -> Iterator[bytes]:
         """The one file in an archive."""
         try:
-            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            with zipfile.ZipFile(stream) as archive:
                 members = [
                     member for member in archive.infolist()
                     if not (member.is_dir() or member.filename.startswith(RESOURCE_FORKS))
@@ -93,8 +96,8 @@ class Reader:
                     raise DataError(f"{file}: {len(members)} files in the archive instead of one")
                 if members[0].file_size > self.left:
                     self.refuse_length(file)
-                with archive.open(members[0]) as stream:
-                    return self.drain(stream, file)
+                with archive.open(members[0]) as inner:
+                    yield from self.drain(inner, file)
         except ARCHIVE_ERRORS as error:
             raise DataError(f"{file}: not a readable archive ({error})") from None
 
@@ -119,7 +122,7 @@ class Reader:
 
     def refuse_length(self, file: Path) -> NoReturn:
         """Raise the error for a file that is too long."""
-        self.refuse(file, f"more than {MOST_BYTES:,} bytes of text")
+        self.refuse(file, f"more than {self.most:,} bytes of text")
 
     def refuse(self, file: Path, why: str) -> NoReturn:
         """Raise the error for one file: what is wrong, and what to do."""
@@ -133,4 +136,4 @@ class Reader:
 
 def read_bytes(file: Path) -> bytes:
     """All of a file."""
-    return Reader(file).read(file)
+    return b"".join(Reader(file).chunks(file))

@@ -1,6 +1,6 @@
 """The characters a model knows, in the order of their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -41,9 +41,16 @@ class Vocabulary:
             raise ValueError("the characters are not sorted by code point, each once")
 
     @classmethod
-    def from_text(cls, train_text: str) -> "Vocabulary":
-        """The distinct characters of a text, which should be the training split and no more."""
-        characters = sorted(set(train_text))
+    def from_text(cls, train_text: str | Iterable[str]) -> "Vocabulary":
+        """The distinct characters of a text, which should be the training split and no more.
+
+        The text may come in pieces.
+        """
+        pieces = [train_text] if isinstance(train_text, str) else train_text
+        found: set[int] = set()
+        for codes in (codes for piece in pieces for codes in code_points(piece)):
+            found.update(codes.bincount().nonzero().flatten().tolist())
+        characters = list(map(chr, sorted(found)))
         if not characters:
             raise DataError("the training text is empty: there is no character to learn")
         if len(characters) >= 1 << 16:
@@ -65,16 +72,8 @@ class Vocabulary:
 
     def encode(self, text: str) -> Integer[Tensor, "characters"]:
         """The tokens of a text, uint8 or uint16; 0 for characters not in the vocabulary."""
-        tokens = torch.empty(len(text), dtype=self.dtype)
-        self.encode_into(tokens, text)
-        return tokens
-
-    def encode_into(self, tokens: Integer[Tensor, "characters"], text: str) -> None:
-        """Write the tokens of a text into a tensor of its length, such as a memory-mapped one."""
-        for start in range(0, len(text), CHUNK):
-            part = text[start : start + CHUNK].encode("utf-32-le", "surrogatepass")
-            codes = torch.frombuffer(bytearray(part), dtype=torch.int32)
-            tokens[start : start + CHUNK] = self._token_of.index_select(0, codes).view(self.dtype)
+        tokens = [self._token_of.index_select(0, codes) for codes in code_points(text)]
+        return torch.cat(tokens or [self._token_of[:0]]).view(self.dtype)
 
     def decode(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
         """The text of a sequence of tokens, the unknown token shown as U+FFFD."""
@@ -88,10 +87,6 @@ class Vocabulary:
     def unknown_count(self, text: str) -> int:
         """How many characters of a text are not in the vocabulary."""
         return int((self.encode(text) == 0).sum())
-
-    def unknown_rate(self, text: str) -> float:
-        """The share of a text's characters that are not in the vocabulary, 0 for an empty text."""
-        return self.unknown_count(text) / max(1, len(text))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON and a checkpoint can hold; :meth:`from_dict` reads them."""
@@ -118,3 +113,10 @@ class Vocabulary:
             1, self.size, dtype=torch.int32
         )
         return table.to(torch.uint8) if self.dtype == torch.uint8 else table.to(torch.int16)
+
+
+def code_points(text: str) -> Iterator[Integer[Tensor, "characters"]]:
+    """The code points of a text, int32, so many at a time that they need little memory."""
+    for start in range(0, len(text), CHUNK):
+        part = text[start : start + CHUNK].encode("utf-32-le", "surrogatepass")
+        yield torch.frombuffer(bytearray(part), dtype=torch.int32)

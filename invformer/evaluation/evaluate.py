@@ -20,7 +20,9 @@ from invformer.config.schema import (
     MeasureConfig,
     TrainConfig,
 )
-from invformer.data.corpora import Corpus, read_corpus
+from invformer.data.corpora import read_corpus
+from invformer.data.corpus import Corpus
+from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
 from invformer.errors import (
@@ -44,6 +46,7 @@ from invformer.runs.files import LINK
 
 NGRAM_ORDER = 5
 PROMPT, SAMPLE = 16, 200  # characters that are given, and that the model adds
+NGRAM_CHARACTERS = 100_000_000  # of the training text, at most
 # Characters generated to time it, and texts generated at once.
 MOST_GENERATED = 256
 TEXTS_TOGETHER = 32
@@ -78,9 +81,9 @@ def evaluate(
     data = evaluated_data(trained.data, config.data)
     split = config.data.split or data.split
     corpus = read_corpus(data)
-    text = corpus.whole() if split == "all" else corpus.split(split)
-    refuse_other_vocabulary(checkpoint, vocabulary, corpus, text)
-    tokens = vocabulary.encode(text)
+    tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
+    size = sum(corpus.sizes.values()) if split == "all" else corpus.size(split)
+    refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
     seq_len = trained.data.seq_len
     measure = config.evaluate
     stride = measure.stride or seq_len
@@ -103,7 +106,7 @@ def evaluate(
     # On the text it has learnt by heart an n-gram is no comparison.
     own = corpus.sha256 == checkpoint.metadata["data_sha256"]
     by_heart = split == "train" or (own and split == "all")
-    learnt = None if by_heart else training_text(checkpoint, trained.data, corpus)
+    learnt = None if by_heart else training_tokens(checkpoint, vocabulary, trained.data, corpus)
     report: dict[str, Any] = {
         "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
         "step": checkpoint.step,
@@ -127,7 +130,8 @@ def evaluate(
             "source": corpus.source,
             "sha256": corpus.sha256,
             "same_as_training": own,
-            "unknown_rate": vocabulary.unknown_rate(text),
+            "split_characters": size,
+            "unknown_rate": unknown_rate(tokens),
         },
         "ngram": None if learnt is None else ngram_baseline(vocabulary, learnt, tokens),
         "certificate": None if certificate is None else certificate.to_dict(),
@@ -193,23 +197,28 @@ def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig
     return replace(trained, **given)
 
 
-def training_text(checkpoint: Checkpoint, trained: DataConfig, corpus: Corpus) -> str | None:
+def training_tokens(
+    checkpoint: Checkpoint, vocabulary: Vocabulary, trained: DataConfig, corpus: Corpus
+) -> Tensor | None:
     """What the model learnt from, in whatever corpus it is evaluated; None where it is gone."""
-    wanted = checkpoint.metadata["data_sha256"]
-    if corpus.sha256 == wanted:
-        return corpus.train
-    try:
-        learnt = read_corpus(trained)
-    except DataError:
-        return None
-    return learnt.train if learnt.sha256 == wanted else None
+    if corpus.sha256 != checkpoint.metadata["data_sha256"]:
+        try:
+            corpus = read_corpus(trained)
+        except DataError:
+            return None
+    is_own = corpus.sha256 == checkpoint.metadata["data_sha256"]
+    return tokens_of(corpus, vocabulary)["train"] if is_own else None
 
 
-def ngram_baseline(vocabulary: Vocabulary, text: str, tokens: Tensor) -> dict[str, float]:
-    """What an interpolated Witten–Bell n-gram of the model's training text scores on a split."""
-    train = vocabulary.encode(text)
-    nats = witten_bell_nats(train, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
-    return {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
+def ngram_baseline(vocabulary: Vocabulary, learnt: Tensor, tokens: Tensor) -> dict[str, float]:
+    """What an interpolated Witten–Bell n-gram of the model's training text scores on a split.
+
+    Of a long text it learns the beginning: counting takes two seconds for a million characters.
+    """
+    learnt = learnt[:NGRAM_CHARACTERS]
+    nats = witten_bell_nats(learnt, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
+    baseline = {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
+    return {**baseline, "num_characters": len(learnt)}
 
 
 def arithmetic(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
@@ -249,7 +258,7 @@ def certify_model(
 
 
 def refuse_other_vocabulary(
-    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, text: str
+    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor
 ) -> None:
     """Refuse a text of which a model knows less than half of the characters.
 
@@ -257,11 +266,11 @@ def refuse_other_vocabulary(
         CheckpointError: it does, or the text it was trained on has another vocabulary.
     """
     if corpus.sha256 == checkpoint.metadata["data_sha256"]:
-        if Vocabulary.from_text(corpus.train) != vocabulary:
+        if Vocabulary.from_text(corpus.read("train")) != vocabulary:
             raise CheckpointError(
                 f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
             )
-    elif vocabulary.unknown_rate(text) > MOSTLY:
+    elif unknown_rate(tokens) > MOSTLY:
         raise CheckpointError(
             f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
             "vocabulary; name a text in the characters it was trained on"

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+CHUNK = 1 << 20  # characters of the training text that are counted at a time
+
 
 def witten_bell_nats(
     train_tokens: Integer[Tensor, "train_characters"],
@@ -23,7 +25,8 @@ def witten_bell_nats(
     Every character counts once; one with fewer than order − 1 predecessors uses those it has, the
     first none.
 
-    Cost: ``order`` sorts of the two texts together; seconds for a million characters.
+    Cost: ``order`` sorts of either text; seconds for a million characters. The training text may be
+    longer than the memory: counts are kept of what the other one has.
 
     Args:
         train_tokens: the text that is counted.
@@ -42,44 +45,67 @@ def witten_bell_nats(
         raise ValueError(f"order {order} is not at least 1")
     if len(eval_tokens) == 0:
         raise ValueError("a text without characters has no mean")
-    num_train = len(train_tokens)
-    text = torch.cat([train_tokens.long(), eval_tokens.long()])
+    depth = min(order, len(eval_tokens), len(train_tokens))
+    counts, places, contexts = [], [], [torch.zeros(len(eval_tokens), dtype=torch.int64)]
+    for _ in range(depth):
+        keys, place = (contexts[-1] * vocab_size + eval_tokens.long()).unique(return_inverse=True)
+        counts.append(Counts(keys, int(contexts[-1].max()) + 1, vocab_size))
+        places.append(place)
+        contexts.append(place.roll(1))  # wrong where there are too few predecessors: never read
+    for start in range(0, len(train_tokens), CHUNK):
+        before = min(start, depth - 1)  # characters that are counted already
+        text = train_tokens[start - before : start + CHUNK].long()
+        context = torch.zeros_like(text)
+        for k, counted in enumerate(counts):
+            place = counted.add(context, text[k:], max(0, before - k))
+            context = place[:-1]
     probability = torch.full((len(eval_tokens),), 1 / vocab_size, dtype=torch.float64)
-    context = torch.zeros_like(text)  # a number for the k characters before each position
-    for k in range(min(order, len(eval_tokens), num_train)):
-        gram = compact(context * vocab_size + text)
-        interpolate(probability, gram, context, num_train, k)
-        context = gram.roll(1)  # wrong at the first k + 1 positions of each text: never read
+    for k, (counted, place, context) in enumerate(zip(counts, places, contexts[:-1], strict=True)):
+        probability[k:] = counted.interpolate(probability[k:], place[k:], context[k:])
     return -probability.log().mean().item()
 
 
-def compact(numbers: Integer[Tensor, "n"]) -> Integer[Tensor, "n"]:
-    """Equal numbers become equal indices below n, so that the next product stays within int64."""
-    return numbers.unique(return_inverse=True)[1]
+class Counts:
+    """Counts of (k+1)-grams, as far as the evaluation text needs them.
 
+    A gram h x has the key V · (the place of h among the sorted keys of k-grams) + x.
 
-def interpolate(
-    probability: Float[Tensor, "eval_characters"],
-    gram: Integer[Tensor, "characters"],
-    context: Integer[Tensor, "characters"],
-    num_train: int,
-    k: int,
-) -> None:
-    """P_{k−1} → P_k in place, for the characters that have k predecessors in their own text."""
-    train_gram, train_context = gram[k:num_train], context[k:num_train]
-    eval_gram, eval_context = gram[num_train + k :], context[num_train + k :]
-    size = len(gram)
-    first = first_occurrences(train_gram)
-    gram_count = train_gram.bincount(minlength=size)[eval_gram]
-    context_count = train_context.bincount(minlength=size)[eval_context]
-    followers = train_context[first].bincount(minlength=size)[eval_context]
-    lower = probability[k:]
-    mixed = (gram_count + followers * lower) / (context_count + followers)
-    probability[k:] = mixed.where(context_count > 0, lower)
+    Args:
+        keys: of the grams of the evaluation text, sorted.
+        num_contexts: number of its k-grams h.
+        vocab_size: V.
+    """
 
+    def __init__(self, keys: Integer[Tensor, "grams"], num_contexts: int, vocab_size: int) -> None:
+        self.keys, self.vocab_size = keys, vocab_size
+        self.grams = torch.zeros(len(keys), dtype=torch.int64)  # c(h x)
+        self.contexts = torch.zeros(num_contexts, dtype=torch.int64)  # c(h)
+        self.followed = torch.empty(0, dtype=torch.int64)  # keys of all that followed a known h
 
-def first_occurrences(numbers: Integer[Tensor, "n"]) -> Integer[Tensor, "distinct"]:
-    """One position of each distinct number."""
-    position = torch.full((int(numbers.max()) + 1,), -1)
-    position[numbers] = torch.arange(len(numbers))
-    return position[position >= 0]
+    def add(
+        self, context: Integer[Tensor, "n"], text: Integer[Tensor, "n"], num_counted: int
+    ) -> Integer[Tensor, "n"]:
+        """Count characters after their contexts, but not the first ones, which were counted before.
+
+        Returns:
+            The place of each gram among the keys, and −1 if the evaluation text does not have it.
+        """
+        key = torch.where(context < 0, -1, context * self.vocab_size + text)
+        place = torch.searchsorted(self.keys, key).clamp(max=len(self.keys) - 1)
+        place = place.where(self.keys[place] == key, -1)
+        new, of_new, known = key[num_counted:], place[num_counted:], context[num_counted:]
+        self.grams += of_new[of_new >= 0].bincount(minlength=len(self.grams))
+        self.contexts += known[known >= 0].bincount(minlength=len(self.contexts))
+        self.followed = torch.cat([self.followed, new[new >= 0].unique()]).unique()
+        return place
+
+    def interpolate(
+        self,
+        lower: Float[Tensor, "n"],
+        place: Integer[Tensor, "n"],
+        context: Integer[Tensor, "n"],
+    ) -> Float[Tensor, "n"]:
+        """P_k of grams from P_{k−1}."""
+        followers = (self.followed // self.vocab_size).bincount(minlength=len(self.contexts))
+        c, t = self.contexts[context], followers[context]
+        return ((self.grams[place] + t * lower) / (c + t)).where(c > 0, lower)

@@ -88,9 +88,11 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 def details(report: Mapping[str, Any], verbose: bool = False) -> list[tuple[str, str]]:
     """The numbers behind the headlines."""
     context = report["context"]
+    scored, size = report["num_characters"], report["data"]["split_characters"]
+    of_size = "" if scored == size else f" of {size:,}, the first ones,"
     return [
         ("nats per character", f"{report['nats']:.4f}"),
-        ("characters scored", f"{report['num_characters']:,} in {report['precision']}"),
+        ("characters scored", f"{scored:,}{of_size} in {report['precision']}"),
         ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
         ("unknown symbols", f"{report['data']['unknown_rate']:.2%} of the text"),
         *certificate_lines(report["certificate"], verbose),

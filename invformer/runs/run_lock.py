@@ -1,6 +1,8 @@
 """One process at a time writes to a run's folder."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,3 +78,13 @@ def require_lock(path: Path) -> None:
             f"{path / LOCK} was deleted or replaced while this run was on, so another process may "
             "use its folder; nothing more is written, the same command continues"
         )
+
+
+@contextmanager
+def wait_for_lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if there is none, as soon as no other process does."""
+    with path.open("wb") as file:
+        if fcntl is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -112,8 +112,8 @@ def announce(run: Run) -> None:
     parameters = sum(p.numel() for p in run.module.model.parameters())
     corpus = run.data.corpus
     print(
-        f"{run.directory.path}: {parameters:,} parameters, {len(corpus.train):,} {corpus.unit} to "
-        f"train on, {run.data.vocabulary.size} symbols"
+        f"{run.directory.path}: {parameters:,} parameters, {corpus.sizes['train']:,} {corpus.unit} "
+        f"to train on, {run.data.vocabulary.size} symbols"
     )
     if run.trainer.strategy.root_device.type == "cpu" and (missing := native.complaint()):
         print(f"attention is not compiled, which is slower: {missing}")

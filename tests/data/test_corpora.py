@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from invformer.data import corpora, hub
-from invformer.data.corpora import SPLITS, load_corpus
+from invformer.data.corpora import load_corpus
+from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.files import SavedPath
 from invformer.errors import DataError
 from tests.fake_wandb import FakeServer
@@ -26,6 +27,10 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
+def whole(corpus: Corpus) -> str:
+    return "".join(corpus.read(*SPLITS))
+
+
 def paragraphs(text: str) -> set[str]:
     return {" ".join(p.split()) for p in text.split("\n\n")}
 
@@ -35,10 +40,10 @@ def paragraphs(text: str) -> set[str]:
 
 def test_python_docs_has_the_shares_asked_for_and_says_which_python() -> None:
     corpus = load_corpus("python_docs")
-    total = len(corpus.whole())
+    total = sum(corpus.sizes.values())
     assert total > 300_000
-    assert len(corpus.val) == pytest.approx(0.05 * total, rel=0.1)
-    assert len(corpus.test) == pytest.approx(0.05 * total, rel=0.1)
+    assert corpus.sizes["val"] == pytest.approx(0.05 * total, rel=0.1)
+    assert corpus.sizes["test"] == pytest.approx(0.05 * total, rel=0.1)
     assert platform.python_version() in corpus.source
     assert load_corpus("python_docs") == corpus
 
@@ -62,9 +67,9 @@ def test_python_stdlib_leaves_out_tests_and_what_differs_between_machines(tmp_pa
 
 def test_python_stdlib_is_large_and_deterministic() -> None:
     corpus = load_corpus("python_stdlib")
-    total = len(corpus.whole())
+    total = sum(corpus.sizes.values())
     assert total > 5_000_000
-    assert len(corpus.val) == pytest.approx(0.05 * total, rel=0.1)
+    assert corpus.sizes["val"] == pytest.approx(0.05 * total, rel=0.1)
     assert load_corpus("python_stdlib").sha256 == corpus.sha256
 
 
@@ -92,9 +97,9 @@ def test_documents_are_dealt_out_whole_and_the_same_whatever_their_order() -> No
 def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: Path) -> None:
     text = "\ufeff" + TEXT
     corpus = load_corpus("text_file", write(tmp_path / "a.txt", text), 0.1, 0.2)
-    assert corpus.whole() == text
-    assert len(corpus.train) == pytest.approx(0.7 * len(text), abs=1)
-    assert len(corpus.test) == pytest.approx(0.2 * len(text), abs=1)
+    assert whole(corpus) == text
+    assert corpus.sizes["train"] == pytest.approx(0.7 * len(text), abs=1)
+    assert corpus.sizes["test"] == pytest.approx(0.2 * len(text), abs=1)
     assert corpus.unit == "characters"
     assert str(tmp_path) in corpus.source
 
@@ -107,16 +112,16 @@ def test_a_folder_is_its_text_files_in_sorted_order(tmp_path: Path) -> None:
         ("x.md", "!"),
     ]:
         write(tmp_path / name, text)
-    assert load_corpus("text_file", tmp_path).whole() == "one two\r\nthree"
+    assert whole(load_corpus("text_file", tmp_path)) == "one two\r\nthree"
 
 
 def test_a_pattern_is_the_files_it_matches_in_sorted_order(tmp_path: Path) -> None:
     for name in ("b.md", "a.md", "c/d.md", "x.txt"):
         write(tmp_path / name, f"{name} ")
-    assert load_corpus("text_file", tmp_path / "*.md").whole() == "a.md b.md "
-    assert load_corpus("text_file", tmp_path / "**" / "*.md").whole() == "a.md b.md c/d.md "
+    assert whole(load_corpus("text_file", tmp_path / "*.md")) == "a.md b.md "
+    assert whole(load_corpus("text_file", tmp_path / "**" / "*.md")) == "a.md b.md c/d.md "
     write(tmp_path / "[1].md", "a name, not a pattern")
-    assert load_corpus("text_file", tmp_path / "[1].md").whole() == "a name, not a pattern"
+    assert whole(load_corpus("text_file", tmp_path / "[1].md")) == "a name, not a pattern"
     for path in (tmp_path / "*.rst", SavedPath(tmp_path / "*.md")):
         with pytest.raises(DataError, match="no such file or folder"):
             load_corpus("text_file", path)
@@ -139,7 +144,7 @@ def test_a_missing_test_file_is_an_error_only_when_the_test_is_asked_for(tmp_pat
     write(tmp_path / "train.txt", "some text to train on")
     write(tmp_path / "valid.txt", "some more")
     corpus = load_corpus("tiny_shakespeare", tmp_path)
-    assert corpus.test == ""
+    assert corpus.sizes["test"] == 0
     with pytest.raises(DataError, match=r"no test text, only 21 \(train\), 9 \(val\), 0 \(test\)"):
         corpus.split("test")
 
@@ -155,9 +160,9 @@ def test_penn_treebank_words_become_characters_in_the_standard_way(tmp_path: Pat
     write(tmp_path / "ptb.valid.txt", " yes \n")
     write(tmp_path / "ptb.char.train.txt", "y e s")
     corpus = load_corpus("ptb", tmp_path)
-    assert corpus.train == "the_<unk>_of_N\nno_it_was_n't\n"
-    assert corpus.val == "yes\n"
-    assert corpus.test == ""
+    assert corpus.split("train") == "the_<unk>_of_N\nno_it_was_n't\n"
+    assert corpus.split("val") == "yes\n"
+    assert corpus.sizes["test"] == 0
 
 
 def test_enwik8_is_read_as_bytes_from_an_archive_or_a_folder(tmp_path: Path) -> None:
@@ -166,14 +171,14 @@ def test_enwik8_is_read_as_bytes_from_an_archive_or_a_folder(tmp_path: Path) -> 
         archive.writestr("enwik8", content)
     for path in (tmp_path / "enwik8.zip", tmp_path):
         corpus = load_corpus("enwik8", path)
-        assert corpus.whole().encode("latin-1") == content
+        assert whole(corpus).encode("latin-1") == content
         assert corpus.unit == "bytes"
 
 
 @pytest.mark.parametrize("name", ["text8", "enwik8"])
 def test_the_hundred_million_benchmarks_have_their_customary_splits(name: str) -> None:
-    texts = corpora.cut(name, "a" * 100_000_000, 0.2, 0.01)
-    assert [len(texts[s]) for s in SPLITS] == [90_000_000, 5_000_000, 5_000_000]
+    sizes = corpora.cut(name, 100_000_000, 0.2, 0.01)
+    assert [sizes[s] for s in SPLITS] == [90_000_000, 5_000_000, 5_000_000]
 
 
 def test_a_shortened_corpus_keeps_the_beginning_of_every_split(tmp_path: Path) -> None:
@@ -181,8 +186,8 @@ def test_a_shortened_corpus_keeps_the_beginning_of_every_split(tmp_path: Path) -
     full, short = load_corpus("text_file", path), load_corpus("text_file", path, max_characters=200)
     for split in SPLITS:
         assert full.split(split).startswith(short.split(split))
-    assert 197 <= len(short.whole()) <= 200
-    assert len(short.val) == 200 * len(full.val) // len(TEXT)
+    assert 197 <= len(whole(short)) <= 200
+    assert len(short.split("val")) == 200 * len(full.split("val")) // len(TEXT)
     assert load_corpus("text_file", path, max_characters=10**9) == full
 
 
@@ -191,10 +196,10 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
     corpus = load_corpus("text_file", path)
     assert load_corpus("text_file", path).sha256 == corpus.sha256
     assert load_corpus("text_file", path, val_fraction=0.06).sha256 != corpus.sha256
-    write(path, TEXT.replace("9", "8"))
-    assert load_corpus("text_file", path).sha256 != corpus.sha256
     parts = (f"{s} {len(corpus.split(s))}\n{corpus.split(s)}" for s in SPLITS)
     assert hashlib.sha256("".join(parts).encode()).hexdigest() == corpus.sha256
+    write(path, TEXT.replace("9", "8"))
+    assert load_corpus("text_file", path).sha256 != corpus.sha256
 
 
 def test_a_corpus_does_not_print_its_text(tmp_path: Path) -> None:
@@ -294,7 +299,7 @@ def test_penn_treebank_is_the_same_from_the_hub_and_from_files(
 def test_wikitext_gets_its_blank_lines_back(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = ["", " = Title = \n", "", " A sentence . \n"]
     hub_answers(monkeypatch, "text", {s: rows for s in ("train", "validation", "test")})
-    assert load_corpus("wikitext2").val == " \n = Title = \n \n A sentence . \n"
+    assert load_corpus("wikitext2").split("val") == " \n = Title = \n \n A sentence . \n"
 
 
 @pytest.mark.parametrize("name", ["text8", "enwik8"])
@@ -374,13 +379,13 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_byte_that_changed_in_the_cache_is_noticed(kept: Path) -> None:
-    assert load_corpus("tiny_shakespeare").train.startswith("text of train")
+    assert load_corpus("tiny_shakespeare").split("train").startswith("text of train")
     content = kept.read_bytes()
     kept.write_bytes(content.replace(b"text of train", b"text 0f train", 1))
     with pytest.raises(DataError, match="is not what it was when it was first read"):
         load_corpus("tiny_shakespeare")
     kept.write_bytes(content)
-    assert load_corpus("tiny_shakespeare").train.startswith("text of train")
+    assert load_corpus("tiny_shakespeare").split("train").startswith("text of train")
 
 
 def test_a_cache_that_was_cut_short_is_one_line(kept: Path) -> None:
@@ -400,7 +405,7 @@ def test_a_table_that_was_downloaded_by_hand_is_a_split(
         table = datasets.Dataset.from_dict({"text": [f"text of {split}\r\n"]})
         table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     corpus = load_corpus("tiny_shakespeare", tmp_path)
-    assert corpus.val == "text of validation\r\n"
+    assert corpus.split("val") == "text of validation\r\n"
     write(tmp_path / "train-00000-of-00001.parquet", "no table")
     with pytest.raises(DataError, match=r"train-.*\.parquet: not a table of text"):
         load_corpus("tiny_shakespeare", tmp_path)

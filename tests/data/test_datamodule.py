@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from invformer.assemble.run import build_data
 from invformer.config import load_config
-from invformer.data import datamodule
-from invformer.data.corpora import Corpus, load_corpus
+from invformer.data.corpora import load_corpus
+from invformer.data.corpus import Corpus, in_memory
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
@@ -30,7 +30,8 @@ SEQ_LEN = 8
 
 
 def make_corpus(train: str, val: str, test: str = "") -> Corpus:
-    return Corpus("made_up", train, val, test, sha256="", source="a test")
+    pieces, sizes = in_memory({"train": train, "val": val, "test": test})
+    return Corpus("made_up", pieces, sizes, sha256="", source="a test")
 
 
 CORPUS = make_corpus("the quick brown fox jumps over the lazy dog. " * 9, "over the dog. " * 5)
@@ -38,7 +39,7 @@ CORPUS = make_corpus("the quick brown fox jumps over the lazy dog. " * 9, "over 
 
 def make_data(corpus: Corpus = CORPUS, **options: Any) -> TextDataModule:
     options = {"seq_len": SEQ_LEN, "batch_size": 4, "eval_batch_size": 3, "seed": 5} | options
-    return TextDataModule(corpus, Vocabulary.from_text(corpus.train), **options)
+    return TextDataModule(corpus, Vocabulary.from_text(corpus.read("train")), **options)
 
 
 # --- Resuming ------------------------------------------------------------------------------------
@@ -163,7 +164,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert completed + second.batches == reference.batches
     validated = [step for step in first.validated_at if step <= saved_step]
     assert sorted({*validated, *second.validated_at}) == reference.validated_at
-    assert second.num_scored == len(CORPUS.val) - 1
+    assert second.num_scored == len(CORPUS.split("val")) - 1
     for name, weight in reference.state_dict().items():
         assert torch.equal(second.state_dict()[name], weight), name
 
@@ -218,15 +219,14 @@ def test_the_vocabulary_is_that_of_the_training_split_alone(tmp_path: Path) -> N
     words = ["data=text_file", f"data.path={tmp_path}", "data.seq_len=8"]
     data = build_data(load_config(words))
     assert data.vocabulary.symbols[1:] == ("a", "b")
-    assert data.unknown_rates == {"train": 0.0, "val": 0.5}
 
 
 def test_the_probe_is_the_beginning_of_a_split() -> None:
     data = make_data()
     probe = data.probe("val", 3)
     assert probe.dtype == torch.int64
-    assert data.vocabulary.decode(probe.flatten()) == CORPUS.val[: 3 * SEQ_LEN]
-    assert data.probe("val", 10**6).shape == (len(CORPUS.val) // SEQ_LEN, SEQ_LEN)
+    assert data.vocabulary.decode(probe.flatten()) == CORPUS.split("val")[: 3 * SEQ_LEN]
+    assert data.probe("val", 10**6).shape == (len(CORPUS.split("val")) // SEQ_LEN, SEQ_LEN)
 
 
 def test_the_first_batch_is_what_training_starts_with() -> None:
@@ -252,8 +252,8 @@ def test_a_split_shorter_than_a_window_is_refused(train: int, val: int, match: s
 
 
 def test_a_missing_test_split_is_an_error_when_it_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text(CORPUS.train)
-    (tmp_path / "valid.txt").write_text(CORPUS.val)
+    (tmp_path / "train.txt").write_text(CORPUS.split("train"))
+    (tmp_path / "valid.txt").write_text(CORPUS.split("val"))
     data = make_data(load_corpus("text_file", tmp_path))
     with pytest.raises(DataError, match="no test text"):
         data.test_dataloader()
@@ -262,24 +262,29 @@ def test_a_missing_test_split_is_an_error_when_it_is_asked_for(tmp_path: Path) -
 def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         data = make_data(make_corpus("abcd" * 5, "abcdéabcdèabcd?abcd?"))
-    assert data.unknown_rates == {"train": 0.0, "val": 0.2}
-    assert [r.getMessage() for r in caplog.records] == [
-        "made_up: 4 of 20 characters of the val split (20 %) are not in the vocabulary and count "
-        "as the unknown symbol"
+    assert data.tokens("val").tolist() == [
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
     ]
-
-
-@pytest.mark.parametrize("num_symbols", [26, 300])
-def test_a_large_split_lives_in_a_mapped_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_symbols: int
-) -> None:
-    text = "".join(chr(100 + i) for i in range(num_symbols)) * 9
-    vocabulary = Vocabulary.from_text(text)
-    monkeypatch.setattr(datamodule, "MAPPED_BYTES", 100)
-    monkeypatch.setattr(datamodule.tempfile, "tempdir", str(tmp_path))
-    mapped = datamodule.encode(vocabulary, text)
-    assert torch.equal(mapped.long(), vocabulary.encode(text).long())
-    assert mapped.dtype == vocabulary.dtype
-    assert list(tmp_path.iterdir()) == []  # no file is left behind
-    monkeypatch.setattr(datamodule.torch, "from_file", pytest.fail)
-    datamodule.encode(vocabulary, text[:50])
+    assert [r.getMessage() for r in caplog.records] == [
+        "made_up: 20 % of the validation text is not in the vocabulary and counts as the unknown "
+        "symbol"
+    ]

@@ -18,7 +18,7 @@ UNTYPED = "it was the checkpoint that named it; name the text yourself with data
 
 def read(path: Path | str) -> bytes:
     reader = Reader(path)
-    return reader.read(reader.path)
+    return b"".join(reader.chunks(reader.path))
 
 
 def refusal(path: Path | str) -> str:
@@ -104,7 +104,7 @@ def test_what_a_checkpoint_names_is_bounded_all_together(
 def test_a_pipe_that_does_not_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", 1 << 21)
+    monkeypatch.setattr(files, "MOST_OF_A_PIPE", 1 << 21)
     path = pipe(tmp_path / "pipe")
 
     def write_for_ever() -> None:

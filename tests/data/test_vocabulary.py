@@ -34,8 +34,6 @@ def test_an_unknown_character_is_token_zero_and_shows_as_the_replacement_charact
     tokens = vocabulary.encode("aéb😀")
     assert tokens.tolist() == [1, 0, 2, 0]
     assert vocabulary.decode(tokens) == f"a{UNKNOWN}b{UNKNOWN}"
-    assert vocabulary.unknown_rate("aéb😀") == 0.5
-    assert vocabulary.unknown_rate("") == 0.0
 
 
 def test_a_replacement_character_of_the_text_has_its_own_token() -> None:
@@ -72,6 +70,7 @@ def test_a_long_text_is_encoded_piece_by_piece(monkeypatch: pytest.MonkeyPatch) 
     whole = vocabulary.encode(text)
     monkeypatch.setattr(module, "CHUNK", 5)
     assert torch.equal(vocabulary.encode(text), whole)
+    assert Vocabulary.from_text([text[:3], "", text[3:]]) == vocabulary
 
 
 def test_an_empty_text_encodes_to_nothing_and_trains_nothing() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from invformer.evaluation import ngram
 from invformer.evaluation.ngram import witten_bell_nats
 
 VOCAB = 5
@@ -30,8 +31,12 @@ def naive_probability(train: list[int], context: list[int], x: int) -> float:
     return (followers.get(x, 0) + len(followers) * lower) / (count + len(followers))
 
 
+@pytest.mark.parametrize("chunk", [2, 7, 1000])
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_it_agrees_with_the_definition(order: int) -> None:
+def test_it_agrees_with_the_definition(
+    order: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ngram, "CHUNK", chunk)
     train, text = random_text(60, 0), random_text(20, 1)
     t = text.tolist()
     nats = [

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
              "model.d_model=12", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
     config = load_config(words, TrainConfig, ROOT)
     corpus = load_corpus("text_file", tmp_path / "text.txt")
-    vocabulary = Vocabulary.from_text(corpus.train)
+    vocabulary = Vocabulary.from_text(corpus.read("train"))
     model = untrained(config, vocabulary.size)
     save_run(tmp_path, config, vocabulary, model, data_sha256=corpus.sha256)
     return tmp_path
@@ -94,13 +94,13 @@ def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
     other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
     elsewhere = "data.name=text_file", f"data.path={other}"
     learnt = load_corpus("text_file", folder / "text.txt")
-    expected = five_gram(learnt.train, load_corpus("text_file", other).val)
+    expected = five_gram(learnt.split("train"), load_corpus("text_file", other).split("val"))
     assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
-    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).val
-    assert learnt.val.startswith(short)
+    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).split("val")
+    assert learnt.split("val").startswith(short)
     report = evaluate(folder, "data.max_characters=1000")
     assert report["num_characters"] == len(short)
-    assert report["ngram"]["nats"] == five_gram(learnt.train, short)
+    assert report["ngram"]["nats"] == five_gram(learnt.split("train"), short)
     report = evaluate(folder, "data.split=train")
     assert report["ngram"] is None
     print_table(report)

@@ -304,9 +304,11 @@ def test_the_vocabulary_is_made_of_the_training_split_alone(tmp_path: Path) -> N
     (tmp_path / "text.txt").write_text(TEXT + "Ω" * 400)
     config = load_config(options(tmp_path), TrainConfig, ROOT)
     data = build_data(config)
-    assert "Ω" in data.corpus.val
-    assert "".join(sorted(set(data.corpus.train))) == data.vocabulary.to_dict()["characters"]
-    assert "Ω" not in data.corpus.train
+    assert "Ω" in data.corpus.split("val")
+    assert (
+        "".join(sorted(set(data.corpus.split("train")))) == data.vocabulary.to_dict()["characters"]
+    )
+    assert "Ω" not in data.corpus.split("train")
 
 
 def test_a_checkpoint_says_what_it_is(whole: Path) -> None:

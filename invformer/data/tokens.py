@@ -1,0 +1,94 @@
+"""A corpus as tokens: in memory, or in a file of the cache that all runs and ranks map."""
+
+import hashlib
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Integer
+from torch import Tensor
+
+from invformer.config.schema import ScoredSplit
+from invformer.data.corpus import SPLITS, Corpus, digest
+from invformer.data.vocabulary import CHUNK, Vocabulary
+from invformer.errors import DataError, StorageError
+from invformer.runs.files import PARTIAL
+from invformer.runs.run_lock import wait_for_lock
+
+MAPPED_BYTES = 64 << 20  # corpora with more tokens are mapped
+
+Tokens = Integer[Tensor, "characters"]
+
+
+def tokens_of(
+    corpus: Corpus, vocabulary: Vocabulary, max_val_characters: int | None = None
+) -> dict[ScoredSplit, Tokens]:
+    """The tokens of every split, uint8 or uint16, and of ``all``, one split after the other.
+
+    Many of them are written once to ``$XDG_CACHE_HOME/invformer/tokens`` (``~/.cache``). Everybody
+    who reads them shares the memory in which the operating system keeps the file.
+
+    Args:
+        corpus: the text.
+        vocabulary: its characters.
+        max_val_characters: only the beginning of the validation split is wanted.
+    """
+    if sum(corpus.sizes.values()) * vocabulary.dtype.itemsize > MAPPED_BYTES:
+        tokens = mapped(corpus, vocabulary)
+    else:
+        tokens = torch.cat([vocabulary.encode(piece) for piece in corpus.read(*SPLITS)])
+    splits = dict(zip(SPLITS, tokens.split(list(corpus.sizes.values())), strict=True))
+    return {**splits, "val": splits["val"][:max_val_characters], "all": tokens}
+
+
+def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
+    """The tokens of a corpus in a file, named by the hash of its text and of its vocabulary."""
+    symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
+    name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
+    file = cache_folder() / f"{name}.tokens"
+    length = sum(corpus.sizes.values())
+    num_bytes = length * vocabulary.dtype.itemsize
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with wait_for_lock(file.with_suffix(".lock")):
+            if not file.exists() or file.stat().st_size != num_bytes:
+                write_tokens(file, corpus, vocabulary)
+        numbers = np.memmap(file, str(vocabulary.dtype).removeprefix("torch."), "r", shape=length)
+    except OSError as error:
+        raise StorageError(
+            f"{file}: cannot be written ({error.strerror}); free {num_bytes:,} bytes, or set "
+            "XDG_CACHE_HOME to a folder that has them"
+        ) from error
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(numbers)
+
+
+def write_tokens(file: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
+    """Write the tokens piece by piece, and give the file its name when it is complete."""
+    partial = file.with_name(PARTIAL + file.name)
+    try:
+        with partial.open("wb") as out:
+            for piece in corpus.read(*SPLITS):
+                out.write(vocabulary.encode(piece).numpy().data)
+            out.flush()
+            os.fsync(out.fileno())
+        if digest(corpus.pieces, corpus.sizes, corpus.unit) != corpus.sha256:
+            raise DataError(f"{corpus.source} changed while it was read; start again")
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def unknown_rate(tokens: Tokens) -> float:
+    """The share of tokens that are the unknown symbol, a few at a time; 0 of none."""
+    unknown = sum(int((part == 0).sum()) for part in tokens.split(CHUNK))
+    return unknown / max(1, len(tokens))
+
+
+def cache_folder() -> Path:
+    """Where files of tokens lie; they may be deleted while no run reads them."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "invformer", "tokens")

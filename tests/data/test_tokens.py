@@ -1,0 +1,146 @@
+"""A corpus of any size as tokens: mapped from one file that is complete or not there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer.assemble.run import build_data
+from invformer.config import load_config
+from invformer.data import tokens as module
+from invformer.data.corpora import load_corpus
+from invformer.data.tokens import tokens_of
+from invformer.data.vocabulary import Vocabulary
+from invformer.errors import DataError, StorageError
+from tests.zygote import ROOT
+
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of the cache, which takes also small corpora."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "MAPPED_BYTES", 0)
+    return tmp_path / "cache/invformer/tokens"
+
+
+def write(path: Path, text: str = TEXT) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize("num_symbols", [26, 300])
+@pytest.mark.parametrize("max_characters", [None, 1000])
+def test_mapped_tokens_are_those_of_the_text(
+    cache: Path, tmp_path: Path, num_symbols: int, max_characters: int | None
+) -> None:
+    text = "".join(chr(100 + i) for i in range(num_symbols)) * 90
+    path = write(tmp_path / "a.txt", text)
+    corpus = load_corpus("text_file", path, max_characters=max_characters)
+    vocabulary = Vocabulary.from_text(corpus.read("train"))
+    tokens = tokens_of(corpus, vocabulary, max_val_characters=17)
+    for split in ("train", "test"):
+        assert tokens[split].tolist() == vocabulary.encode(corpus.split(split)).tolist()
+        assert tokens[split].dtype == vocabulary.dtype
+    assert tokens["val"].tolist() == vocabulary.encode(corpus.split("val"))[:17].tolist()
+    assert len(tokens["all"]) == sum(corpus.sizes.values())
+    assert len(list(cache.glob("*.tokens"))) == 1
+
+
+def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_short(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.txt", "b.txt"):
+        corpus = load_corpus("text_file", write(tmp_path / name))
+        vocabulary = Vocabulary.from_text(corpus.read("train"))
+        whole = tokens_of(corpus, vocabulary)["all"].tolist()
+        monkeypatch.setattr(module, "write_tokens", pytest.fail)
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(module, "MAPPED_BYTES", 0)
+    (file,) = cache.glob("*.tokens")
+    os.truncate(file, 10)
+    assert tokens_of(corpus, vocabulary)["all"].tolist() == whole
+    tokens_of(corpus, Vocabulary.from_text("abc"))
+    assert len(list(cache.glob("*.tokens"))) == 2
+
+
+def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(
+    cache: Path, tmp_path: Path
+) -> None:
+    corpus = load_corpus("text_file", write(tmp_path / "a.txt"))
+    write(tmp_path / "a.txt", TEXT.replace("9", "8"))
+    with pytest.raises(DataError, match="changed while it was read"):
+        tokens_of(corpus, Vocabulary.from_text(TEXT))
+    write(tmp_path / "a.txt", TEXT[:-1])
+    with pytest.raises(DataError, match="became shorter while it was read"):
+        tokens_of(corpus, Vocabulary.from_text(TEXT))
+    assert [file.suffix for file in cache.iterdir()] == [".lock"]
+
+
+def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> None:
+    corpus = load_corpus("text_file", write(tmp_path / "a.txt"))
+    write(tmp_path / "cache", "no folder")
+    with pytest.raises(StorageError, match=r"cannot be written .* set XDG_CACHE_HOME") as error:
+        tokens_of(corpus, Vocabulary.from_text(TEXT))
+    assert "\n" not in str(error.value)
+
+
+def test_the_validation_split_is_as_long_as_asked_for(tmp_path: Path) -> None:
+    words = ["data=text_file", f"data.path={write(tmp_path / 'a.txt')}", "data.seq_len=8"]
+    whole = build_data(load_config(words))
+    data = build_data(load_config([*words, "data.max_val_characters=100"]))
+    assert data.tokens("val").tolist() == whole.tokens("val")[:100].tolist()
+    assert data.corpus == whole.corpus
+    assert torch.equal(data.tokens("train"), whole.tokens("train"))
+
+
+PROGRAM = """
+import resource, sys
+from invformer import commands
+from invformer.evaluation import evaluate
+evaluate.NGRAM_CHARACTERS = 1 << 20
+command, *words = sys.argv[1:]
+try:
+    getattr(commands, command)(words)
+finally:
+    print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def peak_bytes(folder: Path, command: str, *words: str) -> int:
+    """Memory that a command needs at most."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, command, *words], cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout.split("peak")[-1]) * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_long_text_needs_little_more_memory_than_a_short_one(tmp_path: Path) -> None:
+    peaks = {}
+    for megabytes in (1, 300):
+        text = tmp_path / f"{megabytes}.txt"
+        with text.open("w") as file:
+            for i in range(megabytes):
+                file.write(f"{i} squared is {i * i}; ".ljust(1 << 20, "abcdefg\n"[i % 8]))
+        run = [f"run.root={tmp_path}", f"run.name=run-{megabytes}"]
+        train = [
+            "data=text_file", f"data.path={text}", "data.seq_len=16",
+            "data.max_val_characters=5000", "model.d_model=12", "model.num_layers=1",
+            "model.num_heads=2", "trainer.max_steps=20", "trainer.progress=false",
+            "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
+        ]  # fmt: skip
+        peaks[megabytes] = (
+            peak_bytes(tmp_path, "train", *train, *run),
+            peak_bytes(tmp_path, "evaluate", f"checkpoint={tmp_path / f'run-{megabytes}'}"),
+        )
+    for short, long in zip(peaks[1], peaks[300], strict=True):
+        assert long < short + (200 << 20)
