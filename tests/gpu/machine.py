@@ -1,0 +1,149 @@
+"""What the checks share: the machine, sizes, models, and rows."""
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.gpu.emulation import cuda_rules
+
+PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+MODELS = (
+    "contractive_l2", "contractive_bounded", "contractive_l2_paper", "causal_l2", "causal_bounded",
+    "l2", "dot_product",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        check, case: what was measured.
+        value, limit: the number, and the largest that passes; None if there is none.
+        verdict: pass, FAIL, measured, or not run.
+        note: the unit, an error in one line, or the reason.
+    """
+
+    check: str
+    case: str
+    value: float | None = None
+    limit: float | None = None
+    verdict: str = "measured"
+    note: str = ""
+
+    def markdown(self) -> str:
+        """One line."""
+        value, limit = (f"{x:.3g}" if x is not None else "" for x in (self.value, self.limit))
+        return f"| {self.check} | {self.case} | {value} | {limit} | {self.verdict} | {self.note} |"
+
+
+def at_most(check: str, case: str, value: float, limit: float, note: str = "") -> Row:
+    """A row that passes if the value, which NaN is not, is at most the limit."""
+    verdict = "pass" if value <= limit else "FAIL"
+    return Row(check, case, float(value), float(limit), verdict, note)
+
+
+def holds(check: str, case: str, is_true: bool, note: str = "") -> Row:
+    """A row that passes if something is so."""
+    return Row(check, case, verdict="pass" if is_true else "FAIL", note=note)
+
+
+def failed(check: str, case: str, error: Exception) -> Row:
+    """A row for what was raised; a missing wheel is nobody's failure."""
+    missing = isinstance(error, ModuleNotFoundError)
+    note = f"{type(error).__name__}: {' '.join(str(error).split()):.200}".replace("|", "/")
+    return Row(check, case, verdict="not run" if missing else "FAIL", note=note)
+
+
+@dataclass
+class Report:
+    """DIR/accept.jsonl and DIR/accept.md, written again after every row."""
+
+    folder: Path
+    head: str
+    rows: list[Row] = field(default_factory=list)
+
+    def add(self, row: Row) -> None:
+        """Keep a row, and show it."""
+        self.rows.append(row)
+        with (self.folder / "accept.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(row)) + "\n")
+        lines = ["| check | case | value | limit | verdict | note |", "|---|---|---|---|---|---|"]
+        lines += [row.markdown() for row in self.rows]
+        text = f"{self.head}\n\n" + "\n".join(lines) + "\n"
+        (self.folder / "accept.md").write_text(text, encoding="utf-8")
+        print(row.markdown(), flush=True)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the checks run, and how large they are: tiny on a processor, which is a smoke test."""
+
+    device: torch.device
+    folder: Path
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is the real thing."""
+        return self.device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        """What the head of the table says."""
+        gpu = (
+            f"{torch.cuda.get_device_name()}"
+            if self.is_gpu
+            else "a processor, CUDA's rules emulated"
+        )
+        return f"{gpu}; torch {torch.__version__}, Python {platform.python_version()}"
+
+    def rules(self) -> AbstractContextManager[None]:
+        """CUDA's, emulated where there is none."""
+        return nullcontext() if self.is_gpu else cuda_rules()
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.is_gpu:
+            torch.cuda.synchronize()
+
+    def seconds(self, work: dict[str, Callable[[], object]]) -> dict[str, float]:
+        """Median seconds of each piece of work, in turns, after warming up."""
+        times: dict[str, list[float]] = {name: [] for name in work}
+        for turn in range(12 if self.is_gpu else 3):
+            for name, call in work.items():
+                self.finish()
+                began = time.perf_counter()
+                call()
+                self.finish()
+                if turn > 1 or not self.is_gpu:
+                    times[name].append(time.perf_counter() - began)
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def config(self, *words: str) -> Any:
+        """A configuration as train.py would have it."""
+        from invformer.config import load_config
+        from invformer.config.schema import TrainConfig
+
+        return load_config(list(words), TrainConfig, Path(__file__).parents[2])
+
+    def model(self, name: str) -> tuple[nn.Module, torch.Tensor]:
+        """A small model in float32 on the processor, and text for it."""
+        from invformer.assemble.model import build_model
+
+        width, tokens, layers = (64, 160, 2) if self.is_gpu else (32, 40, 1)
+        words = [f"model={name}", f"model.d_model={width}", "model.num_heads=2"]
+        config = self.config(*words, f"model.num_layers={layers}", f"data.seq_len={tokens}")
+        torch.manual_seed(0)
+        model = build_model(config.model, 65, tokens)
+        text = torch.randint(65, (3, tokens + 1))
+        model.initialise(text[:, :-1])
+        return model.train(), text

@@ -1,0 +1,140 @@
+"""How fast: steps, attention alone, the monitor, a validation."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from tests.gpu.machine import Machine, Row, at_most, failed
+
+LENGTHS = (256, 1024, 4096, 8192)
+CHARACTERS = 16384  # a step
+VARIANTS = ("contractive_l2", "contractive_bounded", "dot_product", "plain")
+# Dense bfloat16 products of H100 and H200, operations a second.
+PEAK = 989e12
+
+
+def case_of(machine: Machine, tokens: int) -> Any:
+    """nanoGPT's GPU size; on a processor next to nothing."""
+    from benchmarks.models import Case
+
+    if machine.is_gpu:
+        return Case(tokens, 384, 6, 6, CHARACTERS // tokens)
+    return Case(tokens // 32, 32, 2, 2, 2)
+
+
+def operations(parameters: int, case: Any) -> float:
+    """6 for each weight and character, 12 for each pair that attention sees, or would, unmasked."""
+    attention = 12 * case.num_layers * case.d_model * case.seq_len
+    return (6 * parameters + attention) * case.characters
+
+
+def steps(machine: Machine) -> Iterator[Row]:
+    """Training steps under bf16: rates, utilisation, launches, memory; the monitor beside them."""
+    from benchmarks.models import build
+    from benchmarks.tasks import Training
+    from tests.launches import Launches
+
+    for tokens in LENGTHS if machine.is_gpu else LENGTHS[:1]:
+        case = case_of(machine, tokens)
+        work: dict[str, Callable[[], object]] = {}
+        for name in VARIANTS:
+            try:
+                with machine.rules():
+                    if machine.is_gpu:
+                        torch.cuda.reset_peak_memory_stats()
+                        before = torch.cuda.memory_allocated()
+                    step = Training(build(name, case, machine.device), case, "bf16")
+                    step()
+                    with Launches() as launches:
+                        step()
+                    work[name] = step
+                yield Row("launches a step", f"{name}, {case.name}", launches.count)
+                if machine.is_gpu:
+                    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+                    yield Row("peak memory", f"{name}, {case.name}", peak, note="GiB")
+            except Exception as error:
+                yield failed("step", f"{name}, {case.name}", error)
+        watched = build("contractive_l2", case, machine.device)
+        work["contractive_l2+monitor"] = Training(watched, case, "bf16", probe_length=8)
+        with machine.rules():
+            found = machine.seconds(work)
+        for name, seconds in found.items():
+            rate = case.characters / seconds
+            yield Row("characters per second", f"{name}, {case.name}", rate)
+            if machine.is_gpu and name in VARIANTS:
+                weights = sum(p.numel() for p in work[name].model.parameters())  # type: ignore
+                share = operations(weights, case) / seconds / PEAK
+                yield Row("model FLOP utilisation", f"{name}, {case.name}", share)
+        overhead = found["contractive_l2+monitor"] / found["contractive_l2"] - 1
+        yield judged(machine, "monitor's overhead", case.name, overhead, 0.03)
+        ratio = found["contractive_l2"] / found["dot_product"]
+        yield judged(machine, "contractive_l2 over dot_product", case.name, ratio, 1.0)
+
+
+def judged(machine: Machine, check: str, case: str, value: float, limit: float) -> Row:
+    """A duration passes or fails on a GPU; on a processor it is only said."""
+    if machine.is_gpu:
+        return at_most(check, case, value, limit)
+    return Row(check, case, value, limit, "not run", "needs a GPU; a processor's duration")
+
+
+def attention(machine: Machine) -> Iterator[Row]:
+    """Forward and backward of L2 attention alone, by kernel: what ``auto`` should choose."""
+    from invformer.kernels.attention import attend_l2
+    from invformer.nn.position_bias import CausalMask, RelativePositionBias
+
+    for tokens in LENGTHS if machine.is_gpu else (64,):
+        for bias in (CausalMask(tokens), RelativePositionBias(6, tokens)):
+            bias = bias.to(machine.device)
+            for dtype in (torch.bfloat16, torch.float32):
+                shape = max(1, CHARACTERS // tokens) if machine.is_gpu else 1, 6, tokens, 64
+                q = torch.randn(shape, dtype=dtype, device=machine.device, requires_grad=True)
+
+                def call(kernel: Any, q: Any = q, bias: Any = bias) -> None:
+                    attend_l2(q, bias.logit_bias(q.shape[-2]), kernel).sum().backward()
+
+                for kernel in ("math", "blocked", "sdpa", "flex"):
+                    where = f"{type(bias).__name__}, {dtype}, {tokens}, {kernel}"
+                    where = where.replace("torch.", "")
+                    if kernel == "flex" and not machine.is_gpu:
+                        yield Row("L2 attention", where, verdict="not run", note="needs a GPU")
+                        continue
+                    try:
+                        milliseconds = 1e3 * machine.seconds({"": partial(call, kernel)})[""]
+                    except ValueError:
+                        continue
+                    except Exception as error:
+                        yield failed("L2 attention", where, error)
+                        continue
+                    yield Row("L2 attention", where, milliseconds, note="ms, forward and backward")
+
+
+def validation(machine: Machine) -> Iterator[Row]:
+    """Certificate, local bounds, an inversion and 100,000 characters, beside 250 steps."""
+    from benchmarks.models import build, windows
+    from benchmarks.tasks import Evaluation, Training
+    from invformer.evaluation.inversion import invert_text
+    from invformer.lipschitz.local_bounds import local_bounds
+    from invformer.lipschitz.probe import LipschitzProbe
+    from invformer.nn import certify
+
+    case = case_of(machine, LENGTHS[0])
+    model: Any = build("contractive_l2", case, machine.device)
+    text = windows(case, machine.device)[0]
+    probe, evaluation = LipschitzProbe(model, text[:1, :8]), Evaluation(model, case, "bf16")
+    batches = 100_000 // case.characters if machine.is_gpu else 1
+
+    def validate() -> None:
+        certificate = certify(model)
+        local_bounds(probe)
+        invert_text(model, text[:4], certificate, dtype=torch.float64, prove=False)
+        for _ in range(batches):
+            evaluation()
+
+    step = Training(build("contractive_l2", case, machine.device), case, "bf16")
+    with machine.rules():
+        found = machine.seconds({"validation": validate, "step": step})
+    share = found["validation"] / (250 * found["step"])
+    yield judged(machine, "validation over 250 steps", case.name, share, 0.1)

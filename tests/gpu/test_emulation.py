@@ -1,0 +1,65 @@
+"""CUDA's rules on a processor: the defects that they bring to light, and only where they apply."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.numerics.l2_attention import l2_attention
+from tests.gpu.emulation import cuda_rules
+from tests.host_syncs import waits
+
+
+class Careless(torch.autograd.Function):
+    """x/√(1 + ‖x‖²); its gradient takes for granted that it comes in the format of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * torch.rsqrt(1 + x.square().sum(-1, keepdim=True))
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] @ x.mT @ x
+
+
+def test_a_gradient_in_another_format_than_its_input_is_an_error_as_on_cuda() -> None:
+    x, w = torch.randn(2, 4, 4, dtype=torch.float32).requires_grad_().unbind()
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return Careless.apply(x @ w).sum()
+
+    loss().backward()
+    with cuda_rules(), pytest.raises(RuntimeError, match="same dtype"):
+        loss().backward()
+
+
+def test_sums_roots_and_norms_are_in_single_precision_under_autocast_alone() -> None:
+    x = torch.ones(4, 4, dtype=torch.bfloat16)
+    with cuda_rules():
+        assert x.sum().dtype == torch.bfloat16
+        with torch.autocast("cpu", torch.bfloat16):
+            for y in (x.sum(), torch.rsqrt(x), torch.linalg.vector_norm(x), x.softmax(-1)):
+                assert y.dtype == torch.float32
+            assert x.sum(dtype=torch.bfloat16).dtype == (x @ x).dtype == torch.bfloat16
+            assert torch.addcmul(x.float(), x, x).dtype == torch.float32
+            assert x.double().sum().dtype == torch.float64
+            assert l2_attention(x, torch.full((4, 4), -math.inf).triu(1)).dtype == torch.bfloat16
+
+
+def test_all_that_waits_for_a_device_is_seen() -> None:
+    x = torch.arange(4.0)
+    for wait in (
+        x.tolist, x.cpu, x.numpy, x.sum().item, lambda: x[x > 1], lambda: x.equal(x), x.nonzero,
+        lambda: torch.tensor([1.0]), lambda: x.masked_select(x > 1), lambda: bool((x > 0).all()),
+        lambda: x.index_put((x > 1,), x.new_ones(())),
+    ):  # fmt: skip
+        with waits() as found:
+            wait()
+        assert len(found) == 1, (wait, found)
+    with waits() as found:
+        x.where(x > 1, 0).add_(1)[1:].sum()
+    assert not found
