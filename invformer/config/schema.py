@@ -80,9 +80,6 @@ class ModelConfig(Section):
         for key in ("d_embedding", "loud_channels"):
             channels = getattr(self, key) or 0
             refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
-        biased = self.position_bias or self.is_l2
-        why = "sdpa is for model=dot_product with model.position_bias=false: pick auto"
-        refuse(biased and self.attention_kernel == "sdpa", "attention_kernel", why)
         if name != "contractive_bounded":
             refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
             refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")

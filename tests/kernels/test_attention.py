@@ -28,7 +28,7 @@ BIASES = {
     "sinusoid": SinusoidalPositionBias,
 }
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
-KERNELS = ["math", pytest.param("native", marks=needs_compiler), "blocked"]
+KERNELS = ["math", pytest.param("native", marks=needs_compiler), "blocked", "sdpa"]
 FUSED = KERNELS[1:]
 every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 every_fused_kernel = pytest.mark.parametrize("kernel", FUSED)
@@ -328,9 +328,17 @@ def test_flex_attention_leaves_double_precision_and_empty_batches_to_the_plain_f
     assert empty.shape == (0, 2, 40, 8)
 
 
-@pytest.mark.parametrize(("tokens", "kernel"), [(512, "math"), (513, "blocked")])
-def test_away_from_the_cpu_long_sequences_run_in_linear_memory(tokens: int, kernel: str) -> None:
-    where = position("table", 2, tokens, torch.float32).to("meta")
+@pytest.mark.parametrize(
+    ("bias", "tokens", "kernel"),
+    [
+        ("table", 32, "math"), ("table", 33, "sdpa"), ("table", 2049, "blocked"),
+        ("none", 2049, "sdpa"),
+    ],
+)  # fmt: skip
+def test_away_from_the_cpu_distances_run_on_pytorchs_kernel(
+    bias: str, tokens: int, kernel: str
+) -> None:
+    where = position(bias, 2, tokens, torch.float32).to("meta")
     q = torch.empty(1, 2, tokens, 16, device="meta", dtype=torch.float32, requires_grad=True)
     assert choose("auto", q, where.logit_bias(tokens), l2=True) == kernel
     assert attend_l2(q, where.logit_bias(tokens)).shape == q.shape
@@ -354,7 +362,6 @@ def test_flex_attention_refuses_heads_that_its_kernels_do_not_take() -> None:
 @pytest.mark.parametrize(
     ("kernel", "bias", "reason"),
     [
-        ("sdpa", "table", "dot products without a bias"),
         ("flex", "table", "no backward pass on the CPU"),
         ("warp", "table", "unknown attention kernel"),
     ],

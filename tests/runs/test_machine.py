@@ -41,10 +41,8 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     with pytest.raises(ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
         build_run(config)
     assert not (tmp_path / "runs").exists()
-    for fine in ("auto", "blocked", "math"):
+    for fine in ("auto", "blocked", "math", "sdpa"):
         refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
-    plain = ["model=dot_product", "model.position_bias=false", "model.attention_kernel=sdpa"]
-    refuse_missing_kernel(load_config([*words[:1], *plain]))
 
 
 @pytest.mark.parametrize(
