@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 NO_ACTNORM = "model.activation_norm=false"
-METRIC = f"{NO_ACTNORM} model.channel_metric=true"
+METRIC = f"{NO_ACTNORM} model.diagonal_scaling=true"
 STRICTLY = "model.certificate=causal model.strictly_causal=true"
 KERNEL = "model.feed_forward_kernel=3 model.d_ff=256"
 BASELINE = "model.name=dot_product model.certificate=null model.num_heads=4 optim.lr=8e-3"

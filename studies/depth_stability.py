@@ -150,7 +150,7 @@ def build_kind(case: Case, vocab_size: int) -> CharTransformer:
         num_heads=case.num_heads, num_layers=case.num_layers, position_bias=case.position_bias,
         lipschitz_target=case.lipschitz_target,
         input_radius=BALL if case.kind.endswith("_ball") else None,
-        activation_norm=True, channel_metric=False,
+        activation_norm=True, diagonal_scaling=False,
     )  # fmt: skip
     model = build_model(config, vocab_size, case.seq_len)
     if case.kind.endswith("_post"):

@@ -66,7 +66,8 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.frontier"
     paper: ClassVar[str] = (
-        "certificates=[token_max,causal] strictly_causal=[false,true] channel_metric=[false,true] "
+        "certificates=[token_max,causal] strictly_causal=[false,true] "
+        "diagonal_scaling=[false,true] "
         "lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] optimisers=[adamw,muon] depths=[2,4,8] "
         "num_seeds=3 lr=[4e-3,8e-3] d_model=128 seq_len=64 batch_size=12 num_steps=2000 "
         "data.name=tiny_shakespeare data.max_characters=null data.val_fraction=0.1 "
@@ -79,7 +80,7 @@ class Options(StudyOptions):
     strictly_causal: list[bool] = option(
         [False], "whether tokens of contractive_bounded see only those before them"
     )
-    channel_metric: list[bool] = option(
+    diagonal_scaling: list[bool] = option(
         [True], "whether branches of contractive models contract in metrics of their own"
     )
     lipschitz_targets: list[float] = option(
@@ -124,7 +125,7 @@ class Case(TextCase):
     model: AttentionName
     certificate: CertificateName | None
     strictly_causal: bool
-    channel_metric: bool
+    diagonal_scaling: bool
     lipschitz_target: float | None
     optimiser: Optimiser
     num_layers: int
@@ -180,7 +181,7 @@ def cases(options: Options) -> list[Case]:
     found = [
         case_of(
             Case, options, model=model, certificate=certificate, strictly_causal=strictly,
-            channel_metric=metric, lipschitz_target=target, optimiser=optimiser, num_layers=depth,
+            diagonal_scaling=metric, lipschitz_target=target, optimiser=optimiser, num_layers=depth,
             seed=seed, lr=lr, muon_lr=muon_lr, stride=options.stride or options.seq_len, **text,
         )
         for seed, depth, model in itertools.product(seeds, options.depths, options.models)
@@ -200,7 +201,7 @@ def constraints(
     is_bounded = model == "contractive_bounded"
     strictly_causal = options.strictly_causal if is_bounded else [False]
     for certificate, strictly, metric, target in itertools.product(
-        options.certificates, strictly_causal, options.channel_metric, options.lipschitz_targets
+        options.certificates, strictly_causal, options.diagonal_scaling, options.lipschitz_targets
     ):
         # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
         is_tied_only = is_bounded and certificate.startswith("kim_")
@@ -254,7 +255,7 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.T
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
-        channel_metric=case.channel_metric, activation_norm=not case.channel_metric,
+        diagonal_scaling=case.diagonal_scaling, activation_norm=not case.diagonal_scaling,
         d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     )  # fmt: skip
@@ -335,7 +336,7 @@ class Point:
     def label(self) -> str:
         """Model and certificate, whether tokens see only those before them, and metrics."""
         strictly = "strictly" if self.case.strictly_causal else None
-        metric = "metric" if self.case.channel_metric else None
+        metric = "metric" if self.case.diagonal_scaling else None
         return " ".join(filter(None, (self.case.model, self.case.certificate, strictly, metric)))
 
     def __str__(self) -> str:
@@ -415,7 +416,7 @@ def table_line(point: Point, free: Point | None) -> dict[str, Any]:
         "model": case.model,
         "certificate": case.certificate,
         "strictly causal": case.strictly_causal if case.model == "contractive_bounded" else None,
-        "metric": case.channel_metric if case.is_certified else None,
+        "metric": case.diagonal_scaling if case.is_certified else None,
         "c": case.lipschitz_target,
         "optimiser": case.optimiser,
         "layers": case.num_layers,

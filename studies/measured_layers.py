@@ -111,7 +111,7 @@ def small_config(name: str) -> ModelConfig:
     return ModelConfig(
         name=name,  # pyright: ignore[reportArgumentType]
         certificate="token_max" if name == "contractive_l2" else None,
-        d_model=64, num_heads=4, num_layers=4, position_bias=False, channel_metric=False,
+        d_model=64, num_heads=4, num_layers=4, position_bias=False, diagonal_scaling=False,
     )  # fmt: skip
 
 

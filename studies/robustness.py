@@ -177,7 +177,7 @@ def build_kind(case: Case, vocab_size: int) -> CharTransformer:
         certificate="token_max" if contractive else None, d_model=case.d_model,
         num_heads=case.num_heads, num_layers=case.num_layers,
         lipschitz_target=case.lipschitz_target, activation_norm=case.activation_norm,
-        channel_metric=False,
+        diagonal_scaling=False,
     )  # fmt: skip
     model = build_model(config, vocab_size, case.seq_len).float()
     if case.kind == "contractive_linear":

@@ -162,7 +162,7 @@ def build(case: Case, vocab_size: int) -> CharTransformer:
     """A fresh network whose constant is ``case.total`` in exact arithmetic."""
     config = ModelConfig(
         name="contractive_bounded", d_model=case.d_model, num_heads=case.num_heads,
-        num_layers=case.num_layers, lipschitz_target=case.c, channel_metric=False,
+        num_layers=case.num_layers, lipschitz_target=case.c, diagonal_scaling=False,
     )  # fmt: skip
     model = build_model(config, vocab_size, case.seq_len).float()
     width = model.embedding.token.embedding_dim

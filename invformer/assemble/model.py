@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from invformer.config import from_dict
-from invformer.config.schema import EvaluateConfig, ModelConfig, TrainConfig
+from invformer.config.schema import RENAMED, EvaluateConfig, ModelConfig, TrainConfig
 from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
@@ -67,7 +67,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
     blocks = []
     for index in range(config.num_layers):
         first = d_embedding + index * share
-        padded = share and not config.channel_metric
+        padded = share and not config.diagonal_scaling
         channels = slice(first, first + share) if padded else None
         attention = build_contractive_attention(config, seq_len, channels)
         feed_forward = ContractiveFeedForward(
@@ -82,8 +82,8 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
             initial_output=config.initial_output,
         )
         scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = None, None
-        if config.channel_metric:
-            one, other = written_channels(width, index, config.loud_channels, d_embedding)
+        if config.diagonal_scaling:
+            one, other = written_channels(width, index, config.written_channels, d_embedding)
             scalings = DiagonalScaling(width, one), DiagonalScaling(width, other)
         d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
@@ -172,7 +172,8 @@ def as_it_was_meant(config: Any) -> Any:
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         return config
-    return {**config, "model": {"channel_metric": False, **model}, "monitor": {}}
+    today = {RENAMED.get(f"model.{k}", k).removeprefix("model."): v for k, v in model.items()}
+    return {**config, "model": {"diagonal_scaling": False, **today}, "monitor": {}}
 
 
 def load_model(

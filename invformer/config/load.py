@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml  # OmegaConf's own parser, used here to keep scalars as text
 
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import RENAMED, TrainConfig
 from invformer.config.section import (
     NULL_WORDS,
     Root,
@@ -260,6 +260,8 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
         if key not in known:
             if inside := [name for name in known if name.startswith(f"{key}.")]:
                 refuse(source + key, f"is a section: set a field of it, such as {inside[0]}=VALUE")
+            if key in RENAMED:
+                refuse(source + key, f"is now called {RENAMED[key]}")
             refuse_unknown(key, [*schema.groups, *known], source)
 
     from omegaconf import OmegaConf

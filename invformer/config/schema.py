@@ -32,8 +32,12 @@ LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
+RENAMED = {
+    "model.channel_metric": "model.diagonal_scaling",
+    "model.loud_channels": "model.written_channels",
+}
 CONTRACTIVE_ONLY = (
-    "lipschitz_target", "channel_metric", "loud_channels", "activation_norm", "input_radius",
+    "lipschitz_target", "diagonal_scaling", "written_channels", "activation_norm", "input_radius",
     "d_embedding", "initial_sharpness", "initial_output",
 )  # fmt: skip
 
@@ -59,8 +63,10 @@ class ModelConfig(Section):
     position_bias_form: Literal["table", "linear", "sinusoid"] = option("table", "bias over lags")
     attention_kernel: Kernel = option("auto", "all but math need memory linear in seq_len")
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
-    channel_metric: bool = option(True, "branches contract in a norm with learned channel weights")
-    loud_channels: int | None = option(None, "with large outputs; null is d_model // 4", SIZE)
+    diagonal_scaling: bool = option(
+        True, "branches contract in a norm with learned channel weights"
+    )
+    written_channels: int | None = option(None, "with large outputs; null is d_model // 4", SIZE)
     activation_norm: bool = option(False, "invertible ActNorm after each branch")
     input_radius: float | None = option(
         None, "map inputs of branches into a ball of this radius times sqrt(d_model)", "[1e-3, 1e6]"
@@ -77,7 +83,7 @@ class ModelConfig(Section):
         refuse, contractive = self.refuse_if, self.is_contractive
         heads = f"{self.num_heads} heads do not divide d_model={self.d_model}"
         refuse(self.d_model % self.num_heads, "num_heads", heads)
-        for key in ("d_embedding", "loud_channels"):
+        for key in ("d_embedding", "written_channels"):
             channels = getattr(self, key) or 0
             refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
         if name != "contractive_bounded":
@@ -97,10 +103,10 @@ class ModelConfig(Section):
         refuse(many and bound != "causal", "feed_forward_kernel", why)
         inexact = self.input_radius is not None and bound == "kim_entry_max"
         refuse(inexact, "input_radius", "kim_entry_max proves nothing about it")
-        why = "needs model.channel_metric=false, which takes its place"
-        refuse(self.activation_norm and self.channel_metric, "activation_norm", why)
-        why = "needs model.channel_metric=true"
-        refuse(self.loud_channels and not self.channel_metric, "loud_channels", why)
+        why = "needs model.diagonal_scaling=false, which takes its place"
+        refuse(self.activation_norm and self.diagonal_scaling, "activation_norm", why)
+        why = "needs model.diagonal_scaling=true"
+        refuse(self.written_channels and not self.diagonal_scaling, "written_channels", why)
         refuse(self.dropout > 0, "dropout", f"{self.dropout} would void the certificate of {name}")
 
     @property

@@ -214,6 +214,7 @@ def test_widths_left_alone_follow_the_model() -> None:
         ("trainer.max_steps=1e3", "trainer.max_steps: '1e3' is not integer: write 1000"),
         ("model.d_ff=64.0", "model.d_ff: '64.0' is not integer or null: write 64"),
         ("run.root=~", "run.root: '~' cannot be used as a value"),
+        ("model.channel_metric=1", "model.channel_metric: is now called model.diagonal_scaling"),
         ("monitor=on", "monitor: is a section: set a field of it, such as monitor.enabled=VALUE"),
     ],
 )
@@ -230,8 +231,8 @@ NONSENSE = [
     "model.certificate=null", "model.certificate=causal model=dot_product",
     "model.strictly_causal=true", "model.strictly_causal=true model=l2", "model.input_radius=0",
     "model.input_radius=2 model=dot_product", "model.input_radius=2 model=contractive_l2_paper",
-    "model.activation_norm=true", "model.loud_channels=8 model.channel_metric=false",
-    "model.loud_channels=97", "model.feed_forward_kernel=0", "model.feed_forward_kernel=2",
+    "model.activation_norm=true", "model.written_channels=8 model.diagonal_scaling=false",
+    "model.written_channels=97", "model.feed_forward_kernel=0", "model.feed_forward_kernel=2",
     "model.feed_forward_kernel=2 model=contractive_bounded", "model.activation=elu",
     "model.position_bias=2", "data.val_fraction=0", "data.val_fraction=0.5 data.test_fraction=0.5",
     "data.test_fraction=-0.1", "data.path= data=text_file", "data.seq_len=0",
@@ -283,7 +284,7 @@ def test_nonsense_is_refused_when_evaluating_too(word: str, key: str) -> None:
     "words",
     [
         "model.lipschitz_target=0.9 model=dot_product",
-        "model.channel_metric=false model=l2",
+        "model.diagonal_scaling=false model=l2",
         "model.d_embedding=96 experiment=nanogpt_cpu model=dot_product",
         "model.position_bias_form=linear model.position_bias=false",
         "optim.muon_lr=1e-2",

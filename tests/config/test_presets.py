@@ -201,11 +201,14 @@ def test_every_model_takes_the_place_of_an_experiments_own(
 
 
 def test_a_configuration_from_before_there_were_metrics_has_none() -> None:
-    before = to_dict(load_config(["model.channel_metric=false", "model.activation_norm=true"]))
-    del before["model"]["channel_metric"], before["model"]["loud_channels"]
+    before = to_dict(load_config(["model.diagonal_scaling=false", "model.activation_norm=true"]))
+    del before["model"]["diagonal_scaling"], before["model"]["written_channels"]
     model = from_dict(as_it_was_meant(before)).model
-    assert (model.channel_metric, model.activation_norm) == (False, True)
+    assert (model.diagonal_scaling, model.activation_norm) == (False, True)
     today = to_dict(load_config([]))
     assert from_dict(as_it_was_meant({**today, "monitor": {"budget": 0.05}})) == load_config([])
+    renamed = {**before["model"], "channel_metric": True, "loud_channels": 3}
+    model = from_dict(as_it_was_meant({"model": {**renamed, "activation_norm": False}})).model
+    assert (model.diagonal_scaling, model.written_channels) == (True, 3)
     for broken in (None, [], {"model": 3}):
         assert as_it_was_meant(broken) is broken

@@ -35,7 +35,7 @@ VOCAB, SEQ_LEN = 11, 8
 MODELS = [
     ModelConfig(d_model=12, num_heads=3, num_layers=2),
     ModelConfig(
-        d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", channel_metric=False,
+        d_model=12, num_heads=3, num_layers=1, name="contractive_bounded", diagonal_scaling=False,
         activation_norm=True,
     ),
     ModelConfig(

@@ -45,7 +45,7 @@ TINY = [
 # The grid of docs/results.md, which is more than the default trains.
 EVERYTHING = [
     "certificates=[token_max, causal]", "strictly_causal=[false, true]",
-    "channel_metric=[false, true]",
+    "diagonal_scaling=[false, true]",
 ]  # fmt: skip
 BASELINE = Result(2.0, 2.9, 2.0, 1.7, 100, 9, 6, "", "", None, None, None, 3.0, 0.0, None, [])
 CERTIFIED = replace(
@@ -60,7 +60,7 @@ def grid(*words: str) -> list[Case]:
 
 def only(*words: str) -> Case:
     (case,) = grid(
-        "certificates=[token_max]", "strictly_causal=[false]", "channel_metric=[false]", *words
+        "certificates=[token_max]", "strictly_causal=[false]", "diagonal_scaling=[false]", *words
     )
     return case
 
@@ -102,7 +102,7 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
 
 @pytest.mark.parametrize(
     "empty",
-    ["certificates", "strictly_causal", "channel_metric", "lipschitz_targets", "muon_lr"],
+    ["certificates", "strictly_causal", "diagonal_scaling", "lipschitz_targets", "muon_lr"],
 )
 def test_a_baseline_needs_nothing_that_does_not_apply_to_it(empty: str) -> None:
     words = ["models=[dot_product]", "optimisers=[adamw]"]
@@ -119,7 +119,7 @@ def test_the_picture_calls_an_estimate_no_proof_and_says_whose_bounds_are_certif
 
 
 def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
-    words = "models=[contractive_bounded]", "certificates=[causal]", "channel_metric=[false]"
+    words = "models=[contractive_bounded]", "certificates=[causal]", "diagonal_scaling=[false]"
     strictly, plain = grid(*words)[::-1]
     assert strictly == replace(plain, strictly_causal=True)
     for case in (strictly, plain):
@@ -132,10 +132,10 @@ def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
 def test_branches_contract_in_metrics_where_that_is_trained() -> None:
     words = "models=[contractive_l2]", "certificates=[token_max]"
     plain, metric = grid(*words)
-    assert metric == replace(plain, channel_metric=True)
+    assert metric == replace(plain, diagonal_scaling=True)
     for case in (plain, metric):
         block = train(case, CPU)[0].stack.blocks[0]
-        assert (block.attention.scaling is not None) == case.channel_metric
+        assert (block.attention.scaling is not None) == case.diagonal_scaling
     labels = [point.label for point in points_of([(plain, CERTIFIED), (metric, CERTIFIED)])]
     assert labels == ["contractive_l2 token_max", "contractive_l2 token_max metric"]
 
@@ -155,7 +155,7 @@ def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=model, certificate=case.certificate, d_model=12, num_heads=2, num_layers=1,
-        lipschitz_target=0.8, activation_norm=True, channel_metric=False,
+        lipschitz_target=0.8, activation_norm=True, diagonal_scaling=False,
     )  # fmt: skip
     plain = build_model(config, text.vocab_size, 16).float()
     set_manual_refresh(plain)
@@ -236,7 +236,7 @@ def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
 @pytest.mark.parametrize("certificate", ["causal", "kim_entry_max", "kim_frobenius"])
 def test_bounds_say_what_they_bound_in_which_norm(certificate: str) -> None:
     (case,) = grid(
-        "models=[contractive_l2]", f"certificates=[{certificate}]", "channel_metric=[false]"
+        "models=[contractive_l2]", f"certificates=[{certificate}]", "diagonal_scaling=[false]"
     )
     result = measure(case, CPU)
     norm = {"causal": "token_max", "kim_entry_max": "entry_max"}.get(certificate, "frobenius")
