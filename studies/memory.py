@@ -1,0 +1,233 @@
+"""Peak memory and time of a training step: storing, checkpointing, recomputing by the inverse.
+
+Reversible networks are used to save memory: a backward pass can recompute every block's input from
+its output. A coupling does so in one pass, a certified block by a fixed point. Every case runs in a
+process of its own, whose largest resident memory above that before the step is the peak.
+
+Verdict: for the certified model, checkpointing takes less time than the inverse, at no more than
+1.2 times its memory; then nobody should train it by the inverse.
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from invformer.assemble.model import build_model
+from invformer.config.schema import ModelConfig
+from invformer.config.section import option
+from invformer.nn.certificate import certify
+from invformer.nn.coupling import CouplingBlock
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
+from invformer.nn.transformer import CharTransformer
+from studies.study import (
+    Finding,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    case_of,
+    grouped,
+    main,
+    outcome_of,
+    panels,
+)
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Figure
+
+Strategy = Literal["store", "checkpoint", "inverse"]
+VOCAB, SEQ_LEN = 51, 64
+SHAPES: dict[str, dict[str, Any]] = {
+    "contractive_bounded": {
+        "certificate": "causal", "strictly_causal": True, "d_model": 160, "num_heads": 16,
+        "d_ff": 296,
+    },
+    "reversible": {"certificate": None, "d_model": 128, "num_heads": 8, "d_ff": 490},
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Take training steps of both kinds in three ways."""
+
+    program: ClassVar[str] = "-m studies.memory"
+    depths: list[int] = option([4, 16], "layers", within="[1, 1e3]")
+    batch_size: int = option(64, "windows of 64 characters", within="[1, 1e5]")
+    repeats: int = option(3, "steps; the median is reported", within="[1, 1e3]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind, depth and strategy."""
+
+    kind: str
+    num_layers: int
+    strategy: Strategy
+    batch_size: int
+    repeats: int
+    seed: int
+    num_threads: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Largest resident memory above that before, MiB; seconds a step; error of the gradient."""
+
+    peak: float
+    time: float
+    gradient_error: float  # relative to that of the stored activations
+
+
+def cases(options: Options) -> list[Case]:
+    """Every kind at every depth, in three ways."""
+    return [
+        case_of(Case, options, kind=kind, num_layers=depth, strategy=strategy)
+        for depth in options.depths
+        for kind in SHAPES
+        for strategy in ("store", "checkpoint", "inverse")
+    ]
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """In a fresh process, so that its largest memory is that of this case."""
+    del device
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measured, (case,))
+
+
+def measured(case: Case) -> Result:
+    """Some steps, their peak memory and their time; then the gradient of the stored activations."""
+    torch.set_num_threads(case.num_threads or torch.get_num_threads())
+    torch.manual_seed(case.seed)
+    config = ModelConfig(name=case.kind, num_layers=case.num_layers, **SHAPES[case.kind])  # pyright: ignore
+    model = build_model(config, VOCAB, SEQ_LEN)
+    tokens = torch.randint(VOCAB, (case.batch_size, SEQ_LEN))
+    model.initialise(tokens[:1])
+    step(model, tokens[:1], case.strategy)  # libraries take their memory
+    before, seconds = resident(), []
+    for _ in range(case.repeats):
+        start = time.perf_counter()
+        step(model, tokens, case.strategy)
+        seconds.append(time.perf_counter() - start)
+    peak, gradient = resident() - before, gradient_of(model)
+    step(model, tokens, "store")
+    error = (gradient - gradient_of(model)).norm() / gradient_of(model).norm()
+    return Result(peak, statistics.median(seconds), error.item())
+
+
+def resident() -> float:
+    """Largest resident memory of this process so far, MiB."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def gradient_of(model: CharTransformer) -> Tensor:
+    """All gradients in one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def step(model: CharTransformer, tokens: Tensor, strategy: Strategy) -> None:
+    """Gradients of the mean cross-entropy of a batch with itself as the target."""
+    model.zero_grad()
+    if strategy != "inverse":
+        model.stack.checkpoint_activations = strategy == "checkpoint"
+        loss_of(model(tokens), tokens).backward()
+        return
+    x = model.embedding(tokens)
+    with torch.no_grad():
+        z = model.stack(x)
+    undo = undoing(model)
+    z = z.detach().requires_grad_()
+    loss_of(model.predict(z), tokens).backward()
+    gradient = z.grad
+    for index in reversed(range(len(model.stack.blocks))):
+        block = model.stack.blocks[index]
+        with torch.no_grad():
+            z = undo(index, block, z)
+        z = z.detach().requires_grad_()
+        block(z).backward(gradient)
+        gradient = z.grad
+    x.backward(gradient)
+
+
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Mean cross-entropy."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def undoing(model: CharTransformer) -> Any:
+    """(index, block, output) ↦ input of the block."""
+    if not model.is_invertible:
+        return lambda index, block, z: cast(CouplingBlock, block).inverse(z)
+    with torch.no_grad():
+        weights, certificate = model.weights(), certify(model)
+    assert weights is not None
+
+    def undo(index: int, block: InvertibleBlock, z: Tensor) -> Tensor:
+        for name, layer in reversed(list(block.layers())):
+            full = f"block_{index:02d}/{name}"
+            assert isinstance(layer, InvertibleResidual)
+            z = layer.inverse(
+                z, weights[full], lipschitz_bound=certificate.per_branch[full],
+                contraction="causal", throw=False, evidence=False,
+            ).value  # fmt: skip
+        return z
+
+    return undo
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """A line per case, and who wins at each depth."""
+    table: list[dict[str, Any]] = [
+        {
+            "model": case.kind,
+            "layers": case.num_layers,
+            "strategy": case.strategy,
+            "peak, MiB": result.peak,
+            "seconds a step": result.time,
+            "error of the gradient": result.gradient_error,
+        }
+        for case, result in rows
+    ]
+    findings: list[Finding] = []
+    for (kind, depth), group in grouped(rows, lambda r: (r[0].kind, r[0].num_layers)).items():
+        by = {case.strategy: result for case, result in group}
+        saved, inverse = by["checkpoint"], by["inverse"]
+        time_ratio, memory_ratio = inverse.time / saved.time, inverse.peak / max(1.0, saved.peak)
+        words = f"{kind}, {depth} layers: the inverse takes {time_ratio:.2f} times the time and "
+        words += f"{memory_ratio:.2f} times the memory of checkpointing"
+        wins = saved.time < inverse.time and saved.peak < 1.2 * inverse.peak
+        findings.append((wins if kind == "contractive_bounded" else None, words))
+    ours = "; ".join(words for _, words in findings)
+    why = "checkpointing against the inverse, for the certified model"
+    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Peak memory against time of a step."""
+    figure, (axes,) = panels(1, 1)
+    styles = {"store": "s", "checkpoint": "o", "inverse": "^"}
+    for (kind, strategy), group in grouped(rows, lambda r: (r[0].kind, r[0].strategy)).items():
+        color = "0" if kind == "contractive_bounded" else "0.6"
+        x, y = [r.time for _, r in group], [r.peak for _, r in group]
+        axes.plot(x, y, styles[strategy] + "-", color=color, label=f"{kind}, {strategy}")
+    axes.set(
+        xlabel="seconds a training step", ylabel="peak memory, MiB", xscale="log", yscale="log"
+    )
+    axes.legend()
+    return figure
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))
