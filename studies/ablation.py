@@ -39,8 +39,6 @@ NOTHING = "nothing"
 VARIANTS: dict[str, tuple[str, str]] = {
     NOTHING: ("what the others are compared with", ""),
     "no_bias": ("no position bias", "model.position_bias=false"),
-    "linear_bias": ("a bias linear in the lag, not a table", "model.position_bias_form=linear"),
-    "sinusoid_bias": ("a bias of sinusoids of the lag", "model.position_bias_form=sinusoid"),
     "l2": ("tied L2, four heads of 32", "model.name=contractive_l2 model.num_heads=4"),
     "l2_causal": (
         "as l2, causal certificate",

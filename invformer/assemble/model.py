@@ -21,12 +21,7 @@ from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
 from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
-from invformer.nn.position_bias import (
-    CausalMask,
-    LinearPositionBias,
-    RelativePositionBias,
-    SinusoidalPositionBias,
-)
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleBlock
 from invformer.nn.scaling import DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
@@ -138,12 +133,7 @@ def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
     """A causal mask, with a learned relative bias or without."""
     if not config.position_bias:
         return CausalMask(seq_len)
-    form = {
-        "table": RelativePositionBias,
-        "linear": LinearPositionBias,
-        "sinusoid": SinusoidalPositionBias,
-    }[config.position_bias_form]
-    return form(config.num_heads, seq_len, sees_itself=not config.strictly_causal)
+    return RelativePositionBias(config.num_heads, seq_len, sees_itself=not config.strictly_causal)
 
 
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
@@ -166,13 +156,15 @@ def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
 def as_it_was_meant(config: Any) -> Any:
     """A saved configuration in today's keys.
 
-    Before there were weighted norms there were none. The monitor, whose keys changed, is no part of
-    a model.
+    Before there were weighted norms there were none, and a position bias was always a table unless
+    the key said otherwise. The monitor, whose keys changed, is no part of a model.
     """
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         return config
     today = {RENAMED.get(f"model.{k}", k).removeprefix("model."): v for k, v in model.items()}
+    if today.get("position_bias_form") == "table":
+        del today["position_bias_form"]
     return {**config, "model": {"diagonal_scaling": False, **today}, "monitor": {}}
 
 

@@ -60,7 +60,6 @@ class ModelConfig(Section):
         0.5, "c, the largest constant of a branch (causal: of its diagonal blocks)", "[1e-6, 1)"
     )
     position_bias: bool = option(True, "add a learned relative position bias to the logits")
-    position_bias_form: Literal["table", "linear", "sinusoid"] = option("table", "bias over lags")
     attention_kernel: Kernel = option("auto", "all but math need memory linear in seq_len")
     activation: Literal["silu", "gelu", "relu", "tanh"] = option("silu", "of the feed-forward")
     diagonal_scaling: bool = option(
@@ -302,13 +301,11 @@ class TrainConfig(Root):
                 self.refuse_if(wrong, "trainer.strategy", f"fsdp {why}")
 
     def ignored(self) -> dict[str, str]:
-        """Keys that need a contractive model, a position bias or Muon, if there is none."""
+        """Keys that need a contractive model or Muon, if there is none."""
         keys: dict[str, str] = {}
         if not self.model.is_contractive:
             why = f"model={self.model.name} is a baseline without certificate"
             keys |= dict.fromkeys((f"model.{name}" for name in CONTRACTIVE_ONLY), why)
-        if not self.model.position_bias:
-            keys["model.position_bias_form"] = "model.position_bias is false"
         if self.optim.name != "muon":
             keys["optim.muon_lr"] = f"optim={self.optim.name} does not use Muon; add optim=muon"
         return keys

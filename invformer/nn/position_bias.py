@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from invformer.kernels.attention import LogitBias
 from invformer.kernels.blocked import toeplitz
 
-SLOPES = (2.0, 1.0, 0.4, 0.1)
+# At first b_h(1), well above b_h(0) = 0 of the token itself, and how fast it falls from there.
 NEAREST = 3.0
-# Sinusoids of the periods 8, 32, 128 and 512 tokens.
-PERIODS = (8.0, 32.0, 128.0, 512.0)
+SLOPES = (2.0, 1.0, 0.4, 0.1)
 
 
 class VisibilityMask(nn.Module):
@@ -155,63 +154,14 @@ class RelativePositionBias(CausalMask):
 
     def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
         super().__init__(seq_len)
-        slopes, lag = initial_slopes(num_heads)[:, None], torch.arange(seq_len - 1)
-        self.table = nn.Parameter(initial_offset(num_heads, sees_itself)[:, None] - slopes * lag)
+        slopes = torch.tensor([SLOPES[h % len(SLOPES)] for h in range(num_heads)])[:, None]
+        first = torch.full_like(slopes, NEAREST) if sees_itself else -slopes
+        self.table = nn.Parameter(first - slopes * torch.arange(seq_len - 1))
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """The table, after a zero."""
         self.require(num_tokens)
         return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
-
-
-class LinearPositionBias(CausalMask):
-    """b_h(lag) = offset_h − slope_h (lag − 1) at lag ≥ 1, b_h(0) = 0; offset and slope are learned.
-
-    ALiBi (Press et al. 2022) with learned slopes and a jump after the self token. Starts where
-    :class:`RelativePositionBias` does, and takes its arguments.
-    """
-
-    def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
-        super().__init__(seq_len)
-        self.slope = nn.Parameter(initial_slopes(num_heads))
-        self.offset = nn.Parameter(initial_offset(num_heads, sees_itself))
-
-    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
-        """The line, after a zero."""
-        self.require(num_tokens)
-        lag = torch.arange(num_tokens - 1, device=self.slope.device)
-        return nn.functional.pad(self.offset[:, None] - self.slope[:, None] * lag, (1, 0))
-
-
-class SinusoidalPositionBias(CausalMask):
-    """b_h(lag) = a_h + Σ_r A_hr cos(2π lag/T_r) + B_hr sin(2π lag/T_r) at lag ≥ 1, b_h(0) = 0.
-
-    The periods T_r are 8, 32, 128 and 512 tokens; a, A and B are learned. Starts as a sum of equal
-    cosines, which is 3 at lag 0 and falls from there at four ranges; unless a token sees itself the
-    cosines start from 0 there. The arguments are those of :class:`RelativePositionBias`.
-    """
-
-    def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:
-        super().__init__(seq_len)
-        shape = (num_heads, len(PERIODS))
-        self.offset = nn.Parameter(torch.full((num_heads,), 0.0 if sees_itself else -NEAREST))
-        self.cosine = nn.Parameter(torch.full(shape, NEAREST / len(PERIODS)))
-        self.sine = nn.Parameter(torch.zeros(shape))
-
-    def angles(self, num_tokens: int) -> Float[Tensor, "tokens periods"]:
-        """2π t/T_r."""
-        time = torch.arange(num_tokens, device=self.offset.device, dtype=torch.float64)
-        # One by one: a tensor of all periods would have to be copied there.
-        return torch.stack([2 * math.pi * time / period for period in PERIODS], -1)
-
-    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
-        """The sum, after a zero."""
-        self.require(num_tokens)
-        angle = self.angles(num_tokens)[1:]
-        cos, sin = angle.cos().to(self.cosine), angle.sin().to(self.cosine)
-        # Sums, not matrix products: autocast would run those in half precision.
-        waves = self.cosine[:, None] * cos + self.sine[:, None] * sin
-        return nn.functional.pad(self.offset[:, None] + waves.sum(-1), (1, 0))
 
 
 def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
@@ -220,13 +170,3 @@ def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
     if len(tables) == len(masks) and len({table.shape for table in tables}) == 1:
         return torch.stack(tables).logsumexp(-1)
     return torch.stack([mask.log_mass() for mask in masks])
-
-
-def initial_offset(num_heads: int, sees_itself: bool) -> Float[Tensor, "heads"]:
-    """b_h(1) at first: well above b_h(0) = 0 of the token itself, or on a line through it."""
-    return torch.full((num_heads,), NEAREST) if sees_itself else -initial_slopes(num_heads)
-
-
-def initial_slopes(num_heads: int) -> Float[Tensor, "heads"]:
-    """How fast each head's bias falls at first, per token."""
-    return torch.tensor([SLOPES[h % len(SLOPES)] for h in range(num_heads)])

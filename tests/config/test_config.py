@@ -286,7 +286,6 @@ def test_nonsense_is_refused_when_evaluating_too(word: str, key: str) -> None:
         "model.lipschitz_target=0.9 model=dot_product",
         "model.diagonal_scaling=false model=l2",
         "model.d_embedding=96 experiment=nanogpt_cpu model=dot_product",
-        "model.position_bias_form=linear model.position_bias=false",
         "optim.muon_lr=1e-2",
     ],
 )

@@ -113,30 +113,28 @@ def test_every_experiment_composes_and_its_model_predicts(name: str) -> None:
 # --- what the past may do ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["table", "linear", "sinusoid"])
-def test_who_is_seen_reaches_the_layers(form: str) -> None:
+def test_who_is_seen_reaches_the_layers() -> None:
     past = ModelConfig(
         name="contractive_bounded",
         certificate="causal",
         strictly_causal=True,
         feed_forward_kernel=3,
         d_model=12,
-        position_bias_form=form,
     )
     block = build_model(past, VOCAB, 8).stack.blocks[0]
     attention, feed_forward = block.attention.branch, block.feed_forward.branch
     assert attention.strictly_causal
     assert isinstance(feed_forward, ContractiveFeedForward)
     assert feed_forward.weights().kernel == 3
-    starts = [b.position.by_lag(8).detach() for b in (attention, plain_attention(form))]
+    starts = [b.position.by_lag(8).detach() for b in (attention, plain_attention())]
     # Beside each other the tokens before weigh what they weigh where a token sees itself too.
     assert torch.allclose(starts[0].diff(dim=-1)[:, 1:], starts[1].diff(dim=-1)[:, 1:])
     assert not torch.allclose(*starts)
 
 
-def plain_attention(form: str) -> BoundedAttention:
+def plain_attention() -> BoundedAttention:
     """The attention of a model whose tokens see themselves."""
-    config = ModelConfig(name="contractive_bounded", d_model=12, position_bias_form=form)
+    config = ModelConfig(name="contractive_bounded", d_model=12)
     return build_model(config, VOCAB, 8).stack.blocks[0].attention.branch
 
 
@@ -200,9 +198,10 @@ def test_every_model_takes_the_place_of_an_experiments_own(
     assert (taken.name, taken.certificate) == (own.name, own.certificate)
 
 
-def test_a_configuration_from_before_there_were_metrics_has_none() -> None:
+def test_a_configuration_from_before_there_were_weighted_norms_has_none() -> None:
     before = to_dict(load_config(["model.diagonal_scaling=false", "model.activation_norm=true"]))
     del before["model"]["diagonal_scaling"], before["model"]["written_channels"]
+    before["model"]["position_bias_form"] = "table"
     model = from_dict(as_it_was_meant(before)).model
     assert (model.diagonal_scaling, model.activation_norm) == (False, True)
     today = to_dict(load_config([]))

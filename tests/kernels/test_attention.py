@@ -13,9 +13,7 @@ from invformer.kernels.blocked import Logits, blocked_attention, sum_by_lag, toe
 from invformer.kernels.native_attention import native_attention, native_attention_backward
 from invformer.nn.position_bias import (
     CausalMask,
-    LinearPositionBias,
     RelativePositionBias,
-    SinusoidalPositionBias,
     VisibilityMask,
     log_masses,
 )
@@ -24,8 +22,6 @@ from invformer.numerics.linear_map import linearise
 BIASES = {
     "none": lambda heads, tokens: CausalMask(tokens),
     "table": RelativePositionBias,
-    "linear": LinearPositionBias,
-    "sinusoid": SinusoidalPositionBias,
 }
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
 KERNELS = ["math", pytest.param("native", marks=needs_compiler), "blocked", "sdpa"]
@@ -172,7 +168,7 @@ def test_no_output_or_gradient_reaches_across_the_causal_mask(kernel: str, bias:
 
 
 def test_weights_too_small_to_matter_are_zero_not_denormal() -> None:
-    bias = toeplitz(LinearPositionBias(1, 80).float().by_lag(80).detach(), 80)
+    bias = toeplitz(RelativePositionBias(1, 80).float().by_lag(80).detach(), 80)
     q = 3 * torch.randn(1, 80, 16, dtype=torch.float32)
     p = Logits(q, q, -q.square().sum(-1), bias, 2.0).weights(slice(0, 1), 0, 80)
     assert ((p == 0) | (p > torch.finfo(torch.float32).tiny)).all()
@@ -379,7 +375,7 @@ def test_an_impossible_choice_says_why_and_what_to_choose(
     ("bias", "l2", "tokens", "kernel"),
     [
         ("table", True, 20, "math"), ("table", True, 40, "blocked"), ("none", True, 64, "blocked"),
-        ("none", False, 64, "sdpa"), ("linear", False, 4096, "blocked"),
+        ("none", False, 64, "sdpa"), ("table", False, 4096, "blocked"),
     ],
 )  # fmt: skip
 def test_auto_is_the_kernel_that_was_measured_fastest(
