@@ -12,10 +12,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from invformer.bounds.layers import layer_norm_bound
 from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.rounding import product_up
+from invformer.numerics.rounding import product_up, quotient_up, sqrt_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 BallNorm = Literal["token_max", "frobenius"]
@@ -45,11 +44,14 @@ def feature_constants(model: CharTransformer) -> dict[BallNorm, float]:
 
 
 def read_out_constant(model: CharTransformer) -> float:
-    """Lipschitz constant of what stands between the stack and the head, per token."""
+    """Lipschitz constant of what stands between the stack and the head, per token.
+
+    Lip(LayerNorm) ≤ max|γ|/√ε (docs/numerics.md §9): 316 at ε = 1e-5.
+    """
     norm: nn.Module = model.norm
-    if isinstance(norm, nn.LayerNorm):
-        return layer_norm_bound(norm.weight, norm.normalized_shape[0], norm.eps, "token_max")
-    return 1.0
+    if not isinstance(norm, nn.LayerNorm):
+        return 1.0
+    return product_up(norm.weight.abs().max().item(), sqrt_up(quotient_up(1, norm.eps)))
 
 
 def head_norm(model: CharTransformer) -> float:

@@ -14,11 +14,15 @@ from torch import Tensor
 
 from invformer.bounds import kim, local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention, attention_jacobian, project
+from invformer.nn.attention import TiedL2Attention, merge_heads, project, side_by_side
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import attention_weights
-from invformer.numerics.linear_map import linearise
+from invformer.numerics.l2_attention import (
+    attention_weights,
+    l2_attention_jvp,
+    l2_attention_vjp,
+)
+from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin
 
@@ -178,8 +182,58 @@ def dot_product_bounds(heads: Heads, z: Tensor) -> dict[str, Tensor | float]:
     )
     g1 = {form: jasmin.attention_bound(z, heads.p, a, heads.w_v, form) for form in FORMS}
     return {
-        "fast": local.dot_product_local_bound(*heads),
+        "fast": dot_product_local_bound(*heads),
         "g1_centred": castin.multi_head_bound(outputs, g1["centred"]),
         "g1": castin.multi_head_bound(outputs, g1["paper"]),
         "ball": castin.multi_head_bound(outputs, ball),
     }
+
+
+def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> LinearMap:
+    """The Jacobian of f(X)_i = Σ_h (P^h q^h)_i G_h at X.
+
+    Leading dimensions of the weights broadcast against those of X, so that one call serves several
+    layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
+    """
+    q = project(x, w_q)
+    p = attention_weights(q, bias)
+    output = g.flatten(-3, -2)
+    return LinearMap(
+        jvp=lambda dx: merge_heads(l2_attention_jvp(q, p, project(dx, w_q))) @ output,
+        vjp=lambda dy: unproject(l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+    """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
+    return merge_heads(q) @ side_by_side(w).mT
+
+
+def dot_product_local_bound(
+    q: Tensor, k: Tensor, v: Tensor, p: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor, w_o: Tensor
+) -> Float[Tensor, "*batch"]:
+    """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, by the three terms of
+    :func:`invformer.bounds.local.fast_local_bound`. The arguments are those of :class:`Heads`.
+
+    ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
+           + (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½)
+
+    No global bound stands above it: dot-product attention is not Lipschitz. The Jacobian is Castin,
+    Ablin & Peyré 2024, arXiv 2312.14820, Lemma C.2.
+    """
+    s = math.sqrt(q.shape[-1])
+    p = local.row_normalised(p)
+    q, k, v = q.double(), k.double() - k.double()[..., :1, :], v.double() - v.double()[..., :1, :]
+    w_q, w_k, w_v, w_o = w_q.double(), w_k.double(), w_v.double(), w_o.double()
+    value = spectral_norm_bound(local.side_by_side(w_v)) * p.sum(-2).amax((-2, -1)).sqrt()
+    slack = torch.maximum(local.rounding(k), local.rounding(v))
+    cross = local.covariance(p, v, k) @ w_q.mT.unsqueeze(-3)
+    query = torch.linalg.matrix_norm(cross) + slack * torch.linalg.matrix_norm(w_q)[:, None]
+    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0) + slack
+    pull = (q @ w_k.mT).square().sum(-1)
+    key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
+    terms = query.square().sum(-2).amax(-1).sqrt() + key.sum(-2).amax(-1).sqrt()
+    return local.outward(spectral_norm_bound(w_o.flatten(0, 1)) * (value + terms / s), q)

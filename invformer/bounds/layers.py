@@ -10,7 +10,7 @@ from torch import Tensor
 
 from invformer.bounds.kim import max_row_sum
 from invformer.numerics.norms import Norm
-from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
+from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 # sup |φ′|, rounded up. GELU attains 1.12890414… at √2, its tanh form 1.12899306… at 1.41850…,
@@ -46,29 +46,3 @@ def feed_forward_bound(
 def linear_bound(weight: Float[Tensor, "width width_out"], norm: Norm) -> float:
     """Lip(x ↦ x W + b) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max."""
     return max_row_sum(weight.mT) if norm == "entry_max" else spectral_norm_bound(weight).item()
-
-
-def layer_norm_bound(
-    weight: Float[Tensor, "width"] | None, width: int, eps: float, norm: Norm
-) -> float:
-    """Lip(LayerNorm) ≤ max|γ|/√ε, times 2(D−1)/D + 2√(D−1)/(3√3) in entry_max.
-
-    J = diag(γ)/s · (I − 11ᵀ/D − x̄x̄ᵀ/(D s²)) with x̄ = x − mean, s² = var + ε. The first bound is
-    attained as var → 0 with equal γ. At ε = 1e-5 it is 316 per layer: valid, and of little use.
-    Ours (docs/numerics.md); Kim et al. 2021, appendix N, has a looser constant in entry_max.
-
-    Args:
-        weight: γ, None for ones.
-        width: D.
-        eps: ε. LayerNorm is Lipschitz only if it is positive.
-        norm: the norm of the answer.
-    """
-    if not eps > 0:
-        raise ValueError(f"LayerNorm is Lipschitz only for eps > 0, got {eps}")
-    largest = 1.0 if weight is None else weight.detach().abs().max().item()
-    bound = product_up(largest, sqrt_up(quotient_up(1, eps)))
-    if norm != "entry_max":
-        return bound
-    centring = quotient_up(2 * (width - 1), width)
-    scaling = sqrt_up(quotient_up(4 * (width - 1), 27))
-    return product_up(bound, sum_up(centring, scaling))

@@ -89,7 +89,7 @@ def fast_local_bound(q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputM
     attention = at.p.sum(-2).amax((-2, -1)).sqrt()
     bounds = []
     for left, stacked in _output_factors(w, g.double()):
-        value = spectral_norm_bound(_side_by_side(w @ left)) * attention
+        value = spectral_norm_bound(side_by_side(w @ left)) * attention
         query, key = _query_and_key_terms(at, r_q, left, quick_norm)
         bounds.append(stacked * (value + query + key))
     return outward(torch.stack(bounds).amin(0), q)
@@ -191,39 +191,6 @@ def feed_forward_fast_bound(
     return outward(torch.minimum(largest * product, split), slope)
 
 
-def dot_product_local_bound(
-    q: Queries,
-    k: Queries,
-    v: Queries,
-    p: AttentionWeights,
-    w_q: InputMaps,
-    w_k: InputMaps,
-    w_v: InputMaps,
-    w_o: OutputMaps,
-) -> PerSequence:
-    """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, by the three terms of ``fast``.
-
-    ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
-           + (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½)
-
-    No global bound stands above it: dot-product attention is not Lipschitz. The Jacobian is Castin,
-    Ablin & Peyré 2024, arXiv 2312.14820, Lemma C.2.
-    """
-    s = math.sqrt(q.shape[-1])
-    p = _row_normalised(p)
-    q, k, v = q.double(), k.double() - k.double()[..., :1, :], v.double() - v.double()[..., :1, :]
-    w_q, w_k, w_v, w_o = w_q.double(), w_k.double(), w_v.double(), w_o.double()
-    value = spectral_norm_bound(_side_by_side(w_v)) * p.sum(-2).amax((-2, -1)).sqrt()
-    slack = torch.maximum(_rounding(k), _rounding(v))
-    cross = _covariance(p, v, k) @ w_q.mT.unsqueeze(-3)
-    query = torch.linalg.matrix_norm(cross) + slack * torch.linalg.matrix_norm(w_q)[:, None]
-    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0) + slack
-    pull = (q @ w_k.mT).square().sum(-1)
-    key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
-    terms = query.square().sum(-2).amax(-1).sqrt() + key.sum(-2).amax(-1).sqrt()
-    return outward(spectral_norm_bound(w_o.flatten(0, 1)) * (value + terms / s), q)
-
-
 @dataclass(frozen=True)
 class _Moments:
     """q relative to the first token, P with rows summing to one, and the moments of q under P."""
@@ -234,7 +201,7 @@ class _Moments:
 
     @classmethod
     def of(cls, q: Tensor, p: Tensor) -> "_Moments":
-        return cls(q - q[..., :1, :], _row_normalised(p).to(q.dtype), math.sqrt(q.shape[-1]))
+        return cls(q - q[..., :1, :], row_normalised(p).to(q.dtype), math.sqrt(q.shape[-1]))
 
     @cached_property
     def y(self) -> Tensor:
@@ -243,12 +210,12 @@ class _Moments:
     @cached_property
     def slack(self) -> Tensor:
         """Rounding of every second moment, absolute, (…, H, 1)."""
-        return _rounding(self.q)
+        return rounding(self.q)
 
     @cached_property
     def covariance(self) -> Tensor:
         """C_i, (…, N, d, d)."""
-        return _covariance(self.p, self.q, self.q)
+        return covariance(self.p, self.q, self.q)
 
     @cached_property
     def covariance_norm(self) -> Tensor:
@@ -268,7 +235,7 @@ class _Moments:
         """‖Lᵀ(q_j − Y_i)‖² from above."""
         u, mean = (self.q, self.y) if left is None else (self.q @ left, self.y @ left)
         square = u.square().sum(-1).unsqueeze(-2) + mean.square().sum(-1, keepdim=True)
-        return (square - 2 * mean @ u.mT).clamp_min(0) + _rounding(u).unsqueeze(-1)
+        return (square - 2 * mean @ u.mT).clamp_min(0) + rounding(u).unsqueeze(-1)
 
 
 def _output_factors(w: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -308,7 +275,7 @@ def _tight_value_term(p: Tensor, w: Tensor, g: Tensor) -> Tensor:
     bounds = []
     for left, stacked in _output_factors(w, g):
         for rest, norms in ((0, each), (from_mean, deviation)):
-            weighted = _side_by_side(norms[..., None, None] * (w @ left))
+            weighted = side_by_side(norms[..., None, None] * (w @ left))
             bounds.append(rest + stacked * spectral_norm_bound(weighted))
     return torch.stack(bounds).amin(0)
 
@@ -351,7 +318,7 @@ def _kappa(at: _Moments, w: Tensor, weight: Tensor) -> Tensor:
     return (spectral_norm_bound(blocks) + 4 * slack.sum(-2)).amax(-1).sqrt()
 
 
-def _covariance(p: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def covariance(p: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Σ_j P_ij a_j b_jᵀ − (Σ_j P_ij a_j)(Σ_j P_ij b_j)ᵀ for every i."""
     second = (p @ _outer(a, b).flatten(-2)).unflatten(-1, (a.shape[-1], b.shape[-1]))
     return second - _outer(p @ a, p @ b)
@@ -366,21 +333,21 @@ def _square_distances(z: Tensor) -> Tensor:
     """‖z_j − z_i‖², from above: cancellation is absolute."""
     square = z.square().sum(-1)
     distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * z @ z.mT
-    return distance.clamp_min(0) + _rounding(z).unsqueeze(-1)
+    return distance.clamp_min(0) + rounding(z).unsqueeze(-1)
 
 
-def _row_normalised(p: Tensor) -> Tensor:
+def row_normalised(p: Tensor) -> Tensor:
     """P with rows that sum to one in float64."""
     p = p.double()
     return p / p.sum(-1, keepdim=True)
 
 
-def _side_by_side(w: Tensor) -> Tensor:
+def side_by_side(w: Tensor) -> Tensor:
     """[W_1, …, W_H] as one matrix with D rows."""
     return w.transpose(-3, -2).flatten(-2)
 
 
-def _rounding(z: Tensor) -> Tensor:
+def rounding(z: Tensor) -> Tensor:
     """Outward allowance for second moments of the rows of z, (…, 1)."""
     largest = z.square().sum(-1).amax(-1, keepdim=True)
     return 8 * sum(z.shape[-2:]) * torch.finfo(z.dtype).eps * largest

@@ -39,36 +39,28 @@ LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
 Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]
 
 
-def gram_normaliser(weight: Float[Tensor, "*batch m n"], num_steps: int = 8) -> Normalisation:
-    """(σ̄, u, v): a bound on ‖W‖₂ in working precision, and the leading singular pair.
+@torch.no_grad()
+def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
+    """(σ̄, u, v) of each weight: a bound on ‖W‖₂ in working precision, the leading singular pair.
 
     Stateless and deterministic: what a differentiable normaliser needs once per optimiser step.
-    σ̄ is above ‖W‖₂ by 1e-5 of its size plus the excess of the method: Gram iteration's, up to a
-    factor min(m, n)^{2^{−K−1}} in a cluster, or that of the trial, at most 0.5 %. With a gap after
-    σ₁ u and v are its singular vectors, in a cluster some unit vectors of the cluster; one is the
-    normalised image of the other.
+    Those with Gram matrices of one size are computed at once. σ̄ is above ‖W‖₂ by 1e-5 of its size
+    plus the excess of the method: Gram iteration's, up to a factor min(m, n)^{2^{−K−1}} in a
+    cluster, or that of the trial, at most 0.5 %. With a gap after σ₁ u and v are its singular
+    vectors, in a cluster some unit vectors of the cluster; one is the normalised image of the
+    other.
 
     Args:
-        weight: float32 or float64; half precision is computed in float32, with a margin of its eps.
+        weights: float32 or float64, (*batch, m, n); half precision is computed in float32, with a
+            margin of its eps.
         num_steps: K ≥ 1.
 
     Returns:
-        σ̄ (never zero, so that W/σ̄ is defined for W = 0), u and v, in the dtype of ``weight``. For a
-        zero matrix u and v are zero.
+        For each weight σ̄ (never zero, so that W/σ̄ is defined for W = 0), u and v, in its dtype. For
+        a zero matrix u and v are zero.
 
     Raises:
-        ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
-    """
-    (found,) = gram_normalisers([weight], num_steps)
-    return found
-
-
-@torch.no_grad()
-def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Normalisation]:
-    """:func:`gram_normaliser` of several, those with Gram matrices of one size at once.
-
-    Raises:
-        ValueError: as there, for any of them.
+        ValueError: one of them is not a (batch of) floating-point matrix or num_steps < 1.
     """
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):

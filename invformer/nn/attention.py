@@ -33,7 +33,6 @@ from invformer.nn.spectral import (
 )
 from invformer.numerics import l2_attention as core
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
-from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
@@ -244,24 +243,6 @@ def head_gain(
     return 1 + factor * (omega + slope * change.nan_to_num(0))
 
 
-def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> LinearMap:
-    """The Jacobian of f(X)_i = Σ_h (P^h q^h)_i G_h at X.
-
-    Leading dimensions of the weights broadcast against those of X, so that one call serves several
-    layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
-    """
-    q = project(x, w_q)
-    p = core.attention_weights(q, bias)
-    output = g.flatten(-3, -2)
-    return LinearMap(
-        jvp=lambda dx: merge_heads(core.l2_attention_jvp(q, p, project(dx, w_q))) @ output,
-        vjp=lambda dy: unproject(core.l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
-        shape=x.shape,
-        dtype=x.dtype,
-        device=x.device,
-    )
-
-
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(*batch, N, D) → (*batch, H, N, d)."""
     return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
@@ -275,11 +256,6 @@ def merge_heads(y: Tensor) -> Tensor:
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
     return split_heads(x @ side_by_side(w), w.shape[-3])
-
-
-def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
-    """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
-    return merge_heads(q) @ side_by_side(w).mT
 
 
 def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

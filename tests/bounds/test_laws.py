@@ -56,17 +56,6 @@ def l2_bound(name: str) -> Callable[[int], Tensor]:
     return bound
 
 
-def dot_product_bound(heads: int) -> Tensor:
-    """The same of dot-product attention."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, TOKENS, WIDTH, generator=generator)
-    w = torch.randn(3, 1, WIDTH, D_HEAD, generator=generator).expand(-1, heads, -1, -1)
-    w_o = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
-    q, k, v = x[:, None] @ w[:, None]
-    p = (q @ k.mT / math.sqrt(D_HEAD)).softmax(-1)
-    return local.dot_product_local_bound(q, k, v, p, *w, w_o)
-
-
 def bounded_bound(name: str, **options: bool) -> Callable[[int], Tensor]:
     """The same of attention in the unit ball."""
 
@@ -93,7 +82,6 @@ BOUNDS = {
         "query_and_key_terms",
     )
 } | {
-    "dot_product": dot_product_bound,
     "ball, token_max": bounded_bound("token_max_local_bound"),
     "ball, frobenius": bounded_bound("frobenius_local_bound"),
     "ball, frobenius, tight": bounded_bound("frobenius_local_bound", tight=True),

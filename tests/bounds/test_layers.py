@@ -1,6 +1,5 @@
 """Constants of layers that act on one token at a time."""
 
-import math
 from collections.abc import Callable
 
 import mpmath
@@ -12,7 +11,6 @@ from torch.nn import functional as F
 from invformer.bounds.layers import (
     ACTIVATION_SLOPE,
     feed_forward_bound,
-    layer_norm_bound,
     linear_bound,
 )
 from invformer.numerics.norms import NORMS, Norm
@@ -94,38 +92,3 @@ def test_an_activation_without_a_known_slope_is_refused() -> None:
         ValueError, match=r"no largest slope is known for 'swoosh': choose one of relu"
     ):
         feed_forward_bound(torch.eye(2), torch.eye(2), "swoosh", "token_max")
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("eps", [1e-5, 1e-2])
-def test_layer_norm_is_never_steeper_than_its_bound(norm: Norm, eps: float) -> None:
-    for seed in range(40):
-        torch.manual_seed(seed)
-        gamma, width = torch.randn(6), 6
-        x = math.sqrt(eps) * 10 ** (2 * torch.rand(3, 1) - 1) * torch.randn(3, width)
-        jac = jacobian(lambda x, gamma=gamma: F.layer_norm(x, (6,), gamma, eps=eps), x)
-        assert norm_from_below(jac, norm) <= layer_norm_bound(gamma, width, eps, norm)
-
-
-@pytest.mark.parametrize("norm", ["token_max", "frobenius"])
-def test_a_constant_token_attains_the_layer_norm_bound(norm: Norm) -> None:
-    jac = jacobian(lambda x: F.layer_norm(x, (8,), eps=1e-5), torch.ones(1, 8))
-    assert norm_from_below(jac, norm) == pytest.approx(layer_norm_bound(None, 8, 1e-5, norm))
-    assert layer_norm_bound(None, 8, 1e-5, norm) == pytest.approx(316.2277660)
-
-
-def test_a_lone_channel_comes_within_a_third_of_the_entry_max_bound_of_layer_norm() -> None:
-    """x̄ = t e₁ less its mean, var = 2ε: the rank-one term is at its largest."""
-    width, eps = 16, 1e-2
-    x = torch.zeros(1, width)
-    x[0, 0] = math.sqrt(2 * eps * width**2 / (width - 1))
-    jac = jacobian(lambda x: F.layer_norm(x, (width,), eps=eps), x)
-    plain = jacobian(lambda x: F.layer_norm(x, (width,), eps=eps), torch.zeros(1, width))
-    bound = layer_norm_bound(None, width, eps, "entry_max")
-    assert 0.5 * bound < norm_from_below(plain, "entry_max") <= bound
-    assert norm_from_below(jac, "entry_max") <= bound
-
-
-def test_layer_norm_without_eps_has_no_bound() -> None:
-    with pytest.raises(ValueError, match="eps > 0"):
-        layer_norm_bound(None, 8, 0.0, "token_max")

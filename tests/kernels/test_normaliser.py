@@ -8,7 +8,7 @@ import torch
 
 from invformer.kernels import native, native_normaliser, normaliser
 from invformer.kernels.native_normaliser import KrylovSpace
-from invformer.kernels.normaliser import gram_normaliser, gram_normalisers
+from invformer.kernels.normaliser import Normalisation, gram_normalisers
 from invformer.numerics.precision import denormals_flushed
 from tests.problems import matrix_with, trained_like
 
@@ -32,6 +32,11 @@ ZOO = {
     "tiny": lambda: 1e-12 * torch.randn(16, 16),
     "huge": lambda: 1e12 * torch.randn(16, 16),
 }
+
+
+def gram_normaliser(weight: torch.Tensor, num_steps: int = 8) -> Normalisation:
+    """σ̄, u and v of one weight."""
+    return gram_normalisers([weight], num_steps)[0]
 
 
 @pytest.fixture(autouse=True, params=["compiled", "torch"])

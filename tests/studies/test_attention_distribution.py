@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.bounds import local
 from invformer.config import load_config
 from invformer.nn.attention import merge_heads
 from invformer.nn.dot_product import DotProductAttention
@@ -38,6 +37,7 @@ from studies.attention_distribution import (
 from studies.layer_bounds import (
     Layer,
     compare,
+    dot_product_local_bound,
     dot_product_terms,
     heads_of,
     l2_jasmin_bound,
@@ -144,7 +144,7 @@ def test_the_terms_that_are_trained_are_those_of_the_certified_bound() -> None:
     columns = heads.p.sum(-2).amax((-2, -1)).sqrt()
     outer = torch.linalg.matrix_norm(heads.w_o.flatten(0, 1), 2)
     expected = outer * (value * columns + sum(dot_product_terms(heads)))
-    torch.testing.assert_close(local.dot_product_local_bound(*heads), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(dot_product_local_bound(*heads), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -152,8 +152,13 @@ def test_a_baseline_has_no_certified_radius(kind: Kind) -> None:
 
 def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
     model = build_kind(tiny_case("contractive"), 9)
-    assert read_out_constant(model) == pytest.approx(1 / math.sqrt(1e-5))
     assert isinstance(model.norm, nn.LayerNorm)
+    bound = read_out_constant(model)
+    assert bound == pytest.approx(1 / math.sqrt(1e-5))
+    for spread in (0.0, 1e-3, 1.0):  # tokens without variance attain it
+        jacobian = torch.func.jacrev(model.norm)(spread * torch.randn(model.norm.normalized_shape))
+        true = torch.linalg.matrix_norm(jacobian.double(), 2).item()
+        assert (0.999 * bound if spread == 0 else 0) < true <= bound * (1 + 1e-6)
     assert read_out_constant(build_kind(tiny_case("contractive_linear"), 9)) == 1
 
 
