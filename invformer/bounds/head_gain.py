@@ -20,15 +20,12 @@ at most √d g too: 1 + 2g + 2g. The diagonal block P_ii I + (2/√d) C_i is at 
 3/2 + W₀(n e^{−3/2}).  ∎
 """
 
+import math
+
 import torch
 from torch import Tensor
 
-from invformer.numerics.lambert_w import (
-    causal_gain_upper,
-    causal_gain_upper_from_log,
-    phi_inverse_upper,
-    phi_inverse_upper_from_log,
-)
+from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
 from invformer.numerics.rounding import product_up, sum_up
 
 # The number of tokens N in the fullest row, or log n of each head (or one for all) in float64.
@@ -45,25 +42,24 @@ def head_gain(mean_gap: float) -> float:
 
 def mean_gaps(visible: Visible, num_heads: int) -> list[float]:
     """g = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head, rounded up."""
-    if isinstance(visible, int):
-        if visible < 1:
-            raise ValueError(f"a token always sees itself: got {visible} visible tokens")
-        return [phi_inverse_upper(visible - 1)] * num_heads
-    return [phi_inverse_upper_from_log(m) for m in _log_masses(visible, num_heads)]
+    return [phi_inverse_upper(log_n) for log_n in _log_masses(visible, num_heads)]
 
 
 def diagonal_gains(visible: Visible, num_heads: int) -> list[float]:
     """1 + 2 W₀(n e^{−3/2}) ≥ ‖∂Y_i/∂q_i‖₂ of every head, rounded up."""
+    return [causal_gain_upper(log_n) for log_n in _log_masses(visible, num_heads)]
+
+
+def _log_masses(visible: Visible, num_heads: int) -> list[float]:
+    """log n of every head, lifted above the rounding that it comes with."""
     if isinstance(visible, int):
-        return [causal_gain_upper(visible - 1)] * num_heads
-    return [causal_gain_upper_from_log(m) for m in _log_masses(visible, num_heads)]
-
-
-def _log_masses(log_mass: Tensor, num_heads: int) -> list[float]:
-    """log n of every head, lifted above the rounding of the sum that it came from."""
-    if log_mass.dtype != torch.float64 or log_mass.shape not in {(1,), (num_heads,)}:
+        if visible < 1:
+            raise ValueError(f"a token always sees itself: got {visible} visible tokens")
+        log_n = -math.inf if visible == 1 else math.nextafter(math.log(visible - 1), math.inf)
+        return [log_n] * num_heads
+    if visible.dtype != torch.float64 or visible.shape not in {(1,), (num_heads,)}:
         raise ValueError(
             f"a certificate needs log masses in float64, one or {num_heads} of them, "
-            f"got {log_mass.dtype} of shape {tuple(log_mass.shape)}"
+            f"got {visible.dtype} of shape {tuple(visible.shape)}"
         )
-    return [m + LOG_MASS_SLACK for m in log_mass.detach().expand(num_heads).tolist()]
+    return [log_n + LOG_MASS_SLACK for log_n in visible.detach().expand(num_heads).tolist()]

@@ -14,7 +14,6 @@ from invformer.nn.affine import Tokens
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.numerics.least_distance import least_distance
 from invformer.numerics.norms import Norm
 
 # Below this a temperature makes no difference, and float32 would divide by zero.
@@ -77,10 +76,14 @@ class CharEmbedding(nn.Module):
 
         In entry_max an error per entry is up to √d_embedding longer as a vector.
         """
-        margin = least_distance(self.token.weight) / 2
-        if norm == "entry_max":
-            return margin / math.sqrt(self.token.embedding_dim)
-        return margin
+        table = self.token.weight.double()
+        exact = "donot_use_mm_for_euclid_dist"  # products would cancel between near symbols
+        nearest = [  # the second least: each symbol is nearest to itself
+            torch.cdist(some, table, compute_mode=exact).kthvalue(2).values.min().item()
+            for some in table.split(max(1, MOST_DIFFERENCES // len(table)))
+        ]
+        margin = min(nearest) / 2
+        return margin / math.sqrt(table.shape[-1]) if norm == "entry_max" else margin
 
 
 class PreNormBranch(nn.Module):

@@ -17,8 +17,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.rounding import SMALLEST_NORMAL, is_exactly_zero
-
 # Newton's method below starts right of the root of a convex function, so it descends monotonically;
 # 1 + 4 steps reach float64 rounding for every y.
 NUM_STEPS = 5
@@ -40,30 +38,15 @@ def causal_gain_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shap
     return 1 + 2 * _omega(log_n - 1.5)
 
 
-def phi_inverse_upper(n: float) -> float:
-    """A float64 number ≥ g(n), proven by evaluating u + log u with its rounding.
+def phi_inverse_upper(log_n: float) -> float:
+    """A float64 number ≥ g(n), from any number ≥ log n: −∞ gives 0, +∞ and NaN give inf.
 
-    Raises:
-        ValueError: n is negative.
+    Proven by evaluating u + log u with its rounding.
     """
-    return phi_inverse_upper_from_log(_log_upper(n))
-
-
-def phi_inverse_upper_from_log(log_n: float) -> float:
-    """A float64 number ≥ g(n), from any number ≥ log n: −∞ gives 0, +∞ and NaN give inf."""
     return _omega_upper(log_n, shift=1.0)
 
 
-def causal_gain_upper(n: float) -> float:
-    """A float64 number ≥ κ(n).
-
-    Raises:
-        ValueError: n is negative.
-    """
-    return causal_gain_upper_from_log(_log_upper(n))
-
-
-def causal_gain_upper_from_log(log_n: float) -> float:
+def causal_gain_upper(log_n: float) -> float:
     """A float64 number ≥ κ(n), from any number ≥ log n: −∞ gives 1, +∞ and NaN give inf."""
     if log_n == -math.inf:
         return 1.0
@@ -106,12 +89,3 @@ def _reaches(u: float, y: float) -> bool:
     """Whether u + log u ≥ y for certain: four units of rounding cover log, sum and difference."""
     log_u = math.log(u)
     return u + log_u - y >= 2**-51 * (u + abs(log_u) + abs(y))
-
-
-def _log_upper(n: float) -> float:
-    """A float64 number ≥ log n."""
-    if n < 0:
-        raise ValueError(f"a mass of visible tokens is never negative, got {n}")
-    if is_exactly_zero(n):
-        return -math.inf
-    return math.nextafter(math.log(max(n, SMALLEST_NORMAL)), math.inf) if n < math.inf else math.inf

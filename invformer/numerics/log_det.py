@@ -18,18 +18,6 @@ from torch import Tensor
 from invformer.numerics.linear_map import LinearMap, SequenceMap
 
 
-def dense_log_det(
-    f: SequenceMap, x: Float[Tensor, "*batch tokens width"]
-) -> Float[Tensor, "*batch"]:
-    """log|det(I + J)| from the whole ND × ND matrix: for small sizes only."""
-    size = x.shape[-2] * x.shape[-1]
-    samples = x.detach().reshape(-1, *x.shape[-2:])
-    dense = torch.stack([torch.func.jacrev(f)(sample).detach() for sample in samples])
-    identity = torch.eye(size, dtype=x.dtype, device=x.device)
-    blocks = identity + dense.reshape(-1, size, size)
-    return torch.linalg.slogdet(blocks).logabsdet.reshape(x.shape[:-2])
-
-
 def causal_log_det(
     f: SequenceMap, x: Float[Tensor, "*batch tokens width"]
 ) -> Float[Tensor, "*batch"]:

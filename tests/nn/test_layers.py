@@ -9,6 +9,7 @@ import torch
 from invformer.nn import (
     ActivationNorm,
     CausalMask,
+    CharEmbedding,
     ContractiveFeedForward,
     ContractiveL2Attention,
     DotProductAttention,
@@ -49,7 +50,7 @@ def test_activation_norm_leaves_its_first_batch_with_zero_mean_and_unit_variance
     torch.testing.assert_close(y.std(0), torch.ones(WIDTH))
 
 
-def test_activation_norm_leaves_silent_channels_alone() -> None:
+def test_activation_norm_leaves_constant_channels_alone() -> None:
     x = torch.randn(16, 8, WIDTH)
     x[..., 3] = 0
     layer = ActivationNorm(WIDTH)
@@ -156,7 +157,17 @@ def test_in_float32_the_text_comes_back_without_evidence_too_for_one_evaluation_
         assert torch.equal(layer.num_evaluations + 1, proven.layers[name].num_evaluations)
 
 
-def test_embedding_leaves_the_padded_channels_silent() -> None:
+def test_the_decoding_margin_is_half_the_least_distance_however_near_two_symbols_are() -> None:
+    embedding = CharEmbedding(20, 4, 9, 6)
+    with torch.no_grad():
+        embedding.token.weight += 100
+        embedding.token.weight[17] = embedding.token.weight[4] + 2.0**-10
+    margin = embedding.decoding_margin()
+    assert margin == pytest.approx(2.0**-11 * math.sqrt(6))
+    assert embedding.decoding_margin("entry_max") == pytest.approx(margin / math.sqrt(6))
+
+
+def test_embedding_leaves_the_padded_channels_zero() -> None:
     model = contractive_model()
     assert (model.embedding(random_tokens(2))[..., WIDTH // 3 :] == 0).all()
 

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from invformer.numerics.linear_map import LinearMap, linearise
-from invformer.numerics.log_det import causal_log_det, dense_log_det, log_det_estimate
-from tests.numerics.contractions import CausalL2, linear_map, orthogonal
+from invformer.numerics.linear_map import LinearMap, dense_jacobian, linearise
+from invformer.numerics.log_det import causal_log_det, log_det_estimate
+from tests.numerics.contractions import CausalL2, orthogonal
 
 
 def causal_attention(heads: int = 2, width: int = 6) -> CausalL2:
@@ -24,23 +24,16 @@ def matrix_jacobian(matrix: torch.Tensor, copies: int) -> LinearMap:
     )
 
 
-def test_a_dense_log_det_is_that_of_the_matrix() -> None:
-    matrix = 0.9 * orthogonal(12, 12)
-    exact = torch.linalg.slogdet(torch.eye(12) + matrix).logabsdet
-    found = dense_log_det(linear_map(matrix), torch.randn(2, 3, 4, 3))
-    torch.testing.assert_close(found, exact.expand(2, 3))
-
-
 def test_a_causal_log_det_is_the_dense_one_in_every_grad_mode() -> None:
-    attention, w, x = causal_attention(), 0.5 * orthogonal(6, 6), torch.randn(2, 3, 7, 6)
+    attention, w, x = causal_attention(), 0.5 * orthogonal(6, 6), torch.randn(6, 7, 6)
 
     def f(z: torch.Tensor) -> torch.Tensor:
         return torch.tanh((z + attention(z)) @ w)
 
-    exact = dense_log_det(f, x)
+    exact = torch.stack([(torch.eye(42) + dense_jacobian(f, sample)).logdet() for sample in x])
     for grad in (torch.enable_grad, torch.inference_mode):
         with grad():
-            found = causal_log_det(f, x.clone())
+            found = causal_log_det(f, x.view(2, 3, 7, 6).clone()).flatten()
             assert not found.requires_grad
             torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
 
