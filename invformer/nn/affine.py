@@ -1,4 +1,4 @@
-"""Affine maps of tokens with gradients of their own, which pass over tokens and weights less."""
+"""Affine maps of tokens, in few passes over them."""
 
 from typing import Any
 
@@ -35,14 +35,9 @@ def affine(
 ) -> Float[Tensor, "*batch tokens outputs"]:
     """(x + m) W + b in one pass over the tokens."""
     require_width(x, len(w))
-    if centre is None:
-        if b is None:
-            return x @ w
-        return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
-    if torch._C._are_functorch_transforms_active():
-        y = (x + centre) @ w
-        return y if b is None else y + b
-    return CentredAffine.apply(x.flatten(0, -2), w, b, centre).unflatten(0, x.shape[:-1])
+    if centre is not None:
+        b = w.mT @ centre if b is None else torch.addmv(b, w.mT, centre)
+    return x @ w if b is None else torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
 
 
 class ScaleShift(torch.autograd.Function):
@@ -75,27 +70,3 @@ def sums_over_tokens(g: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         g, x, [width], mean, rate, unused, unused, [False, True, True]
     )
     return products, plain
-
-
-class CentredAffine(torch.autograd.Function):
-    """(x + m) W + b; autograd's gradient of x W + (m W + b) passes over W three times more."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, centre: Tensor) -> Tensor:
-        """x W + (m W + b)."""
-        ctx.save_for_backward(x, w, centre)
-        shift = w.mT @ centre if b is None else torch.addmv(b, w.mT, centre)
-        return torch.addmm(shift, x, w)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """g Wᵀ, (x + m)ᵀ g, Σ g and W Σ g."""
-        (g,) = gradients
-        x, w, centre = ctx.saved_tensors
-        total = g.sum(0)
-        return (
-            g @ w.mT,
-            torch.addr(x.mT @ g, centre, total),
-            total if ctx.needs_input_grad[2] else None,
-            w @ total,
-        )

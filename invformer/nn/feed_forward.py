@@ -276,7 +276,7 @@ def scaled_by_row_sums(
     tiny = torch.finfo(weights[0].weight.dtype).tiny
     sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
     scales = factors / torch.stack(sums)[:, None, None]
-    return list(scale_each([w.weight for w in weights], scales, further))
+    return scale_each([w.weight for w in weights], scales, further)
 
 
 def without_sharpness(

@@ -12,7 +12,6 @@ from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.nn import certify, enforce
-from invformer.nn.affine import affine
 from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
@@ -148,34 +147,6 @@ def test_every_gradient_is_that_of_the_formula() -> None:
         assert parameter.grad[5].item() == pytest.approx(
             (values[0] - values[1]) / (2 * step), rel=1e-4, abs=1e-6
         )
-
-
-@pytest.mark.parametrize("bias", [True, False])
-def test_an_affine_map_of_centred_tokens_has_the_derivatives_of_its_formula(bias: bool) -> None:
-    x, w = torch.randn(2, 5, 3).requires_grad_(), torch.randn(3, 4).requires_grad_()
-    b, centre = torch.randn(4).requires_grad_(), torch.randn(3).requires_grad_()
-    inputs = (x, w, centre, b) if bias else (x, w, centre)
-    towards = torch.randn(2, 5, 4)
-
-    def derivatives(y: torch.Tensor, create_graph: bool) -> list[torch.Tensor]:
-        return list(torch.autograd.grad(y, inputs, towards, create_graph=create_graph))
-
-    def mapped() -> torch.Tensor:
-        return affine(x, w, b if bias else None, centre)
-
-    def formula() -> torch.Tensor:
-        return (x + centre) @ w + (b if bias else 0)
-
-    torch.testing.assert_close(mapped(), formula())
-    torch.testing.assert_close(derivatives(mapped(), False), derivatives(formula(), False))
-    second = [
-        torch.autograd.grad(sum(d.square().sum() for d in derivatives(f(), True)), (x, w, centre))
-        for f in (mapped, formula)
-    ]
-    torch.testing.assert_close(*second)
-    gradients = [torch.func.grad(lambda c: affine(x, w, None, c).sum())(centre)]
-    gradients.append(torch.func.grad(lambda c: ((x + c) @ w).sum())(centre))
-    torch.testing.assert_close(*gradients)
 
 
 def test_scalings_are_copied_with_their_layer() -> None:

@@ -156,7 +156,8 @@ def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
     bound = read_out_constant(model)
     assert bound == pytest.approx(1 / math.sqrt(1e-5))
     for spread in (0.0, 1e-3, 1.0):  # tokens without variance attain it
-        jacobian = torch.func.jacrev(model.norm)(spread * torch.randn(model.norm.normalized_shape))
+        token = spread * torch.randn_like(model.norm.weight)
+        jacobian = torch.func.jacrev(model.norm)(token)
         true = torch.linalg.matrix_norm(jacobian.double(), 2).item()
         assert (0.999 * bound if spread == 0 else 0) < true <= bound * (1 + 1e-6)
     assert read_out_constant(build_kind(tiny_case("contractive_linear"), 9)) == 1
