@@ -40,7 +40,7 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.certificate import certified_branches, enforce
+from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import training
@@ -297,7 +297,10 @@ def local_constant(
         CertificateViolation: a branch's estimate exceeds its own bound.
     """
     estimates = LipschitzProbe(model, windows, "token_max").estimate(num_steps)
-    bounds = certified_branches(model, "token_max")
+    bounds: dict[str, float] = {}
+    if model.is_invertible:
+        dtype = model.embedding.position.dtype
+        bounds = certify(model, "token_max", dtype, "global").per_branch
     for name, estimate in estimates.items():
         pair = {"estimate": estimate.value.max().item(), "bound": bounds.get(name)}
         require_sandwich(f"token_max/{name}", pair)

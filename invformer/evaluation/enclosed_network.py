@@ -17,8 +17,8 @@ from invformer.evaluation.enclosed_branches import (
     layer_norm,
     require_normal,
 )
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention, side_by_side
+from invformer.nn.attention import TiedL2Attention, side_by_side
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.dot_product import DotProductAttention
@@ -245,7 +245,7 @@ def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> 
             w_qkv, temperature, g = weights
             return DotProductBranch(
                 branch.position,
-                side_by_side(w_qkv),
+                side_by_side(w_qkv.flatten(0, 1)),
                 g.flatten(-3, -2),
                 temperature,
                 length,

@@ -12,7 +12,7 @@ from invformer.errors import CertificateViolation
 from invformer.lipschitz.jacobians import residual_branches
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.certificate import certified_branches, certify
+from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 
@@ -37,10 +37,14 @@ def measured_branches(
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
         probe = LipschitzProbe(model, tokens, norm)
+        local_of = local.get(norm, {})
         if norm == "diagonal_block":
-            bounds, local_of = certify(model).per_branch, {}
+            bounds = certify(model).per_branch
+        elif model.is_invertible:
+            dtype = model.embedding.position.dtype
+            bounds = certify(model, norm, dtype, "global").per_branch
         else:
-            bounds, local_of = certified_branches(model, norm), local[norm]
+            bounds = {}
         report[norm] = {
             name: {
                 "estimate": e.value.max().item(),

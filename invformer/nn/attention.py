@@ -61,10 +61,6 @@ class TiedL2Attention(LipschitzBranch):
     position: VisibilityMask
     kernel: Kernel = "auto"
 
-    def weights(self) -> L2Weights:
-        """W^Q and G as they are now."""
-        return super().weights()
-
     def forward(
         self,
         x: Tokens,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import merge_heads, split_heads
+from invformer.nn.attention import by_side, merge_heads, side_by_side, split_heads
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
@@ -118,10 +118,6 @@ class BoundedAttention(LipschitzBranch):
         shape = self.w_qkv.weight.shape
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
 
-    def weights(self) -> BoundedWeights:
-        """W, τ and G as they are now."""
-        return super().weights()
-
     @staticmethod
     def weights_of(
         branches: Sequence["BoundedAttention"], scalings: ScalingWeights | None = None
@@ -139,12 +135,13 @@ class BoundedAttention(LipschitzBranch):
         if first.certificate == "causal":
             per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
             joined = scaled_weights([b.w_qkv for b in branches], per_column, rows)
-            w_qkv = [split_heads(w.squeeze(1), num_heads) for w in joined]
+            w_qkv = [split_heads(by_side(w.squeeze(1)), num_heads) for w in joined]
         else:
-            w_qkv = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
+            apart = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
+            w_qkv = [by_side(w.flatten(0, 1)).unflatten(0, (3, -1)) for w in apart]
         w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
-            BoundedWeights(by_side(w), t, g.unflatten(0, (num_heads, d_head)))
+            BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
             for w, t, g in zip(w_qkv, temperature, w_g, strict=True)
         ]
 
@@ -180,7 +177,7 @@ class BoundedAttention(LipschitzBranch):
     def point(self, x: Tokens, weights: BoundedWeights) -> core.AttentionPoint:
         """Projections and attention weights at X, by plain operations."""
         bias = self.position(x.shape[-2]).to(x)
-        z = x @ side_by_side(weights.w_qkv)
+        z = x @ side_by_side(weights.w_qkv.flatten(0, 1))
         return core.attention_point(
             *self.delayed(split(z, self.num_heads)), weights.temperature, bias
         )
@@ -189,7 +186,8 @@ class BoundedAttention(LipschitzBranch):
         self, x: Tokens, weights: BoundedWeights, centre: Float[Tensor, "width"] | None = None
     ) -> Projections:
         """ψ((X + m) W) of every head, each token's own."""
-        z = affine(x, side_by_side(weights.w_qkv), centre=centre)  # (*batch, N, 3 H d)
+        w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
+        z = affine(x, w, centre=centre)  # (*batch, N, 3 H d)
         z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
@@ -297,25 +295,12 @@ def diagonal_block_parts(
     return torch.stack([temperature * query, temperature * key / 2, value], dim=-2)
 
 
-def side_by_side(w_qkv: Float[Tensor, "three heads width d_head"]) -> Tensor:
-    """[W_Q1, …, W_QH, W_K1, …, W_VH] as one (D, 3 H d) matrix."""
-    return w_qkv.permute(2, 0, 1, 3).flatten(1)
-
-
-def by_side(
-    w_qkv: Float[Tensor, "three heads width d_head"],
-) -> Float[Tensor, "three heads width d_head"]:
-    """The same weights in the memory of one (D, 3 H d) matrix."""
-    num_heads = w_qkv.shape[1]
-    return side_by_side(w_qkv).unflatten(-1, (3, num_heads, -1)).permute(1, 2, 0, 3)
-
-
 def split(z: Float[Tensor, "*batch tokens channels"], num_heads: int) -> Projections:
     """(*batch, N, 3 H d) → three times (*batch, H, N, d)."""
-    q, k, v = z.unflatten(-1, (3, num_heads, -1)).unbind(-3)
-    return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2)
+    q, k, v = split_heads(z, 3 * num_heads).chunk(3, dim=-3)
+    return q, k, v
 
 
 def merge(parts: Projections) -> Float[Tensor, "*batch tokens channels"]:
     """The inverse of :func:`split`, and its adjoint."""
-    return torch.cat([merge_heads(part) for part in parts], dim=-1)
+    return merge_heads(torch.cat(parts, dim=-3))

@@ -139,7 +139,10 @@ def certify(
             scales[name] = largest_exp(weights[name].log_scale, dtype)
             continue
         weights[name].require_plain()
-        per_branch[name] = branch_bound(name, layer, norm, kind, dtype, weights[name].branch)
+        try:
+            per_branch[name] = layer.proven_bound(norm, kind, dtype, weights[name].branch)
+        except ValueError as error:  # nothing is known in this norm or of this kind
+            raise NoCertificateError(f"{name}: {error}") from None
         if layer.scaling is not None:
             log_scale = weights[name].scaling.log_scale
             conditions[name] = product_up(
@@ -262,41 +265,7 @@ def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -
         raise NoCertificateError(f"{name}: no proof is known for {type(module).__name__}")
 
 
-def branch_bound(
-    name: str,
-    layer: InvertibleResidual,
-    norm: Norm,
-    kind: Kind,
-    dtype: torch.dtype | None,
-    weights: Any,
-) -> float:
-    """The proven bound of one residual branch.
-
-    Raises:
-        NoCertificateError: nothing is known in this norm or of this kind.
-    """
-    try:
-        return layer.proven_bound(norm, kind, dtype, weights)
-    except ValueError as error:
-        raise NoCertificateError(f"{name}: {error}") from None
-
-
 def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
     """max_k e^{s_k}, rounded up, for s as it is kept and as cast: both formats are computed in."""
     logs = (log_scale, log_scale.to(dtype))
     return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)
-
-
-def certified_branches(
-    model: nn.Module, norm: Norm, dtype: torch.dtype | None = None
-) -> dict[str, float]:
-    """Certified constants of every branch in ``norm``; empty without an invertible stack."""
-    stack = getattr(model, "stack", model)
-    if not isinstance(stack, InvertibleStack):
-        return {}
-    with torch.no_grad():
-        weights = stack.weights()
-    return {
-        name: layer.proven_bound(norm, "global", dtype, weights[name].branch)
-        for name, layer in stack.residual_layers()
-    }

@@ -187,10 +187,6 @@ class ContractiveFeedForward(LipschitzBranch):
         """Shape, activation, norm and kernel."""
         return type(self), self.w_in.weight.shape, self.activation, self.norm, self.kernel
 
-    def weights(self) -> FeedForwardWeights:
-        """W, b, V and β as they are now."""
-        return super().weights()
-
     @staticmethod
     def weights_of(
         branches: Sequence["ContractiveFeedForward"], scalings: ScalingWeights | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from invformer.numerics.error_bound import (
     stack_error_bound,
 )
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
-from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
 
@@ -114,20 +114,13 @@ class InvertibleResidual(nn.Module):
         if not scalings:
             return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
         together = scalings_together(scalings)
-        if first.folds_scaling():
+        folds = first.branch.folds_scaling and first.input_radius is None
+        if torch.is_grad_enabled() and folds and not has_autocast(first.branch.correction.device):
             folded = first.branch.weights_of(branches, together)
             centres = together.shift * together.inverse
-            return [ResidualWeights(w, None, m) for w, m in zip(folded, centres, strict=True)]
-        return [
-            ResidualWeights(w, ScalingWeights(*scaling))
-            for w, *scaling in zip(first.branch.weights_of(branches), *together, strict=True)
-        ]
-
-    def folds_scaling(self) -> bool:
-        """Whether weights are computed with D and b folded in: in training, for less."""
-        possible = self.branch.folds_scaling and self.input_radius is None
-        autocast = has_autocast(self.branch.correction.device)
-        return torch.is_grad_enabled() and possible and not autocast
+            return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]
+        own = first.branch.weights_of(branches)
+        return list(map(ResidualWeights, own, map(ScalingWeights, *together)))
 
     def proven_bound(
         self,
@@ -189,11 +182,11 @@ class InvertibleResidual(nn.Module):
     ) -> tuple[FixedPointSolution, list[ErrorStep]]:
         """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
         weights.require_plain()
-        f, exact = self.map_of(weights.branch), None
+        exact = None
         if options.get("evidence", True):
-            exact = self.map_of(in_double(weights.branch))
+            exact = partial(self.added, weights=in_double(weights.branch))
         solution = invert_residual(
-            f,
+            partial(self.added, weights=weights.branch),
             weights.enter(y),
             lipschitz_bound=lipschitz_bound,
             norm=norm,
@@ -209,10 +202,6 @@ class InvertibleResidual(nn.Module):
         leave = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
         steps = [leave, inner, scale_step(u, log_scale, shift, norm)]
         return replace(solution, value=weights.scaling.undo(u)), steps
-
-    def map_of(self, weights: Any) -> SequenceMap:
-        """u ↦ f(ψ_R(u)) with weights of the branch."""
-        return lambda u: self.added(u, weights)
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:

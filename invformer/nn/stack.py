@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
-from invformer.nn.branch import LipschitzBranch, in_double
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
 from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
@@ -22,16 +22,8 @@ if TYPE_CHECKING:
     from invformer.nn.certificate import Certificate
 
 
-class StackWeights(dict[str, Any]):
-    """The weights of every layer of a stack by its full name, ``block_00/attention`` and so on."""
-
-    def double(self) -> "StackWeights":
-        """The same weights in float64, not normalised anew."""
-        return StackWeights({name: in_double(weights) for name, weights in self.items()})
-
-    def of_block(self, index: int, block: InvertibleBlock) -> dict[str, Any]:
-        """The weights of one block's layers, by the names they have in the block."""
-        return {name: self[full_name(index, name)] for name, _ in block.layers()}
+# The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
+StackWeights = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -106,25 +98,21 @@ class InvertibleStack(nn.Module):
     def weights(self) -> StackWeights:
         """The weights of every layer, branches of one kind at once; once a step is enough.
 
-        A layer's constants are a few dozen numbers each: layer by layer they take longer than the
-        products they scale, at small sizes.
-
         With gradients, scalings of the channels are folded into a branch's weights where that is
-        possible: the same function, for less. Without gradients they stay apart: certificates,
-        estimates and inversion are about these weights.
+        possible: the same function, for less. Without gradients they stay apart: certificates and
+        inversion are about these weights.
         """
-        weights = StackWeights(dict.fromkeys(name for name, _ in self.layers()))
         kinds: dict[Hashable, dict[str, InvertibleResidual]] = {}
         for name, layer in self.residual_layers():
             kinds.setdefault(layer.kind() or name, {})[name] = layer
+        weights: StackWeights = {}
         for layers in kinds.values():
             found = InvertibleResidual.weights_of(list(layers.values()))
-            weights.update(zip(layers, found, strict=True))
+            weights |= zip(layers, found, strict=True)
         norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
         if norms:
             together = scalings_together(list(norms.values()))
-            each = (ScalingWeights(*scaling) for scaling in zip(*together, strict=True))
-            weights.update(zip(norms, each, strict=True))
+            weights |= zip(norms, map(ScalingWeights, *together), strict=True)
         return weights
 
     def forward(self, x: Tokens, weights: StackWeights | None = None) -> Tokens:
@@ -133,7 +121,9 @@ class InvertibleStack(nn.Module):
             weights = self.weights()
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
-            of_block = None if weights is None else weights.of_block(index, block)
+            of_block = None
+            if weights is not None:
+                of_block = {name: weights[full_name(index, name)] for name, _ in block.layers()}
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, of_block, use_reentrant=False)
             else:
@@ -170,9 +160,7 @@ class InvertibleStack(nn.Module):
             z: the output of the stack.
             weights: of the stack, computed without gradients; None computes them.
             certificate: proven bounds of this stack, for the weights as cast to the format it runs
-                in; None proves them. Under autocast z does not tell which format that is, so the
-                caller sees to it: float32 and float64 bounds differ by about 1e-7 of their size,
-                half precision's by 1e-3.
+                in; None proves them for the format of z, which under autocast is another one.
             options: passed to every layer's inverse. With ``evidence=False`` the same value comes
                 for a quarter to a third less work below float64, and nothing is proven of it.
 
@@ -181,18 +169,17 @@ class InvertibleStack(nn.Module):
                 another stack or of shorter sequences.
         """
         weights = weights or self.weights()
-        certificate = certificate or self._prove(weights, z.dtype)
-        if (certificate.kind, certificate.norm) != (self.kind, self.norm):
-            raise ValueError(
-                f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
-                f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
-            )
+        if certificate is None:
+            from invformer.nn.certificate import certify  # which is about stacks
+
+            certificate = certify(self, dtype=z.dtype, weights=weights)
         self._require_own(certificate, z.shape[-2])
         solutions: dict[str, FixedPointSolution] = {}
         steps: list[ErrorStep] = []
         for name, layer in reversed(list(self.layers())):
             if isinstance(layer, ActivationNorm):
-                steps.append(norm_step(z, weights[name], self.norm))
+                log_scale, *_, shift = weights[name]
+                steps.append(scale_step(z, log_scale, shift, self.norm))
                 z = layer.inverse(z, weights[name])
                 continue
             solutions[name], of_layer = layer.solve(
@@ -210,14 +197,13 @@ class InvertibleStack(nn.Module):
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)
 
-    def _prove(self, weights: StackWeights, dtype: torch.dtype) -> "Certificate":
-        """The certificate of this stack with these weights."""
-        from invformer.nn.certificate import certify  # which is about stacks
-
-        return certify(self, dtype=dtype, weights=weights)
-
     def _require_own(self, certificate: "Certificate", num_tokens: int) -> None:
-        """Refuse bounds that can be seen to be of another stack, or of shorter sequences."""
+        """Refuse bounds of another kind or stack, as far as one can tell, or for fewer tokens."""
+        if (certificate.kind, certificate.norm) != (self.kind, self.norm):
+            raise ValueError(
+                f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
+                f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
+            )
         names = {name for name, _ in self.residual_layers()}
         if differing := sorted(certificate.per_branch.keys() ^ names):
             raise ValueError(
@@ -232,8 +218,3 @@ class InvertibleStack(nn.Module):
 def full_name(index: int, name: str) -> str:
     """The name of a block's layer in the stack."""
     return f"block_{index:02d}/{name}"
-
-
-def norm_step(y: Tensor, weights: ScalingWeights, norm: Norm) -> ErrorStep:
-    """How the inverse of an ActivationNorm passes an error of its output y on."""
-    return scale_step(y, weights.log_scale, weights.shift, norm)
