@@ -80,7 +80,7 @@ class TiedL2Attention(LipschitzBranch):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: L2Weights | None = None
     ) -> Tokens:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         w_q, g = weights or self.weights()
         q = split_heads(x @ side_by_side(w_q), len(w_q))
         if past.origin is None:

@@ -164,7 +164,7 @@ class BoundedAttention(LipschitzBranch):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: BoundedWeights | None = None
     ) -> Tokens:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         weights = weights or self.weights()
         q, k, v = self.in_ball(x, weights)
         k, v = past.append(k, v)

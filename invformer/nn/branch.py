@@ -80,7 +80,7 @@ class LipschitzBranch(nn.Module):
         return None
 
     def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
-        """The outputs of tokens that come after those in ``past``, which takes them in.
+        """Outputs of the tokens after those in ``past``, to which the new ones are added.
 
         The default computes those of all tokens anew, for any f that sees no later tokens.
         """

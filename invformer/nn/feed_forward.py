@@ -66,7 +66,7 @@ class FeedForward(nn.Sequential):
         return super().forward(windows(input, self.kernel))
 
     def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
 
@@ -180,7 +180,7 @@ class ContractiveFeedForward(LipschitzBranch):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: FeedForwardWeights | None = None
     ) -> Tokens:
-        """The outputs of tokens that come after those in ``past``, which takes them in."""
+        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
     def kind(self) -> Hashable:
@@ -207,10 +207,7 @@ class ContractiveFeedForward(LipschitzBranch):
             w_in = [torch.cat([w, b.w_past]) for w, b in zip(w_in, branches, strict=True)]
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
         w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
-        return [
-            FeedForwardWeights(*weights)
-            for weights in zip(w_in, b_in, w_out, sharpness, strict=True)
-        ]
+        return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
 
     def local_bound(
         self, x: Tokens, norm: Norm, tight: bool = False, weights: FeedForwardWeights | None = None
@@ -293,12 +290,8 @@ def slopes(
     x: Tokens, weights: FeedForwardWeights, activation: Activation
 ) -> Float[Tensor, "*batch tokens hidden"]:
     """φ′ of every hidden unit at X."""
-    return activation_slope(activation, sharpened(x, weights))
-
-
-def sharpened(x: Tokens, weights: FeedForwardWeights) -> Float[Tensor, "*batch tokens hidden"]:
-    """β h of every hidden unit at X."""
-    return windows(x, weights.kernel) @ weights.w_in + weights.b_in
+    hidden = windows(x, weights.kernel) @ weights.w_in + weights.b_in
+    return activation_slope(activation, hidden)
 
 
 def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Tokens:

@@ -18,8 +18,8 @@ from invformer.numerics.norms import Norm
 
 # Below this a temperature makes no difference, and float32 would divide by zero.
 COLDEST = 1e-30
-# Entries of differences to symbols that are held at once when states are decoded.
-MOST_DIFFERENCES = 1 << 24
+# Distances to symbols that are held at once when states are decoded.
+MOST_DISTANCES = 1 << 24
 
 
 class CharEmbedding(nn.Module):
@@ -54,20 +54,9 @@ class CharEmbedding(nn.Module):
         return nn.functional.pad(x, (0, self.padding))
 
     def nearest_tokens(self, x: Tokens) -> Integer[Tensor, "*batch tokens"]:
-        """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range.
-
-        By differences in float64, relative to the nearest symbol: nothing cancels or underflows
-        where symbols are near one another and far from zero, or all near zero.
-        """
-        table = self.token.weight.double()
-        at_token = x[..., : self.token.embedding_dim].double()
-        at_token = (at_token - self.position[: x.shape[-2]].double()).flatten(0, -2)
-        nearest = []
-        for some in at_token.split(max(1, MOST_DIFFERENCES // table.numel())):
-            apart = some[:, None] - table
-            unit = apart.abs().amax(-1).amin(-1)
-            apart /= unit.where(unit > 0, 1.0)[:, None, None]
-            nearest.append(apart.square().sum(-1).argmin(-1))
+        """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""
+        z = x[..., : self.token.embedding_dim].double() - self.position[: x.shape[-2]].double()
+        nearest = [some.argmin(-1) for some in self.distances(z.flatten(0, -2))]
         return torch.cat(nearest).view(x.shape[:-1])
 
     @torch.no_grad()
@@ -77,13 +66,17 @@ class CharEmbedding(nn.Module):
         In entry_max an error per entry is up to √d_embedding longer as a vector.
         """
         table = self.token.weight.double()
-        exact = "donot_use_mm_for_euclid_dist"  # products would cancel between near symbols
-        nearest = [  # the second least: each symbol is nearest to itself
-            torch.cdist(some, table, compute_mode=exact).kthvalue(2).values.min().item()
-            for some in table.split(max(1, MOST_DIFFERENCES // len(table)))
-        ]
-        margin = min(nearest) / 2
-        return margin / math.sqrt(table.shape[-1]) if norm == "entry_max" else margin
+        # The second least distance: each symbol is nearest to itself.
+        least = min(some.kthvalue(2).values.min().item() for some in self.distances(table))
+        return least / 2 / (math.sqrt(table.shape[-1]) if norm == "entry_max" else 1)
+
+    def distances(
+        self, z: Float[Tensor, "points d_embedding"]
+    ) -> Iterator[Float[Tensor, "some vocab"]]:
+        """‖z_i − e_v‖₂ to every symbol, of some points at a time; products would cancel here."""
+        table = self.token.weight.double()
+        for some in z.split(max(1, MOST_DISTANCES // len(table))):
+            yield torch.cdist(some, table, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 class PreNormBranch(nn.Module):
@@ -231,7 +224,7 @@ class CharTransformer(nn.Module):
         past: dict[nn.Module, AttentionCache],
         weights: StackWeights | None = None,
     ) -> Float[Tensor, "*batch new vocab"]:
-        """The logits of symbols that come after those in ``past``, which takes them in.
+        """Logits for the symbols after those in ``past``, to which the new ones are added.
 
         Args:
             tokens: the new symbols; with those before at most ``seq_len``.

@@ -20,8 +20,7 @@ def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: flo
     """‖x̂ − x*‖ ≤ ‖y − x̂ − f(x̂)‖ / (1 − c) for any x̂, if Lip(f) ≤ c < 1 in the same norm.
 
     x̂ − x* = −r − (f(x̂) − f(x*)) with r = y − x̂ − f(x̂), so ‖x̂ − x*‖ ≤ ‖r‖ + c ‖x̂ − x*‖.
-    Rounded outward, float64; the residual must already contain the rounding of its own evaluation.
-    Infinite unless c < 1.
+    Rounded outward in float64; the residual must include its own rounding. Infinite unless c < 1.
     """
     if not lipschitz_bound < 1:  # nor where it is NaN
         return torch.full_like(residual, math.inf, dtype=torch.float64)
@@ -31,22 +30,20 @@ def contraction_error_bound(residual: Float[Tensor, "..."], lipschitz_bound: flo
 
 @dataclass(frozen=True)
 class RoundingModel:
-    """What arithmetic may be off by: a model, not a theorem. Bounds with it say "by the model".
+    """How far computed values are from exact ones: a model, not a theorem.
 
         ‖fl(f(x)) − f(x)‖ ≤ k u s,   k = 4 √(N + D),   s = ‖x‖ + ‖f(x)‖ + inner_size + √(N D t)
 
     Sums of m terms of random signs err by about √m u (Higham & Mary 2019, SIAM J. Sci. Comput. 41,
-    Theorem 2.4); a branch sums over at most N tokens and a few D channels, and 4 is headroom. With
-    t, the smallest normal number, √t covers what underflows, squares in a norm included. Logits
-    far larger than x and f(x) are not covered.
-
-    Where f was evaluated both in the working format and in float64, their distance, the gap,
-    measures the working format's rounding.
+    Theorem 2.4); a branch sums over at most N tokens and a few D channels, and 4 is headroom. √t,
+    with t the smallest normal number, covers underflow. Logits far larger than x and f(x) are not
+    covered. The gap between f in the working format and in float64 measures the working rounding.
 
     Attributes:
         tokens: N.
         width: D.
-        inner_size: length of what f adds up inside, whatever x is.
+        inner_size: length of the terms that f adds up inside, whatever x is, where they may exceed
+            ‖x‖ and ‖f(x)‖ (biases that cancel).
         working: the format of iterates and of the forward pass.
         measured: the format of the residual; None if no error is to be bounded.
     """
@@ -106,10 +103,7 @@ class ErrorStep(NamedTuple):
 
 
 def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
-    """Inverting y = x + f(x): the inverse is 1/(1 − c)-Lipschitz, and was found up to its bound.
-
-    Unless c < 1 there need not be an inverse, and no error is bounded.
-    """
+    """Inverting y = x + f(x) up to ``error_bound``: 1/(1 − c)-Lipschitz; unbounded unless c < 1."""
     if not lipschitz_bound < 1:
         return ErrorStep(math.inf, math.inf)
     amplification = (1 + 2.0**-50) / (1 - lipschitz_bound)
@@ -156,10 +150,8 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         E_l = e_l + Q_l,  Q_l = E_{l+1} / (1 − c_l)    for a residual layer,
         E_l = e_l + max_k e^{−s_k} E_{l+1}             for y = x · e^s + b,
 
-    or less: the error is a sum of parts, one from every layer above, and none of them grows except
-    with the scales of the channels. A residual layer takes y − y* to y − y* − (f(x) − f(x*)), so it
-    leaves all parts as they are and adds one of at most c_l Q_l, in the scales of its own
-    coordinates; E is at most the sum of the lengths of the parts in those of the next one.
+    or the sum of the lengths of its parts if that is less: every layer above adds one part, which
+    changes only with the scales of the channels (docs/numerics.md §18).
 
     Args:
         steps: the inverse layers in the order they were applied, top of the stack first, all in one

@@ -66,7 +66,7 @@ class FixedPointSolution:
         value: x̂, (*batch, N, D).
         residual: ‖y − x̂ − f(x̂)‖.
         error_bound: ≥ ‖x̂ − x‖ for the x that a forward pass took to y, by the rounding model; inf
-            if nothing follows (no constant, a disproved one, one of diagonal blocks alone).
+            without a constant, or if it is disproved or one of diagonal blocks.
         num_steps: Picard steps taken.
         num_evaluations: evaluations of f, measurement included.
         status: an :class:`InversionStatus`.
@@ -103,7 +103,7 @@ class FixedPointSolution:
 
 
 class FixedPointError(RuntimeError):
-    """Some samples could not be inverted; ``solution`` has all there is to know."""
+    """Some samples could not be inverted; ``solution`` has their verdicts."""
 
     def __init__(self, solution: FixedPointSolution) -> None:
         super().__init__(solution.failure())
@@ -129,34 +129,29 @@ def invert_residual(
 ) -> FixedPointSolution:
     """x̂ ≈ x* with x* + f(x*) = y, sample by sample, with a bound on ‖x̂ − x*‖.
 
-    A sample leaves the batch with its verdict, so its answer does not depend on its batch mates
-    beyond the rounding of f itself. Nothing is recorded for gradients. The device is waited for
-    twice a step.
+    A sample leaves the batch with its verdict, so its answer does not depend on the others beyond
+    the rounding of f itself. Nothing is recorded for gradients.
 
     Args:
-        f: acts on each sample of (samples, N, D) separately, in any number of samples.
+        f: acts on each sample of (samples, N, D) separately.
         y: what to invert; its dtype is the precision of the iterates and of the forward pass.
-        lipschitz_bound: c < 1, proven, in ``norm``; None if nothing is: the error bound is then
-            infinite and CONVERGED speaks of the residual only.
+        lipschitz_bound: a proven c < 1 in ``norm``; None if nothing is proven: the error bound is
+            then infinite, and CONVERGED is about the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
         contraction: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
-            for every fixed past. The iteration then still converges from every start, but not
-            monotonically; whole steps cannot disprove c, and a small residual bounds no error.
+            for every fixed past. The iteration then converges from every start, too, but c is not
+            tested by whole steps, and a small residual bounds no error.
         atol: error allowed, in units of x.
-        rtol: error allowed relative to ‖x̂‖; None takes 1e-10, or what the format and c can reach
-            with room to spare if that is larger.
-        max_steps: None takes what c predicts, twice and some more, or a thousand without a global
-            c.
-        residual_map: f in float64, behind the residual of a y in less. Without one the residual
-            comes with the rounding of y's format.
-        inner_size: length, in ``norm``, of what f adds up inside, whatever x is, where that may be
-            larger than what goes in and comes out (biases that cancel); for the rounding model.
-        token_wise: f takes every token by itself, whatever sequences there are. Tokens that have
-            arrived then wait for the others, except in ``frobenius``.
-        evidence: measure the residual in float64 and bound the error. Without, CONVERGED speaks of
-            the residual in y's format, ``error_bound`` is infinite, and below float64 an evaluation
-            of twice the price is saved.
-        throw: raise if any sample fails; otherwise leave it to ``status``.
+        rtol: error allowed relative to ‖x̂‖; None takes 1e-10, or more if the format of y needs it.
+        max_steps: None takes twice what c predicts and ten, or a thousand without a global c.
+        residual_map: f in float64, to measure the residual of a y in less; None measures it in the
+            format of y.
+        inner_size: length of the terms that f adds up inside, for :class:`.RoundingModel`.
+        token_wise: f maps every token by itself. Tokens that have converged then wait for the
+            others, except in ``frobenius``.
+        evidence: measure the residual in float64 and bound the error. False saves one evaluation:
+            CONVERGED is about the residual in y's format, and ``error_bound`` is infinite.
+        throw: raise if any sample fails; otherwise ``status`` says so.
 
     Raises:
         FixedPointError: ``throw`` and some sample did not converge.
@@ -201,7 +196,7 @@ def invert_residual(
         some = slice(None) if bool(todo.all()) else todo
         measured[:, some] = eq.measure(flat[some], x[some], fx[some])
         num_evaluations += todo & (exact is not None)
-        # What is small in y's format need not be so in float64: such samples go on.
+        # A residual that is small in y's format may be larger in float64: such samples go on.
         todo &= ~eq.within_tolerance(measured[:2].sum(0), eq.size(x))
         todo = s.resume(todo)
     status, num_steps = (t.view(len(flat), -1).amax(1) for t in (s.status, s.num_steps))
@@ -220,7 +215,7 @@ def invert_residual(
 
 
 def _picard(eq: "_Equation", s: "_Iterates") -> None:
-    """Steps of every running row until it has a verdict; rows that have one are left out."""
+    """x ← y − f(x) for every running row until it has a verdict."""
     now = s.take(s.status == RUNNING)
     while len(now.row):
         x = now.y - now.fx
@@ -234,7 +229,7 @@ def _picard(eq: "_Equation", s: "_Iterates") -> None:
 
 @dataclass
 class _Iterates:
-    """Where samples stand, or the single tokens of a token-wise f: an entry of each for a row."""
+    """The state of every row: a sample, or a single token if f is token-wise."""
 
     row: Tensor
     y: Tensor  # (rows, N, D)
@@ -253,7 +248,7 @@ class _Iterates:
         return _Iterates(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def put(self, part: "_Iterates") -> None:
-        """Where some of the rows stand now."""
+        """Copy back the state of some rows."""
         for name in ("x", "fx", "residual", "length", "num_steps", "status"):
             getattr(self, name)[part.row] = getattr(part, name)
 
@@ -268,7 +263,7 @@ class _Iterates:
 
 @dataclass(frozen=True)
 class _Equation:
-    """y = x + f(x): how f is evaluated, what is known of it and what is asked for."""
+    """y = x + f(x): the map, its constant and the tolerance."""
 
     f: SequenceMap
     exact: SequenceMap | None  # f in float64, where y is in less
@@ -279,7 +274,7 @@ class _Equation:
     atol: float
     rtol: float
     least_rtol: float  # what the format, the rounding model and c allow
-    rows_per_sample: int  # one, or N where tokens go by themselves
+    rows_per_sample: int  # one, or N if f is token-wise
     num_rows: int
 
     def size(self, x: Tensor) -> Tensor:
@@ -330,7 +325,7 @@ class _Equation:
         return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
 
     def move(self, s: _Iterates, x: Tensor, fx: Tensor) -> None:
-        """Go to x = y − f(s.x) and give a verdict if it is time; of several the last counts."""
+        """Go to x = y − f(s.x) and give verdicts; of several the last one counts."""
         residual, length = self.size(fx - s.fx), self.size(x)
         disproved = self.disproves(s.residual, residual, x, fx)
         if len(s.row) == self.num_rows or self.rows_per_sample == 1:  # later others hardly move
@@ -385,7 +380,7 @@ class _Equation:
 
 def comfortable_rtol(smallest: float, c: float) -> float:
     """A relative error that can be met with room to spare where ``smallest`` can just be met."""
-    # Every step rounds anew and J carries that on: √(1 + c² + c⁴ + …) times one step's.
+    # Each step rounds, and J passes it on: together √(1 + c² + c⁴ + …) times one step's rounding.
     return max(LEAST_DEFAULT_RTOL, 8 * smallest / math.sqrt(1 - c * c))
 
 
