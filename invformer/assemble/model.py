@@ -38,8 +38,6 @@ NORM_OF_CERTIFICATE: dict[str, Norm] = {
     "kim_frobenius": "frobenius",
 }
 FIRST_BLOCK = "stack.blocks.0."
-# Bytes that a block needs for a pair of tokens, and that are allowed: some, and more for weights.
-PAIR_BYTES, PAIR_SLACK, PAIR_PER_WEIGHT = 9, 2 << 30, 16
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
@@ -174,17 +172,9 @@ def load_model(
     """The trained model in eval mode.
 
     Raises:
-        CheckpointError: the weights do not fit the configuration or are not finite, the model needs
-            gigabytes of buffers that its few weights do not explain, or the state beside the
-            weights, which is not used here, is damaged.
+        CheckpointError: the weights do not fit the configuration or are not finite, or the state
+            beside the weights, which is not used here, is damaged.
     """
-    size, length = checkpoint.weight_bytes, config.data.seq_len
-    pairs = config.model.num_layers * PAIR_BYTES * length**2
-    if pairs > PAIR_SLACK + PAIR_PER_WEIGHT * size:
-        raise CheckpointError(
-            f"{checkpoint.path}: data.seq_len={length} would need {pairs:.2g} bytes of masks "
-            f"beside {size} bytes of weights"
-        )
     wanted = weight_specs(config, vocabulary.size)
     weights = checkpoint.read_weights({PREFIX + name: spec for name, spec in wanted.items()})
     checkpoint.read_state()  # a checkpoint is taken whole or not at all

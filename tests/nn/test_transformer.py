@@ -1,0 +1,252 @@
+"""The language model: embedding, causality, generation."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from invformer.nn import (
+    CharEmbedding,
+    certify,
+)
+from invformer.nn.spectral import set_manual_refresh
+from invformer.numerics.precision import denormals_flushed
+from tests.nn.builders import (
+    SEQ_LEN,
+    VOCAB,
+    WIDTH,
+    baseline,
+    contractive_model,
+    convolutional_baseline,
+    coupling,
+    l2_baseline,
+    model_of_the_past,
+    random_tokens,
+    scaled_model,
+    trained_a_little,
+)
+
+SEQUENTIAL = [
+    contractive_model,
+    model_of_the_past,
+    scaled_model,
+    baseline,
+    convolutional_baseline,
+    coupling,
+    l2_baseline,
+]
+
+
+def test_the_decoding_margin_is_half_the_least_distance_however_near_two_symbols_are() -> None:
+    embedding = CharEmbedding(20, 4, 9, 6)
+    with torch.no_grad():
+        embedding.token.weight += 100
+        embedding.token.weight[17] = embedding.token.weight[4] + 2.0**-10
+    margin = embedding.decoding_margin()
+    assert margin == pytest.approx(2.0**-11 * math.sqrt(6))
+    assert embedding.decoding_margin("entry_max") == pytest.approx(margin / math.sqrt(6))
+
+
+def test_embedding_leaves_the_padded_channels_zero() -> None:
+    model = contractive_model()
+    assert (model.embedding(random_tokens(2))[..., WIDTH // 3 :] == 0).all()
+
+
+@pytest.mark.parametrize("build", [contractive_model, baseline])
+def test_texts_without_symbols_or_beyond_seq_len_are_refused_in_one_line(build) -> None:
+    model, tokens = build(), random_tokens(2)
+    for wrong, length in ((tokens[:, :0], 0), (torch.cat([tokens, tokens[:, :1]], 1), 13)):
+        message = rf"a sequence has 1 to 12 tokens \(the seq_len\), got {length}"
+        with pytest.raises(ValueError, match=message):
+            model(wrong)
+    past: dict = {}
+    model.extend(tokens, past)
+    with pytest.raises(ValueError, match="got 13"):
+        model.extend(tokens[:, :1], past)
+
+
+@pytest.mark.parametrize("build", SEQUENTIAL)
+def test_logits_never_depend_on_later_characters(build) -> None:
+    model = build().eval()
+    tokens = random_tokens(1)
+    changed = tokens.clone()
+    changed[:, 6:] = (changed[:, 6:] + 1) % VOCAB
+    torch.testing.assert_close(model(tokens)[:, :6], model(changed)[:, :6], rtol=0, atol=1e-14)
+
+
+def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
+    model = contractive_model()
+    plain = model(random_tokens(1))
+    model.dropout.p = 0.5
+    model.train()
+    x = model.embedding(random_tokens(1))
+    assert model.stack(x).equal(model.stack(x))
+    assert not model(random_tokens(1)).equal(model(random_tokens(1)))
+    assert certify(model).holds
+    assert model.eval()(random_tokens(1)).allclose(plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
+@pytest.mark.parametrize(
+    "build",
+    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
+)
+def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
+    model = build().train()
+    set_manual_refresh(model)
+    parameters = list(model.stack.parameters())
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(random_tokens(2)).logsumexp(-1).sum(), parameters)
+
+    plain = gradients()
+    for block in model.stack.blocks:
+        block.compile(backend="eager", fullgraph=True)
+    for found, expected in zip(gradients(), plain, strict=True):
+        assert found.allclose(expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
+)
+def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
+    with torch.device("meta"):
+        model = build()
+        logits = model(torch.zeros(2, SEQ_LEN, dtype=torch.long))
+    logits.sum().backward()
+    assert logits.shape == (2, SEQ_LEN, VOCAB)
+    for parameter, real in zip(model.parameters(), build().parameters(), strict=True):
+        assert parameter.is_meta
+        assert parameter.shape == real.shape
+
+
+def test_generation_extends_the_prompt_and_repeats_with_the_same_seed() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    first, second = (
+        model.generate(prompt, 20, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert torch.equal(first[:3], prompt)
+    assert len(first) == 23 > SEQ_LEN
+
+
+@pytest.mark.parametrize("build", SEQUENTIAL)
+def test_prompts_together_are_continued_as_each_alone(build) -> None:
+    model = trained_a_little(build())
+    prompts = random_tokens(6)[:, :3].view(2, 3, 3)
+    together = model.generate(prompts, 2 * SEQ_LEN, temperature=0)
+    alone = [model.generate(prompt, 2 * SEQ_LEN, temperature=0) for prompt in prompts.flatten(0, 1)]
+    assert torch.equal(together.flatten(0, 1), torch.stack(alone))
+    assert model.generate(prompts[:0], 2, temperature=0).shape == (0, 3, 5)
+
+
+def test_together_prompts_are_sampled_apart_and_repeat_with_the_same_seed() -> None:
+    model = trained_a_little(contractive_model())
+    prompts = random_tokens(1)[:, :3].expand(8, -1)
+    first, second = (
+        model.generate(prompts, 20, generator=torch.Generator().manual_seed(1)) for _ in range(2)
+    )
+    assert torch.equal(first, second)
+    assert len(first.unique(dim=0)) > 1
+
+
+def test_greedy_generation_takes_the_likeliest_character() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    assert model.generate(prompt, 1, temperature=0)[-1] == model(prompt[None])[0, -1].argmax()
+
+
+@pytest.mark.parametrize("build", SEQUENTIAL)
+def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
+    model = trained_a_little(build())
+    tokens = random_tokens(3)
+    past: dict = {}
+    with torch.no_grad():
+        expected = model(tokens)
+        parts = [model.extend(part, past) for part in tokens.split([5, 1, 1, 3, 2], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("build", SEQUENTIAL)
+def test_cached_generation_equals_encoding_everything_while_the_window_is_not_full(build) -> None:
+    model = trained_a_little(build())
+    plain = prompt = random_tokens(1)[0, :3]
+    for _ in range(20):
+        likeliest = model(plain[-SEQ_LEN:][None])[0, -1].argmax(-1, keepdim=True)
+        plain = torch.cat([plain, likeliest])
+    assert torch.equal(model.generate(prompt, SEQ_LEN - 2, temperature=0), plain[: SEQ_LEN + 1])
+    assert torch.equal(model.generate(prompt, 20, temperature=0, keep=SEQ_LEN), plain)
+
+
+def test_a_full_window_keeps_its_last_half_and_is_encoded_once() -> None:
+    model = trained_a_little(contractive_model())
+    encoded: list[int] = []
+    extend = model.extend
+
+    def counting(tokens: torch.Tensor, *others) -> torch.Tensor:
+        encoded.append(tokens.shape[-1])
+        return extend(tokens, *others)
+
+    model.extend = counting  # type: ignore[method-assign]
+    model.generate(random_tokens(1)[0, :3], 2 * SEQ_LEN)
+    fresh = [3, *[1] * (SEQ_LEN - 3)]
+    again = [SEQ_LEN // 2, *[1] * (SEQ_LEN // 2)]
+    assert encoded == (fresh + again + again + again)[: 2 * SEQ_LEN]
+
+
+def test_generation_drops_nothing_out_and_leaves_every_mode_as_it_was() -> None:
+    model = trained_a_little(contractive_model())
+    prompt = random_tokens(1)[0, :3]
+    expected = model.generate(prompt, 20, temperature=0)
+    model.dropout.p = 0.9
+    model.train().norm.eval()
+    before = [module.training for module in model.modules()]
+    assert torch.equal(model.generate(prompt, 20, temperature=0), expected)
+    with pytest.raises(IndexError):  # the modes come back after an error too
+        model.generate(torch.full((3,), VOCAB), 20)
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-45, 5e-324])
+def test_the_lowest_temperatures_take_the_likeliest_character(temperature: float) -> None:
+    model = trained_a_little(contractive_model()).float()
+    prompt = random_tokens(1)[0, :3]
+    with denormals_flushed():
+        coldest = model.generate(prompt, 20, temperature=temperature)
+        assert torch.equal(coldest, model.generate(prompt, 20, temperature=0))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": torch.empty(0, dtype=torch.long)}, "the prompt is empty"),
+        ({"length": -1}, "length must not be negative, got -1"),
+        ({"temperature": -1.0}, "temperature must not be negative, got -1.0"),
+        ({"temperature": math.nan}, "temperature must not be negative, got nan"),
+        ({"keep": 0}, "keep must be from 1 to the seq_len of 12, got 0"),
+        ({"keep": -2}, "keep must be from 1 to the seq_len of 12, got -2"),
+        ({"keep": SEQ_LEN + 1}, "keep must be from 1 to the seq_len of 12, got 13"),
+    ],
+)
+def test_impossible_generation_is_refused_in_one_line(change: dict, message: str) -> None:
+    arguments = {"prompt": torch.zeros(3, dtype=torch.long), "length": 20, **change}
+    with pytest.raises(ValueError, match=message):
+        contractive_model().generate(**arguments)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
+    dtype: torch.dtype, bounded: bool
+) -> None:
+    model = trained_a_little(contractive_model(certificate="causal", bounded=bounded))
+    model = model.eval().requires_grad_(False).to(dtype)
+    tokens = random_tokens(4)
+    for place in range(1, SEQ_LEN):
+        other = tokens.clone()
+        other[:, place:] = random_tokens(4, seed=place)[:, place:]
+        before, after = (model.stack(model.embedding(t))[:, :place] for t in (tokens, other))
+        assert torch.equal(before, after)

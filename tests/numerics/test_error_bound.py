@@ -1,0 +1,57 @@
+"""How inverse layers pass errors on."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from invformer.numerics.error_bound import (
+    contraction_error_bound,
+    residual_step,
+    scale_step,
+    stack_error_bound,
+)
+
+CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
+TOKEN_MAX: dict[str, Any] = {"norm": "token_max", "throw": False}
+
+
+def test_the_stack_bound_is_the_recursion_written_out() -> None:
+    y = torch.randn(2, 3, 2)
+    log_scale, shift = torch.tensor([0.5, -1.0]), torch.zeros(2)
+    scale = scale_step(y, log_scale, shift, "token_max")
+    top, bottom = torch.tensor([1e-3, 2e-3]), torch.tensor([1e-5, 0.0])
+    bound = stack_error_bound([residual_step(top, 0.5), scale, residual_step(bottom, 0.75)])
+    by_hand = bottom + 4 * math.e * top
+    assert (bound >= by_hand).all()
+    torch.testing.assert_close(bound, by_hand, rtol=1e-5, atol=0)
+    assert stack_error_bound([]) == 0
+
+
+def test_an_error_comes_back_in_other_scales_only_as_far_as_channels_allow() -> None:
+    # Errors of the upper layer are large in channel 0, which the lower one hardly reads.
+    log_scale = torch.tensor([math.log(0.01), 0.0])
+    y, none, error = torch.zeros(1, 1, 2), torch.zeros(1), torch.tensor([1e-3])
+    undone = scale_step(y, log_scale, torch.zeros(2), "token_max")
+    entered = scale_step(y, -log_scale, torch.zeros(2), "token_max")
+    bound = stack_error_bound(
+        [residual_step(error, 0.5), undone, entered, residual_step(none, 0.5)]
+    )
+    assert 2e-3 <= bound.item() <= 2e-3 * (1 + 1e-4)  # 0.1 by the largest scales alone
+
+
+def test_what_a_residual_layer_adds_to_an_error_from_above_is_in_the_bound() -> None:
+    """f(x) = −c x is the witness: an error e becomes e/(1 − c), and c e/(1 − c) of that is new."""
+    c, error, scale = 0.75, torch.tensor([1e-3]), torch.tensor([math.log(2.0)])
+    undone = scale_step(torch.zeros(1, 1, 1), scale, torch.zeros(1), "token_max")
+    bound = stack_error_bound([residual_step(error, 0.0), residual_step(error * 0, c), undone])
+    assert bound.item() >= 1e-3 / (1 - c) / 2
+
+
+@pytest.mark.parametrize("constant", [1.0, 1.5, math.inf, math.nan])
+def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(constant: float) -> None:
+    for residual in (torch.zeros(3), torch.ones(3)):
+        assert (contraction_error_bound(residual, constant) == math.inf).all()
+        steps = [residual_step(residual, constant), residual_step(torch.zeros(3), 0.5)]
+        assert (stack_error_bound(steps) == math.inf).all()
