@@ -135,7 +135,7 @@ def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
 
 
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with; its path is marked as nobody's choice.
+    """The configuration a checkpoint was trained with; its data path is a :class:`.SavedPath`.
 
     Raises:
         CheckpointError: it is no valid configuration.

@@ -1,4 +1,4 @@
-"""One head of tied L2 attention: its gain is at most 4 φ⁻¹(n) + 1, whatever the input.
+"""One head of tied L2 attention: its gain is at most 4 φ⁻¹(n) + 1 at every input.
 
     Y_i = Σ_j P_ij q_j,   P_i = softmax_j(b_ij − s_ij),   s_ij = ‖q_i − q_j‖²/√d,   b_ii = 0
 

@@ -34,7 +34,7 @@ def shared_input(
     """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for all ‖B_h‖₂ ≤ a_h.
 
     All heads read one input: no √H. Tried are s_h = a_h ‖W_h‖₂, s_h² = a_h ‖W_h‖₂/‖G_h‖₂ and the
-    weights ``known``. Heads with W_h = 0 are left out, whatever their G_h is.
+    weights ``known``. Heads with W_h = 0 are left out.
     """
     sizes = spectral_norm_bound(w).tolist()
     used = [h for h, size in enumerate(sizes) if size != 0]

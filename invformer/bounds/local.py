@@ -69,7 +69,7 @@ def token_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads 
 
 
 def diagonal_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
-    """‖∂Y_i/∂q_i‖ = P_ii + (2/s) λ_max(C_i): what a token does to its own row."""
+    """‖∂Y_i/∂q_i‖ = P_ii + (2/s) λ_max(C_i): the diagonal block of row i."""
     at = _Moments.of(q.double(), p)
     return at.p.diagonal(dim1=-2, dim2=-1) + 2 / at.s * at.covariance_norm
 
@@ -354,7 +354,7 @@ def rounding(z: Tensor) -> Tensor:
 
 
 def outward(bound: Tensor, inputs: Tensor) -> Tensor:
-    """The bound, enlarged by its own rounding and that of inputs below float64; inf for NaN."""
+    """The bound, enlarged by its rounding and by the rounding of its inputs; inf for NaN."""
     size, eps = sum(inputs.shape[-3:]), torch.finfo(inputs.dtype).eps
     bound = bound * (1 + 1e-13 * size + (100 * eps if inputs.dtype != torch.float64 else 0))
     return torch.where(bound.isnan(), torch.inf, bound)

@@ -52,10 +52,10 @@ class L2Weights(NamedTuple):
 
 
 class TiedL2Attention(LipschitzBranch):
-    """f(X)_i = Σ_h (P^h q^h)_i G_h, whatever G_h is: the layers below differ in their weights.
+    """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h: the layers below differ in their weights.
 
-    The mask always keeps the self token, and there is no separate key matrix to untie: either would
-    destroy the Lipschitz property (docs/numerics.md shows by how much).
+    Every token sees itself, and queries are the keys: otherwise f is not Lipschitz
+    (docs/numerics.md §2).
     """
 
     position: VisibilityMask
@@ -147,7 +147,7 @@ class TiedL2Attention(LipschitzBranch):
                 bound = frobenius_bound(q, p, w_q, g)
             case "entry_max":
                 raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        # What holds everywhere holds here: the certificate is a local bound too.
+        # The certificate holds at every X, so it is a local bound too.
         return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
 
@@ -167,7 +167,7 @@ class ContractiveL2Attention(TiedL2Attention):
         lipschitz_target: c in (0, 1).
         certificate: which of the two constants is held at c.
         output_channels: channels the output map writes to at initialisation (None: all).
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+        kernel: implementation of the attention (:mod:`invformer.kernels.attention`).
         initial_output: size of the output map's entries at initialisation.
     """
 
@@ -195,7 +195,7 @@ class ContractiveL2Attention(TiedL2Attention):
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
 
     def kind(self) -> Hashable:
-        """Shape, certificate and what kind of mask or bias there is."""
+        """Shape, certificate and type of mask."""
         return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
 
     @staticmethod

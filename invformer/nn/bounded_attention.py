@@ -26,8 +26,7 @@ BoundedCertificate = Literal["token_max", "causal"]
 # Of queries, keys and values: three times (*batch, H, N, d).
 Projections = tuple[Tensor, Tensor, Tensor]
 
-# How far into the ball the projections of unit-variance channels reach at first, and the size of
-# the logits there; both are learned per head.
+# β and τ at initialisation; both are learned per head.
 INITIAL_SHARPNESS = 0.5
 INITIAL_TEMPERATURE = 2.0
 
@@ -50,20 +49,19 @@ class BoundedAttention(LipschitzBranch):
     """f(X) = (c/n) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
     q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot
-    products make attention non-Lipschitz (Kim et al. 2021, Theorem 3.1); in a ball they do not, and
-    the constant depends neither on the length nor on the position bias. Nothing is tied, so a token
-    need not attend to tokens like itself, and the self token need not be visible.
+    products make attention non-Lipschitz (Kim et al. 2021, Theorem 3.1); in a ball they do not. The
+    constant depends neither on the length nor on the position bias. Queries, keys and values have
+    separate matrices, and a token need not see itself.
 
     ``token_max``: Lip(f) ≤ c in max_i ‖x_i‖₂, by ‖Ŵ_h‖₂ ≤ 1 of every head, n = √H and
     L_h = √(β_V² + τ² max(β_Q, β_K)²).
     ``causal``: ‖∂f_i/∂x_i‖₂ ≤ c, by ‖[Ŵ_h]_h‖₂ ≤ 1 of all heads together,
-    L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and n ≤ √3, one for heads that are alike: what a single
-    token changes, it changes for all heads at once. Enough to invert a causal block; Lip(f) may
-    exceed c. Both theorems are in ``bounds/bounded.py``.
+    L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and n ≤ √3 (n = 1 if all heads are alike). This is enough to
+    invert a causal block; Lip(f) may exceed c. Both theorems are in ``bounds/bounded.py``.
 
-    Strictly causal, a token sees the tokens before it and a null token (k = v = 0) before the
-    first, but not itself: it enters its own row by its query alone, L_h = τ β_Q and n = 1 under
-    ``causal``, and sharp keys and values cost nothing there.
+    If the attention is strictly causal, a token sees the tokens before it, and a null token
+    (k = v = 0) before the first, but not itself. Then ∂f_i/∂x_i depends on the query alone: under
+    ``causal`` L_h = τ β_Q and n = 1.
 
     Args:
         d_model: width D.
@@ -72,11 +70,11 @@ class BoundedAttention(LipschitzBranch):
         position: causal mask or position bias.
         lipschitz_target: c in (0, 1).
         output_channels: channels the output map writes to at initialisation (None: all).
-        kernel: what the attention runs on (:mod:`invformer.kernels.attention`).
+        kernel: implementation of the attention (:mod:`invformer.kernels.attention`).
         initial_output: size of the output map's entries at initialisation.
         certificate: which of the two constants is held at c.
-        strictly_causal: whether tokens see only those before them. Lag 0 of ``position`` is then
-            the token before.
+        strictly_causal: True if tokens see only the tokens before them; lag 0 of ``position`` is
+            then the token before.
 
     Raises:
         ValueError: strictly causal, and the mask lets tokens see later ones.
@@ -251,7 +249,7 @@ class BoundedAttention(LipschitzBranch):
 
 
 def as_used(weights: BoundedWeights, dtype: torch.dtype | None) -> BoundedWeights:
-    """What a forward pass in ``dtype`` multiplies by; τ as the larger of its two roundings.
+    """The weights as a forward pass in ``dtype`` rounds them; τ as the larger of two roundings.
 
     Kernels divide logits by √d, so that q is multiplied by τ√d, rounded; single rows by τ.
     """
@@ -267,7 +265,7 @@ def composed_gain(
     certificate: BoundedCertificate,
     strictly_causal: bool,
 ) -> Float[Tensor, "*layers heads"]:
-    """n L_h for β and τ: what the output map of head h is divided by."""
+    """n L_h for β and τ: the output map of head h is divided by it."""
     if certificate == "token_max":
         query, key, value = sharpness.unbind(-2)
         gain = torch.hypot(value, temperature * torch.maximum(query, key))
@@ -288,7 +286,7 @@ def diagonal_block_gain(
 def diagonal_block_parts(
     sharpness: Tensor, temperature: Tensor, strictly_causal: bool
 ) -> Float[Tensor, "*layers parts heads"]:
-    """τ β_Q, τ β_K/2 and β_V: what a token does to its row by its query, its key and its value."""
+    """τ β_Q, τ β_K/2 and β_V: how a token acts on its row by its query, its key and its value."""
     query, key, value = sharpness.unbind(-2)
     if strictly_causal:
         return (temperature * query).unsqueeze(-2)

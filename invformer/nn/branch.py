@@ -1,4 +1,4 @@
-"""What a residual branch must offer to be certified, linearised and inverted."""
+"""The interface of residual branches that are certified, linearised and inverted."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -25,8 +25,8 @@ PER_SPECTRAL_NORM = 10
 class LipschitzBranch(nn.Module):
     """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
 
-    The weights of f are a value, a named tuple of tensors with every constant multiplied in:
-    :meth:`weights` computes it, everything else takes it (and computes it where it is missing).
+    The weights of f are a value, a named tuple of tensors with every constant multiplied in.
+    :meth:`weights` computes it. All other methods take it, or compute it if it is None.
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     and an entry in ``certificate.BRANCHES``. The rest has defaults (CONTRIBUTING.md).
@@ -34,17 +34,17 @@ class LipschitzBranch(nn.Module):
     layers of a model at once, which is faster.
 
     Args:
-        lipschitz_target: c in (0, 1), what the branch is scaled to; inf for an unconstrained one.
+        lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
 
     Raises:
         ValueError: c is something else.
     """
 
-    # Whether one number is its local bound in token_max and in frobenius.
+    # True if one number is its local bound in token_max and in frobenius.
     has_one_local_bound: bool = False
-    # Whether :meth:`weights_of` can fold scalings of the channels into the weights.
+    # True if :meth:`weights_of` can fold scalings of the channels into the weights.
     folds_scaling: bool = False
-    # Whether f takes every token by itself.
+    # True if f maps every token by itself.
     is_token_wise: bool = False
     correction: Tensor
 
@@ -57,7 +57,7 @@ class LipschitzBranch(nn.Module):
         self.register_buffer("correction", torch.ones(()))
 
     def target_scale(self) -> Tensor:
-        """c, less the margin for rounding and any correction: what normalised weights multiply."""
+        """c, less a margin for rounding and any correction: a factor of the normalised weights."""
         return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)
 
     def weights(self) -> Any:
@@ -82,7 +82,7 @@ class LipschitzBranch(nn.Module):
     def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
         """Outputs of the tokens after those in ``past``, to which the new ones are added.
 
-        The default computes those of all tokens anew, for any f that sees no later tokens.
+        The default computes all outputs anew, for any causal f.
         """
         (seen,) = past.append(x)
         return self(seen, weights)[..., -x.shape[-2] :, :]
@@ -98,7 +98,7 @@ class LipschitzBranch(nn.Module):
         return x.new_full(x.shape[:-2], self.lipschitz_bound(norm, weights=weights))
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: Any = None) -> float:
-        """Length of what f adds up inside whatever x is, which may exceed ‖x‖ and ‖f(x)‖."""
+        """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""
         return 0.0
 
     def lipschitz_bound(
@@ -124,7 +124,7 @@ def in_double(weights: Any) -> Any:
 
 
 def is_affordable(num_tokens: int, multiplications_per_token: float) -> bool:
-    """Whether a tight local bound in float64 takes some seconds at most, not minutes."""
+    """True if a tight local bound in float64 takes some seconds at most, not minutes."""
     return num_tokens * multiplications_per_token <= MOST_TIGHT
 
 

@@ -40,18 +40,18 @@ class Certificate:
     """Proven upper bounds for one stack.
 
     Attributes:
-        norm: the norm on sequences in which every bound here is stated; for a branch with a scaling
-            D of the channels the weighted norm ‖D x‖.
+        norm: the norm on sequences of every bound here; with a scaling D of the channels it is the
+            weighted norm ‖D x‖.
         kind: ``global`` (Lipschitz constants) or ``causal`` (norms of the diagonal Jacobian blocks,
             enough to invert a causal stack; not Lipschitz constants).
         target: the largest ``lipschitz_target`` of the branches.
         targets: the target of every residual branch, by name.
         per_branch: proven bound for every residual branch, by name.
-        conditions: max D / min D of every branch with a scaling, by name, rounded up: in plain
-            coordinates its constant may be so many times larger.
+        conditions: max D / min D of every branch with a scaling, by name, rounded up: its constant
+            in the norm without D may be this many times larger.
         scales: the largest scale of every ActivationNorm, by name, rounded up.
-        total: bound on the whole stack in plain coordinates, Π (1 + c_l condition_l) Π scales; None
-            where ``kind`` is causal.
+        total: bound on the whole stack in the norm without D, Π (1 + c_l condition_l) Π scales;
+            None if ``kind`` is causal.
         dtype: the precision the weights were cast to before they were certified.
         seq_len: longest sequence for which the bounds hold.
     """
@@ -82,7 +82,7 @@ class Certificate:
 
     @property
     def holds(self) -> bool:
-        """Whether every branch is proven to be at or below its own target."""
+        """True if every branch is proven to be at or below its own target."""
         return all(bound <= self.targets[name] for name, bound in self.per_branch.items())
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,8 +99,7 @@ def certify(
 ) -> Certificate:
     """Prove a bound for every branch of a model's invertible stack, on the weights as cast.
 
-    All arithmetic is in float64 and rounded outward; spectral norms are those of
-    :func:`.spectral_norm.spectral_norm_bound`.
+    All arithmetic is in float64 and rounded outward, with :func:`.spectral_norm_bound`.
 
     Args:
         model: an InvertibleStack, or a module whose ``stack`` is one.
@@ -170,8 +169,8 @@ def certify(
 def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate:
     """Certify in the target's norm; shrink branches above their targets and certify again.
 
-    In float32 the margin built into the normalisation makes this a no-op; in bfloat16, where the
-    cast alone moves a spectral norm by up to 0.4 %, it is what keeps the promise.
+    In float32 the margin in the normalised weights makes this a no-op. In bfloat16 the cast alone
+    may lift a spectral norm by 0.4 %.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, so nothing can be proven.
@@ -197,7 +196,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
 
 
 def require_finite(stack: InvertibleStack) -> None:
-    """Check every parameter, also those that no constant depends on, and every scale.
+    """Check every parameter and every scale.
 
     Raises:
         NonFiniteError: one of them is NaN or infinite; the message names its layer.
@@ -213,7 +212,7 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
     """The stack that a certificate speaks about.
 
     Raises:
-        NoCertificateError: there is none; the message names what stands in its place.
+        NoCertificateError: there is none; the message names the module in its place.
     """
     stack = getattr(model, "stack", model)
     if isinstance(stack, InvertibleStack):

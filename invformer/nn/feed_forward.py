@@ -29,7 +29,7 @@ from invformer.numerics.token_shift import windows
 Activation = Literal["silu", "gelu", "relu", "tanh"]
 # Spectral normalisation leaves pre-activations small; without this every unit starts out linear.
 INITIAL_SHARPNESS = 8.0
-# Taking β out of folded matrices rounds every entry by 2⁻⁵³ of itself: ‖·‖₂ by √rank times that.
+# Taking β out again rounds every entry by 2⁻⁵³ of itself, and ‖·‖₂ by √rank times that.
 UNFOLDING = 1 + 2.0**-40
 # Pre-activations of earlier tokens' unit-variance channels, at first.
 INITIAL_PAST = 0.5
@@ -62,7 +62,7 @@ class FeedForward(nn.Sequential):
             self[0] = nn.Linear(kernel * d_model, d_ff)
 
     def forward(self, input: Tokens) -> Tokens:
-        """Apply it to every token and those before."""
+        """f of every token and the k − 1 tokens before it."""
         return super().forward(windows(input, self.kernel))
 
     def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
@@ -85,8 +85,8 @@ class Pointwise(nn.Module):
 class FeedForwardWeights(NamedTuple):
     """The weights of f(X) = φ(X W + b) V, every constant multiplied in.
 
-    The sharpness β is in all three: W = Ŵ₁β, b = b₁β, V = c Ŵ₂/(lip(φ) β). So it takes no pass over
-    tokens, and the certified weights are those that are multiplied with, in any precision.
+    The sharpness β is in all three: W = Ŵ₁β, b = b₁β, V = c Ŵ₂/(lip(φ) β). So it costs no pass over
+    the tokens.
 
     Attributes:
         w_in: W as (k D, hidden): D rows for each of k tokens, a token's own first, then those
@@ -110,13 +110,13 @@ class FeedForwardWeights(NamedTuple):
 class ContractiveFeedForward(LipschitzBranch):
     """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
 
-    φ_β has the slopes of φ whatever β > 0, so every hidden unit learns how sharply it bends without
-    touching the constant (Chen et al. 2019 learn one β for LipSwish; here each unit has its own).
-    The constant holds per token, hence in ``token_max`` and in ``frobenius`` alike.
+    φ_β has the slopes of φ for every β > 0, so a hidden unit can learn its sharpness without
+    changing the constant (Chen et al. 2019 learn one β for LipSwish; here each unit has its own).
+    The constant holds per token, hence in ``token_max`` and in ``frobenius``.
 
-    With ``kernel`` = k > 1 a hidden unit sees Ŵ₁ x_i + Σ_{l=1}^{k−1} V_l x_{i−l}/β + b. To invert a
-    causal block its diagonal blocks have to contract, and those know Ŵ₁ only: ‖∂f_i/∂x_i‖₂ ≤ c, and
-    V is free. Lip(f) ≤ c (1 + Σ_l ‖V_l/β‖₂), finite but not held at c (ours, docs/numerics.md §16).
+    With ``kernel`` = k > 1 a hidden unit sees Ŵ₁ x_i + Σ_{l=1}^{k−1} V_l x_{i−l}/β + b. Diagonal
+    blocks depend on Ŵ₁ only: ‖∂f_i/∂x_i‖₂ ≤ c for any V, which is enough to invert a causal block.
+    Lip(f) ≤ c (1 + Σ_l ‖V_l/β‖₂) is finite but not held at c (docs/numerics.md §16).
 
     Args:
         d_model: width D.
@@ -171,7 +171,7 @@ class ContractiveFeedForward(LipschitzBranch):
         weights: FeedForwardWeights | None = None,
         centre: Float[Tensor, "width"] | None = None,
     ) -> Tokens:
-        """φ((X + m) W + b) V, φ written over its argument where no gradient needs that."""
+        """φ((X + m) W + b) V; φ overwrites its argument unless a gradient needs it."""
         weights = weights or self.weights()
         hidden = affine(windows(x, self.kernel), weights.w_in, weights.b_in, centre)
         activation = (ACTIVATIONS if torch.is_grad_enabled() else IN_PLACE)[self.activation]
@@ -228,7 +228,7 @@ class ContractiveFeedForward(LipschitzBranch):
     def inner_size(
         self, norm: Norm, num_tokens: int, weights: FeedForwardWeights | None = None
     ) -> float:
-        """‖diag(b) V‖_F of a token: what biases add up to where they do not cancel."""
+        """‖diag(b) V‖_F of a token: the size of the biases before they cancel."""
         weights = weights or self.weights()
         terms = (weights.b_in.detach()[:, None] * weights.w_out.detach()).double()
         per_channel = terms.square().sum(0)
@@ -265,7 +265,7 @@ def scaled_by_row_sums(
     factors: Float[Tensor, "weights #rows #columns"],
     further: Float[Tensor, "weights #rows #columns"] | None = None,
 ) -> list[Float[Tensor, "rows columns"]]:
-    """W · factor/‖Wᵀ‖_∞ of several weights: what holds a constant in entry_max."""
+    """W · factor/‖Wᵀ‖_∞ of several weights, for constants in entry_max."""
     tiny = torch.finfo(weights[0].weight.dtype).tiny
     sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
     scales = factors / torch.stack(sums)[:, None, None]
@@ -275,10 +275,10 @@ def scaled_by_row_sums(
 def without_sharpness(
     weights: FeedForwardWeights, dtype: torch.dtype | None = None
 ) -> tuple[list[Float[Tensor, "width hidden"]], Float[Tensor, "hidden width"]]:
-    """W₁ of every lag and W₂ of what runs in ``dtype``: cast first, then β taken out in float64.
+    """W₁ of every lag and W₂ as cast to ``dtype``, with β taken out in float64.
 
-    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (βV), so that β only has to be the same twice. W₂
-    is lifted by what division and product round: norms of these bound those in real numbers.
+    φ(x W + b) V has the Jacobian (W/β) diag(φ′) (βV) for any β. W₂ is enlarged by the rounding of
+    division and product.
     """
     w_in, w_out = (cast(w, dtype).double() for w in (weights.w_in, weights.w_out))
     sharpness = weights.sharpness.detach().double()

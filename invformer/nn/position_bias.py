@@ -18,8 +18,7 @@ SLOPES = (2.0, 1.0, 0.4, 0.1)
 class VisibilityMask(nn.Module):
     """S_ij ← S_ij where token i sees token j, −∞ elsewhere.
 
-    Every token sees itself: hiding the self token makes L2 attention lose its Lipschitz property
-    (the logit 0 of j = i is what bounds the others' weights), so such a mask is refused.
+    Every token sees itself: otherwise L2 attention is not Lipschitz (docs/numerics.md §2).
 
     Args:
         visible: entry (i, j) says whether i sees j.
@@ -56,7 +55,7 @@ class VisibilityMask(nn.Module):
 
     @property
     def is_causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """True if no token sees a later one."""
         return not (~self.hidden).triu(1).any()
 
     def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:

@@ -30,9 +30,9 @@ class ResidualWeights(NamedTuple):
     """The weights of y = x + D⁻¹ f(D x + b).
 
     Attributes:
-        branch: those of f; or, folded for training, those of D⁻¹ f(D ·).
-        scaling: D and b; None where there are none, or where D is folded into ``branch``.
-        centre: m = D⁻¹ b, where D is folded into ``branch``.
+        branch: weights of f; in training of D⁻¹ f(D ·), if D can be folded into them.
+        scaling: D and b; None if there are none, or if D is folded.
+        centre: m = D⁻¹ b if D is folded.
     """
 
     branch: Any
@@ -62,8 +62,8 @@ class InvertibleResidual(nn.Module):
     weighted norm ‖D x‖, in which c, the error and the residual of a solution are stated.
 
     With a radius R the branch sees ψ_R(u) = u/√(1 + ‖u‖²/R²) of every token instead of u. ψ_R is
-    1-Lipschitz, so every constant of f holds as it is, and what the branch adds is bounded:
-    activations can no longer multiply from block to block (docs/numerics.md).
+    1-Lipschitz, so every constant of f still holds, and the output of the branch is bounded
+    (docs/numerics.md §17).
 
     Args:
         branch: the contraction f.
@@ -153,7 +153,7 @@ class InvertibleResidual(nn.Module):
         """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
 
         Args:
-            y: what the layer put out.
+            y: the output of the layer.
             weights: of the layer; None computes them.
             lipschitz_bound: proven c in ``norm``; None proves it.
             norm: of c and of every length.

@@ -18,13 +18,12 @@ INITIAL_OUTPUT = 0.1
 class SpectralNormalised(nn.Module):
     """Ŵ = W / σ̄(W) with σ̄ ≥ ‖W‖₂, for a matrix or a batch of matrices.
 
-    σ̄ (:mod:`invformer.kernels.normaliser`) is above the norm and a function of W alone, so copies,
-    averages and resumed runs agree without carrying vectors along. The gradient is that of
-    σ = uᵀWv at the leading singular pair, which comes with it; the small gap σ̄ − uᵀWv is treated
-    as a constant (Miyato et al. 2018 do the same with u and v).
+    σ̄ (:mod:`invformer.kernels.normaliser`) is a function of W alone, so copies, averages and
+    resumed runs agree. The gradient is that of uᵀWv at the leading singular pair; the small gap
+    σ̄ − uᵀWv is treated as a constant (Miyato et al. 2018 do the same with u and v).
 
-    σ̄ is computed whenever it is needed, unless a training loop says that it refreshes the constants
-    itself after every update: :func:`set_manual_refresh` and :func:`refresh_normalisers`.
+    σ̄ is computed whenever it is needed, unless a training loop refreshes it after every update:
+    :func:`set_manual_refresh` and :func:`refresh_normalisers`.
     """
 
     sigma_bound: Tensor
@@ -36,7 +35,7 @@ class SpectralNormalised(nn.Module):
         self.weight = nn.Parameter(weight)
         self.manual_refresh = False
         *batch, rows, columns = weight.shape
-        # Those of the last refresh; only used while ``manual_refresh``.
+        # Values of the last refresh, used if ``manual_refresh``.
         self.register_buffer("sigma_bound", weight.new_ones(batch), persistent=False)
         self.register_buffer("u", weight.new_zeros(*batch, rows), persistent=False)
         self.register_buffer("v", weight.new_zeros(*batch, columns), persistent=False)
@@ -73,7 +72,7 @@ def normalised(model: nn.Module) -> list[SpectralNormalised]:
 
 
 def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisation]:
-    """σ̄, u and v of the present weights, those with Gram matrices of one size at once."""
+    """σ̄, u and v of the present weights."""
     matrices = [w.weight.detach() for w in weights]
     if torch.compiler.is_compiling():  # as a decorator, disable loads the compiler (1.5 s)
         return torch.compiler.disable(gram_normalisers)(matrices, NUM_STEPS)  # type: ignore  # untyped
@@ -108,7 +107,7 @@ def scaled_weights(
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
 ) -> list[Float[Tensor, "*batch rows columns"]]:
-    """Ŵ · factor of several weights of one shape: what is small is computed for all at once.
+    """Ŵ · factor of several weights of one shape.
 
     Args:
         weights: their constants are divided by.

@@ -54,7 +54,7 @@ class InvertibleStack(nn.Module):
             diagonal Jacobian blocks.
 
     Raises:
-        ValueError: an attention knows fewer positions than that.
+        ValueError: an attention knows fewer than ``seq_len`` positions.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class InvertibleStack(nn.Module):
         return x
 
     def blocks_compute_weights(self) -> bool:
-        """Whether each block computes its own weights: compiled, or recomputed."""
+        """True if each block computes its own weights: compiled, or recomputed."""
         compiled = any(block._compiled_call_impl is not None for block in self.blocks)
         return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 

@@ -25,8 +25,8 @@ MOST_DISTANCES = 1 << 24
 class CharEmbedding(nn.Module):
     """Token plus position embedding in the first ``d_embedding`` channels, zero in the others.
 
-    Blocks write to the zero channels (injective padding, Jacobsen et al. 2018). What a contraction
-    adds to the embedding is small beside it; in these channels there is nothing else.
+    Blocks write to the zero channels (injective padding, Jacobsen et al. 2018): beside an embedding
+    the output of a contraction would be small.
 
     Args:
         vocab_size: number of symbols V.
@@ -170,7 +170,7 @@ class CharTransformer(nn.Module):
         stack: an invertible stack, or a chain of pre-norm blocks.
         vocab_size: number of symbols V.
         d_model: width D.
-        head_dropout: probability on what the head reads.
+        head_dropout: dropout probability on the head's input.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class CharTransformer(nn.Module):
 
     @property
     def is_invertible(self) -> bool:
-        """Whether the stack can be undone."""
+        """True if the stack can be inverted with a certificate."""
         return isinstance(self.stack, InvertibleStack)
 
     def weights(self) -> StackWeights | None:
@@ -274,15 +274,13 @@ class CharTransformer(nn.Module):
     ) -> Iterator[Integer[Tensor, "*batch 1"]]:
         """Continue a prompt by ``length`` symbols, one after the other; several prompts at once.
 
-        Attentions keep what they need of earlier symbols, so that a new one costs the work of one.
-        Positions are absolute: once ``seq_len`` symbols are in view, the oldest are let go and the
-        last ``keep`` are encoded anew. A small ``keep`` does that seldom, but leaves less to look
-        back on; ``keep = seq_len`` encodes a full window for every symbol. Nothing is dropped out,
-        also in training mode, which is as it was afterwards.
+        Keys and values of earlier symbols are cached. Positions are absolute: once ``seq_len``
+        symbols are in view, the last ``keep`` of them are encoded anew. A small ``keep`` does that
+        seldom but leaves a shorter context; ``keep = seq_len`` encodes a full window for every
+        symbol. There is no dropout, in training mode either; the mode is restored afterwards.
 
         Args:
-            prompt: at least one symbol; of a longer one the last ``seq_len`` are seen. Together
-                prompts cost little more than one of them, until the arithmetic outweighs the calls.
+            prompt: at least one symbol; the last ``seq_len`` count.
             length: number of symbols to add.
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
@@ -311,7 +309,7 @@ class CharTransformer(nn.Module):
                     new = text[..., -keep:]
 
     def _require_possible(self, prompt: Tensor, length: int, temperature: float, keep: int) -> None:
-        """Refuse what :meth:`stream` cannot do."""
+        """Check the arguments of :meth:`stream`."""
         if not prompt.shape[-1]:
             raise ValueError("the prompt is empty: it needs at least one symbol")
         if length < 0:

@@ -50,7 +50,7 @@ def shrinkage(
 
 
 class IntoBall(torch.autograd.Function):
-    """ψ_R; what autograd makes of it passes over the tokens twice as often."""
+    """ψ_R; autograd's own gradient passes over the tokens twice as often."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, radius: float) -> Tensor:

@@ -1,8 +1,8 @@
 """Rigorous enclosures of real numbers: a float64 midpoint and a radius, entry by entry.
 
 Every function returns an enclosure of the exact result for all exact arguments within the
-enclosures given, in whatever order a library sums. What overflows becomes inf or NaN, which proves
-nothing. docs/numerics.md §19 has the proofs.
+enclosures given, in any order of summation. Overflow gives inf or NaN, which prove nothing.
+docs/numerics.md §19 has the proofs.
 """
 
 import math
@@ -19,7 +19,7 @@ U = 2.0**-53
 EXP, ACTIVATION = 4 * U, 16 * U
 # Radii are float32; no formula for one rounds more than 2⁵ times before it is multiplied by this.
 UP = 1 + 2.0**-18
-# Added to every radius: more than what underflows, or is flushed as denormal.
+# Added to every radius: it covers underflow and flushed denormal numbers.
 UNDERFLOW = 2.0**-100
 # Leading bits of a right factor; those of a left factor fill the 53 bits of an exact sum.
 RIGHT_BITS = 25
@@ -45,7 +45,7 @@ class Pair(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A right factor y: its leading bits, the rest, and what radii are multiplied by.
+    """A right factor y: its leading bits, the rest, and the factors of radii.
 
     Without a rest it is not split: products are then float64's own, and radii larger.
     ``sizes`` is |y| + radius, and in one more row a power of two above each column. ``radius`` is
@@ -64,7 +64,7 @@ def size(x: Tensor) -> Tensor:
 
 
 def outward(radius: Tensor) -> Tensor:
-    """The radius rounded up, and not below what may underflow."""
+    """The radius rounded up, underflow included."""
     return (radius * UP).add_(UNDERFLOW)
 
 
@@ -269,7 +269,7 @@ def length_up(x: Tensor) -> Tensor:
 
 
 def has_denormal(weight: Tensor) -> bool:
-    """Whether a number is so small that a processor may read it as zero; by its bits."""
+    """True if some number is denormal, so that a processor may read it as zero; by its bits."""
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
     least = torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype).view(integer).item()
     bits = weight.detach().contiguous().view(integer) & torch.iinfo(integer).max

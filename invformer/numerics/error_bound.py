@@ -1,4 +1,4 @@
-"""A posteriori bounds: how far an approximate inverse can be from the truth, whatever found it."""
+"""A posteriori bounds on the error of an approximate inverse, found by any method."""
 
 import math
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class ErrorStep(NamedTuple):
 
     Attributes:
         amplification: constant of the inverse layer in the norm of the bound.
-        added: what the layer's own inexact inverse adds, per sample.
+        added: error of the layer's own inverse, per sample.
         log_scale: s, where the layer is y = x · e^s + b.
         lipschitz_bound: c, where it is y = x + f(x).
     """
@@ -122,7 +122,7 @@ def scale_step(
     within two units, hence 16 u (‖y‖ + ‖b‖) on top.
 
     Args:
-        y: what was inverted, in the precision both directions ran in.
+        y: the inverted tensor, in the precision of both directions.
         log_scale: s.
         shift: b.
         norm: the norm of the bound.

@@ -87,7 +87,7 @@ class FixedPointSolution:
         return self.status == InversionStatus.CONVERGED
 
     def failure(self) -> str | None:
-        """What failed, how badly and what to try, in one line; None if every sample converged."""
+        """One line: how many failed, how badly, what to try; None if every sample converged."""
         failed = ~self.converged
         if not failed.any():
             return None
@@ -134,7 +134,7 @@ def invert_residual(
 
     Args:
         f: acts on each sample of (samples, N, D) separately.
-        y: what to invert; its dtype is the precision of the iterates and of the forward pass.
+        y: the tensor to invert; its dtype is the precision of the iterates and of the forward pass.
         lipschitz_bound: a proven c < 1 in ``norm``; None if nothing is proven: the error bound is
             then infinite, and CONVERGED is about the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
@@ -282,7 +282,7 @@ class _Equation:
         return vector_norm(at_least_single(x), self.norm).double()
 
     def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
-        """Whether residual/(1 − c) ≤ atol + rtol ‖x‖; never with NaN."""
+        """True if residual/(1 − c) ≤ atol + rtol ‖x‖; False for NaN."""
         return residual <= self.margin * (self.atol + self.rtol * length)
 
     def start(self, y: Tensor, max_steps: int | None) -> _Iterates:
@@ -341,7 +341,7 @@ class _Equation:
             s.status = s.status.masked_fill(rows, status)
 
     def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
-        """Where f changed by more than c times the step to x, beyond what rounding may add."""
+        """True if f changed by more than c times the step to x, rounding subtracted."""
         c = self.global_bound
         if c is None:
             return torch.zeros_like(step, dtype=torch.bool)
@@ -354,7 +354,7 @@ class _Equation:
         return excess > 0
 
     def measure(self, y: Tensor, x: Tensor, fx: Tensor) -> Tensor:
-        """‖y − x − f(x)‖ of every sample, what rounding may add to it, and what y may be off."""
+        """‖y − x − f(x)‖ of every sample, its own rounding, and the rounding of y."""
         if self.model.measured is None:
             residual = self.size(y - x - fx)
             return torch.stack([residual, residual * 0, residual * 0])

@@ -86,6 +86,6 @@ def _omega_upper(log_n: float, shift: float) -> float:
 
 
 def _reaches(u: float, y: float) -> bool:
-    """Whether u + log u ≥ y for certain: four units of rounding cover log, sum and difference."""
+    """True if u + log u ≥ y for certain: four units of rounding cover log, sum and difference."""
     log_u = math.log(u)
     return u + log_u - y >= 2**-51 * (u + abs(log_u) + abs(y))

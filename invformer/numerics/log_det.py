@@ -1,6 +1,6 @@
 """log|det(I + J)| of y = x + f(x), J = ∂f/∂x: exactly, or without bias for any contraction.
 
-What a normalising flow adds to its log-density. For instance, with a causal f:
+A normalising flow adds this to its log-density. For example, with a causal f:
 
     f, x = lambda x: 0.05 * x.cumsum(-2).tanh(), torch.randn(2, 5, 3)
     exact = causal_log_det(f, x)                                             # one value per sample

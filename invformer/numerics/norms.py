@@ -52,7 +52,7 @@ def dual_vector(o: Tensor, norm: Norm) -> Tensor:
 
 
 def stationarity(x: Tensor, w: Tensor, gain: Tensor, norm: Norm) -> Tensor:
-    """Frobenius: ‖JᵀJx/σ² − x‖/‖x‖. Else (sup_z ⟨w, z⟩ − gain)/gain, what the next step adds."""
+    """Frobenius: ‖JᵀJx/σ² − x‖/‖x‖. Else (sup_z ⟨w, z⟩ − gain)/gain."""
     length = vector_norm(x, norm)
     match norm:
         case "frobenius":

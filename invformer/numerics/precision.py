@@ -1,4 +1,4 @@
-"""What a floating-point format can resolve: unit roundoff, residual floors."""
+"""Floating-point formats: unit roundoff, residual floors, autocast, denormal numbers."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,14 +19,14 @@ RESIDUAL_FLOOR = {
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Operations in the formats of their arguments, also under autocast; nothing where it is off.
 
-    Entering ``torch.autocast`` costs as much as several operations on a token. The meta device,
-    where shapes are all there is, knows none.
+    Entering ``torch.autocast`` costs as much as several operations on a token. The meta device has
+    no autocast.
     """
     return torch.autocast(device.type, enabled=False) if has_autocast(device) else nullcontext()
 
 
 def has_autocast(device: torch.device) -> bool:
-    """Whether operations on a device run under autocast."""
+    """True if operations on a device run under autocast."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

@@ -3,8 +3,7 @@
 Every function returns a float64 number that is not below the exact result of the same operation on
 the numbers given. IEEE arithmetic rounds to nearest, so one step towards +∞ after each operation is
 enough. Denormal numbers may be flushed to zero (training does so), hence nothing between zero and
-the smallest normal number is returned. Overflow gives inf, and so does NaN: an upper bound that
-knows nothing.
+the smallest normal number is returned. Overflow and NaN give inf.
 """
 
 import math
@@ -62,7 +61,7 @@ def sqrt_up(value: float) -> float:
 
 
 def is_exactly_zero(value: float) -> bool:
-    """Whether a number is zero to the bit: ``value == 0`` may hold for denormal ones, too."""
+    """True if a number is zero to the bit: ``value == 0`` may hold for denormal ones, too."""
     return struct.pack("d", abs(value)) == bytes(8)
 
 

@@ -2,9 +2,9 @@
 
 Gram iteration (Delattre et al. 2023, arXiv 2305.16173) squares the singular values K times,
 G_{k+1} = G_kᵀG_k, and bounds the last iterate; a factor c there is a factor c^{2^{−K}} on ‖W‖₂.
-What remains is the cost of a cluster at the top of the spectrum, up to 1 %, and clusters are what
-training with a spectral normaliser produces. The certificate therefore also tries a number b just
-above the computed λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR is semidefinite for any R:
+A cluster of singular values at the top costs up to 1 %, and training with a spectral normaliser
+produces clusters. The certificate therefore also tries a number b just above the computed
+λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR is semidefinite for any R:
 
     bI − WᵀW = RᵀR + E   ⟹   ‖W‖₂² ≤ b + ‖E‖₂,
 
@@ -33,7 +33,7 @@ def spectral_norm_bound(
 
     Scales are powers of two, everything is rounded up, and denormal entries count even where they
     are flushed to zero. The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second
-    by about 5e-13 min(m, n) whatever the spectrum; where the factorisation breaks down the first
+    by about 5e-13 min(m, n) for every spectrum; if the factorisation fails, the first
     stands alone. Cost: two products of W with itself, and num_steps products and one eigenvalue
     problem of size min(m, n).
 
@@ -61,7 +61,7 @@ def spectral_norm_bound(
 
 
 def check_matrix(weight: Tensor, num_steps: int) -> None:
-    """Refuse what has no spectral norm.
+    """Check the arguments.
 
     Raises:
         ValueError: not a floating-point (batch of) matrices with entries, or num_steps < 1.
@@ -83,7 +83,7 @@ def tall_side(weight: Tensor) -> Tensor:
 def _flushed(weight: Tensor) -> Tensor:
     """≥ ‖E‖_F of the denormal entries E of W, which this thread may take for zeros.
 
-    Those of float16 are normal numbers in any wider format.
+    Denormal numbers of float16 are normal in any wider format.
     """
     if weight.dtype == torch.float16:
         return torch.zeros((), dtype=torch.float64, device=weight.device)

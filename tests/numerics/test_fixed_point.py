@@ -425,5 +425,3 @@ def test_it_runs_in_inference_mode_and_records_nothing() -> None:
     assert not solve(y, norm="token_max").value.requires_grad
     with torch.inference_mode():
         assert all_converged(solve(y.clone(), norm="token_max"))
-
-
