@@ -37,14 +37,12 @@ def measured_branches(
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
         probe = LipschitzProbe(model, tokens, norm)
-        local_of = local.get(norm, {})
+        bounds, local_of = {}, {}
         if norm == "diagonal_block":
             bounds = certify(model).per_branch
         elif model.is_invertible:
             dtype = model.embedding.position.dtype
-            bounds = certify(model, norm, dtype, "global").per_branch
-        else:
-            bounds = {}
+            bounds, local_of = certify(model, norm, dtype, "global").per_branch, local[norm]
         report[norm] = {
             name: {
                 "estimate": e.value.max().item(),

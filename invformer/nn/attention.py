@@ -51,7 +51,7 @@ class L2Weights(NamedTuple):
     g: Tensor
 
 
-class TiedL2Attention(LipschitzBranch):
+class TiedL2Attention(LipschitzBranch[L2Weights]):
     """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h: the layers below differ in their weights.
 
     Every token sees itself, and queries are the keys: otherwise f is not Lipschitz

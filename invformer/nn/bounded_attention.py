@@ -45,7 +45,7 @@ class BoundedWeights(NamedTuple):
     g: Tensor
 
 
-class BoundedAttention(LipschitzBranch):
+class BoundedAttention(LipschitzBranch[BoundedWeights]):
     """f(X) = (c/n) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
     q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,13 +16,16 @@ from invformer.numerics.norms import Norm
 # Constants normalised in the forward precision stay below their target after float64 certification.
 ROUNDING_MARGIN = 1 - 2e-5
 
+# The named tuple of tensors that a branch computes with.
+Weights = TypeVar("Weights", bound=tuple)
+
 # Multiplications in float64 that a tight local bound of one branch may take.
 MOST_TIGHT = 2e11
 # Multiplications of a certified spectral norm of a D × D matrix, in D³.
 PER_SPECTRAL_NORM = 10
 
 
-class LipschitzBranch(nn.Module):
+class LipschitzBranch(nn.Module, Generic[Weights]):
     """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
 
     The weights of f are a value, a named tuple of tensors with every constant multiplied in.
@@ -60,13 +63,13 @@ class LipschitzBranch(nn.Module):
         """c, less a margin for rounding and any correction: a factor of the normalised weights."""
         return self.correction * (self.lipschitz_target * ROUNDING_MARGIN)
 
-    def weights(self) -> Any:
+    def weights(self) -> Weights:
         """The weights of f as it is now."""
         return self.weights_of([self])[0]
 
     @staticmethod
     def weights_of(branches: Sequence[Any], scalings: ScalingWeights | None = None) -> list[Any]:
-        """The weights of several branches of one kind.
+        """The weights of several branches of one kind at once.
 
         Args:
             branches: f_1, f_2, …

@@ -107,7 +107,7 @@ class FeedForwardWeights(NamedTuple):
         return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
-class ContractiveFeedForward(LipschitzBranch):
+class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
 
     φ_β has the slopes of φ for every β > 0, so a hidden unit can learn its sharpness without
