@@ -67,13 +67,16 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         weights: L2Weights | None = None,
         centre: Float[Tensor, "width"] | None = None,
     ) -> Tokens:
-        """Σ_h (P^h q^h) G_h with q^h = X W^Q_h, or (X + m) W^Q_h with a centre m."""
+        """Σ_h (P^h q^h) G_h with q^h = X W^Q_h.
+
+        A ``centre`` m is added to X: m = D⁻¹ b if a scaling D x + b is folded into the weights.
+        """
         w_q, g = weights or self.weights()
-        # One matrix for all heads: queries, which are the keys and the values as well.
+        # Queries, which are the keys and the values as well; one matrix for all heads.
         q = affine(x, side_by_side(w_q), centre=centre)  # (*batch, N, H d)
         q = split_heads(q, len(w_q))  # (*batch, H, N, d)
-        # P_ij = softmax_j(−‖q_i − q_j‖²/√d + b(i − j)), (*batch, H, N, N), times the values q_j.
-        # Fused kernels never hold the squared distances of all pairs at once.
+        # Σ_j P_ij q_j,  P_ij = softmax_j(−‖q_i − q_j‖²/√d + b(i − j)). Fused kernels never hold the
+        # squared distances of all pairs at once.
         y = attend_l2(q, self.position.logit_bias(x.shape[-2]), self.kernel)  # (*batch, H, N, d)
         return merge_heads(y) @ g.flatten(-3, -2)  # (*batch, N, D)
 

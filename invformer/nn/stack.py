@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
 from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
@@ -52,9 +51,6 @@ class InvertibleStack(nn.Module):
         norm: the norm in which the branches' targets are set.
         kind: ``global`` if the targets bound Lipschitz constants, ``causal`` if they bound the
             diagonal Jacobian blocks.
-
-    Raises:
-        ValueError: an attention knows fewer than ``seq_len`` positions.
     """
 
     def __init__(
@@ -70,12 +66,6 @@ class InvertibleStack(nn.Module):
         self.norm: Norm = norm
         self.kind: Kind = kind
         self.checkpoint_activations = False
-        for name, branch in self.branches():
-            position = getattr(branch, "position", None)
-            if isinstance(position, VisibilityMask) and position.seq_len < seq_len:
-                raise ValueError(
-                    f"{name} knows {position.seq_len} positions, fewer than seq_len={seq_len}"
-                )
 
     def layers(self) -> Iterator[tuple[str, InvertibleResidual | ActivationNorm]]:
         """Every layer by its full name, in the order they act."""

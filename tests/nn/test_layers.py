@@ -13,7 +13,6 @@ from invformer.nn import (
     ContractiveL2Attention,
     DotProductAttention,
     InvertibleResidual,
-    InvertibleStack,
     L2Attention,
     RelativePositionBias,
     certify,
@@ -180,12 +179,6 @@ def test_a_position_bias_of_other_heads_is_refused_when_an_attention_is_made(att
     with pytest.raises(ValueError, match="a position bias of 3 heads does not fit 4 heads"):
         attention(WIDTH, 4, position, *target)
     attention(WIDTH, 4, CausalMask(SEQ_LEN), *target)
-
-
-def test_a_stack_for_more_positions_than_its_attentions_know_is_refused() -> None:
-    blocks = list(contractive_model().stack.blocks)
-    with pytest.raises(ValueError, match="block_00/attention knows 12 positions, fewer than seq_l"):
-        InvertibleStack(blocks, SEQ_LEN + 1)
 
 
 def test_tight_local_bounds_of_a_branch_too_large_for_them_are_the_fast_ones(
