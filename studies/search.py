@@ -113,7 +113,7 @@ def model_and_text(
     torch.manual_seed(seed)
     config = ModelConfig(
         name="contractive_bounded", certificate="token_max", d_model=d_model,
-        num_heads=16, d_head=max(1, d_model // 16), num_layers=4, channel_metric=False,
+        num_heads=16, d_head=max(1, d_model // 16), num_layers=4, diagonal_scaling=False,
     )  # fmt: skip
     model = build_model(config, vocab_size, length).eval()
     text = torch.randint(vocab_size, (1, length))

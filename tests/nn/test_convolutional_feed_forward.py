@@ -7,11 +7,11 @@ from invformer.bounds.layers import ACTIVATION_SLOPE
 from invformer.nn.branch import in_double
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, FeedForward
 from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.norms import NORMS
 from invformer.numerics.token_shift import advance, delay, windows, windows_adjoint
-from tests.nn.test_bounded_attention import token_max_norm
+from tests.nn.test_attention import operator_norm
 
 TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
-NORMS = ("token_max", "frobenius", "entry_max")
 
 
 def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveFeedForward:
@@ -79,11 +79,8 @@ def test_true_constants_stay_below_local_bounds_below_certificates(
         made = layer(seed=seed, activation=activation)
         x = scale * torch.randn(TOKENS, WIDTH)
         dense = jacobian(made, x)
-        true = {
-            "token_max": token_max_norm(dense),
-            "frobenius": torch.linalg.matrix_norm(dense.flatten(2).flatten(0, 1), 2).item(),
-            "entry_max": dense.abs().sum((-2, -1)).amax().item(),
-        }
+        matrix = dense.flatten(2).flatten(0, 1)
+        true = {norm: operator_norm(matrix, norm, TOKENS) for norm in NORMS}
         for norm, value in true.items():
             assert value <= made.lipschitz_bound(norm) * (1 + 1e-12)
         for norm in ("token_max", "frobenius"):
