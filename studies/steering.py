@@ -1,0 +1,210 @@
+"""Which changes of a state are texts: the preimage of steered states, and how far it is from one.
+
+Steering adds t·v to the top state of every position. The stack is a bijection, so every steered
+state has one preimage. Its distance from a text is, per position, that to the nearest symbol's
+embedding, padded channels included, over half the least distance of two symbols: at 1 a symbol's
+cell ends. Strength t is in units of the states' root mean square length.
+
+v is the difference of the mean states of texts with and without a number ("N" on the Penn
+Treebank), a random direction, or F(x′) − F(x) for a text x′ with one symbol changed, whose own
+strength is 1.
+
+Verdict: only the change of text meets a text again; the others leave the texts at every strength,
+farther the stronger they are.
+"""
+
+# ruff: noqa: RUF009  # option() returns a dataclass field
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from invformer.config.section import option
+from invformer.nn.transformer import CharTransformer
+from studies.states import trained, whole_inverse, windows
+from studies.study import (
+    Finding,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    case_of,
+    grouped,
+    main,
+    outcome_of,
+    panels,
+)
+
+if TYPE_CHECKING:
+    from invformer.training.plots import Figure
+
+Vector = Literal["mean difference", "random", "text"]
+MET = 1e-3  # half distances of two symbols: nearer than this is a text
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Steer the states of trained models, and look at the preimages."""
+
+    program: ClassVar[str] = "-m studies.steering"
+    models: list[str] = option([], "run folders of certified models or couplings")
+    strengths: list[float] = option([0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0], "t")
+    mark: str = option("N", "character that texts of the mean difference have or lack")
+    num_windows: int = option(16, "windows that are steered", within="[1, 1e4]")
+    num_averaged: int = option(512, "windows behind the mean difference", within="[2, 1e5]")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, one vector, one strength."""
+
+    model: str
+    vector: Vector
+    strength: float
+    mark: str
+    num_windows: int
+    num_averaged: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Distances of preimages from the nearest text, in half distances of two symbols."""
+
+    name: str
+    median: float  # over positions that were moved
+    least: float  # of a window's farthest position
+    largest: float
+    changed: float  # share of moved positions whose nearest symbol is another
+    residual: float  # ‖F(x̂) − z‖/‖z‖, of the inverse itself
+
+
+def cases(options: Options) -> list[Case]:
+    """Every vector at every strength."""
+    vectors: tuple[Vector, ...] = ("mean difference", "random", "text")
+    return [
+        case_of(Case, options, model=model, vector=vector, strength=strength)
+        for model in options.models
+        for vector in vectors
+        for strength in options.strengths
+    ]
+
+
+@torch.no_grad()
+def measure(case: Case, device: torch.device) -> Result:
+    """Steer, invert, and find the nearest text."""
+    del device
+    model, tokens = trained(case.model), windows(case.model, case.num_windows)
+    network = model.network
+    z = network.stack(network.embedding(tokens))
+    v, moved = vector_of(case, network, tokens, z)
+    steered = z + case.strength * v
+    x = whole_inverse(network, steered)
+    nearest = network.embedding.nearest_tokens(x)
+    unit = network.embedding.decoding_margin()
+    away = (x - network.embedding(nearest)).norm(dim=-1) / unit
+    farthest = away.masked_fill(~moved, 0.0).amax(-1)
+    residual = (network.stack(x) - steered).norm() / steered.norm()
+    return Result(
+        name=model.config.model.name,
+        median=away[moved].median().item(),
+        least=farthest.min().item(),
+        largest=farthest.max().item(),
+        changed=(nearest != tokens)[moved].double().mean().item(),
+        residual=residual.item(),
+    )
+
+
+def vector_of(
+    case: Case, network: CharTransformer, tokens: Tensor, z: Tensor
+) -> tuple[Tensor, Tensor]:
+    """v, and which positions it moves; as long as a state, or F(x′) − F(x) as it is."""
+    generator = torch.Generator().manual_seed(case.seed)
+    everywhere = torch.ones_like(tokens, dtype=torch.bool)
+    length = z.norm(dim=-1).square().mean().sqrt()
+    if case.vector == "text":
+        vocab_size, place = network.head.out_features, tokens.shape[1] // 4
+        other = tokens.clone()
+        shift = torch.randint(1, vocab_size, (len(tokens),), generator=generator)
+        other[:, place] = (tokens[:, place] + shift) % vocab_size
+        return network.stack(network.embedding(other)) - z, everywhere.cumsum(-1) > place
+    if case.vector == "random":
+        v = torch.randn(z.shape[-1], generator=generator).to(z)
+    else:
+        v = mean_difference(case, network)
+    return length * v / v.norm(), everywhere
+
+
+def mean_difference(case: Case, network: CharTransformer) -> Tensor:
+    """Mean state of texts with the mark less that of texts without.
+
+    Raises:
+        ValueError: all texts have it, or none.
+    """
+    tokens = windows(case.model, case.num_averaged)
+    mark = trained(case.model).vocabulary.encode(case.mark).long()
+    means = network.stack(network.embedding(tokens)).mean(1)
+    marked = (tokens == mark).any(-1)
+    if not marked.any() or marked.all():
+        raise ValueError(f"mark={case.mark!r} tells no texts apart")
+    return means[marked].mean(0) - means[~marked].mean(0)
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """A line per model, vector and strength."""
+    table: list[dict[str, Any]] = [
+        {
+            "model": result.name,
+            "vector": case.vector,
+            "strength": case.strength,
+            "median distance": result.median,
+            "least farthest": result.least,
+            "farthest": result.largest,
+            "symbols changed": result.changed,
+            "residual": result.residual,
+        }
+        for case, result in rows
+    ]
+    findings: list[Finding] = []
+    for (name, vector), group in grouped(rows, lambda r: (r[1].name, r[0].vector)).items():
+        met = [c.strength for c, r in group if r.largest < MET]
+        left = [c.strength for c, r in group if c.strength and r.least < MET]
+        where = f"{name}, {vector}: "
+        if vector == "text":
+            wanted = sorted({c.strength for c, _ in group} & {0.0, 1.0})
+            findings.append((sorted(met) == wanted, f"{where}texts at strengths {met}"))
+            continue
+        by_strength = [r.median for _, r in sorted(group, key=lambda row: row[0].strength)]
+        findings.append((not left, f"{where}a text at strengths {left} above 0"))
+        findings.append((by_strength == sorted(by_strength), f"{where}the farther the stronger"))
+    ours = "; ".join(words for _, words in findings)
+    why = "one seed; distances in half the least distance of two symbols' embeddings"
+    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+
+
+def draw(rows: Rows[Case, Result]) -> "Figure":
+    """Median distance and changed symbols against strength."""
+    models = grouped(rows, lambda row: row[1].name)
+    figure, axes = panels(2, len(models))
+    styles = {"mean difference": "-o", "random": "--s", "text": ":^"}
+    for column, (name, group) in enumerate(models.items()):
+        top, bottom = axes[column], axes[column + len(models)]
+        for vector, some in grouped(group, lambda row: row[0].vector).items():
+            t, style = [c.strength for c, _ in some], {"color": "0", "label": vector}
+            top.plot(t, [r.median for _, r in some], styles[vector], **style)
+            bottom.plot(t, [r.changed for _, r in some], styles[vector], **style)
+        top.axhline(1, color="0.6")
+        top.set(title=name, xlabel="strength", ylabel="distance of the preimage from a text")
+        top.set_yscale("symlog", linthresh=0.01)
+        bottom.set(xlabel="strength", ylabel="share of symbols changed")
+        top.legend()
+    return figure
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))
