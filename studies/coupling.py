@@ -67,6 +67,10 @@ SMALL: dict[str, dict[str, Any]] = {
     "contractive_bounded": {
         "certificate": "causal", "strictly_causal": True, "d_model": 40, "num_heads": 4, "d_ff": 74,
     },
+    "plain": {  # without diagonal scalings
+        "name": "contractive_bounded", "certificate": "causal", "strictly_causal": True,
+        "d_model": 40, "num_heads": 4, "d_ff": 76, "diagonal_scaling": False,
+    },
     "reversible": {"certificate": None, "d_model": 32, "num_heads": 2, "d_ff": 122},
     "dot_product": {"certificate": None, "d_model": 32, "num_heads": 2, "d_ff": 128},
 }  # fmt: skip
@@ -212,8 +216,8 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     text = text_of(case)
     assert case.num_layers is not None
     torch.manual_seed(case.seed)
-    config = ModelConfig(name=case.model, num_layers=case.num_layers, **SMALL[case.model])  # pyright: ignore
-    model = build_model(config, text.vocab_size, 64)
+    shape = {"name": case.model, "num_layers": case.num_layers, **SMALL[case.model]}
+    model = build_model(ModelConfig(**shape), text.vocab_size, 64)
     rates: dict[str, Any] = {"lr": 5e-3, "muon_lr": case.muon_lr, "weight_decay": 0.1}
     optimiser = build_optimizer(model, "muon", betas=(0.9, 0.99), **rates)
     train(
@@ -272,7 +276,7 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     small = [(c, r) for c, r in rows if c.num_layers is not None]
     figure, axes = panels(1, 3)
     for (name, group), style in zip(
-        grouped(small, lambda row: row[1].name).items(), ("-o", "--s", ":^"), strict=False
+        grouped(small, lambda row: row[1].name).items(), ("-o", "-.x", "--s", ":^"), strict=False
     ):
         depths = [c.num_layers for c, _ in group]
         axes[0].plot(depths, [1 / r.smallest for _, r in group], style, color="0", label=name)

@@ -241,6 +241,22 @@ def decode(
     return Decoded(torch.stack(found, 1), torch.stack(unique, 1).cumprod(1).bool(), prefix.passes)
 
 
+@torch.no_grad()
+def margins(
+    model: CharTransformer, tokens: Integer[Tensor, "texts tokens"]
+) -> Float[Tensor, "texts tokens"]:
+    """m_i, the least distance of another symbol's state from the true one, in plain float64."""
+    prefix, found = Prefix(model, len(tokens)), []
+    symbols = torch.arange(prefix.vocab_size).expand(len(tokens), -1)
+    for true in tokens.unbind(1):
+        states = prefix.states(prefix.embed(symbols))
+        own = states.gather(1, true[:, None, None].expand(-1, 1, states.shape[-1]))
+        apart = (states - own).norm(dim=-1).scatter(1, true[:, None], torch.inf)
+        found.append(apart.amin(1))
+        prefix.append(true)
+    return torch.stack(found, 1)
+
+
 def smallest(scores: Float[Tensor, "texts vocab"], count: int) -> Integer[Tensor, "texts count"]:
     """The symbols with the smallest scores."""
     return scores.topk(min(count, scores.shape[-1]), largest=False).indices
