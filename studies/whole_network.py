@@ -2,19 +2,22 @@
 
     ‖logits(X) − logits(X′)‖_∞ ≤ L ‖X − X′‖,   ‖X‖ = max_i ‖x_i‖₂,   L = max_v ‖w_v‖₂ Π_l (1 + c_l)
 
-X are the embeddings. Every character's embedding has length 1, there is no position embedding, no
-diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v. For a total L
-every branch gets the same c, and the head's rows get what is left, L/(1 + c)^(2 num_layers). The
-best c of the grid is chosen by the loss in training. Stacks are bi-Lipschitz:
+X are the embeddings. Every character's embedding has length √D (RMS 1), there is no position
+embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
+For a total L every branch gets the same c, and the head's rows what is left, L/(1 + c)^(2 layers).
+The best c of the grid is chosen by the loss in training. Stacks are bi-Lipschitz:
 Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π(1 + c_l) ‖X − X′‖.
+
+``rms bound`` is the constant of the same network if tokens and logits are measured by their root
+mean square, √(D/V) ‖W‖₂ Π(1 + c_l), as is usual beside RMS normalisation.
 
 On the validation windows: the radius around the embeddings in which a prediction is proven to stay
 (studies/certified_radius.py), PGD at that radius and at multiples of it, and how far logits move if
 embeddings are rounded or noisy, beside L times that change.
 
 Beside it: Newhouse et al. 2025 (arXiv 2507.13338) report 60 % accuracy on Shakespeare at a constant
-below 10; their loss of 1.29 nats is on 1.4 % of the split and is 1.779 on all of it. Their norm is
-not ours, so only loss and accuracy stand beside each other.
+below 10; their loss of 1.29 nats is on 1.4 % of the split and is 1.779 on all of it. Constants of
+different norms are not compared: their loss and accuracy stand beside ours as a mark.
 """
 
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
@@ -36,6 +39,7 @@ from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.attacks import attack_at_radius, logits_of
 from studies.certified_radius import certified_radii
@@ -64,8 +68,7 @@ if TYPE_CHECKING:
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
-NOISE = 0.01  # length of the noise on an embedding
-LENGTH = 1.0  # of an embedding
+NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
 @dataclass(kw_only=True)
@@ -126,20 +129,21 @@ class Result:
     bound: float  # proven L, from embedding to logits
     stack_below: float  # Π(1 − c_l)
     stack_above: float  # Π(1 + c_l)
-    radius: float  # median certified radius of correct positions; embeddings have length 1
-    spacing: float  # the least distance of two embeddings
+    rms_bound: float  # √(D/V) ‖W‖₂ Π(1 + c_l), between root mean squares
+    radius: float  # median certified radius of correct positions, of the length √D
+    spacing: float  # the least distance of two embeddings, of the length √D
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
     changes: dict[str, float]  # largest change of a logit
     allowed: dict[str, float]  # L times the change of the embeddings
 
 
 class UnitEmbedding(CharEmbedding):
-    """Embeddings of length 1, without positions."""
+    """Embeddings of length √D, without positions."""
 
     def forward(self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0) -> Tensor:
         """The input of the stack."""
-        x = nn.functional.normalize(self.token(tokens), dim=-1) * LENGTH
-        return nn.functional.pad(x, (0, self.padding))
+        x = nn.functional.pad(self.token(tokens), (0, self.padding))
+        return math.sqrt(x.shape[-1]) * nn.functional.normalize(x, dim=-1)
 
 
 class BoundedHead(nn.Linear):
@@ -231,6 +235,7 @@ def examine(
     assert certificate.total is not None
     bound = product_up(certificate.total, model.head.rows().norm(dim=-1).amax().item(), 1 + 1e-12)
     x = model.embedding(windows)
+    length = math.sqrt(x.shape[-1])
     clean = logits_of(model, x)
     correct = clean.argmax(-1) == targets
     radii = certified_radii(model, clean, correct, certificate.total)
@@ -245,17 +250,20 @@ def examine(
     moved = {
         "bf16": x.bfloat16().to(x),
         "int8": (x / step).round() * step,
-        f"noise of {NOISE:g}": x + NOISE * nn.functional.normalize(noise.to(x), dim=-1),
+        "noise": x + NOISE * length * nn.functional.normalize(noise.to(x), dim=-1),
     }
     constants = list(certificate.per_branch.values())
+    symbols = model.embedding(torch.arange(clean.shape[-1], device=x.device)[:, None])[:, 0]
     return Result(
         train_nats=losses[0], nats=losses[1], accuracy=losses[2], bound=bound,
         stack_below=math.prod(1 - c for c in constants),
         stack_above=math.prod(1 + c for c in constants),
-        radius=radii[correct].median().item() if correct.any() else math.nan,
-        spacing=torch.pdist(model.embedding(torch.arange(len(clean[0, 0]))[:, None])[:, 0])
-        .amin()
-        .item(),
+        rms_bound=product_up(
+            certificate.total, spectral_norm_bound(model.head.rows()).item(),
+            math.sqrt(x.shape[-1] / clean.shape[-1]),
+        ),
+        radius=radii[correct].median().item() / length if correct.any() else math.nan,
+        spacing=torch.pdist(symbols).amin().item() / length,
         flips=flips,
         changes={n: (logits_of(model, m) - clean).abs().amax().item() for n, m in moved.items()},
         allowed={
@@ -281,6 +289,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         results = [result for _, result in group]
         line = {
             "L asked": total, "c": group[0][0].c, "bound": max(r.bound for r in results),
+            "rms bound": max(r.rms_bound for r in results),
             "nats": fmean(r.nats for r in results),
             "accuracy": fmean(r.accuracy for r in results),
             "median radius": fmean(r.radius for r in results),
