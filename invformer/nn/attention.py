@@ -230,16 +230,9 @@ def head_gain(
     log_mass: Float[Tensor, "*layers heads"], certificate: AttentionCertificate
 ) -> Float[Tensor, "*layers heads"]:
     """κ of a head whose other tokens have the mass n: 4 g(n) + 1, or 1 + 2 W₀(n e^{−3/2})."""
-    with torch.no_grad():
-        # ω solves ω + log ω = log n + constant, so that dω/d(log n) = ω/(1 + ω).
-        if certificate == "causal":
-            factor, omega = 2, (causal_gain_from_log(log_mass) - 1) / 2
-        else:
-            factor, omega = 4, phi_inverse_from_log(log_mass)
-        slope = omega / (1 + omega)
-    # The first derivative is all that training needs, at a fraction of the operations.
-    change = log_mass - log_mass.detach()
-    return 1 + factor * (omega + slope * change.nan_to_num(0))
+    if certificate == "causal":
+        return causal_gain_from_log(log_mass)
+    return 1 + 4 * phi_inverse_from_log(log_mass)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -244,7 +244,8 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
             raise ValueError("the causal certificate needs a causal mask")
         w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
         constants = self.log_sharpness.exp(), self.log_temperature.exp()
-        gain = diagonal_block_gain(*constants, self.strictly_causal).tolist()
+        parts = diagonal_block_parts(*constants, self.strictly_causal)
+        gain = torch.linalg.vector_norm(parts, dim=-2).tolist()
         return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
 
 
@@ -270,23 +271,19 @@ def composed_gain(
         query, key, value = sharpness.unbind(-2)
         gain = torch.hypot(value, temperature * torch.maximum(query, key))
         return math.sqrt(gain.shape[-1]) * gain
-    gain = diagonal_block_gain(sharpness, temperature, strictly_causal)
-    shares = diagonal_block_parts(sharpness, temperature, strictly_causal) / gain.unsqueeze(-2)
-    return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
-
-
-def diagonal_block_gain(
-    sharpness: Tensor, temperature: Tensor, strictly_causal: bool
-) -> Float[Tensor, "*layers heads"]:
-    """L_h = √(τ²β_Q² + τ²β_K²/4 + β_V²), or τ β_Q where a token does not see itself."""
     parts = diagonal_block_parts(sharpness, temperature, strictly_causal)
-    return torch.linalg.vector_norm(parts, dim=-2)
+    gain = torch.linalg.vector_norm(parts, dim=-2)
+    shares = parts / gain.unsqueeze(-2)
+    return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
 
 
 def diagonal_block_parts(
     sharpness: Tensor, temperature: Tensor, strictly_causal: bool
 ) -> Float[Tensor, "*layers parts heads"]:
-    """τ β_Q, τ β_K/2 and β_V: how a token acts on its row by its query, its key and its value."""
+    """τ β_Q, τ β_K/2 and β_V: how a token acts on its row by its query, its key and its value.
+
+    L_h is their Euclidean norm. A token that does not see itself acts by its query alone.
+    """
     query, key, value = sharpness.unbind(-2)
     if strictly_causal:
         return (temperature * query).unsqueeze(-2)
