@@ -197,7 +197,7 @@ class ContractiveL2Attention(TiedL2Attention):
         w_g = initial_output * torch.randn(d_model, d_model)
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
 
-    def kind(self) -> Hashable:
+    def group(self) -> Hashable:
         """Shape, certificate and type of mask."""
         return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
 

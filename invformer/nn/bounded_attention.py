@@ -111,7 +111,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         self.log_sharpness = nn.Parameter(torch.full((3, num_heads), math.log(INITIAL_SHARPNESS)))
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
-    def kind(self) -> Hashable:
+    def group(self) -> Hashable:
         """Shape, certificate and strict causality."""
         shape = self.w_qkv.weight.shape
         return type(self), shape, self.num_heads, self.certificate, self.strictly_causal

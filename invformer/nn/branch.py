@@ -33,7 +33,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     and an entry in ``certificate.BRANCHES``. The rest has defaults (CONTRIBUTING.md).
-    :meth:`weights_of` with :meth:`kind` instead of :meth:`weights` computes the weights of all
+    :meth:`weights_of` with :meth:`group` instead of :meth:`weights` computes the weights of all
     layers of a model at once, which is faster.
 
     Args:
@@ -69,7 +69,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     @staticmethod
     def weights_of(branches: Sequence[Any], scalings: ScalingWeights | None = None) -> list[Any]:
-        """The weights of several branches of one kind at once.
+        """The weights of several branches of one group at once.
 
         Args:
             branches: f_1, f_2, …
@@ -78,8 +78,8 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         """
         return [branch.weights() for branch in branches]
 
-    def kind(self) -> Hashable:
-        """Branches that agree in this can share :meth:`weights_of`; None: each on its own."""
+    def group(self) -> Hashable:
+        """Branches of one group share :meth:`weights_of`; None: each on its own."""
         return None
 
     def next_outputs(self, x: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:

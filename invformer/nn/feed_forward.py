@@ -183,7 +183,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
-    def kind(self) -> Hashable:
+    def group(self) -> Hashable:
         """Shape, activation, norm and kernel."""
         return type(self), self.w_in.weight.shape, self.activation, self.norm, self.kernel
 

@@ -101,14 +101,14 @@ class InvertibleResidual(nn.Module):
         """The weights as they are now; see :meth:`.InvertibleStack.weights`."""
         return self.weights_of([self])[0]
 
-    def kind(self) -> Hashable:
-        """Layers that agree in this can share :meth:`weights_of`; None: each on its own."""
-        kind = self.branch.kind()
-        return kind and (kind, self.scaling is None, self.input_radius is None)
+    def group(self) -> Hashable:
+        """Layers of one group share :meth:`weights_of`; None: each on its own."""
+        group = self.branch.group()
+        return group and (group, self.scaling is None, self.input_radius is None)
 
     @staticmethod
     def weights_of(layers: Sequence["InvertibleResidual"]) -> list[ResidualWeights]:
-        """The weights of several layers of one kind."""
+        """The weights of several layers of one group."""
         first, branches = layers[0], [layer.branch for layer in layers]
         scalings = [layer.scaling for layer in layers if layer.scaling is not None]
         if not scalings:

@@ -86,17 +86,17 @@ class InvertibleStack(nn.Module):
             yield name, layer.branch
 
     def weights(self) -> StackWeights:
-        """The weights of every layer, branches of one kind at once; once a step is enough.
+        """The weights of every layer, branches of one group at once; once a step is enough.
 
         With gradients, scalings of the channels are folded into a branch's weights where that is
         possible: the same function, for less. Without gradients they stay apart: certificates and
         inversion are about these weights.
         """
-        kinds: dict[Hashable, dict[str, InvertibleResidual]] = {}
+        groups: dict[Hashable, dict[str, InvertibleResidual]] = {}
         for name, layer in self.residual_layers():
-            kinds.setdefault(layer.kind() or name, {})[name] = layer
+            groups.setdefault(layer.group() or name, {})[name] = layer
         weights: StackWeights = {}
-        for layers in kinds.values():
+        for layers in groups.values():
             found = InvertibleResidual.weights_of(list(layers.values()))
             weights |= zip(layers, found, strict=True)
         norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
