@@ -178,7 +178,7 @@ def undoing(model: CharTransformer) -> Any:
             assert isinstance(layer, InvertibleResidual)
             z = layer.inverse(
                 z, weights[full], lipschitz_bound=certificate.per_branch[full],
-                contraction="causal", throw=False, evidence=False,
+                kind="causal", throw=False, evidence=False,
             ).value  # fmt: skip
         return z
 

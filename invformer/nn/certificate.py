@@ -13,10 +13,11 @@ from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,11 +19,9 @@ from invformer.numerics.error_bound import (
     scale_step,
     stack_error_bound,
 )
-from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
+from invformer.numerics.fixed_point import FixedPointSolution, Kind, invert_residual
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
-
-Kind = Literal["global", "causal"]
 
 
 class ResidualWeights(NamedTuple):
@@ -164,7 +162,7 @@ class InvertibleResidual(nn.Module):
         """
         weights = weights or self.weights()
         if lipschitz_bound is None:
-            kind: Kind = options.get("contraction", "global")
+            kind: Kind = options.get("kind", "global")
             lipschitz_bound = self.proven_bound(norm, kind, weights=weights.branch)
         solution, steps = self.solve(y, weights, lipschitz_bound, norm, **options)
         if weights.scaling is None:

@@ -11,10 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual, Kind
+from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
-from invformer.numerics.fixed_point import FixedPointSolution
+from invformer.numerics.fixed_point import FixedPointSolution, Kind
 from invformer.numerics.norms import Norm
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class InvertibleStack(nn.Module):
                 weights[name],
                 certificate.per_branch[name],
                 self.norm,
-                contraction=self.kind,
+                kind=self.kind,
                 **options,
             )
             z = solutions[name].value

@@ -24,7 +24,7 @@ from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.norms import Norm, norm_upper, vector_norm
 from invformer.numerics.precision import RESIDUAL_FLOOR, at_least_single
 
-Contraction = Literal["global", "causal"]
+Kind = Literal["global", "causal"]
 
 RUNNING = -1
 LEAST_DEFAULT_RTOL = 1e-10
@@ -117,7 +117,7 @@ def invert_residual(
     *,
     lipschitz_bound: float | None,
     norm: Norm,
-    contraction: Contraction = "global",
+    kind: Kind = "global",
     atol: float = 0.0,
     rtol: float | None = None,
     max_steps: int | None = None,
@@ -138,7 +138,7 @@ def invert_residual(
         lipschitz_bound: a proven c < 1 in ``norm``; None if nothing is proven: the error bound is
             then infinite, and CONVERGED is about the residual only.
         norm: the norm of c, of the tolerance and of every reported length.
-        contraction: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
+        kind: ``global`` if c bounds Lip(f); ``causal`` if it bounds x_i ↦ f_i(x_{<i}, x_i)
             for every fixed past. The iteration then converges from every start, too, but c is not
             tested by whole steps, and a small residual bounds no error.
         atol: error allowed, in units of x.
@@ -179,7 +179,7 @@ def invert_residual(
         model=model,
         norm=norm,
         margin=margin,
-        global_bound=lipschitz_bound if contraction == "global" else None,
+        global_bound=lipschitz_bound if kind == "global" else None,
         atol=atol,
         rtol=comfortable_rtol(least_rtol, 1 - margin) if rtol is None else rtol,
         least_rtol=least_rtol,

@@ -209,7 +209,7 @@ def test_a_causal_map_with_a_global_constant_above_one_is_inverted_without_a_bou
     matrix = -0.6 * torch.eye(16) - 1.5 * torch.eye(16).roll(1, 0).tril(-1)
     x = torch.randn(5, 16, 3)
     solution = invert_residual(
-        lambda z: matrix @ z, x + matrix @ x, lipschitz_bound=0.6, contraction="causal",
+        lambda z: matrix @ z, x + matrix @ x, lipschitz_bound=0.6, kind="causal",
         **TOKEN_MAX,
     )  # fmt: skip
     assert all_converged(solution)
