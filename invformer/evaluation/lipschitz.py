@@ -4,14 +4,12 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-import torch
 from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation
-from invformer.lipschitz.jacobians import residual_branches
+from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
-from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
@@ -33,20 +31,20 @@ def measured_branches(
             the same norm.
     """
     report: dict[str, dict[str, dict[str, Any]]] = {}
-    local = local_bounds(model, tokens, tight=True)
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
         probe = LipschitzProbe(model, tokens, norm)
-        bounds, local_of = {}, {}
+        bounds: dict[str, float] = {}
         if norm == "diagonal_block":
             bounds = certify(model).per_branch
         elif model.is_invertible:
             dtype = model.embedding.position.dtype
-            bounds, local_of = certify(model, norm, dtype, "global").per_branch, local[norm]
+            bounds = certify(model, norm, dtype, "global").per_branch
+        local = dict(zip(probe.names, local_bounds(probe, tight=True).tolist(), strict=True))
         report[norm] = {
             name: {
                 "estimate": e.value.max().item(),
-                "local_bound": local_of[name].max().item() if name in local_of else None,
+                "local_bound": min(local[name], bounds[name]) if name in bounds else None,
                 "bound": bounds.get(name),
                 "residual": e.residual.max().item(),
                 "converged": bool(e.converged.all()),
@@ -69,22 +67,3 @@ def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
     for (low, below), (high, above) in pairwise(present):
         if below > above * (1 + ROUNDING):
             raise CertificateViolation(f"{where}: {low} {below} exceeds {high} {above}")
-
-
-@torch.no_grad()
-def local_bounds(
-    model: CharTransformer, tokens: Integer[Tensor, "sequences tokens"], tight: bool = False
-) -> dict[Norm, dict[str, Tensor]]:
-    """Proven local bounds of every branch at some sequences, per norm; nothing for baselines."""
-    found: dict[Norm, dict[str, Tensor]] = {norm: {} for norm in NORMS_MEASURED}
-    weights = model.weights()
-    if weights is None:
-        return found
-    for name, branch, x in residual_branches(model, model.embedding(tokens), weights):
-        assert isinstance(branch, LipschitzBranch)
-        for norm in NORMS_MEASURED:
-            if branch.has_one_local_bound and norm != NORMS_MEASURED[0]:
-                found[norm][name] = found[NORMS_MEASURED[0]][name]
-            else:
-                found[norm][name] = branch.local_bound(x, norm, tight, weights[name].branch)
-    return found

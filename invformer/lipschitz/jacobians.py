@@ -1,66 +1,30 @@
 """The residual branches of a stack at a text, those of one kind and shape stacked.
 
 Everything here has a leading dimension of branches: one launch serves all of them, at any depth.
-Products with a Jacobian take a further dimension after the sequences, of several vectors.
+Products with a Jacobian take a further dimension after the sequences, of K vectors.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
-from torch.nn import functional as F
+from jaxtyping import Float, Integer
+from torch import Tensor
 
 from invformer.kernels.attention import only
-from invformer.kernels.blocked import toeplitz
-from invformer.nn.attention import L2Weights, TiedL2Attention, merge_heads, split_heads
-from invformer.nn.bounded_attention import (
-    BoundedAttention,
-    BoundedWeights,
-    merge,
-    split,
-)
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.feed_forward import (
-    Activation,
-    ContractiveFeedForward,
-    FeedForward,
-    FeedForwardWeights,
-    activation_slope,
-)
-from invformer.nn.position_bias import CausalMask, RelativePositionBias
-from invformer.nn.residual import InvertibleResidual
+from invformer.nn.feed_forward import ACTIVATIONS, FeedForward, activation_slope
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
-from invformer.numerics import bounded_attention as bounded_core
-from invformer.numerics import l2_attention as core
-from invformer.numerics.ball import BallPoint, to_ball
+from invformer.numerics.ball import into_ball, to_ball
 from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
 Branch = LipschitzBranch | PreNormBranch
-
-
-@dataclass(frozen=True)
-class Jacobians:
-    """The Jacobians of branches of one kind, at an input of each.
-
-    Attributes:
-        whole: ∂f/∂X; vectors are (branches, sequences, K, N, D).
-        diagonal: its diagonal blocks ∂f_i/∂x_i as one map; None where nobody wrote them down.
-        at: what local bounds are made of; None where there are none.
-    """
-
-    whole: LinearMap
-    diagonal: LinearMap | None = None
-    at: Any = None
-
-    def changed(self, change: Callable[[LinearMap], LinearMap]) -> "Jacobians":
-        """Both maps, changed alike."""
-        diagonal = None if self.diagonal is None else change(self.diagonal)
-        return Jacobians(change(self.whole), diagonal, self.at)
+# Output tokens, one for each vector.
+Chosen = Integer[Tensor, "branches sequences K"]
 
 
 def residual_branches(
@@ -97,174 +61,215 @@ def acts_per_token(branch: Branch) -> bool:
     return isinstance(branch.inner, FeedForward) and branch.inner.kernel == 1
 
 
-def of_branches(
-    branches: Sequence[Any], weights: Sequence[Any], x: Tensor, num_vectors: int = 1
-) -> Jacobians:
-    """Those of contractive branches of one kind, each with its weights at an input of its own.
+class StackedBranches:
+    """Branches f of one kind, each at an input of its own: their outputs, then their Jacobians.
 
-    Branches without products of their own here go through autograd, for ``num_vectors`` vectors.
+    :meth:`forward` is called for one layer after the other. This class differentiates any branches
+    automatically; the others know the products of theirs.
+
+    Args:
+        branches: of one kind and shape.
+        layers: the weights of their residual layers. Those of D⁻¹ f(D ·), D folded in, have the
+            Jacobian D⁻¹ J D; the products below are with J.
+        num_tokens: N.
+        input_radius: R, if the branches see ψ_R(u) instead of u.
+        scale: D of each layer, if it is folded in.
     """
-    match branches[0]:
-        case TiedL2Attention():
-            bias = stacked_biases(branches, x.shape[-2])
-            return of_l2_attention(stacked(weights), bias, x)
-        case BoundedAttention():
-            bias = stacked_biases(branches, x.shape[-2]).to(x)
-            return of_bounded_attention(branches[0], stacked(weights), bias, x)
-        case ContractiveFeedForward():
-            return of_feed_forward(stacked(weights), branches[0].activation, x)
-    return by_autograd(
-        lambda at: torch.stack([f(*pair) for f, *pair in zip(branches, at, weights, strict=True)]),
-        x,
-        num_vectors,
-    )
+
+    def __init__(
+        self,
+        branches: Sequence[Any],
+        layers: Sequence[ResidualWeights],
+        num_tokens: int,
+        input_radius: float | None = None,
+        scale: Float[Tensor, "branches width"] | None = None,
+    ) -> None:
+        self.branches, self.layers, self.num_tokens = branches, layers, num_tokens
+        self.weights = [layer.branch for layer in layers]
+        self.input_radius, self.scale = input_radius, scale
+        centres = [layer.centre for layer in layers if layer.centre is not None]
+        self.centre = torch.stack(centres).unsqueeze(1) if centres else None
+        self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
+        self.points: list[tuple[Tensor, ...]] = []
+
+    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
+        """x + D⁻¹ f(ψ_R(D x + b)) of the next layer."""
+        index = len(self.inputs)
+        u = self.enter(x)
+        u = u if self.centre is None else u + self.centre[index]
+        return x + self.layers[index].leave(self.branches[index](u, self.weights[index]))
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the next branch sees, less the centre where D is folded in."""
+        scaling = self.layers[len(self.inputs)].scaling
+        self.inputs.append(x if scaling is None else scaling.apply(x))
+        return self.seen(self.inputs[-1])
+
+    def leave(self, x: Tensor, hidden: Tensor, w_out: Tensor) -> Tensor:
+        """x + D⁻¹ h W of the layer that was entered."""
+        layer = self.layers[len(self.inputs) - 1]
+        if layer.scaling is None:
+            return plus_product(x.flatten(0, -2), hidden, w_out)
+        return x + layer.leave(hidden @ w_out)
+
+    def seen(self, u: Tensor) -> Tensor:
+        """ψ_R(u)."""
+        return u if self.input_radius is None else into_ball(u, self.input_radius)
+
+    def evidence(self) -> list[Tensor]:
+        """What derivatives and local bounds are made of, branch first."""
+        return [torch.stack(each) for each in zip(*self.points, strict=True)]
+
+    def whole(self, num_vectors: int = 1) -> LinearMap:
+        """J; vectors are (branches, sequences, K, N, D)."""
+        return self.of_inputs(self.product(num_vectors))
+
+    def rows(self, chosen: Chosen) -> LinearMap:
+        """The rows J_i· = ∂f_i/∂X of K output tokens i.
+
+        They map (branches, sequences, K, N, D) to (branches, sequences, K, D).
+        """
+        here = chosen.unsqueeze(-1) == torch.arange(self.num_tokens, device=chosen.device)
+        return self.of_inputs(self.product_of_rows(chosen, here.to(self.inputs[0]).unsqueeze(-1)))
+
+    def diagonal(self) -> LinearMap:
+        """The diagonal blocks ∂f_i/∂x_i, as one map."""
+        return self.of_inputs(self.product_of_diagonal())
+
+    def product(self, num_vectors: int) -> LinearMap:
+        """J at what the branches see."""
+        u = torch.stack(self.inputs) if self.centre is None else self.centred()
+        u = self.seen(u).unsqueeze(2).expand(-1, -1, num_vectors, -1, -1)
+        with only("math"):  # fused attention has no second derivative
+            return linearise(self.together, u)
+
+    def centred(self) -> Tensor:
+        """x + m of each branch."""
+        assert self.centre is not None
+        return torch.stack(self.inputs) + self.centre.unsqueeze(1)
+
+    def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
+        """All branches, each at inputs of its own."""
+        each = zip(self.branches, u, self.weights, strict=True)
+        return torch.stack([branch(at, weights) for branch, at, weights in each])
+
+    def product_of_rows(self, chosen: Chosen, here: Tensor) -> LinearMap:
+        """Rows at what the branches see; ``here`` is one at the chosen token."""
+        whole = self.product(chosen.shape[-1])
+        return replace(
+            whole,
+            jvp=lambda dx: (whole.jvp(dx) * here).sum(-2),
+            vjp=lambda dy: whole.vjp(dy.unsqueeze(-2) * here),
+        )
+
+    def product_of_diagonal(self) -> LinearMap:
+        """The diagonal blocks at what the branches see."""
+        raise NotImplementedError(f"no diagonal blocks of {type(self.branches[0]).__name__}")
+
+    def of_inputs(self, j: LinearMap) -> LinearMap:
+        """The Jacobian of f ∘ ψ_R at u from that of f at ψ_R(u), with D and D⁻¹ undone."""
+        if self.input_radius is not None:
+            u = torch.stack(self.inputs).unsqueeze(2)
+            return between(lambda y: y, j, to_ball(u / self.input_radius).derivative)
+        if (scale := self.scale) is None:
+            return j
+
+        def d(v: Tensor) -> Tensor:
+            return scale.view(len(scale), *[1] * (v.ndim - 2), -1)
+
+        return between(lambda y: y * d(y), j, lambda x: x / d(x))
+
+    def linear(self, push: SequenceMap, pull: SequenceMap) -> LinearMap:
+        """A pair of products."""
+        x = self.inputs[0]
+        shape = torch.Size((len(self.inputs), *x.shape))
+        return LinearMap(push, pull, shape, x.dtype, x.device)
 
 
-def stacked(weights: Sequence[Any]) -> Any:
-    """The weights of several branches of one kind as one value, branch first."""
-    return type(weights[0])(*(torch.stack(each) for each in zip(*weights, strict=True)))
+class StackedModules(StackedBranches):
+    """Modules that hold their parameters, which are stacked."""
+
+    def __init__(self, branches: Sequence[Any], num_tokens: int) -> None:
+        super().__init__(branches, [ResidualWeights(None)] * len(branches), num_tokens)
+        parameters, buffers = torch.func.stack_module_state(list(branches))
+        self.state = {name: t.detach() for name, t in (parameters | buffers).items()}
+
+    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
+        """f(x) of the next module, which its block adds to a stream."""
+        self.inputs.append(x)
+        return self.branches[len(self.inputs) - 1](x)
+
+    def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
+        """All modules, each at inputs of its own."""
+
+        def one(state: dict[str, Tensor], x: Tensor) -> Tensor:
+            return torch.func.functional_call(self.branches[0], state, (x,))
+
+        return torch.func.vmap(one)(self.state, u)
 
 
-def of_l2_attention(weights: L2Weights, bias: Tensor, x: Tensor) -> Jacobians:
-    """Σ_h (P^h q^h) G_h with q = X W_h."""
-    num_heads = weights.g.shape[1]
-    query = weights.w_q.transpose(-3, -2).flatten(-2)
-    output = weights.g.flatten(-3, -2)
-    q = split_heads(by_branch(x, query), num_heads)
-    p = core.attention_weights(q, bias[:, None])
-    at = q.unsqueeze(2), p.unsqueeze(2)
+class StackedFeedForward(StackedBranches):
+    """φ(x W + b) V, x with the tokens before it where the kernel sees them."""
 
-    def of_heads(jvp: Callable, vjp: Callable) -> LinearMap:
+    def __init__(
+        self, branches: Sequence[Any], layers: Sequence[ResidualWeights], *at: Any
+    ) -> None:
+        super().__init__(branches, layers, *at)
+        self.stacked = type(self.weights[0])(*map(torch.stack, zip(*self.weights, strict=True)))
+        self.bias = self.stacked.b_in.unsqueeze(1)
+        if self.centre is not None:
+            self.bias = torch.baddbmm(self.bias, self.centre, self.stacked.w_in)
+
+    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
+        """The layer; x W + b is kept."""
+        index, stacked = len(self.inputs), self.stacked
+        u = windows(self.enter(x), stacked.kernel)
+        hidden = plus_product(self.bias[index], u, stacked.w_in[index])
+        self.points.append((hidden,))
+        activation = ACTIVATIONS[self.branches[0].activation]
+        return self.leave(x, activation(hidden), stacked.w_out[index])
+
+    def evidence(self) -> list[Tensor]:
+        """φ′ and the weights."""
+        (hidden,) = super().evidence()
+        return [activation_slope(self.branches[0].activation, hidden), *self.stacked]
+
+    def product(self, num_vectors: int) -> LinearMap:
+        """Sums over the tokens that a token sees."""
+        return self.of_windows(self.stacked.kernel)
+
+    def product_of_diagonal(self) -> LinearMap:
+        """The token itself."""
+        return self.of_windows(1)
+
+    def of_windows(self, kernel: int) -> LinearMap:
+        """What ``kernel`` tokens do to the row of the last of them."""
+        slope, w_in, _, w_out, _ = self.evidence()
+        slope, w_in = slope.unsqueeze(2), w_in[:, : kernel * w_out.shape[-1]]
+
         def push(dx: Tensor) -> Tensor:
-            dq = split_heads(by_branch(dx, query), num_heads)
-            return by_branch(merge_heads(jvp(*at, dq)), output)
+            return by_branch(by_branch(windows(dx, kernel), w_in) * slope, w_out)
 
         def pull(dy: Tensor) -> Tensor:
-            dv = split_heads(by_branch(dy, output.mT), num_heads)
-            return by_branch(merge_heads(vjp(*at, dv)), query.mT)
+            return windows_adjoint(by_branch(by_branch(dy, w_out.mT) * slope, w_in.mT), kernel)
 
-        return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-    whole = of_heads(core.l2_attention_jvp, core.l2_attention_vjp)
-    diagonal = of_heads(core.diagonal_block_product, core.diagonal_block_product)
-    return Jacobians(whole, diagonal, (q, p, weights))
+        return self.linear(push, pull)
 
 
-def of_bounded_attention(
-    like: BoundedAttention, weights: BoundedWeights, bias: Tensor, x: Tensor
-) -> Jacobians:
-    """[P_h v_h]_h G, queries, keys and values held in the unit ball; all see the same tokens."""
-    num_heads = weights.g.shape[1]
-    w_qkv = weights.w_qkv.flatten(1, 2).transpose(1, 2).flatten(2)
-    output = weights.g.flatten(-3, -2)
-    z = torch.stack(like.delayed(split(by_branch(x, w_qkv), num_heads)))
-    q, k, v = (BallPoint(*point) for point in zip(*to_ball(z), strict=True))
-    temperature = weights.temperature[:, None, :, None, None]
-    p = (temperature * q.u @ k.u.mT + bias[:, None]).softmax(-1)
-    wide = bounded_core.AttentionPoint(
-        *(BallPoint(*(t.unsqueeze(2) for t in point)) for point in (q, k, v)),
-        p=p.unsqueeze(2),
-        temperature=temperature.unsqueeze(2),
-    )
-
-    def of_heads(seen: Callable, jvp: Callable, vjp: Callable, adjoint: Callable) -> LinearMap:
-        def push(dx: Tensor) -> Tensor:
-            dz = seen(split(by_branch(dx, w_qkv), num_heads))
-            return by_branch(merge_heads(jvp(wide, *dz)), output)
-
-        def pull(dy: Tensor) -> Tensor:
-            dv = split_heads(by_branch(dy, output.mT), num_heads)
-            return by_branch(merge(adjoint(vjp(wide, dv))), w_qkv.mT)
-
-        return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-    products = bounded_core.attention_jvp, bounded_core.attention_vjp
-    whole = of_heads(like.delayed, *products, like.delayed_adjoint)
-    own = bounded_core.diagonal_block_jvp, bounded_core.diagonal_block_vjp
-    diagonal = of_heads(like.delayed_diagonal, *own, like.delayed_diagonal)
-    at = bounded_core.AttentionPoint(q, k, v, p, temperature)
-    return Jacobians(whole, diagonal, (at, weights))
-
-
-def of_feed_forward(weights: FeedForwardWeights, activation: Activation, x: Tensor) -> Jacobians:
-    """φ(x W + b) V, x with the tokens before where the kernel has them."""
-    w_in, b_in, w_out, _ = weights
-    slope = activation_slope(activation, by_branch(windows(x, weights.kernel), w_in, b_in))
-    wide = slope.unsqueeze(2)
-
-    def of_windows(w_in: Tensor, kernel: int) -> LinearMap:
-        """What a token and those before it, ``kernel`` in all, do to its row."""
-
-        def push(dx: Tensor) -> Tensor:
-            return by_branch(by_branch(windows(dx, kernel), w_in) * wide, w_out)
-
-        def pull(dy: Tensor) -> Tensor:
-            return windows_adjoint(by_branch(by_branch(dy, w_out.mT) * wide, w_in.mT), kernel)
-
-        return LinearMap(push, pull, x.shape, x.dtype, x.device)
-
-    diagonal = of_windows(w_in[:, : x.shape[-1]], 1)
-    whole = diagonal if weights.kernel == 1 else of_windows(w_in, weights.kernel)
-    return Jacobians(whole, diagonal, (slope, weights))
-
-
-def of_modules(branches: Sequence[nn.Module], x: Tensor, num_vectors: int) -> Jacobians:
-    """Those of any other branches, by autograd, mapped over them with their parameters stacked."""
-    parameters, buffers = torch.func.stack_module_state(list(branches))
-    state = {name: t.detach() for name, t in (parameters | buffers).items()}
-
-    def one(state: dict[str, Tensor], at: Tensor) -> Tensor:
-        return torch.func.functional_call(branches[0], state, (at,))
-
-    return by_autograd(lambda at: torch.func.vmap(one)(state, at), x, num_vectors)
-
-
-def by_autograd(f: SequenceMap, x: Tensor, num_vectors: int) -> Jacobians:
-    """Those of a map of all branches' inputs at once."""
-    with only("math"):  # fused attention has no second derivative
-        whole = linearise(f, x.unsqueeze(2).expand(-1, -1, num_vectors, -1, -1))
-    return Jacobians(replace(whole, shape=x.shape))
-
-
-def stacked_biases(
-    branches: Sequence[Any], num_tokens: int
-) -> Float[Tensor, "branches heads tokens tokens"]:
-    """What is added to the logits of every branch."""
-    positions = [branch.position for branch in branches]
-    if all(type(position) is RelativePositionBias for position in positions):
-        tables = torch.stack([position.table[:, : num_tokens - 1] for position in positions])
-        return toeplitz(F.pad(tables, (1, 0)), num_tokens)
-    if not all(isinstance(position, CausalMask) for position in positions):
-        return torch.stack([position(num_tokens) for position in positions])
-    return toeplitz(torch.stack([p.by_lag(num_tokens) for p in positions]), num_tokens)
+def between(left: SequenceMap, j: LinearMap, right: SequenceMap) -> LinearMap:
+    """A J B with symmetric A and B."""
+    return replace(j, jvp=lambda x: left(j.jvp(right(x))), vjp=lambda y: right(j.vjp(left(y))))
 
 
 def by_branch(
-    x: Float[Tensor, "branches *batch tokens m"],
-    w: Float[Tensor, "branches m n"],
-    b: Float[Tensor, "branches n"] | None = None,
-) -> Float[Tensor, "branches *batch tokens n"]:
-    """x W + b of every branch, without a copy of W for every vector and sequence."""
-    rows = x.flatten(1, -2)
-    y = torch.bmm(rows, w) if b is None else torch.baddbmm(b.unsqueeze(1), rows, w)
-    return y.unflatten(1, x.shape[1:-1])
+    x: Float[Tensor, "branches *batch m"], w: Float[Tensor, "branches m n"]
+) -> Float[Tensor, "branches *batch n"]:
+    """x W of every branch, without a copy of W for every vector and sequence."""
+    return torch.bmm(x.flatten(1, -2), w).unflatten(1, x.shape[1:-1])
 
 
-def in_ball(jacobians: Jacobians, entry: BallPoint) -> Jacobians:
-    """The Jacobians of f ∘ ψ_R from those of f."""
-    wide = BallPoint(*(t.unsqueeze(2) for t in entry))
-    return jacobians.changed(
-        lambda j: replace(
-            j,
-            jvp=lambda dx: j.jvp(wide.derivative(dx)),
-            vjp=lambda dy: wide.derivative(j.vjp(dy)),
-        )
-    )
-
-
-def scaled(jacobians: Jacobians, scale: Float[Tensor, "branches 1 1 width"]) -> Jacobians:
-    """D J D⁻¹ from J."""
-    d = scale.unsqueeze(2)
-    return jacobians.changed(
-        lambda j: replace(j, jvp=lambda dx: d * j.jvp(dx / d), vjp=lambda dy: j.vjp(d * dy) / d)
-    )
+def plus_product(
+    b: Float[Tensor, "#rows n"], x: Float[Tensor, "*batch m"], w: Float[Tensor, "m n"]
+) -> Float[Tensor, "*batch n"]:
+    """b + x W of one branch."""
+    return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])

@@ -7,17 +7,18 @@ vector; in ``entry_max`` a is ± one entry and x a vector of signs. A gain is a 
 wherever the iteration stops; outside ``frobenius`` it may stop in a local maximum.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from invformer.kernels.attention import only
-from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
-from invformer.numerics.norms import Norm, dual_vector, stationarity, vector_norm
+from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.norms import Norm, divide, dual_vector, stationarity, vector_norm
 
-# Output tokens that one step of a PowerIteration advances, where J mixes tokens (token_max).
+# Output tokens that one step of a RowIteration advances.
 TOKENS_AT_ONCE = 8
 
 
@@ -39,22 +40,6 @@ class LipschitzEstimate:
     converged: Bool[Tensor, "*batch"]
     norm: Norm
     vector: Float[Tensor, "*batch tokens width"]
-
-
-def local_lipschitz(
-    f: SequenceMap, x: Float[Tensor, "*batch tokens width"], norm: Norm = "token_max", **options
-) -> LipschitzEstimate:
-    """‖∂f/∂X‖ at X from below, by power iteration on products that autograd makes.
-
-    Args:
-        f: a map that keeps the shape and does not mix samples, as for :func:`.linearise`.
-        x: where.
-        norm: of input and output.
-        options: of :func:`operator_norm`.
-    """
-    with only("math"):  # fused attention has no second derivative
-        jacobian = linearise(f, x)
-    return operator_norm(jacobian, norm, **options)
 
 
 def operator_norm(
@@ -186,22 +171,30 @@ def least_length(w: Tensor) -> float:
     return 1024.0 * (w.shape[-2] * w.shape[-1] * torch.finfo(w.dtype).tiny) ** 0.5
 
 
+class Step(NamedTuple):
+    """The gains ‖Jx‖ of K vectors x of norm one, (branches, sequences, K), and these vectors.
+
+    ``residual`` computes how far each is from stationary.
+    """
+
+    gains: Tensor
+    vectors: Tensor
+    residual: Callable[[], Tensor]
+
+
 class PowerIteration:
     """‖J‖ from below, step by step, while J moves slowly under it.
 
     A step takes one product with Jᵀ and one with J. It starts from the left vectors of the step
-    before and keeps them in place, on the device. In ``token_max`` every output token i has a left
-    vector a_i of its own: an iteration that only follows the largest token stays in a local
-    maximum, 10 to 40 % too low. A step advances ``TOKENS_AT_ONCE`` tokens: the one that was largest
-    when last visited, and others in turn. Where J acts token by token, it advances all of them.
-
-    The gains are lower bounds at every step; they lag by what J moved meanwhile.
+    before and keeps them in place, on the device. Where J acts token by token, every token has a
+    left vector of its own. The gains are lower bounds at every step; they lag by what J moved
+    meanwhile.
 
     Args:
         shape: of J, (branches, sequences, N, D). Products take a further dimension after the
-            sequences, of several vectors.
+            sequences, of one vector here.
         norm: of input and output.
-        per_token: whether J = diag(J_1, …, J_N).
+        per_token: whether J = diag(J_1, …, J_N); token_max needs it.
         seed: of the first left vectors.
     """
 
@@ -216,61 +209,88 @@ class PowerIteration:
         seed: int = 0,
     ) -> None:
         self.norm: Norm = norm
-        self.per_token, self.num_tokens = per_token, shape[-2]
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(shape, generator=generator, dtype=torch.float64)
-        rows: Norm = "frobenius" if norm == "frobenius" and not per_token else "token_max"
-        self.left = unit(noise, rows).to(device, dtype)  # a_i as rows
-        self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖(Jx)_i‖, last seen
-        self.turn = torch.zeros((), dtype=torch.int64, device=device)
-        mixes = norm == "token_max" and not per_token
-        self.num_vectors = min(TOKENS_AT_ONCE, self.num_tokens) if mixes else 1
-        self.others = torch.arange(self.num_vectors - 1, device=device).expand(*shape[:2], -1)
-        self.here = torch.eye(self.num_tokens, dtype=dtype, device=device)[..., None]
+        self.per_token = per_token
+        self.rows: Norm = "token_max" if per_token else norm
+        self.left = first_vectors(shape, self.rows, seed).to(device, dtype)
 
-    def step(
-        self, jacobian: LinearMap
-    ) -> tuple[Float[Tensor, "branches sequences K"], Float[Tensor, "branches sequences K N D"]]:
-        """The gains ‖Jx‖ of some vectors x of norm one, and these vectors."""
-        if self.norm == "token_max" and not self.per_token:
-            return self._tokens_apart(jacobian)
-        rows: Norm = "token_max" if self.per_token else self.norm
-        x, o = power_step(jacobian, self.left.unsqueeze(2), rows)
+    def step(self, jacobian: LinearMap) -> Step:
+        """One step, of one vector for each branch and sequence."""
+        x, o = power_step(jacobian, self.left.unsqueeze(2), self.rows)
         if self.per_token:
             lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
             turned = o / lengths.clamp_min(least_length(o))
         else:
-            lengths, turned = vector_norm(o, rows)[..., None, None], dual_vector(o, rows)
+            lengths, turned = vector_norm(o, self.rows)[..., None, None], dual_vector(o, self.rows)
         moved = lengths > least_length(o)
         self.left.copy_(torch.where(moved, turned, self.left.unsqueeze(2)).squeeze(2))
         if self.norm == "frobenius" and self.per_token:  # in which the largest stands alone
             x = torch.where(lengths == lengths.amax(-2, keepdim=True), x, 0)
-        return lengths.amax((-2, -1)), x
+        gains = lengths.amax((-2, -1))
 
-    def _tokens_apart(self, jacobian: LinearMap) -> tuple[Tensor, Tensor]:
-        width = self.left.shape[-1]
-        if self.num_vectors == self.num_tokens:
-            a = self.here * self.left.unsqueeze(2)
-            self.lengths.zero_()
-        else:
-            others = (self.others + self.turn) % self.num_tokens
+        def residual() -> Tensor:
+            w = jacobian.vjp(dual_vector(jacobian.jvp(x), self.norm))
+            return stationarity(x, w, gains, self.norm)
+
+        return Step(gains, x, residual)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The buffers; loading is copying into them."""
+        return {"left": self.left}
+
+
+class RowIteration:
+    """The same in token_max for a J that mixes tokens: ‖J‖ is the largest ‖J_i·‖ of a token's row.
+
+    Every output token i has a left vector a_i of its own: an iteration that only follows the
+    largest token stays in a local maximum, 10 to 40 % too low. A step advances ``TOKENS_AT_ONCE``
+    tokens: the one that was largest when last visited, and others in turn.
+
+    Args:
+        shape: of J, (branches, sequences, N, D).
+        seed: of the first left vectors.
+    """
+
+    def __init__(
+        self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device, seed: int = 0
+    ) -> None:
+        self.num_tokens = shape[-2]
+        self.left = first_vectors(shape, "token_max", seed).to(device, dtype)
+        self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖J_i·x‖, last seen
+        self.turn = torch.zeros((), dtype=torch.int64, device=device)
+        num_vectors = min(TOKENS_AT_ONCE, self.num_tokens)
+        self.others = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
+
+    def step(self, rows: Callable[[Tensor], LinearMap]) -> Step:
+        """One step, of one vector for each chosen token; ``rows`` makes J_i· of them."""
+        chosen = self.others
+        if chosen.shape[-1] < self.num_tokens:
+            others = (chosen[..., 1:] + self.turn) % self.num_tokens
             self.turn += others.shape[-1]
             chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
-            rows = chosen[..., None, None].expand(-1, -1, -1, 1, width)
-            a = self.left.new_zeros(*chosen.shape, self.num_tokens, width)
-            a.scatter_(3, rows, self.left.gather(2, rows.squeeze(3)).unsqueeze(3))
-            self.lengths.scatter_(2, chosen, 0.0)
-        x, o = power_step(jacobian, a, "token_max")
-        # Any vector may turn out to be the best for a token; those chosen forget their old one.
-        lengths = torch.linalg.vector_norm(o, dim=-1)
-        longest, which = lengths.max(2)
-        best = o.gather(2, which[:, :, None, :, None].expand(-1, -1, 1, -1, width)).squeeze(2)
-        improved = longest > self.lengths.clamp_min(least_length(o))
-        best = best / longest.clamp_min(least_length(o)).unsqueeze(-1)
-        self.left.copy_(torch.where(improved.unsqueeze(-1), best, self.left))
-        torch.maximum(self.lengths, longest, out=self.lengths)
-        return lengths.amax(-1), x
+        jacobian = rows(chosen)
+        at = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
+        left = self.left.gather(2, at)
+        x = unit(jacobian.vjp(left), "token_max")
+        o = jacobian.jvp(x)
+        gains = torch.linalg.vector_norm(o, dim=-1)
+        shortest = least_length(o)
+        turned = o / gains.clamp_min(shortest).unsqueeze(-1)
+        turned = torch.where((gains > shortest).unsqueeze(-1), turned, left)
+        self.left.scatter_(2, at, turned)
+        self.lengths.scatter_(2, chosen, gains)
+
+        def residual() -> Tensor:
+            further = torch.linalg.vector_norm(jacobian.vjp(turned), dim=-1).sum(-1) - gains
+            return torch.where(gains == 0, 0, divide(further, gains))
+
+        return Step(gains, x, residual)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers; loading is copying into them."""
         return {"left": self.left, "lengths": self.lengths, "turn": self.turn}
+
+
+def first_vectors(shape: torch.Size, norm: Norm, seed: int) -> Tensor:
+    """Random left vectors in float64: one of norm one, or a unit vector for each token."""
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return unit(noise, "frobenius" if norm == "frobenius" else "token_max")

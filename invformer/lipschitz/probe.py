@@ -1,31 +1,36 @@
 """The local Lipschitz constants of every residual branch at a fixed text, step after step."""
 
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor
 
+from invformer.lipschitz.attention_jacobians import StackedBoundedAttention, StackedL2Attention
 from invformer.lipschitz.jacobians import (
     Branch,
-    Jacobians,
+    StackedBranches,
+    StackedFeedForward,
+    StackedModules,
     acts_per_token,
-    in_ball,
-    of_branches,
-    of_modules,
-    residual_branches,
-    scaled,
 )
-from invformer.lipschitz.power_iteration import LipschitzEstimate, PowerIteration
+from invformer.lipschitz.power_iteration import (
+    LipschitzEstimate,
+    PowerIteration,
+    RowIteration,
+    Step,
+)
+from invformer.nn.attention import TiedL2Attention
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingStack
-from invformer.nn.residual import InvertibleResidual, ResidualWeights
+from invformer.nn.feed_forward import ContractiveFeedForward
+from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.nn.transformer import CharTransformer
-from invformer.numerics.ball import to_ball
-from invformer.numerics.linear_map import LinearMap
-from invformer.numerics.norms import Norm, dual_vector, stationarity
+from invformer.nn.transformer import CharTransformer, PreNormBlock
+from invformer.numerics.norms import Norm
 
 # The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
 Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
@@ -41,7 +46,7 @@ class Part(NamedTuple):
     branches: list[Branch]
     residual_layers: list[InvertibleResidual]
     input_radius: float | None
-    iteration: PowerIteration
+    iteration: PowerIteration | RowIteration
 
 
 class LipschitzProbe:
@@ -49,9 +54,9 @@ class LipschitzProbe:
 
     An estimate takes one step of power iteration (:class:`.PowerIteration`) from the vectors of the
     estimate before, at the model's present weights: while these move slowly, estimates follow the
-    true constants. The attentions of all blocks are stacked, and so are the feed-forwards: beside
-    one forward pass of the text, the number of launches does not depend on the depth. Nothing waits
-    for the device.
+    true constants. One forward pass of the text shows the branches their inputs; from there on the
+    attentions of all blocks are stacked, and so are the feed-forwards, so that the number of
+    launches does not depend on the depth. Nothing waits for the device.
 
     Args:
         model: the language model, all blocks built alike; its weights may change between calls.
@@ -69,7 +74,7 @@ class LipschitzProbe:
         seed: int = 0,
     ) -> None:
         self.model, self.tokens = model, tokens
-        self.measured = measured or certified_in(model)
+        self.measured: Measured = measured or certified_in(model)
         self.blocks = list(model.stack.blocks)
         self.names = [f"block_{i:02d}/{part}" for i in range(len(self.blocks)) for part in PARTS]
         weight = model.embedding.position
@@ -77,16 +82,18 @@ class LipschitzProbe:
         self.has_started = False
         streams = 2 if isinstance(model.stack, CouplingStack) else 1
         size = (*tokens.shape, model.head.in_features // streams)
-        norm: Norm = "token_max" if self.measured == "diagonal_block" else self.measured
+        self.norm: Norm = "token_max" if self.measured == "diagonal_block" else self.measured
         self.parts: list[Part] = []
         for index, part in enumerate(PARTS):
             layers = [getattr(block, part) for block in self.blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
             per_token = self.measured == "diagonal_block" or acts_per_token(branches[0])
-            iteration = PowerIteration(
-                torch.Size((len(branches), *size)), norm, per_token and norm != "entry_max",
-                seed=seed, **like,
-            )  # fmt: skip
+            shape = torch.Size((len(branches), *size))
+            if self.norm == "token_max" and not per_token:
+                iteration = RowIteration(shape, seed=seed, **like)
+            else:
+                per_token = per_token and self.norm != "entry_max"
+                iteration = PowerIteration(shape, self.norm, per_token, seed=seed, **like)
             radius = getattr(layers[0], "input_radius", None)
             residual = layers if model.is_invertible else []
             at = slice(index, None, len(PARTS))
@@ -98,59 +105,45 @@ class LipschitzProbe:
         self.targets = torch.tensor(targets, dtype=torch.float64, device=weight.device)
 
     @torch.no_grad()
-    def jacobians(self, weights: StackWeights | None = None) -> list[Jacobians]:
-        """Those of both parts of the blocks; None computes the weights of the stack."""
+    def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
+        """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
-        inputs = self.inputs(weights)
-        found: list[Jacobians] = []
-        for part in self.parts:
-            names = self.names[part.layers]
-            x = torch.stack([inputs[name] for name in names])
-            num_vectors = part.iteration.num_vectors
-            if weights is None:
-                found.append(of_modules(part.branches, x, num_vectors))
-                continue
-            of_layers: list[ResidualWeights] = [weights[name] for name in names]
-            scale = self.scale(part)
-            of_each = [w.branch for w in of_layers]
-            centres = [w.centre for w in of_layers if w.centre is not None]
-            if centres:
-                x = x + torch.stack(centres)[:, None, None]
-            elif scale is not None:
-                shifts = [w.scaling.shift for w in of_layers if w.scaling is not None]
-                x, scale = torch.addcmul(torch.stack(shifts)[:, None, None], x, scale), None
-            if part.input_radius is None:
-                jacobians = of_branches(part.branches, of_each, x, num_vectors)
-            else:
-                entry = to_ball(x / part.input_radius)
-                jacobians = of_branches(
-                    part.branches, of_each, entry.u * part.input_radius, num_vectors
+        parts = [self.empty(part, weights) for part in self.parts]
+        x, stack = self.model.embedding(self.tokens), self.model.stack
+        if not isinstance(stack, InvertibleStack) or weights is None:
+            for block in stack.blocks:
+                assert isinstance(block, PreNormBlock)
+                x = block.compose(
+                    x, lambda f, u, block=block: parts[f is block.feed_forward].forward(u)
                 )
-                jacobians = in_ball(jacobians, entry)
-            # Where D is folded into the weights they are of D⁻¹ f(D ·), whose Jacobian is D⁻¹ J D.
-            found.append(jacobians if scale is None else scaled(jacobians, scale))
-        return found
+            return parts
+        of_name = {name: parts[index % len(PARTS)] for index, name in enumerate(self.names)}
+        for name, layer in stack.layers():
+            x = of_name[name].forward(x) if name in of_name else layer(x, weights[name])
+        return parts
 
-    def inputs(self, weights: StackWeights | None) -> dict[str, Tensor]:
-        """The stream in front of every residual layer, by one forward pass."""
-        x = self.model.embedding(self.tokens)
+    def empty(self, part: Part, weights: StackWeights | None) -> StackedBranches:
+        """The branches of a part before they have seen their inputs."""
+        num_tokens = self.tokens.shape[-1]
         if weights is None:
-            return {name: at for name, _, at in residual_branches(self.model, x)}
-        found: dict[str, Tensor] = {}
-        assert isinstance(self.model.stack, InvertibleStack)
-        for name, layer in self.model.stack.layers():
-            if isinstance(layer, InvertibleResidual):
-                found[name] = x
-            if name != self.names[-1]:
-                x = layer(x, weights[name])
-        return found
-
-    def scale(self, part: Part) -> Float[Tensor, "branches 1 1 width"] | None:
-        """D of every layer, where there are scalings."""
+            return StackedModules(part.branches, num_tokens)
+        layers = [weights[name] for name in self.names[part.layers]]
         scalings = [layer.scaling for layer in part.residual_layers if layer.scaling is not None]
-        if not scalings:
-            return None
-        return torch.stack([each.log_scale for each in scalings]).exp()[:, None, None]
+        folded = layers[0].centre is not None
+        scale = torch.stack([each.log_scale for each in scalings]).exp() if folded else None
+        stacked = stacked_class(part.branches[0])
+        return stacked(part.branches, layers, num_tokens, part.input_radius, scale)
+
+    def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
+        """The last of some steps of power iteration, for each part."""
+        for part, stacked in zip(self.parts, self.stacked(weights), strict=True):
+            jacobian: Any = stacked.rows
+            if isinstance(part.iteration, PowerIteration):
+                diagonal = self.measured == "diagonal_block"
+                jacobian = stacked.diagonal() if diagonal else stacked.whole()
+            for _ in range(num_steps - 1):
+                part.iteration.step(jacobian)
+            yield part.iteration.step(jacobian)
 
     @torch.no_grad()
     def values(
@@ -164,38 +157,19 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
-        values = self.targets.new_empty(len(self.names))
-        for part, jacobians in zip(self.parts, self.jacobians(weights), strict=True):
-            jacobian = self.followed(jacobians)
-            for _ in range(num_steps - 1):
-                part.iteration.step(jacobian)
-            gains, _ = part.iteration.step(jacobian)
-            values[part.layers] = gains.amax((-2, -1))
-        return values
-
-    def followed(self, jacobians: Jacobians) -> LinearMap:
-        """The Jacobian, or its diagonal blocks."""
-        if self.measured != "diagonal_block":
-            return jacobians.whole
-        assert jacobians.diagonal is not None
-        return jacobians.diagonal
+        parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
+        return torch.stack(parts, -1).flatten()
 
     @torch.no_grad()
     def estimate(self, num_steps: int = 1, rtol: float = 0.1) -> dict[str, LipschitzEstimate]:
         """An estimate per branch with its evidence, (sequences,)."""
         found: dict[str, LipschitzEstimate] = {}
-        for part, jacobians in zip(self.parts, self.jacobians(), strict=True):
-            norm, jacobian = part.iteration.norm, self.followed(jacobians)
-            for _ in range(num_steps - 1):
-                part.iteration.step(jacobian)
-            gains, x = part.iteration.step(jacobian)
-            w = jacobian.vjp(dual_vector(jacobian.jvp(x), norm))
-            residuals = stationarity(x, w, gains, norm)
+        for part, (gains, x, residual) in zip(self.parts, self.steps(num_steps), strict=True):
             best = gains.argmax(-1, keepdim=True)
             vectors = x.gather(2, best[..., None, None].expand(-1, -1, 1, *x.shape[-2:])).squeeze(2)
-            each = zip(gains.amax(-1), residuals.gather(2, best).squeeze(2), vectors, strict=True)
-            for name, (value, residual, vector) in zip(self.names[part.layers], each, strict=True):
-                found[name] = LipschitzEstimate(value, residual, residual <= rtol, norm, vector)
+            each = gains.amax(-1), residual().gather(2, best).squeeze(2), vectors
+            for name, value, left, vector in zip(self.names[part.layers], *each, strict=True):
+                found[name] = LipschitzEstimate(value, left, left <= rtol, self.norm, vector)
         return {name: found[name] for name in self.names}
 
     def bounds(self) -> Float[Tensor, "branches"]:
@@ -228,6 +202,19 @@ class LipschitzProbe:
                 raise ValueError(f"{name} does not fit the model")
             tensor.copy_(given)
         self.has_started = True
+
+
+STACKED: dict[type, type[StackedBranches]] = {
+    TiedL2Attention: StackedL2Attention,
+    BoundedAttention: StackedBoundedAttention,
+    ContractiveFeedForward: StackedFeedForward,
+}
+
+
+def stacked_class(branch: Branch) -> type[StackedBranches]:
+    """The class that knows the products of branches like this one."""
+    known = (STACKED[kind] for kind in STACKED if isinstance(branch, kind))
+    return next(known, StackedBranches)
 
 
 def certified_in(model: CharTransformer) -> Measured:

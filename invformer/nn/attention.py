@@ -17,11 +17,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import contractive, kim, local
+from invformer.bounds import contractive, kim
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
-from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
+from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
@@ -37,9 +37,6 @@ from invformer.numerics.norms import Norm
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
 LEAST_SIGMA = 1e-18
-
-# Spectral norms of D × D matrices in a tight local bound.
-NORMS_PER_TOKEN = 6
 
 AttentionCertificate = Literal["token_max", "causal"]
 
@@ -131,27 +128,6 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         w_q, g = weights or self.weights()
         log_mass = self.position.log_mass_per_row().to(w_q.device)
         return cast(w_q, dtype), cast(g, dtype), log_mass
-
-    def local_bound(
-        self, x: Tokens, norm: Norm, tight: bool = False, weights: L2Weights | None = None
-    ) -> Float[Tensor, "*batch"]:
-        """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
-        weights = weights or self.weights()
-        w_q, g = weights
-        q = project(x, w_q)
-        p = core.attention_weights(q, self.position(x.shape[-2]))
-        match norm:
-            case "token_max":
-                bound = local.token_max_local_bound(q, p, w_q, g)
-            case "frobenius":
-                work = NORMS_PER_TOKEN * PER_SPECTRAL_NORM * x.shape[-1] ** 3
-                tight = tight and is_affordable(x[..., 0].numel(), work)
-                frobenius_bound = local.tight_local_bound if tight else local.fast_local_bound
-                bound = frobenius_bound(q, p, w_q, g)
-            case "entry_max":
-                raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        # The certificate holds at every X, so it is a local bound too.
-        return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
 
 class ContractiveL2Attention(TiedL2Attention):

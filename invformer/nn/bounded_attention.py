@@ -17,7 +17,6 @@ from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
-from invformer.numerics import bounded_attention as core
 from invformer.numerics.ball import into_ball
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import advance, delay
@@ -172,14 +171,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
-    def point(self, x: Tokens, weights: BoundedWeights) -> core.AttentionPoint:
-        """Projections and attention weights at X, by plain operations."""
-        bias = self.position(x.shape[-2]).to(x)
-        z = x @ side_by_side(weights.w_qkv.flatten(0, 1))
-        return core.attention_point(
-            *self.delayed(split(z, self.num_heads)), weights.temperature, bias
-        )
-
     def in_ball(
         self, x: Tokens, weights: BoundedWeights, centre: Float[Tensor, "width"] | None = None
     ) -> Projections:
@@ -203,21 +194,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         """:meth:`delayed` if only row i's own projections count; its own adjoint."""
         q, k, v = parts
         return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
-
-    def local_bound(
-        self, x: Tokens, norm: Norm, tight: bool = False, weights: BoundedWeights | None = None
-    ) -> Float[Tensor, "*batch"]:
-        """A proven upper bound on ‖∂f/∂X‖ at each X, from one pass over the attention weights."""
-        weights = weights or self.weights()
-        at, strictly = self.point(x, weights), self.strictly_causal
-        match norm:
-            case "token_max":
-                bound = bounded.token_max_local_bound(at, weights.w_qkv, weights.g, strictly)
-            case "frobenius":
-                bound = bounded.frobenius_local_bound(at, weights.w_qkv, weights.g, strictly, tight)
-            case "entry_max":
-                raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        return bound.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None

@@ -5,7 +5,6 @@ from collections.abc import Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.affine import Tokens
@@ -18,11 +17,6 @@ ROUNDING_MARGIN = 1 - 2e-5
 
 # The named tuple of tensors that a branch computes with.
 Weights = TypeVar("Weights", bound=tuple)
-
-# Multiplications in float64 that a tight local bound of one branch may take.
-MOST_TIGHT = 2e11
-# Multiplications of a certified spectral norm of a D × D matrix, in D³.
-PER_SPECTRAL_NORM = 10
 
 
 class LipschitzBranch(nn.Module, Generic[Weights]):
@@ -43,8 +37,6 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         ValueError: c is something else.
     """
 
-    # True if one number is its local bound in token_max and in frobenius.
-    has_one_local_bound: bool = False
     # True if :meth:`weights_of` can fold scalings of the channels into the weights.
     folds_scaling: bool = False
     # True if f maps every token by itself.
@@ -90,16 +82,6 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         (seen,) = past.append(x)
         return self(seen, weights)[..., -x.shape[-2] :, :]
 
-    def local_bound(
-        self, x: Tokens, norm: Norm, tight: bool = False, weights: Any = None
-    ) -> Float[Tensor, "*batch"]:
-        """A proven upper bound on the Jacobian's norm at each X: estimate ≤ it ≤ Lipschitz bound.
-
-        ``tight`` spends an eigenproblem or a spectral norm per token, as long as these are
-        affordable (:func:`is_affordable`). The default is the bound that holds everywhere.
-        """
-        return x.new_full(x.shape[:-2], self.lipschitz_bound(norm, weights=weights))
-
     def inner_size(self, norm: Norm, num_tokens: int, weights: Any = None) -> float:
         """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""
         return 0.0
@@ -124,11 +106,6 @@ def in_double(weights: Any) -> Any:
     if weights is None or isinstance(weights, Tensor):
         return None if weights is None else weights.detach().double()
     return type(weights)(*(in_double(w) for w in weights))
-
-
-def is_affordable(num_tokens: int, multiplications_per_token: float) -> bool:
-    """True if a tight local bound in float64 takes some seconds at most, not minutes."""
-    return num_tokens * multiplications_per_token <= MOST_TIGHT
 
 
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:

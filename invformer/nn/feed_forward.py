@@ -9,10 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from invformer.bounds import layers, local
+from invformer.bounds import layers
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
-from invformer.nn.branch import PER_SPECTRAL_NORM, LipschitzBranch, cast, is_affordable
+from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -133,8 +133,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         ValueError: k is above one, and another norm than the spectral one is asked for.
     """
 
-    has_one_local_bound = True
-
     def __init__(
         self,
         d_model: int,
@@ -208,22 +206,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
         w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
-
-    def local_bound(
-        self, x: Tokens, norm: Norm, tight: bool = False, weights: FeedForwardWeights | None = None
-    ) -> Float[Tensor, "*batch"]:
-        """A proven upper bound on ‖∂f/∂X‖ at each X; one number serves token_max and frobenius."""
-        if norm == "entry_max":
-            raise ValueError("no local bound in entry_max is known: use lipschitz_bound")
-        weights = weights or self.weights()
-        slope = slopes(x, weights, self.activation)
-        by_lag, w_out = without_sharpness(weights)
-        hidden, width = w_out.shape
-        work = len(by_lag) * width**2 * (hidden + PER_SPECTRAL_NORM * width)
-        tight = tight and is_affordable(x[..., 0].numel(), work)
-        bound = local.feed_forward_local_bound if tight else local.feed_forward_fast_bound
-        total = torch.stack([bound(slope, w_in, w_out) for w_in in by_lag]).sum(0)
-        return total.clamp(max=self.lipschitz_bound(norm, weights=weights))
 
     def inner_size(
         self, norm: Norm, num_tokens: int, weights: FeedForwardWeights | None = None

@@ -28,6 +28,16 @@ class AttentionPoint(NamedTuple):
     p: Float[Tensor, "*batch heads tokens tokens"]
     temperature: Float[Tensor, "heads 1 1"]
 
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Everything in one row, for :meth:`of`."""
+        return *self.q, *self.k, *self.v, self.p, self.temperature
+
+    @classmethod
+    def of(cls, *tensors: Tensor) -> "AttentionPoint":
+        """From :meth:`tensors`."""
+        q, k, v = (BallPoint(tensors[i], tensors[i + 1]) for i in (0, 2, 4))
+        return cls(q, k, v, tensors[6], tensors[7])
+
 
 def attention_point(
     z_q: Float[Tensor, "*batch heads tokens d_head"],
@@ -47,23 +57,6 @@ def attention_point(
     scale = temperature[..., None, None].to(z_q)
     p = (scale * q.u @ k.u.mT + bias).softmax(-1)
     return AttentionPoint(q, k, v, p, scale)
-
-
-def attention_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
-    """dY = P dv + (P∘(dS − rowsum(P∘dS))) v,  dS = τ (dq kᵀ + q dkᵀ)."""
-    dq, dk, dv = at.q.derivative(dz_q), at.k.derivative(dz_k), at.v.derivative(dz_v)
-    ds = at.temperature * (dq @ at.k.u.mT + at.q.u @ dk.mT)
-    return at.p @ dv + softmax_jacobian(at.p, ds) @ at.v.u
-
-
-def attention_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The cotangents of z_Q, z_K and z_V for a cotangent g of Y: the adjoint of the above."""
-    ds = at.temperature * softmax_jacobian(at.p, g @ at.v.u.mT)
-    return (
-        at.q.derivative(ds @ at.k.u),
-        at.k.derivative(ds.mT @ at.q.u),
-        at.v.derivative(at.p.mT @ g),
-    )
 
 
 def diagonal_block_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:

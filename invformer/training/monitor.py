@@ -95,9 +95,10 @@ class LipschitzMonitor(L.Callback):
         names = self.probe.names
         columns = {"estimate": self.probe.values(weights=weights).double()}
         if self.probe.model.is_invertible:
-            if with_local_bounds:
-                columns["local_bound"] = local_bounds(self.probe)
-            columns["bound"] = self.probe.bounds()
+            bounds = self.probe.bounds()
+            if with_local_bounds:  # what holds everywhere holds here
+                columns["local_bound"] = torch.minimum(local_bounds(self.probe), bounds)
+            columns["bound"] = bounds
         keys = [f"lipschitz_branches/{name}/{key}" for key in columns for name in names]
         keys += [f"lipschitz/{key}" for key in columns]
         table = torch.stack(list(columns.values()))

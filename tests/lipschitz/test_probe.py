@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from invformer.lipschitz.jacobians import residual_branches
-from invformer.lipschitz.local_bounds import local_bounds
+from invformer.lipschitz.local_bounds import local_bound, local_bounds
+from invformer.lipschitz.power_iteration import RowIteration
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
+from invformer.nn import ContractiveFeedForward, ContractiveL2Attention, RelativePositionBias
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
@@ -42,9 +44,9 @@ MODELS = {
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
     "dot product": baseline,
-    "coupling": coupling,
     "l2": l2_baseline,
     "convolution": convolutional_baseline,
+    "coupling": coupling,
 }
 
 
@@ -93,20 +95,24 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
     tokens = random_tokens(1, seed=3)
     probe, true = LipschitzProbe(model, tokens), dense(model, tokens)
     assert sorted(probe.names) == sorted(true)
-    for part, jacobians in zip(probe.parts, probe.jacobians(), strict=True):
-        whole, diagonal = jacobians.whole, jacobians.diagonal
-        v = torch.randn(*whole.shape[:2], part.iteration.num_vectors, *whole.shape[2:])
-        pushed, pulled = whole.jvp(v).detach(), whole.vjp(v).detach()
-        for index, branch in enumerate(probe.names[part.layers]):
-            up = torch.einsum("idjk,vjk->vid", true[branch], v[index, 0])
-            down = torch.einsum("idjk,vid->vjk", true[branch], v[index, 0])
-            torch.testing.assert_close(pushed[index, 0], up, rtol=1e-6, atol=1e-9)
-            torch.testing.assert_close(pulled[index, 0], down, rtol=1e-6, atol=1e-9)
-            if diagonal is not None:
-                blocks = true[branch].diagonal(dim1=0, dim2=2)  # (D, D, N)
-                own = torch.einsum("dki,vik->vid", blocks, v[index, 0])
-                torch.testing.assert_close(diagonal.jvp(v)[index, 0], own, rtol=1e-6, atol=1e-9)
-                torch.testing.assert_close((diagonal.vjp(v) * v).sum(), (diagonal.jvp(v) * v).sum())
+    chosen = torch.tensor([0, 4, SEQ_LEN - 1])
+    for part, stacked in zip(probe.parts, probe.stacked(), strict=True):
+        count = len(part.branches)
+        j = torch.stack([true[branch] for branch in probe.names[part.layers]])
+        v = torch.randn(count, 1, len(chosen), SEQ_LEN, WIDTH)
+        cases = [(stacked.rows(chosen.expand(count, 1, -1)), "bkdje,blkje->blkd", j[:, chosen])]
+        if not isinstance(part.iteration, RowIteration):
+            cases += [(stacked.whole(len(chosen)), "bidje,blkje->blkid", j)]
+        if certified_in(model) == "diagonal_block":
+            blocks = j.diagonal(dim1=1, dim2=3)
+            cases += [(stacked.diagonal(), "bdei,blkie->blkid", blocks)]
+        for product, equation, matrix in cases:
+            pushed = product.jvp(v)
+            torch.testing.assert_close(
+                pushed, torch.einsum(equation, matrix, v), rtol=1e-6, atol=1e-9
+            )
+            w = torch.randn(pushed.shape)
+            torch.testing.assert_close((product.vjp(w) * v).sum(), (w * pushed).sum())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -184,8 +190,8 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
         set_manual_refresh(model)
         probe, weights = LipschitzProbe(model, random_tokens(1)[:, :8]), model.weights()
         probe.values(weights=weights)
-        with Launches() as forward, torch.no_grad():
-            probe.inputs(weights)
+        with Launches() as forward:
+            probe.stacked(weights)
         with Launches() as launches, HostSyncs() as syncs:
             probe.values(weights=weights)
         assert syncs.found == []
@@ -218,6 +224,22 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
                 assert value <= exact * (1 + 1e-5)
                 errors.append(1 - value / exact)
     assert statistics.median(errors) < 0.01
+
+
+def test_a_tight_local_bound_that_takes_too_long_is_the_fast_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    branches = (
+        ContractiveFeedForward(8, 16, 0.5),
+        ContractiveL2Attention(8, 2, RelativePositionBias(2, 5), 0.5),
+    )
+    for branch in branches:
+        x = 3 * torch.randn(2, 5, 8)
+        fast = local_bound(branch, x, "frobenius")
+        assert local_bound(branch, x, "frobenius", True) < fast
+        with monkeypatch.context() as patch:
+            patch.setattr("invformer.lipschitz.local_bounds.MOST_TIGHT", 100)
+            assert local_bound(branch, x, "frobenius", True) == pytest.approx(fast)
 
 
 class TanhOfMean(LipschitzBranch):
