@@ -39,7 +39,3 @@ class BitsPerChar(Metric):
         """Bits per character of everything seen."""
         # A count times a number would be of the default type, hence rounded to single precision.
         return self.nats / self.characters / math.log(2)
-
-    def nats_per_character(self) -> Tensor:
-        """Nats per character of everything seen by this process."""
-        return self.nats / self.characters
