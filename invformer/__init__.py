@@ -1,7 +1,8 @@
 """Invertible, provably Lipschitz Transformers: train, certify, monitor and invert them.
 
 ``load`` opens a trained model; ``certify`` and the modules of ``invformer.nn`` (as ``layers``) work
-in other people's models. All are imported on first use, so that command lines answer at once.
+in other people's models, ``local_constants`` and ``LipschitzMonitor`` on them. All are imported on
+first use, so that command lines answer at once.
 """
 
 from importlib import import_module
@@ -9,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from invformer import nn as layers
+    from invformer.lipschitz.submodules import local_constants
     from invformer.model import load
     from invformer.nn.certificate import certify
     from invformer.training.monitor import LipschitzMonitor
 
 __version__ = "0.1.0"
-__all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load"]
+__all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load", "local_constants"]
 PLACES = {
     "LipschitzMonitor": "training.monitor",
     "certify": "nn.certificate",
     "layers": "nn",
+    "local_constants": "lipschitz.submodules",
     "load": "model",
 }
 

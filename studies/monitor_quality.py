@@ -47,7 +47,7 @@ class Comparison(L.Callback):
         """The constants at the weights that the monitor has just seen."""
         step = trainer.global_step
         if step % self.every == 0 and step not in self.constants:
-            self.constants[step] = constants(pl_module.model, self.monitor.tokens)
+            self.constants[step] = constants(pl_module.model, self.monitor.inputs)
 
 
 def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:

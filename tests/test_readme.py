@@ -75,6 +75,9 @@ def test_no_cell_of_the_results_page_is_longer_than_200_characters() -> None:
     assert max(map(len, cells)) <= 200
 
 
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
 def test_the_library_examples_run_in_single_precision_as_they_stand() -> None:
     torch.set_default_dtype(torch.float32)
     page = (ROOT / "docs/library.md").read_text(encoding="utf-8")

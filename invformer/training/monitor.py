@@ -4,12 +4,14 @@ from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Integer
-from torch import Tensor
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor, nn
 
 from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
+from invformer.lipschitz.submodules import local_constants
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel
@@ -18,39 +20,45 @@ from invformer.training.stopwatch import Stopwatch
 
 
 class LipschitzMonitor(L.Callback):
-    """Estimates of every branch at every optimiser step, local bounds before validations.
+    """Local Lipschitz constants during training: of our models after every step, of others seldom.
 
-    Numbers of a row refer to the weights that its loss is of, those before the step's update; in a
-    row with a validation to the weights that are validated, those after it. The monitor reads
-    weights and writes metrics and its own buffers; training with and without it is bit-identical,
-    it draws no random number outside a generator of its own, and no clock decides what it measures.
+    Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, and computes
+    local bounds before validations. Numbers of a row refer to the weights that its loss is of,
+    those before the step's update; in a row with a validation to the weights that are validated,
+    those after it. Of any other module it measures the submodules (:func:`.local_constants`), which
+    takes far longer: choose ``every``.
+
+    The monitor reads weights and writes metrics and its own buffers; training with and without it
+    is bit-identical, it draws no random number outside a generator of its own, and no clock decides
+    what it measures.
 
     Args:
-        tokens: the probe text, (sequences, N), fixed for the run.
+        inputs: the probe text, (sequences, N), fixed for the run; for other models what they are
+            called with, a tuple if these are several arguments.
         every: optimiser steps between estimates.
         local_every: optimiser steps between local bounds, those that a validation follows; the last
             step of a run is one of them.
         seed: of the start vectors.
+
+    Attributes:
+        skipped: why submodules of other models are not measured.
     """
 
     def __init__(
-        self,
-        tokens: Integer[Tensor, "sequences tokens"],
-        *,
-        every: int = 1,
-        local_every: int = 250,
-        seed: int = 0,
+        self, inputs: Any, *, every: int = 1, local_every: int = 250, seed: int = 0
     ) -> None:
-        self.tokens, self.every, self.local_every, self.seed = tokens, every, local_every, seed
+        self.inputs, self.every, self.local_every, self.seed = inputs, every, local_every, seed
         self.probe: LipschitzProbe | None = None
+        self.skipped: dict[str, str] = {}
         self.restored: dict[str, Tensor] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""
-        assert isinstance(pl_module, CharLanguageModel)
-        tokens = self.tokens.to(pl_module.device)
+        self.inputs = move_data_to_device(self.inputs, pl_module.device)
         self.watch = Stopwatch(pl_module.device)
-        self.probe = LipschitzProbe(pl_module.model, tokens, seed=self.seed)
+        if not isinstance(pl_module, CharLanguageModel):
+            return
+        self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed)
         if self.restored:
             try:
                 self.probe.load_state_dict(self.restored)
@@ -61,9 +69,12 @@ class LipschitzMonitor(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
     ) -> None:
         """Estimate with the weights that the training step has used."""
-        assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step
-        if step % self.every == 0 and not self.validates(trainer, step):
+        if step % self.every:
+            return
+        if not isinstance(pl_module, CharLanguageModel):
+            record(trainer, step, self.of_submodules(pl_module))
+        elif not self.validates(trainer, step):
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))
 
@@ -76,9 +87,9 @@ class LipschitzMonitor(L.Callback):
         batch_idx: int,
     ) -> None:
         """Estimate with the weights after the update, and bound, where a validation follows."""
-        assert isinstance(pl_module, CharLanguageModel)
         step = trainer.global_step - 1
-        if not is_step_boundary(trainer, batch_idx) or not self.validates(trainer, step):
+        is_boundary = is_step_boundary(trainer, batch_idx)
+        if self.probe is None or not is_boundary or not self.validates(trainer, step):
             return
         with self.watch:
             record(trainer, step, self.row(None, with_local_bounds=True))
@@ -88,6 +99,16 @@ class LipschitzMonitor(L.Callback):
     def validates(self, trainer: L.Trainer, step: int) -> bool:
         """Whether a validation follows this step."""
         return (step + 1) % self.local_every == 0 or step + 1 == trainer.max_steps
+
+    def of_submodules(self, model: nn.Module) -> Measured:
+        """The local constant of every submodule of another model."""
+        arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
+        found = local_constants(model, *arguments)
+        if found.skipped != self.skipped:
+            self.skipped = found.skipped
+            reasons = "; ".join(f"{name or 'itself'}: {why}" for name, why in self.skipped.items())
+            rank_zero_info(f"the Lipschitz monitor skips {len(self.skipped)} modules: {reasons}")
+        return {f"lipschitz/{name or 'whole'}": value for name, value in found.values.items()}
 
     def row(self, weights: StackWeights | None, with_local_bounds: bool = False) -> Measured:
         """One step's metrics, in one vector on the device; None computes the weights."""

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
@@ -12,6 +13,7 @@ from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError
 from invformer.runs.run_log import read_rows
 from invformer.training.monitor import LipschitzMonitor
+from invformer.training.rows import Rows
 from invformer.training.stopwatch import Stopwatch
 
 ROOT = Path(__file__).parent.parent.parent
@@ -95,7 +97,7 @@ def test_fewer_estimates_are_made_where_that_is_asked_for(text_file: Path) -> No
     fit_module.fit(run)
     assert [row["step"] for row in rows_of(run) if "lipschitz/estimate" in row] == [0, 4, 5, 8, 11]
     (monitor,) = (c for c in run.trainer.callbacks if isinstance(c, LipschitzMonitor))
-    assert monitor.tokens.shape == (2, 16)
+    assert monitor.inputs.shape == (2, 16)
 
 
 def test_the_buffers_of_another_model_are_refused(text_file: Path) -> None:
@@ -104,6 +106,50 @@ def test_the_buffers_of_another_model_are_refused(text_file: Path) -> None:
     monitor.load_state_dict({"parts": torch.zeros(3)})
     with pytest.raises(CheckpointError, match=r"the Lipschitz monitor: .* is missing or unknown"):
         monitor.on_train_start(run.trainer, run.module)
+
+
+class Foreign(L.LightningModule):
+    """Somebody else's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Dropout())
+
+    def forward(self, x: torch.Tensor, _: object = None) -> torch.Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
+def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
+    tmp_path: Path,
+) -> None:
+    weights = []
+    for inputs in (None, (torch.ones(2, 3), "more")):
+        module, rows = Foreign(), Rows()
+        logged: dict[int, dict] = {}
+        rows.listeners.append(lambda step, row, logged=logged: logged.update({step: row}))
+        monitor = LipschitzMonitor(inputs, every=2)
+        trainer = L.Trainer(
+            max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[rows] if inputs is None else [monitor, rows],
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
+        weights.append(module.net[0].weight)
+    assert torch.equal(*weights)
+    assert logged.keys() == {0, 2}
+    names = {"lipschitz/net", "lipschitz/net.0", "lipschitz/net.1", "lipschitz/net.2"}
+    assert logged[2].keys() == {"lipschitz/whole", *names}
+    assert monitor.skipped == {}
 
 
 def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(

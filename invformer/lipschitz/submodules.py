@@ -1,0 +1,99 @@
+"""Local Lipschitz constants of the submodules of any model, by autograd: estimates, no bounds."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from invformer.kernels.attention import only
+from invformer.lipschitz.power_iteration import operator_norm
+from invformer.nn.transformer import evaluating
+from invformer.numerics.linear_map import linearise
+
+
+@dataclass(frozen=True)
+class LocalConstants:
+    """The local constant of every submodule by its name, and why others have none."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def local_constants(
+    model: nn.Module, *inputs: Any, num_steps: int = 50, rtol: float = 1e-3
+) -> LocalConstants:
+    """‖∂f/∂x‖₂ of every submodule f of any model, from below, where the model's input takes it.
+
+    A submodule is measured if it maps one floating-point tensor x to one, at the x of its first
+    call in ``model(*inputs)``. ‖·‖₂ is the norm in frobenius for all entries of x together: the
+    largest over the samples if f does not mix them. The model is in eval mode meanwhile; weights,
+    buffers and global random numbers stay as they are. Values are gains of vectors, so below the
+    constant up to rounding, and nothing is proven about other inputs. A submodule takes up to
+    2 ``num_steps`` backward passes.
+
+    Args:
+        model: submodules without a second derivative are skipped.
+        inputs: what it is called with.
+        num_steps: of power iteration, at most.
+        rtol: residual at which it stops.
+    """
+    calls: dict[str, tuple[tuple[Any, ...], Mapping[str, Any], Any]] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
+            calls.setdefault(name, (args, named, output))
+
+        return hook
+
+    submodules = dict(model.named_modules())
+    found = LocalConstants()
+    # What fused attention computes has no second derivative.
+    with evaluating(model), only("math"), sdpa_kernel(SDPBackend.MATH):
+        hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in submodules.items()]
+        try:
+            model(*inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, module in submodules.items():
+            if name not in calls:
+                found.skipped[name] = "it is not called"
+                continue
+            args, named, output = calls[name]
+            tensors = [t for t in (*args, *named.values()) if isinstance(t, Tensor)]
+            if len(tensors) != 1 or not args or not (is_real(args[0]) and is_real(output)):
+                found.skipped[name] = "it does not map one floating-point tensor to one"
+                continue
+            try:
+                jacobian = linearise(*on_one_row(module, args, named, output))
+                estimate = operator_norm(jacobian, "frobenius", num_steps=num_steps, rtol=rtol)
+                found.values[name] = estimate.value.item()
+            except RuntimeError as error:
+                found.skipped[name] = f"it cannot be derived twice ({str(error).splitlines()[0]})"
+    return found
+
+
+def on_one_row(
+    module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Tensor
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """f on vectors as long as its longer side, as (1, size), and where: ‖∂f/∂x‖₂ is the same."""
+    x, *others = args
+    size = max(x.numel(), output.numel())
+
+    def padded(t: Tensor) -> Tensor:
+        return F.pad(t.flatten(), (0, size - t.numel())).unsqueeze(0)
+
+    def f(row: Tensor) -> Tensor:
+        return padded(module(row[0, : x.numel()].view(x.shape), *others, **named))
+
+    return f, padded(x)
+
+
+def is_real(x: Any) -> bool:
+    """Whether x is a floating-point tensor."""
+    return isinstance(x, Tensor) and x.is_floating_point()
