@@ -50,6 +50,12 @@ class StackedAttention(StackedBranches):
         """P v of every head, from the projections."""
         raise NotImplementedError
 
+    def maps(self) -> tuple[Tensor, Tensor]:
+        """W and G of f itself: D W and G D⁻¹ unfolded."""
+        if self.scale is None:
+            return self.w, self.g
+        return self.w / self.scale.unsqueeze(-1), self.g * self.scale.unsqueeze(1)
+
 
 class StackedL2Attention(StackedAttention):
     """Σ_h (P^h q^h) G_h with q = X W_h."""
@@ -74,37 +80,58 @@ class StackedL2Attention(StackedAttention):
         w_q = self.w.unflatten(2, heads).transpose(1, 2)
         return [*super().evidence(), w_q, self.g.unflatten(1, heads)]
 
-    def product_of_rows(self, chosen: Chosen, here: Tensor) -> LinearMap:
-        """dS_ij = (2/√d)(dq_i·k_j + (k_i − k_j)·dq_j), dv = dq."""
+    def rows(self, chosen: Chosen) -> LinearMap:
+        """dY_i = Σ_j P_ij dq_j + s_ij k_j with s = C_i (dq_i·k_j + (k_i − k_j)·dq_j) for each head,
+        C_i = (2/√d)(diag P_i − P_i P_iᵀ).
+
+        dq = dX W never appears, nor its cotangent: with B_j = W k_j, g = G a and t = C_i (g·k_j)
+        Jᵀa is Σ_h P_ij W g + t_ij (B_i − B_j) + δ_ij Σ_l t_il B_l at token j.
+        """
         k, p = super().evidence()
-        k, p = k.transpose(2, 3), take(p.permute(0, 1, 3, 4, 2), chosen)
-        own_key, key, heads = take(k, chosen).unsqueeze(3), k.unsqueeze(2), k.shape[-2:]
-        scaled = p * (2 / math.sqrt(heads[-1]))
-        rows, here = AttentionRows(p, scaled, key, own_key - key, key), here.unsqueeze(-1)
+        w, g_out = self.maps()
+        num_heads, d = self.num_heads, k.shape[-1]
+        w_h = w.unflatten(2, (num_heads, d)).transpose(1, 2).contiguous()  # (branches, H, D, d)
+
+        def times_w(z: Tensor) -> Tensor:
+            """W_h z_h, from (branches, sequences, H, K, d) to (branches, sequences, K, H, D)."""
+            return per_head(z, w_h.mT).transpose(2, 3)
+
+        b = times_w(k).contiguous()
+        p = take(p.permute(0, 1, 3, 4, 2), chosen)  # (branches, sequences, K, N, H)
+        scaled, b_i, here = p * (2 / math.sqrt(d)), take(b, chosen), self.marked(chosen)
+        together = b.flatten(2, 3)  # (branches, sequences, N H, D)
+
+        def of_softmax(a: Tensor) -> Tensor:
+            return scaled * (a - (p * a).sum(3, keepdim=True))
 
         def push(dx: Tensor) -> Tensor:
-            dq = by_branch(dx, self.w).unflatten(-1, heads)
-            return by_branch(rows.jvp(own(dq, chosen), dq, dq).flatten(-2), self.g)
+            own_dx = own(dx, chosen)
+            of_query = (own_dx @ together.mT).unflatten(-1, (-1, num_heads))
+            of_key = dx @ b_i.mT - (dx.transpose(2, 3) @ b.mT).transpose(2, 3)
+            s = of_softmax(of_query + of_key).permute(0, 1, 4, 2, 3)
+            dv = per_head((p.mT @ dx).transpose(2, 3), w_h)
+            return by_branch((dv + s @ k).transpose(2, 3).flatten(3), g_out)
 
         def pull(dy: Tensor) -> Tensor:
-            dq, dk, dv = rows.vjp(by_branch(dy, self.g.mT).unflatten(-1, heads))
-            dq = torch.addcmul(dk + dv, here, dq.unsqueeze(3))
-            return by_branch(dq.flatten(-2), self.w.mT)
+            g = by_branch(dy, g_out.mT).unflatten(-1, (num_heads, d)).transpose(2, 3)
+            t = of_softmax((g @ k.mT).permute(0, 1, 3, 4, 2)).contiguous()
+            dx = torch.cat([p, t], -1) @ torch.cat([times_w(g), b_i], 3)
+            dx = dx - (t.transpose(2, 3) @ b).transpose(2, 3)
+            return torch.addcmul(dx, here, (t.flatten(3) @ together).unsqueeze(3))
 
-        return self.linear(push, pull)
+        return self.of_inputs(self.linear(push, pull))
 
-    def product_of_diagonal(self) -> LinearMap:
+    def diagonal(self) -> LinearMap:
         """P_ii I + (2/√d) C_i of every head."""
         k, p = (t.unsqueeze(2) for t in super().evidence())
+        w, g = self.maps()
 
         def product(dx: Tensor, left: Tensor, right: Tensor) -> Tensor:
             dq = split_heads(by_branch(dx, left), self.num_heads)
             return by_branch(merge_heads(core.diagonal_block_product(k, p, dq)), right)
 
-        return self.linear(
-            lambda dx: product(dx, self.w, self.g),
-            lambda dy: product(dy, self.g.mT, self.w.mT),
-        )
+        j = self.linear(lambda dx: product(dx, w, g), lambda dy: product(dy, g.mT, w.mT))
+        return self.of_inputs(j)
 
 
 class StackedBoundedAttention(StackedAttention):
@@ -127,8 +154,9 @@ class StackedBoundedAttention(StackedAttention):
         w_qkv = torch.stack([w.w_qkv for w in self.weights])
         return [*super().evidence(), w_qkv, self.g.unflatten(1, (self.num_heads, -1))]
 
-    def product_of_rows(self, chosen: Chosen, here: Tensor) -> LinearMap:
+    def rows(self, chosen: Chosen) -> LinearMap:
         """dS_ij = τ (dq_i·k_j + q_i·dk_j)."""
+        (w, g), here = self.maps(), self.marked(chosen)
         *points, p, temperature = super().evidence()
         q, q_rho, *others = (t.transpose(2, 3) for t in points)
         like, heads = self.branches[0], q.shape[-2:]
@@ -140,37 +168,38 @@ class StackedBoundedAttention(StackedAttention):
         rows = AttentionRows(p, scaled, k, at_q.u.unsqueeze(3), v)
 
         def push(dx: Tensor) -> Tensor:
-            dz = like.delayed(by_branch(dx, self.w).chunk(3, -1))
+            dz = like.delayed(by_branch(dx, w).chunk(3, -1))
             dq, dk, dv = (part.unflatten(-1, heads) for part in dz)
-            dq = at_q.derivative(own(dq, chosen))
+            dq = at_q.derivative(own(dq.flatten(-2), chosen).unflatten(-1, heads))
             dy = rows.jvp(dq, at_k.derivative(dk), at_v.derivative(dv))
-            return by_branch(dy.flatten(-2), self.g)
+            return by_branch(dy.flatten(-2), g)
 
         def pull(dy: Tensor) -> Tensor:
-            dq, dk, dv = rows.vjp(by_branch(dy, self.g.mT).unflatten(-1, heads))
+            dq, dk, dv = rows.vjp(by_branch(dy, g.mT).unflatten(-1, heads))
             dq = here * at_q.derivative(dq).flatten(-2).unsqueeze(-2)
             dz = dq, at_k.derivative(dk).flatten(-2), at_v.derivative(dv).flatten(-2)
-            return by_branch(torch.cat(like.delayed_adjoint(dz), -1), self.w.mT)
+            return by_branch(torch.cat(like.delayed_adjoint(dz), -1), w.mT)
 
-        return self.linear(push, pull)
+        return self.of_inputs(self.linear(push, pull))
 
-    def product_of_diagonal(self) -> LinearMap:
+    def diagonal(self) -> LinearMap:
         """By own queries, and by own keys and values if a token sees itself."""
+        w, g = self.maps()
         *points, temperature = super().evidence()
         wide = (*(t.unsqueeze(2) for t in points), temperature[:, None, None])
         at, like = bounded_core.AttentionPoint.of(*wide), self.branches[0]
 
         def push(dx: Tensor) -> Tensor:
-            dq, dk, dv = like.delayed_diagonal(split(by_branch(dx, self.w), self.num_heads))
+            dq, dk, dv = like.delayed_diagonal(split(by_branch(dx, w), self.num_heads))
             dy = bounded_core.diagonal_block_jvp(at, dq, dk, dv)
-            return by_branch(merge_heads(dy), self.g)
+            return by_branch(merge_heads(dy), g)
 
         def pull(dy: Tensor) -> Tensor:
-            dv = split_heads(by_branch(dy, self.g.mT), self.num_heads)
+            dv = split_heads(by_branch(dy, g.mT), self.num_heads)
             dz = like.delayed_diagonal(bounded_core.diagonal_block_vjp(at, dv))
-            return by_branch(merge(dz), self.w.mT)
+            return by_branch(merge(dz), w.mT)
 
-        return self.linear(push, pull)
+        return self.of_inputs(self.linear(push, pull))
 
 
 def stacked_biases(
@@ -192,7 +221,14 @@ def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) ->
     return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
 
 
-def own(t: Float[Tensor, "branches sequences K tokens heads d"], chosen: Chosen) -> Tensor:
-    """The chosen token of each vector, (branches, sequences, K, H, d)."""
-    index = chosen[..., None, None, None].expand(*chosen.shape, 1, *t.shape[-2:])
-    return t.gather(3, index).squeeze(3)
+def own(x: Float[Tensor, "branches sequences K tokens m"], chosen: Chosen) -> Tensor:
+    """The chosen token of each vector, (branches, sequences, K, m)."""
+    index = chosen[..., None, None].expand(*chosen.shape, 1, x.shape[-1])
+    return x.gather(3, index).squeeze(3)
+
+
+def per_head(
+    x: Float[Tensor, "branches sequences heads rows m"], w: Float[Tensor, "branches heads m n"]
+) -> Float[Tensor, "branches sequences heads rows n"]:
+    """x W_h of every head and branch."""
+    return x @ w.unsqueeze(1)

@@ -122,62 +122,51 @@ class StackedBranches:
 
     def whole(self, num_vectors: int = 1) -> LinearMap:
         """J; vectors are (branches, sequences, K, N, D)."""
-        return self.of_inputs(self.product(num_vectors))
-
-    def rows(self, chosen: Chosen) -> LinearMap:
-        """The rows J_i· = ∂f_i/∂X of K output tokens i.
-
-        They map (branches, sequences, K, N, D) to (branches, sequences, K, D).
-        """
-        here = chosen.unsqueeze(-1) == torch.arange(self.num_tokens, device=chosen.device)
-        return self.of_inputs(self.product_of_rows(chosen, here.to(self.inputs[0]).unsqueeze(-1)))
-
-    def diagonal(self) -> LinearMap:
-        """The diagonal blocks ∂f_i/∂x_i, as one map."""
-        return self.of_inputs(self.product_of_diagonal())
-
-    def product(self, num_vectors: int) -> LinearMap:
-        """J at what the branches see."""
-        u = torch.stack(self.inputs) if self.centre is None else self.centred()
-        u = self.seen(u).unsqueeze(2).expand(-1, -1, num_vectors, -1, -1)
+        u = torch.stack(self.inputs)
+        u = self.seen(u if self.centre is None else u + self.centre.unsqueeze(1)).unsqueeze(2)
         with only("math"):  # fused attention has no second derivative
-            return linearise(self.together, u)
-
-    def centred(self) -> Tensor:
-        """x + m of each branch."""
-        assert self.centre is not None
-        return torch.stack(self.inputs) + self.centre.unsqueeze(1)
+            j = linearise(self.together, u.expand(-1, -1, num_vectors, -1, -1))
+        return self.of_inputs(self.unfolded(j))
 
     def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
         """All branches, each at inputs of its own."""
         each = zip(self.branches, u, self.weights, strict=True)
         return torch.stack([branch(at, weights) for branch, at, weights in each])
 
-    def product_of_rows(self, chosen: Chosen, here: Tensor) -> LinearMap:
-        """Rows at what the branches see; ``here`` is one at the chosen token."""
-        whole = self.product(chosen.shape[-1])
+    def rows(self, chosen: Chosen) -> LinearMap:
+        """The rows J_i· = ∂f_i/∂X of K output tokens i.
+
+        They map (branches, sequences, K, N, D) to (branches, sequences, K, D).
+        """
+        whole, here = self.whole(chosen.shape[-1]), self.marked(chosen)
         return replace(
             whole,
             jvp=lambda dx: (whole.jvp(dx) * here).sum(-2),
             vjp=lambda dy: whole.vjp(dy.unsqueeze(-2) * here),
         )
 
-    def product_of_diagonal(self) -> LinearMap:
-        """The diagonal blocks at what the branches see."""
+    def diagonal(self) -> LinearMap:
+        """The diagonal blocks ∂f_i/∂x_i, as one map."""
         raise NotImplementedError(f"no diagonal blocks of {type(self.branches[0]).__name__}")
 
+    def marked(self, chosen: Chosen) -> Float[Tensor, "branches sequences K tokens 1"]:
+        """One at the chosen token."""
+        here = chosen.unsqueeze(-1) == torch.arange(self.num_tokens, device=chosen.device)
+        return here.to(self.inputs[0].dtype).unsqueeze(-1)
+
     def of_inputs(self, j: LinearMap) -> LinearMap:
-        """The Jacobian of f ∘ ψ_R at u from that of f at ψ_R(u), with D and D⁻¹ undone."""
-        if self.input_radius is not None:
-            u = torch.stack(self.inputs).unsqueeze(2)
-            return between(lambda y: y, j, to_ball(u / self.input_radius).derivative)
-        if (scale := self.scale) is None:
+        """The Jacobian of f ∘ ψ_R at u from that of f at ψ_R(u)."""
+        if self.input_radius is None:
             return j
+        u = torch.stack(self.inputs).unsqueeze(2)
+        return between(lambda y: y, j, to_ball(u / self.input_radius).derivative)
 
-        def d(v: Tensor) -> Tensor:
-            return scale.view(len(scale), *[1] * (v.ndim - 2), -1)
-
-        return between(lambda y: y * d(y), j, lambda x: x / d(x))
+    def unfolded(self, j: LinearMap) -> LinearMap:
+        """D J D⁻¹, if D is folded in."""
+        if self.scale is None:
+            return j
+        d = self.scale[:, None, None, None]
+        return between(lambda y: y * d, j, lambda x: x / d)
 
     def linear(self, push: SequenceMap, pull: SequenceMap) -> LinearMap:
         """A pair of products."""
@@ -234,11 +223,11 @@ class StackedFeedForward(StackedBranches):
         (hidden,) = super().evidence()
         return [activation_slope(self.branches[0].activation, hidden), *self.stacked]
 
-    def product(self, num_vectors: int) -> LinearMap:
+    def whole(self, num_vectors: int = 1) -> LinearMap:
         """Sums over the tokens that a token sees."""
         return self.of_windows(self.stacked.kernel)
 
-    def product_of_diagonal(self) -> LinearMap:
+    def diagonal(self) -> LinearMap:
         """The token itself."""
         return self.of_windows(1)
 
@@ -253,7 +242,7 @@ class StackedFeedForward(StackedBranches):
         def pull(dy: Tensor) -> Tensor:
             return windows_adjoint(by_branch(by_branch(dy, w_out.mT) * slope, w_in.mT), kernel)
 
-        return self.linear(push, pull)
+        return self.of_inputs(self.unfolded(self.linear(push, pull)))
 
 
 def between(left: SequenceMap, j: LinearMap, right: SequenceMap) -> LinearMap:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -37,6 +38,8 @@ Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
 PARTS = ("attention", "feed_forward")
 # Steps of power iteration of the first estimate, which starts at random.
 FIRST_STEPS = 16
+# Up to this many tokens an estimate takes one thread.
+SHORT = 32
 
 
 class Part(NamedTuple):
@@ -157,8 +160,9 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
-        parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
-        return torch.stack(parts, -1).flatten()
+        with one_thread() if self.tokens.numel() <= SHORT else nullcontext():
+            parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
+            return torch.stack(parts, -1).flatten()
 
     @torch.no_grad()
     def estimate(self, num_steps: int = 1, rtol: float = 0.1) -> dict[str, LipschitzEstimate]:
@@ -215,6 +219,17 @@ def stacked_class(branch: Branch) -> type[StackedBranches]:
     """The class that knows the products of branches like this one."""
     known = (STACKED[kind] for kind in STACKED if isinstance(branch, kind))
     return next(known, StackedBranches)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """On a CPU small operations lose more by waiting for a second thread than it computes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def certified_in(model: CharTransformer) -> Measured:
