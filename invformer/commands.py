@@ -215,13 +215,16 @@ def text_to_invert(config: InvertConfig) -> str:
 
 
 def export(argv: Sequence[str] | None = None) -> None:
-    """Write a model to a folder that can be shared."""
+    """Write a model to a folder that can be shared, and upload it if asked to."""
 
     def work(config: ExportConfig) -> None:
+        from invformer.export import upload
         from invformer.model import load
 
-        load(config.checkpoint, "cpu").export(config.out)
+        load(config.checkpoint, "cpu").export(config.out, name=config.hub)
         print(f"written to {config.out}; load it with invformer.load({config.out!r})")
+        if config.hub:
+            print(f"uploaded to {upload(Path(config.out), config.hub)}")
 
     run(ExportConfig, work, argv)
 

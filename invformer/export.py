@@ -1,4 +1,4 @@
-"""A model as a folder to share: weights, configuration, vocabulary, certificate, model card.
+"""A model as a folder to share, also on the Hub: weights, vocabulary, certificate, model card.
 
 Loading such a folder compares every file with its SHA-256 and proves the certificate again.
 """
@@ -36,8 +36,11 @@ def write_export(
     metadata: dict[str, Any],
     certificate: Certificate | None,
     evaluation: dict[str, Any] | None,
+    name: str | None,
 ) -> None:
     """Write the folder, which must not exist yet or be empty.
+
+    ``name`` is what the model card loads it by; None for the folder's own name.
 
     Raises:
         StorageError: it holds something, or cannot be written.
@@ -53,7 +56,8 @@ def write_export(
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     files[MANIFEST] = as_json({"format": FORMAT, "sha256": hashes})
-    files[CARD] = model_card(network, config, metadata, proven, evaluation).encode()
+    name = name or folder.name
+    files[CARD] = model_card(network, config, metadata, proven, evaluation, name).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -100,6 +104,40 @@ def read_export(folder: Path) -> tuple[CharTransformer, Vocabulary, TrainConfig,
     return network, vocabulary, config, about["training"]
 
 
+def upload(folder: Path, name: str) -> str:
+    """Upload an exported folder to the Hub, with the token of ``hf auth login``; its address.
+
+    Raises:
+        StorageError: the Hub does not take it.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        address = HfApi().create_repo(name, exist_ok=True)
+        HfApi().upload_folder(repo_id=name, folder_path=folder)
+    except Exception as error:  # which ones differs between releases
+        reason = " ".join(str(error).split())[:200]
+        raise StorageError(f"{name}: the Hub does not take it ({reason})") from None
+    return str(address)
+
+
+def download(name: str) -> Path:
+    """The folder that a model on the Hub is kept in, which is downloaded if it is not there yet.
+
+    Raises:
+        CheckpointError: there is no such model on the Hub, and no such folder here.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{name}: no folder here, and no model on the Hub ({reason})"
+        ) from None
+
+
 def prove_again(network: CharTransformer, claimed: dict[str, Any] | None, folder: Path) -> None:
     """Certify the weights, and compare with the certificate in the folder."""
     if claimed is None:
@@ -119,6 +157,7 @@ def model_card(
     metadata: dict[str, Any],
     certificate: dict[str, Any] | None,
     evaluation: dict[str, Any] | None,
+    name: str,
 ) -> str:
     """README.md of the folder: what the model is, how good, what is proven, how to load it."""
     parameters = sum(p.numel() for p in network.parameters())
@@ -159,11 +198,11 @@ def model_card(
             "dataset": {"name": data["name"], "type": data["name"], "split": data["split"]},
             "metrics": [{"type": "bits_per_character", "value": round(evaluation["bpc"], 4)}],
         }
-        head["model-index"] = [{"name": "invformer", "results": [result]}]
+        head["model-index"] = [{"name": name, "results": [result]}]
     lines += ["", "## Certificate", "", "\n\n".join(certificate_sentences(certificate))]
     lines += [
         "", "## Use", "", "```python", "import invformer", "",
-        'model = invformer.load("this folder")  # proves the certificate again',
+        f"model = invformer.load({name!r})  # proves the certificate again",
         'print(model.generate("The ", length=200))', "```", "", "License: MIT", "",
     ]  # fmt: skip
     front = yaml.safe_dump(head, sort_keys=False)

@@ -23,13 +23,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.model import load_model, trained_configuration
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import HUB_NAME, TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.export import WEIGHTS, read_export, write_export
+from invformer.export import WEIGHTS, download, read_export, write_export
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.machine import pick_device
@@ -192,12 +192,14 @@ class TrainedModel:
             unproven=evidence.reason,
         )
 
-    def export(self, folder: str | os.PathLike[str]) -> None:
-        """Write the model to a new folder that :func:`load` opens, with a model card."""
-        path, certificate = Path(folder).expanduser(), self.certificate
+    def export(self, folder: str | os.PathLike[str], name: str | None = None) -> None:
+        """Write the model to a new folder that :func:`load` opens, with a model card.
+
+        ``name`` is what the card says that the model is called; None for the folder's name.
+        """
         write_export(
-            path, self.network, self.vocabulary, self.config, self.metadata, certificate,
-            self.evaluation,
+            Path(folder).expanduser(), self.network, self.vocabulary, self.config, self.metadata,
+            self.certificate, self.evaluation, name,
         )  # fmt: skip
 
     @cached_property
@@ -218,10 +220,10 @@ class TrainedModel:
 
 
 def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
-    """A trained model from a run folder, one checkpoint in it, or an exported folder.
+    """A trained model from a run folder, one checkpoint in it, an exported folder, or the Hub.
 
     Args:
-        source: the folder.
+        source: the folder, or USER/NAME on the Hugging Face Hub.
         device: ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:INDEX``.
 
     Raises:
@@ -229,6 +231,8 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
         CertificateViolation: an exported model does not have the certificate beside it.
     """
     folder = Path(source).expanduser()
+    if not folder.exists() and HUB_NAME.fullmatch(os.fspath(source)):
+        folder = download(os.fspath(source))
     if (folder / WEIGHTS).is_file():
         network, vocabulary, config, metadata = read_export(folder)
         return TrainedModel(network.to(pick_device(device, "device")), vocabulary, config, metadata)
@@ -236,16 +240,16 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
     config = trained_configuration(checkpoint)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     network = load_model(checkpoint, config, vocabulary).to(pick_device(device, "device"))
-    return TrainedModel(
-        network, vocabulary, config, checkpoint.metadata, read_evaluation(checkpoint.evaluation)
-    )
+    evaluation = read_evaluation(checkpoint.evaluation, checkpoint.step)
+    return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
 
 
-def read_evaluation(path: Path) -> dict[str, Any] | None:
-    """The report of evaluate.py; None if there is none that can be read."""
+def read_evaluation(path: Path, step: int) -> dict[str, Any] | None:
+    """The report of evaluate.py; None if there is none of this step that can be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return report if report["step"] == step else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

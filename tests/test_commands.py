@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import yaml
+from huggingface_hub import ModelCard
 
 import invformer
 from invformer import commands
@@ -25,6 +26,7 @@ from invformer.errors import (
 )
 from invformer.evaluation.round_trip import perturb
 from invformer.training.fit import fit
+from tests.fake_hub import fake_hub
 
 ROOT = Path(__file__).parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
@@ -196,19 +198,44 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     tokens = torch.arange(1, 9)[None]
     assert torch.equal(model.network(tokens), original.network(tokens))
     assert model.certificate == original.certificate
-    _, front, text = (exported / "README.md").read_text().split("---\n", 2)
-    report = original.evaluation
+    card = ModelCard((exported / "README.md").read_text())
+    report, text = original.evaluation, card.text
     assert report is not None
-    (entry,) = yaml.safe_load(front)["model-index"]
-    assert entry["results"][0]["metrics"][0]["value"] == round(report["bpc"], 4)
+    (result,) = card.data.eval_results or []  # from model-index
+    assert (result.dataset_name, result.metric_value) == ("text_file", round(report["bpc"], 4))
     for said in (
         f"{report['bpc']:.4f} bits",
         "5-gram",
         "proven to be at most 0.",
         "python train.py",
+        "invformer.load('shared')",
     ):
         assert said in text
     assert not re.search(r"None|TODO|\{|nan", text)
+
+
+def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> None:
+    script = (
+        "import sys, torch, invformer\nfrom invformer.commands import export\n"
+        "try: export(sys.argv[2:])\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "model, original = invformer.load('me/squares'), invformer.load(sys.argv[1])\n"
+        "tokens = torch.arange(1, 9)[None]\n"
+        "assert torch.equal(model.network(tokens), original.network(tokens))\n"
+    )
+    words = [str(run), f"checkpoint={run}", f"out={tmp_path / 'shared'}", "hub=me/squares"]
+    with fake_hub() as (address, files):
+        environment = {
+            **os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake",
+            "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1",
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", script, *words],
+            cwd=ROOT, capture_output=True, text=True, env=environment,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"uploaded to {address}/me/squares" in done.stdout
+    assert files["README.md"] == (tmp_path / "shared" / "README.md").read_bytes()
+    assert b"invformer.load('me/squares')" in files["README.md"]
 
 
 def test_a_changed_byte_is_refused(exported: Path) -> None:
@@ -289,6 +316,8 @@ def test_wrong_states_and_texts_are_refused(run: Path) -> None:
         model.invert(torch.zeros(3, 5))
     with pytest.raises(ConfigurationError, match="empty"):
         model.encode("")
+    with pytest.raises(CheckpointError, match="no folder here, and no model on the Hub"):
+        invformer.load("me/nothing")
 
 
 def test_states_are_rounded_to_the_bits_asked_for() -> None:

@@ -17,6 +17,7 @@ SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
 DEVICES = "auto, cpu, mps, cuda or cuda:INDEX"
@@ -418,6 +419,12 @@ class ExportConfig(Root):
     program: ClassVar[str] = "export.py"
     checkpoint: str = field(metadata=CHECKPOINT)
     out: str = field(metadata={"help": "new folder"})
+    hub: str | None = option(None, "USER/NAME on the Hugging Face Hub to upload it to")
+
+    def check(self) -> None:
+        """The Hub's names have two parts."""
+        why = f"{shown(self.hub)} is not USER/NAME"
+        self.refuse_if(self.hub and not HUB_NAME.fullmatch(self.hub), "hub", why)
 
 
 def check_device(section: Section, device: str) -> None:
