@@ -99,7 +99,11 @@ def evaluate(argv: Sequence[str] | None = None) -> None:
     def work(config: EvaluateConfig) -> None:
         from invformer.assemble.model import evaluate_checkpoint
         from invformer.evaluation.evaluate import keep_report
-        from invformer.evaluation.report import print_comparison, print_table
+        from invformer.evaluation.report import (
+            print_comparison,
+            print_table,
+            summary_values,
+        )
         from invformer.kernels.host import keep_freed_memory
         from invformer.page import keep_comparison, keep_page
 
@@ -114,6 +118,10 @@ def evaluate(argv: Sequence[str] | None = None) -> None:
             finally:  # the measurements are not lost to a full disk
                 print_table(report, config.verbose)
             print(f"written to {paths[-1]} and {page}")
+            if report["wandb"] and report["data"]["same_as_training"]:
+                from invformer.runs.wandb_logger import add_to_summary
+
+                add_to_summary(latest.parent, summary_values(report), **report["wandb"])
         if len(reports) > 1:
             print_comparison(reports)
             print(f"written to {keep_comparison(reports, paths[0].parent)}")

@@ -224,7 +224,7 @@ def side_by_side(text: str, recovered: str, marks: str) -> str:
         f"<span class={CLASSES[mark]}>{shown(''.join(c for _, c in run))}</span>"
         for mark, run in groupby(zip(marks, recovered, strict=True), key=lambda pair: pair[0])
     )
-    return f"<div class=two><pre>{shown(text)}</pre><pre>{coloured}</pre></div>"
+    return f"<div class=two><pre>\n{shown(text)}</pre><pre>\n{coloured}</pre></div>"
 
 
 def provenance(report: Mapping[str, Any]) -> list[Row]:

@@ -111,6 +111,7 @@ def evaluate(
         "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
         "step": checkpoint.step,
         "command": checkpoint.metadata.get("command"),
+        "wandb": wandb_run(trained, checkpoint),
         "commit": checkpoint.metadata.get("commit"),
         "evaluated_with": command_line(config),
         "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
@@ -159,6 +160,12 @@ def evaluate(
         ),
     }
     return report
+
+
+def wandb_run(trained: TrainConfig, checkpoint: Checkpoint) -> dict[str, str | None] | None:
+    """Where W&B has the run, if it was online."""
+    logger, run_id = trained.logger, checkpoint.metadata.get("wandb_run_id")
+    return run_id and {"id": run_id, "project": logger.project, "entity": logger.entity}
 
 
 def keep_report(report: dict[str, Any], latest: Path) -> Path:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.precision import at_least_single
 
 Window = tuple[Tensor, Tensor, Tensor]
 
@@ -44,11 +45,6 @@ def window_nats(
     logits = at_least_single(logits).flatten(0, 1)
     nats = F.cross_entropy(logits, targets.flatten(), reduction="none")
     return (nats.double() * scored.flatten()).sum()
-
-
-def at_least_single(logits: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Logits as likelihoods are computed from them: half precision is widened, double is kept."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def first_character_nats(vocab_size: int) -> float:

@@ -159,6 +159,19 @@ def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
     return runs if len(set(runs)) == len(runs) else [str(path) for path in paths]
 
 
+def summary_values(report: Mapping[str, Any]) -> dict[str, float]:
+    """What the summary of a run says about an evaluation on its own text."""
+    certificate, inversion, ngram = (report[k] for k in ("certificate", "inversion", "ngram"))
+    values = {f"{report['data']['split']}_bpc": report["bpc"], **worst_constants(report)}
+    if ngram:
+        values["ngram_bpc"] = ngram["bpc"]
+    if certificate:
+        values["certified"] = max(certificate["per_branch"].values())
+    if inversion:
+        values |= {k: inversion[k] for k in ("characters_recovered", "characters_proven")}
+    return {f"evaluation/{key}": value for key, value in values.items() if value is not None}
+
+
 def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The four constants of every branch, in the certificate's norm if that was measured."""
     measured, certificate = report["local_lipschitz"], report["certificate"]

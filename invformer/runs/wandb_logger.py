@@ -149,6 +149,23 @@ class WandbLogger(loggers.WandbLogger):
                 warn(f"the disk is full ({self.directory}); its copy of the run may be incomplete")
 
 
+def add_to_summary(directory: Path, values: Mapping[str, Any], **run: Any) -> None:
+    """Add values to the summary of an online run that is over; without a key nothing happens.
+
+    Args:
+        directory: the run's folder.
+        values: text and numbers.
+        run: id, project and entity of the run.
+    """
+    if wanted_mode("auto") != "online" or (directory / "wandb").is_symlink():
+        return
+    options = {**run, "dir": str(directory), "resume": "must", "mode": "online"}
+    if opened := open_within(ONLINE_SECONDS, options, "the summary of the run stays as it is"):
+        logger = WandbLogger(opened, directory)
+        logger.log_summary(values)
+        logger.finish(0)
+
+
 def open_within(seconds: float, options: dict[str, Any], otherwise: str) -> Any:
     """Open a W&B run, or say in one line why there is none and what happens instead."""
     try:

@@ -11,11 +11,11 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.evaluation.likelihood import at_least_single, first_character_nats, window_nats
+from invformer.evaluation.likelihood import first_character_nats, window_nats
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.precision import has_answer_at_hand
+from invformer.numerics.precision import at_least_single, has_answer_at_hand
 from invformer.runs.collective import mean_of_processes
 from invformer.runs.sharding import (
     clip_parts,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from invformer.evaluation.evaluate import keep_report
-from invformer.evaluation.report import comparison, print_comparison
+from invformer.evaluation.report import comparison, print_comparison, summary_values
 from invformer.page import comparison_page, keep_comparison, keep_page, page
 from tests.evaluation.test_evaluate import Saved
 from tests.training.test_plots import write_metrics
@@ -118,6 +118,15 @@ def test_several_models_stand_in_one_table_and_one_figure(
     assert elements.tags.count("tr") == 3 + 2
     same = Elements(comparison_page([report, report])).text  # names that are not unique
     assert same.count(report["checkpoint"]) > 2
+
+
+def test_a_summary_says_what_an_evaluation_found(report: dict) -> None:
+    found = summary_values(report)
+    assert found["evaluation/val_bpc"] == report["bpc"]
+    assert found["evaluation/characters_proven"] == 1
+    order = ("estimate", "local_bound", "bound", "target")
+    constants = [found[f"evaluation/{key}"] for key in order]
+    assert constants == sorted(constants)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")

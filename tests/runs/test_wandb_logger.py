@@ -13,7 +13,14 @@ import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
 from invformer.runs import wandb_logger
-from invformer.runs.wandb_logger import STEP, ContainedCalls, WandbLogger, open_wandb, wanted_mode
+from invformer.runs.wandb_logger import (
+    STEP,
+    ContainedCalls,
+    WandbLogger,
+    add_to_summary,
+    open_wandb,
+    wanted_mode,
+)
 from tests.runs.wandb_records import history_and_config
 
 CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
@@ -37,7 +44,8 @@ class FakeRun(SimpleNamespace):
 
     def __init__(self, folder: Path, **behaviour: Any) -> None:
         quiet = {"log": lambda row: None, "finish": lambda exit_code: None}
-        super().__init__(offline=True, dir=str(folder / "files"), id="x1", **(quiet | behaviour))
+        quiet |= {"offline": True, "dir": str(folder / "files"), "id": "x1"}
+        super().__init__(**(quiet | behaviour))
 
 
 def logger_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -> WandbLogger:
@@ -162,6 +170,29 @@ def test_a_resumed_run_has_its_old_name_online_and_a_group_offline(
     open_logger(tmp_path, mode="online", run_id="abc")
     assert "id" not in asked[-1]
     assert asked[-1]["group"] == "a"
+
+
+def test_a_summary_is_added_to_the_run_that_is_online_and_to_no_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {}
+
+    def start(options: dict[str, Any]) -> Any:
+        asked.append(options)
+        return FakeRun(tmp_path, offline=False, summary=summary)
+
+    monkeypatch.setattr(wandb_logger, "start", start)
+    values = {"evaluation/val_bpc": 2.0, "evaluation/bound": float("inf")}
+    for mode in ("offline", "online"):
+        monkeypatch.setattr(wandb_logger, "wanted_mode", lambda _, mode=mode: mode)
+        add_to_summary(tmp_path, values, id="abc", project="p", entity=None)
+    (options,) = asked
+    assert (options["id"], options["resume"], options["mode"]) == ("abc", "must", "online")
+    assert summary == {"evaluation/val_bpc": 2.0}
+    monkeypatch.setattr(wandb_logger, "start", lambda options: 1 / 0)
+    add_to_summary(tmp_path, values, id="abc")
+    assert "the summary of the run stays as it is" in capsys.readouterr().err
 
 
 def test_calls_are_made_in_their_order() -> None:
