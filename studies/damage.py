@@ -166,7 +166,8 @@ def measure(case: Case, device: torch.device) -> Result:
     off = (moved + evidence.distance) * (1 + 1e-12)  # ≥ ‖F(x) − z‖, by the triangle inequality
     within = (2 * off < evidence.margin).cumprod(-1).bool()
     proven, wrong = within.clone(), search.tokens != tokens
-    for i in wrong.any(-1).nonzero()[:, 0].tolist():
+    enclosed = evidence.margin.isfinite().all()
+    for i in wrong.any(-1).nonzero()[:, 0].tolist() if enclosed else []:
         proven[i] = prefix_margins(network, search.tokens[i : i + 1], z[i : i + 1]).proven[0]
     sure = (proven & within) | (search.unique & (cell is not None))
     length, count = clean.norm(dim=-1).square().mean().sqrt(), tokens.numel()

@@ -186,7 +186,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 
 
 def draw(rows: Rows[Case, Result]) -> "Figure":
-    """Median distance and changed symbols against strength."""
+    """Distance from texts and changed symbols against strength."""
     models = grouped(rows, lambda row: row[1].name)
     figure, axes = panels(2, len(models))
     styles = {"mean difference": "-o", "random": "--s", "text": ":^"}
@@ -194,11 +194,16 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
         top, bottom = axes[column], axes[column + len(models)]
         for vector, some in grouped(group, lambda row: row[0].vector).items():
             t, style = [c.strength for c, _ in some], {"color": "0", "label": vector}
-            top.plot(t, [r.median for _, r in some], styles[vector], **style)
+            top.plot(t, [r.least for _, r in some], styles[vector], **style)
             bottom.plot(t, [r.changed for _, r in some], styles[vector], **style)
         top.axhline(1, color="0.6")
-        top.set(title=name, xlabel="strength", ylabel="distance of the preimage from a text")
+        top.set(
+            title=name,
+            xlabel="strength",
+            ylabel="farthest position from a text, least of all windows",
+        )
         top.set_yscale("symlog", linthresh=0.01)
+        top.set_ylim(bottom=0)
         bottom.set(xlabel="strength", ylabel="share of symbols changed")
         top.legend()
     return figure
