@@ -37,11 +37,11 @@ from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import merge_heads, project, split_heads
+from invformer.nn.attention import merge_heads, split_heads
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import SequenceMap, linearise
 from studies import castin
-from studies.layer_bounds import attention_jacobian
+from studies.layer_bounds import attention_jacobian, project
 from studies.measured_layers import (
     DTYPE,
     SMALL_CONTEXT,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from invformer.bounds import kim, local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention, merge_heads, project, side_by_side
+from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.numerics.l2_attention import (
@@ -205,6 +205,11 @@ def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> Linea
         dtype=x.dtype,
         device=x.device,
     )
+
+
+def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
+    """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
+    return split_heads(x @ side_by_side(w), w.shape[-3])
 
 
 def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

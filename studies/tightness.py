@@ -28,11 +28,10 @@ from torch import Tensor
 from invformer.bounds import contractive, kim
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.nn.attention import project
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
-from studies.layer_bounds import attention_jacobian, unproject
+from studies.layer_bounds import attention_jacobian, project, unproject
 from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels, progress
 
 if TYPE_CHECKING:

@@ -33,6 +33,8 @@ Arguments below: ``w_qkv`` has W_Q, W_K and W_V of every head, ``temperature`` i
 has the maps G_h of F(X) = Σ_h Y^h G_h, every constant folded in.
 """
 
+from typing import Literal
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -107,44 +109,35 @@ def entry_max_bound(
     return product_up(sqrt_up(width), token_max_bound(w_qkv, temperature, g))
 
 
-def token_max_local_bound(
+def local_bound(
     at: AttentionPoint,
     w_qkv: Float[Tensor, "3 heads width d_head"],
     g: Float[Tensor, "heads d_head width"],
-    strictly_causal: bool = False,
-    diagonal: bool = False,
-) -> Float[Tensor, "*batch"]:
-    """‖J‖ in token_max at a text ≤ ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²), b_h = max_i a_i^h.
-
-    a_i^h = Σ_j B_ij^h of :func:`comparison`. max_i Σ_h a_i^h ‖G_h‖ is returned if it is smaller.
-    ``diagonal``: of the diagonal blocks ∂f_i/∂x_i, with a_i^h = B_ii^h.
-    """
-    blocks, output = comparison(at, w_qkv, strictly_causal), g.double()
-    gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
-    worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
-    summed = (gain * spectral_norm_bound(output)[:, None]).sum(-2).amax(-1)
-    rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
-    stacked = (worst[..., None, None] * output).flatten(-3, -2)
-    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q.u)
-
-
-def frobenius_local_bound(
-    at: AttentionPoint,
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
+    measured: Literal["token_max", "frobenius", "diagonal_block"],
     strictly_causal: bool = False,
     tight: bool = False,
 ) -> Float[Tensor, "*batch"]:
-    """‖J‖₂ at a text ≤ ‖Σ_h ‖G_h‖₂ B^h‖₂ with B of :func:`comparison`.
+    """‖J‖ at a text, from the blocks B_ij^h of :func:`comparison`.
 
-    Unless ``tight``, √(largest row sum · largest column sum) stands for the norm of that matrix.
+    token_max: ‖[b_h G_h]_h‖₂ max_i √(Σ_h (a_i^h/b_h)²) or max_i Σ_h a_i^h ‖G_h‖₂, whichever is
+    smaller, with a_i^h = Σ_j B_ij^h and b_h = max_i a_i^h.
+    diagonal_block: the same for ∂f_i/∂x_i, with a_i^h = B_ii^h.
+    frobenius: ‖Σ_h ‖G_h‖₂ B^h‖₂ if ``tight``, else √(largest row sum · largest column sum) of that
+    matrix.
     """
-    output = spectral_norm_bound(g.double())[:, None, None]
-    blocks = (comparison(at, w_qkv, strictly_causal) * output).sum(-3)
-    if tight:
-        return outward(spectral_norm_bound(blocks), at.q.u)
-    rows, columns = blocks.sum(-1).amax(-1), blocks.sum(-2).amax(-1)
-    return outward((rows * columns).sqrt(), at.q.u)
+    blocks, output = comparison(at, w_qkv, strictly_causal), g.double()
+    sizes = spectral_norm_bound(output)[:, None]
+    if measured == "frobenius":
+        total = (blocks * sizes[..., None]).sum(-3)
+        rows, columns = total.sum(-1).amax(-1), total.sum(-2).amax(-1)
+        return outward(spectral_norm_bound(total) if tight else (rows * columns).sqrt(), at.q.u)
+    diagonal = measured == "diagonal_block"
+    gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
+    worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
+    summed = (gain * sizes).sum(-2).amax(-1)
+    rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
+    stacked = (worst[..., None, None] * output).flatten(-3, -2)
+    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q.u)
 
 
 def comparison(

@@ -65,10 +65,8 @@ def bounds_of(stacked: StackedBranches, measured: Measured, tight: bool = False)
 
     def of_bounded(*at: Tensor) -> Tensor:
         *point, w_qkv, g = at
-        given = AttentionPoint.of(*point), w_qkv, g, stacked.branches[0].strictly_causal
-        if measured != "frobenius":
-            return bounded.token_max_local_bound(*given, diagonal)
-        return bounded.frobenius_local_bound(*given, tight)
+        strict = stacked.branches[0].strictly_causal
+        return bounded.local_bound(AttentionPoint.of(*point), w_qkv, g, measured, strict, tight)
 
     def of_feed_forward(slope: Tensor, *weights: Tensor) -> Tensor:
         by_lag, w_out = without_sharpness(FeedForwardWeights(*weights))

@@ -221,11 +221,6 @@ def merge_heads(y: Tensor) -> Tensor:
     return y.transpose(-2, -3).flatten(-2)
 
 
-def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
-    """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
-    return split_heads(x @ side_by_side(w), w.shape[-3])
-
-
 def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """[W_1, …, W_H] as one (D, H d) matrix."""
     return w.transpose(-3, -2).flatten(-2)

@@ -268,14 +268,6 @@ def without_sharpness(
     return list(by_lag), w_out * (UNFOLDING * sharpness)[:, None]
 
 
-def slopes(
-    x: Tokens, weights: FeedForwardWeights, activation: Activation
-) -> Float[Tensor, "*batch tokens hidden"]:
-    """φ′ of every hidden unit at X."""
-    hidden = windows(x, weights.kernel) @ weights.w_in + weights.b_in
-    return activation_slope(activation, hidden)
-
-
 def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Tokens:
     """New tokens behind the k − 1 tokens before them, as far as there are any in ``past``."""
     if kernel == 1:

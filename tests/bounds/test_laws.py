@@ -56,7 +56,7 @@ def l2_bound(name: str) -> Callable[[int], Tensor]:
     return bound
 
 
-def bounded_bound(name: str, **options: bool) -> Callable[[int], Tensor]:
+def bounded_bound(norm: str, **options: bool) -> Callable[[int], Tensor]:
     """The same of attention in the unit ball."""
 
     def bound(heads: int) -> Tensor:
@@ -67,7 +67,7 @@ def bounded_bound(name: str, **options: bool) -> Callable[[int], Tensor]:
         bias = torch.zeros(1, TOKENS, TOKENS)
         tau = torch.full((heads,), 2.0)
         at = bounded_attention.attention_point(*(x[:, None] @ w[:, None]), tau, bias)
-        return getattr(bounded, name)(at, w, g, **options)
+        return bounded.local_bound(at, w, g, norm, **options)
 
     return bound
 
@@ -82,9 +82,9 @@ BOUNDS = {
         "query_and_key_terms",
     )
 } | {
-    "ball, token_max": bounded_bound("token_max_local_bound"),
-    "ball, frobenius": bounded_bound("frobenius_local_bound"),
-    "ball, frobenius, tight": bounded_bound("frobenius_local_bound", tight=True),
+    "ball, token_max": bounded_bound("token_max"),
+    "ball, frobenius": bounded_bound("frobenius"),
+    "ball, frobenius, tight": bounded_bound("frobenius", tight=True),
 }
 
 

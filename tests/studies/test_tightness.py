@@ -7,10 +7,10 @@ import torch
 
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
-from invformer.nn.attention import project
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
+from studies.layer_bounds import project
 from studies.study import main
 from studies.tightness import (
     STUDY,
