@@ -45,9 +45,8 @@ class InversionReport:
         seconds_forward: wall time of a forward pass of the stack, the median of three in turns;
             None if that was not asked for.
         seconds_inverse: the same of the inversion.
-        seconds_inverse_bare: the same without its evidence; None in float64, where it is no less.
-        seconds_inverse_coarse: in float64 the same, evidence included, to the relative error that
-            float32 is asked for (:func:`.fixed_point.rtol_of_single_precision`); else None.
+        seconds_inverse_coarse: the same to the relative error that float32 is asked for
+            (:func:`.fixed_point.rtol_of_single_precision`).
     """
 
     residual: float
@@ -70,7 +69,6 @@ class InversionReport:
     seconds_proof: float | None
     seconds_forward: float | None
     seconds_inverse: float | None
-    seconds_inverse_bare: float | None
     seconds_inverse_coarse: float | None
 
 
@@ -98,8 +96,7 @@ def invert_text(
         max_steps: iterations allowed per layer.
         prove: whether to prove what was decoded, which takes a forward pass of every symbol at
             every place.
-        timed: invert three times more to see what that costs; below float64 without evidence too,
-            in float64 to the accuracy of float32 too.
+        timed: invert three times more to see what that costs, also to the accuracy of float32.
 
     Returns:
         The decoded tokens and the report. Nothing is raised for samples that did not converge: the
@@ -123,16 +120,12 @@ def invert_text(
     solution = stack.inverse(z, weights, certificate, **options)
     seconds: dict[str, float] = {}
     if timed:
-        variant: dict[str, Any] = {"evidence": False}
-        name = "bare"
-        if dtype == torch.float64:
-            variant = {"rtol": rtol_of_single_precision(certificate.bound_max)}
-            name = "coarse"
+        coarse = {**options, "rtol": rtol_of_single_precision(certificate.bound_max)}
         seconds = in_turns(
             {
                 "forward": lambda: stack(x, weights),
                 "inverse": lambda: stack.inverse(z, weights, certificate, **options),
-                name: lambda: stack.inverse(z, weights, certificate, **options, **variant),
+                "coarse": lambda: stack.inverse(z, weights, certificate, **coarse),
             }
         )
     decoded = model.embedding.nearest_tokens(solution.value)
@@ -164,7 +157,6 @@ def invert_text(
         seconds_proof=evidence and time.perf_counter() - start,
         seconds_forward=seconds.get("forward"),
         seconds_inverse=seconds.get("inverse"),
-        seconds_inverse_bare=seconds.get("bare"),
         seconds_inverse_coarse=seconds.get("coarse"),
     )
     return decoded, report

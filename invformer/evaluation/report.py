@@ -169,7 +169,7 @@ def summary_values(report: Mapping[str, Any]) -> dict[str, float]:
         values["certified"] = max(certificate["per_branch"].values())
     if inversion:
         values |= {k: inversion[k] for k in ("characters_recovered", "characters_proven")}
-    return {f"evaluation/{key}": value for key, value in values.items() if value is not None}
+    return {f"evaluation/{key}": value for key, value in values.items()}
 
 
 def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
@@ -183,11 +183,11 @@ def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | N
     }
 
 
-def worst_constants(report: Mapping[str, Any]) -> dict[str, float | None]:
+def worst_constants(report: Mapping[str, Any]) -> dict[str, float]:
     """The largest of each over all branches."""
     rows = branch_constants(report).values()
     keys = ("estimate", "local_bound", "bound", "target")
-    known = {key: [row[key] for row in rows if row[key] is not None] for key in keys}
+    known = {key: [v for row in rows if (v := row[key]) is not None] for key in keys}
     return {key: max(values) for key, values in known.items() if values}
 
 
@@ -247,14 +247,11 @@ def proof(inversion: Mapping[str, Any]) -> str:
 
 
 def inversion_cost(inversion: Mapping[str, Any]) -> str:
-    """Its time in forward passes of the stack, and without evidence or coarse if that was timed."""
-    forward = inversion["seconds_forward"]
-    cost = f"{inversion['seconds_inverse'] / forward:.1f} forward passes in {inversion['dtype']}"
-    for key, what in (("bare", "without evidence"), ("coarse", "to float32's accuracy")):
-        seconds = inversion[f"seconds_inverse_{key}"]
-        if seconds is not None:
-            cost += f", {seconds / forward:.1f} {what}"
-    return cost
+    """Its time in forward passes of the stack."""
+    keys = ("seconds_inverse", "seconds_inverse_coarse")
+    whole, coarse = (inversion[key] / inversion["seconds_forward"] for key in keys)
+    dtype = inversion["dtype"]
+    return f"{whole:.1f} forward passes in {dtype}, {coarse:.1f} to float32's accuracy"
 
 
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:

@@ -75,12 +75,28 @@ def test_what_a_model_wrote_is_text_and_no_markup(report: dict) -> None:
     assert Elements(found).text.count(r"<script>alert(1)</script>\x1b[31m") == 3
 
 
-def test_a_baseline_and_a_run_without_measurements_have_a_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["model=dot_product"], "a baseline without a Lipschitz bound"),
+        (["model=reversible"], "a baseline without a Lipschitz bound"),
+        (["model=causal_bounded"], "diagonal block of the Jacobian of every residual branch is"),
+        (["trainer.precision=bf16-mixed"], "weights in bfloat16"),
+    ],
+    ids=" ".join,
+)
+def test_every_kind_of_model_has_a_page_with_and_without_measurements(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
     torch.set_default_dtype(torch.float32)
-    report = Saved(tmp_path, "model=dot_product").evaluated("evaluate.lipschitz_sequences=0")
-    text = Elements(page(report, {})).text
-    assert "a baseline without a Lipschitz bound" in text
+    saved = Saved(tmp_path, *words)
+    report = saved.evaluated("evaluate.lipschitz_steps=2")
+    assert says in Elements(page(report, {})).text
+    without = {**report, "local_lipschitz": {}, "inversion": None}
+    text = Elements(page(without, {})).text
+    assert says in text
     assert "The text that comes back" not in text
+    assert len(comparison([report, without])) == 3
 
 
 def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
