@@ -204,28 +204,34 @@ class StackedFeedForward(StackedBranches):
         self, branches: Sequence[Any], layers: Sequence[ResidualWeights], *at: Any
     ) -> None:
         super().__init__(branches, layers, *at)
-        self.stacked = type(self.weights[0])(*map(torch.stack, zip(*self.weights, strict=True)))
-        self.bias = self.stacked.b_in.unsqueeze(1)
+        self.kernel = self.weights[0].kernel
+        w_in, b_in, w_out, _ = zip(*self.weights, strict=True)
+        self.w_in, self.w_out = torch.stack(w_in), torch.stack(w_out)
+        self.bias = torch.stack(b_in).unsqueeze(1)
         if self.centre is not None:
-            self.bias = torch.baddbmm(self.bias, self.centre, self.stacked.w_in)
+            self.bias = torch.baddbmm(self.bias, self.centre, self.w_in)
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """The layer; x W + b is kept."""
-        index, stacked = len(self.inputs), self.stacked
-        u = windows(self.enter(x), stacked.kernel)
-        hidden = plus_product(self.bias[index], u, stacked.w_in[index])
+        index = len(self.inputs)
+        u = windows(self.enter(x), self.kernel)
+        hidden = plus_product(self.bias[index], u, self.w_in[index])
         self.points.append((hidden,))
         activation = ACTIVATIONS[self.branches[0].activation]
-        return self.leave(x, activation(hidden), stacked.w_out[index])
+        return self.leave(x, activation(hidden), self.w_out[index])
 
     def evidence(self) -> list[Tensor]:
         """φ′ and the weights."""
+        return [self.slopes(), *(torch.stack(each) for each in zip(*self.weights, strict=True))]
+
+    def slopes(self) -> Float[Tensor, "branches sequences tokens hidden"]:
+        """φ′ of every hidden unit."""
         (hidden,) = super().evidence()
-        return [activation_slope(self.branches[0].activation, hidden), *self.stacked]
+        return activation_slope(self.branches[0].activation, hidden)
 
     def whole(self, num_vectors: int = 1) -> LinearMap:
         """Sums over the tokens that a token sees."""
-        return self.of_windows(self.stacked.kernel)
+        return self.of_windows(self.kernel)
 
     def diagonal(self) -> LinearMap:
         """The token itself."""
@@ -233,8 +239,8 @@ class StackedFeedForward(StackedBranches):
 
     def of_windows(self, kernel: int) -> LinearMap:
         """What ``kernel`` tokens do to the row of the last of them."""
-        slope, w_in, _, w_out, _ = self.evidence()
-        slope, w_in = slope.unsqueeze(2), w_in[:, : kernel * w_out.shape[-1]]
+        slope, w_out = self.slopes().unsqueeze(2), self.w_out
+        w_in = self.w_in[:, : kernel * w_out.shape[-1]]
 
         def push(dx: Tensor) -> Tensor:
             return by_branch(by_branch(windows(dx, kernel), w_in) * slope, w_out)
@@ -254,11 +260,11 @@ def by_branch(
     x: Float[Tensor, "branches *batch m"], w: Float[Tensor, "branches m n"]
 ) -> Float[Tensor, "branches *batch n"]:
     """x W of every branch, without a copy of W for every vector and sequence."""
-    return torch.bmm(x.flatten(1, -2), w).unflatten(1, x.shape[1:-1])
+    return torch.bmm(x.flatten(1, -2), w).view(*x.shape[:-1], -1)
 
 
 def plus_product(
     b: Float[Tensor, "#rows n"], x: Float[Tensor, "*batch m"], w: Float[Tensor, "m n"]
 ) -> Float[Tensor, "*batch n"]:
     """b + x W of one branch."""
-    return torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
+    return torch.addmm(b, x.flatten(0, -2), w).view(*x.shape[:-1], -1)

@@ -262,22 +262,24 @@ class RowIteration:
 
     def step(self, rows: Callable[[Tensor], LinearMap]) -> Step:
         """One step, of one vector for each chosen token; ``rows`` makes J_i· of them."""
-        chosen = self.others
+        chosen, left, width = self.others, self.left, self.left.shape[-1]
         if chosen.shape[-1] < self.num_tokens:
             others = (chosen[..., 1:] + self.turn) % self.num_tokens
             self.turn += others.shape[-1]
             chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
+            left = left.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, width))
         jacobian = rows(chosen)
-        at = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
-        left = self.left.gather(2, at)
         x = unit(jacobian.vjp(left), "token_max")
         o = jacobian.jvp(x)
         gains = torch.linalg.vector_norm(o, dim=-1)
         shortest = least_length(o)
         turned = o / gains.clamp_min(shortest).unsqueeze(-1)
         turned = torch.where((gains > shortest).unsqueeze(-1), turned, left)
-        self.left.scatter_(2, at, turned)
-        self.lengths.scatter_(2, chosen, gains)
+        if chosen is self.others:  # all of them
+            self.left.copy_(turned)
+        else:
+            self.left.scatter_(2, chosen.unsqueeze(-1).expand(-1, -1, -1, width), turned)
+            self.lengths.scatter_(2, chosen, gains)
 
         def residual() -> Tensor:
             further = torch.linalg.vector_norm(jacobian.vjp(turned), dim=-1).sum(-1) - gains

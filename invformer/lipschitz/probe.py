@@ -103,6 +103,7 @@ class LipschitzProbe:
             self.parts.append(Part(at, branches, residual, radius, iteration))
         pairs = zip(*(part.branches for part in self.parts), strict=True)
         self.branches = [branch for pair in pairs for branch in pair]
+        self.knows_products = all(isinstance(branch, tuple(STACKED)) for branch in self.branches)
         targets = [getattr(branch, "lipschitz_target", math.inf) for branch in self.branches]
         self.target = max(targets)
         self.targets = torch.tensor(targets, dtype=torch.float64, device=weight.device)
@@ -111,7 +112,8 @@ class LipschitzProbe:
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
-        parts = [self.empty(part, weights) for part in self.parts]
+        scale = self.folded_scale(weights)
+        parts = [self.empty(part, weights, scale) for part in self.parts]
         x, stack = self.model.embedding(self.tokens), self.model.stack
         if not isinstance(stack, InvertibleStack) or weights is None:
             for block in stack.blocks:
@@ -125,16 +127,25 @@ class LipschitzProbe:
             x = of_name[name].forward(x) if name in of_name else layer(x, weights[name])
         return parts
 
-    def empty(self, part: Part, weights: StackWeights | None) -> StackedBranches:
+    def folded_scale(self, weights: StackWeights | None) -> Tensor | None:
+        """D of every layer, if it is folded into the weights of some."""
+        if weights is None or all(weights[name].centre is None for name in self.names[:2]):
+            return None
+        layers = zip(*(part.residual_layers for part in self.parts), strict=True)
+        scalings = [layer.scaling for block in layers for layer in block]
+        return torch.stack([s.log_scale for s in scalings if s is not None]).exp()
+
+    def empty(
+        self, part: Part, weights: StackWeights | None, scale: Tensor | None
+    ) -> StackedBranches:
         """The branches of a part before they have seen their inputs."""
         num_tokens = self.tokens.shape[-1]
         if weights is None:
             return StackedModules(part.branches, num_tokens)
         layers = [weights[name] for name in self.names[part.layers]]
-        scalings = [layer.scaling for layer in part.residual_layers if layer.scaling is not None]
-        folded = layers[0].centre is not None
-        scale = torch.stack([each.log_scale for each in scalings]).exp() if folded else None
         stacked = stacked_class(part.branches[0])
+        if scale is not None:
+            scale = None if layers[0].centre is None else scale[part.layers]
         return stacked(part.branches, layers, num_tokens, part.input_radius, scale)
 
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
@@ -148,7 +159,6 @@ class LipschitzProbe:
                 part.iteration.step(jacobian)
             yield part.iteration.step(jacobian)
 
-    @torch.no_grad()
     def values(
         self, num_steps: int = 1, weights: StackWeights | None = None
     ) -> Float[Tensor, "branches"]:
@@ -160,7 +170,10 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
-        with one_thread() if self.tokens.numel() <= SHORT else nullcontext():
+        # Less for every operation, but nothing can be differentiated.
+        known = weights is not None and self.norm == "token_max" and self.knows_products
+        mode = torch.inference_mode() if known else torch.no_grad()
+        with mode, one_thread() if self.tokens.numel() <= SHORT else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
             return torch.stack(parts, -1).flatten()
 

@@ -40,6 +40,7 @@ MODELS = {
         certificate="causal", bounded=True, strictly_causal=True, kernel=3
     ),
     "weighted": scaled_model,
+    "weighted past": lambda: scaled_model(certificate="causal", kernel=3),
     "weighted in a ball": lambda: scaled_model(
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
@@ -142,7 +143,7 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
             assert certified[branch] <= bound
 
 
-@pytest.mark.parametrize("name", ["weighted", "bounded", "actnorm"])
+@pytest.mark.parametrize("name", ["weighted", "weighted past", "bounded", "actnorm"])
 def test_the_weights_of_a_training_step_give_the_same_estimates(name: str) -> None:
     """In training, scalings of the channels are folded into the weights of the branches."""
     model = trained_a_little(MODELS[name]()).train()
@@ -190,7 +191,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
         set_manual_refresh(model)
         probe, weights = LipschitzProbe(model, random_tokens(1)[:, :8]), model.weights()
         probe.values(weights=weights)
-        with Launches() as forward:
+        with torch.inference_mode(), Launches() as forward:
             probe.stacked(weights)
         with Launches() as launches, HostSyncs() as syncs:
             probe.values(weights=weights)
