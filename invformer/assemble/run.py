@@ -34,11 +34,12 @@ from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
-from invformer.runs.wandb_logger import open_wandb
+from invformer.runs.wandb_logger import OVERVIEW, open_wandb
 from invformer.training.callbacks import (
     CertificateKeeper,
     InversionMonitor,
     LastValidation,
+    Sample,
     Speed,
 )
 from invformer.training.fit import Run
@@ -72,6 +73,10 @@ def build_run(config: TrainConfig) -> Run:
     loggers = build_loggers(config, directory, metadata, resume) if is_logged else []
     L.seed_everything(config.run.seed, verbose=False)
     module = build_module(config, data, metadata)
+    parameters = sum(p.numel() for p in module.parameters())
+    for logger in loggers:
+        words = {key: metadata[key] for key in ("command", "commit")}
+        logger.log_hyperparams({**to_dict(config), **words, "parameters": parameters})
     trainer = L.Trainer(
         max_steps=how.max_steps,
         val_check_interval=how.val_every * how.accumulate,
@@ -193,7 +198,10 @@ def build_callbacks(
         callbacks.append(keeper)
         if monitor.enabled and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
-            callbacks.append(InversionMonitor(text, keeper))
+            callbacks.append(InversionMonitor(text, keeper, data.vocabulary.decode))
+    if length := config.trainer.sample_length:
+        prompt = data.probe("val", 1)[0, :16]
+        callbacks.append(Sample(prompt, length, data.vocabulary.decode, config.run.seed))
     every = monitor.flush_every
     rows = Rows(every, directory.path / "violation.json", probe)
     callbacks += [Speed(every), rows]
@@ -222,8 +230,9 @@ def build_loggers(
             case "wandb":
                 run_id = resume and resume.metadata.get("wandb_run_id")
                 wandb = open_wandb(
-                    directory.path, mode=how.mode, run_id=run_id, name=directory.path.name,
-                    config=metadata, project=how.project, entity=how.entity, group=how.group,
+                    directory.path, mode=how.mode, run_id=run_id, overview=OVERVIEW,
+                    name=directory.path.name, project=how.project, entity=how.entity,
+                    group=how.group, notes=how.notes, job_type="train",
                     tags=[*how.tags, config.model.name, config.data.name],
                 )  # fmt: skip
                 if run_id := (wandb and wandb.online_id) or run_id:
@@ -232,7 +241,11 @@ def build_loggers(
             case "csv":
                 built.append(CSVLogger(directory.path, name))
             case "tensorboard":
-                built.append(TensorBoardLogger(directory.path, name, version="", purge_step=step))
+                built.append(
+                    TensorBoardLogger(
+                        directory.path, name, version="", default_hp_metric=False, purge_step=step
+                    )
+                )
     return built
 
 

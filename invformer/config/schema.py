@@ -232,6 +232,7 @@ class LoggerConfig(Section):
     entity: str | None = option(None, "W&B user or team; null is your default")
     tags: list[str] = option([], "W&B tags, 1 to 64 characters each")
     group: str | None = option(None, "W&B group; an experiment file names its family here")
+    notes: str | None = option(None, "W&B notes, what this run is for")
 
     def check(self) -> None:
         """Refuse what W&B would refuse, but only after the run has started."""

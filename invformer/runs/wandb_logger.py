@@ -9,24 +9,31 @@ import contextlib
 import logging
 import math
 import os
-import queue
+import re
 import shutil
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import loggers
 
+from invformer.runs.contained import ContainedCalls, one_line, warn, within
+
 STEP = "trainer/global_step"
+# The charts of a run. All other numbers get a prefix by which they are sorted last, and are hidden.
+OVERVIEW = {
+    "inverse/characters_recovered", "inverse/reconstruction_max", "lipschitz/bound",
+    "lipschitz/estimate", "lipschitz/local_bound", "lipschitz/target", "optim/grad_norm",
+    "optim/lr", "perf/characters_per_second", "train/bpc", "val/bpc",
+}  # fmt: skip
+DETAIL = "z/"
+BRANCH = re.compile(r"lipschitz_branches/(.+)/(estimate|local_bound|bound)")
 START_SECONDS = 15.0
 ONLINE_SECONDS = 12.0  # of these, for getting online
 SERVER_SECONDS = 6.0  # of these, for the server's answers
 FINISH_SECONDS = 60.0
-MAX_WAITING = 10_000  # calls
 FULL_DISK = 1 << 20  # bytes left
 
 Mode = Literal["auto", "online", "offline", "disabled"]
@@ -37,6 +44,7 @@ def open_wandb(
     *,
     mode: Mode,
     run_id: str | None = None,
+    overview: Collection[str] | None = None,
     **options: Any,
 ) -> "WandbLogger | None":
     """Open a W&B run, and say how to look at it; None if there shall be none or it cannot be.
@@ -49,6 +57,7 @@ def open_wandb(
         mode: see above.
         run_id: W&B's name for the earlier part of a resumed run. Online that run is continued;
             offline there is a new one, in a group with the earlier parts.
+        overview: the numbers that get charts; None is all of them.
         options: of ``wandb.init``: name, config (no environment variable is in it), project, …
     """
     logging.raiseExceptions = False  # W&B's log files may lie on a full disk: no tracebacks
@@ -71,9 +80,11 @@ def open_wandb(
         run = open_within(left, offline, "metrics.jsonl has every row")
     if run is None:
         return None
-    logger = WandbLogger(run, directory)
+    logger = WandbLogger(run, directory, overview)
     if run.offline:
         print(f"W&B is offline; to upload: wandb sync {os.path.relpath(logger.folder)}")
+    else:
+        print(f"W&B: {run.url}")
     return logger
 
 
@@ -86,12 +97,14 @@ class WandbLogger(loggers.WandbLogger):
     Args:
         run: an open W&B run.
         directory: the folder that it is in.
+        overview: the numbers that get charts; None is all of them.
     """
 
-    def __init__(self, run: Any, directory: Path) -> None:
+    def __init__(self, run: Any, directory: Path, overview: Collection[str] | None = None) -> None:
         super().__init__(experiment=run, save_dir=directory)
         self.run = run
         self.directory = directory
+        self.overview = overview
         self.folder = Path(run.dir).parent
         self.calls = ContainedCalls()
 
@@ -102,11 +115,25 @@ class WandbLogger(loggers.WandbLogger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log one row at its optimiser step."""
-        self.calls.submit(f"row of step {step}", lambda: self.run.log({**metrics, STEP: step}))
+        self.calls.submit(f"row of step {step}", lambda: self._log_row(metrics, step))
+
+    def _log_row(self, metrics: Mapping[str, float], step: int | None) -> None:
+        """The row; that of a validation with a bar for every branch, and the lowest val/bpc."""
+        shown = metrics if self.overview is None else self.overview
+        row: dict[str, Any] = {k if k in shown else DETAIL + k: v for k, v in metrics.items()}
+        if "lipschitz/local_bound" in metrics and self.overview is not None:
+            row |= branch_charts(metrics)
+        self.run.log({**row, STEP: step})
+        if "val/bpc" in metrics:
+            lowest = self.run.summary.get("val/bpc", math.inf)
+            self.run.summary["val/bpc"] = min(lowest, metrics["val/bpc"])
 
     def log_hyperparams(self, params: Any) -> None:
         """Add to the configuration."""
-        self.calls.submit("configuration", lambda: self.run.config.update(params))
+        self.calls.submit("configuration", lambda: self._configure(params))
+
+    def _configure(self, params: dict[str, Any]) -> None:
+        self.run.config.update(params, allow_val_change=True)
 
     def log_table(
         self,
@@ -136,6 +163,21 @@ class WandbLogger(loggers.WandbLogger):
             if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
         }  # fmt: skip
         self.calls.submit("summary", lambda: self.run.summary.update(plain))
+
+    def log_folder(self, folder: Path, metadata: dict[str, Any]) -> None:
+        """Attach the files of a checkpoint, which stay where they are."""
+
+        def log() -> None:
+            artifact = sys.modules["wandb"].Artifact(self.run.name, "model", metadata=metadata)
+            for path in folder.iterdir():
+                artifact.add_file(str(path), path.name, policy="immutable", skip_cache=True)
+            self.run.log_artifact(artifact, aliases=["best", f"step-{metadata['step']}"])
+
+        self.calls.submit("checkpoint", log)
+
+    def alert(self, title: str, text: str) -> None:
+        """Have W&B tell the user, if she allows that."""
+        self.calls.submit("alert", lambda: self.run.alert(title, text, level="ERROR"))
 
     def finish(self, exit_code: int) -> None:
         """Close the run with the program's exit code; gives up after a minute."""
@@ -180,85 +222,30 @@ def start(options: dict[str, Any]) -> Any:
     import wandb  # takes a second, and may be broken
 
     settings = wandb.Settings(
-        silent=True, console="off", init_timeout=SERVER_SECONDS, finish_timeout=0.8 * FINISH_SECONDS
-    )
+        silent=True, console="wrap", save_code=True,
+        init_timeout=SERVER_SECONDS, finish_timeout=0.8 * FINISH_SECONDS,
+    )  # fmt: skip
     run = wandb.init(**options, settings=settings)
-    run.define_metric(STEP)
+    run.define_metric(STEP, hidden=True)
     run.define_metric("*", step_metric=STEP)
-    run.define_metric("val/bpc", step_metric=STEP, summary="min,last")
+    run.define_metric(f"{DETAIL}*", step_metric=STEP, hidden=True)
+    run.define_metric("val/bpc", step_metric=STEP, summary="none")  # the lowest, by the logger
     return run
 
 
-class ContainedCalls:
-    """Runs calls one after the other in a thread of its own, which nothing waits for.
-
-    Attributes:
-        failed: how many raised; the first error is shown in one line.
-        dropped: how many found the queue full.
-    """
-
-    def __init__(self) -> None:
-        self.failed = 0
-        self.dropped = 0
-        self._waiting: queue.Queue[tuple[str, Callable[[], Any]]] = queue.Queue(MAX_WAITING)
-        threading.Thread(target=self._work, name="wandb-calls", daemon=True).start()
-
-    def submit(self, what: str, call: Callable[[], Any]) -> None:
-        """Queue a call."""
-        try:
-            self._waiting.put_nowait((what, call))
-        except queue.Full:
-            self.dropped += 1
-
-    def last(self, call: Callable[[], Any], seconds: float) -> bool:
-        """Make a call after all others and wait for it; whether it succeeded."""
-        deadline = time.monotonic() + seconds
-        done = threading.Event()
-        went_well = []
-
-        def then() -> None:
-            try:
-                went_well.append(call() is None)
-            finally:
-                done.set()
-
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(("closing the run", then), timeout=seconds)
-            done.wait(deadline - time.monotonic())
-        return bool(went_well)
-
-    def _work(self) -> None:
-        while True:
-            what, call = self._waiting.get()
-            try:
-                call()
-            except BaseException as error:
-                self.failed += 1
-                if self.failed == 1:
-                    warn(f"{what} failed ({one_line(error)}); the run goes on")
-
-
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The run that a call opens; a run that opens too late is closed again.
-
-    Raises:
-        TimeoutError: it took longer.
-        RuntimeError: the call failed.
-    """
-    opened: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            opened.set_result(call())
-        except BaseException as error:
-            opened.set_exception(RuntimeError(one_line(error)))
-
-    threading.Thread(target=work, name="wandb-start", daemon=True).start()
-    try:
-        return opened.result(seconds)
-    except TimeoutError:
-        opened.add_done_callback(lambda late: late.exception() or late.result().finish(exit_code=1))
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+def branch_charts(row: Mapping[str, float]) -> dict[str, Any]:
+    """A bar for every branch, one chart each of the estimates, local bounds and bounds."""
+    wandb = sys.modules["wandb"]
+    kinds: dict[str, list[list[Any]]] = {}
+    for key, value in row.items():
+        if found := BRANCH.fullmatch(key):
+            kinds.setdefault(found[2], []).append([found[1], value])
+    return {
+        f"view/{kind}_by_branch": wandb.plot.bar(
+            wandb.Table(["branch", kind], sorted(bars)), "branch", kind, f"{kind} of every branch"
+        )
+        for kind, bars in kinds.items()
+    }
 
 
 def abandon_service() -> None:
@@ -299,14 +286,3 @@ def has_api_key() -> bool:
         warn(f"{one_line(error)}; going offline")
         return False
     return found is not None
-
-
-def one_line(error: BaseException) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{error}".split())[:160] or type(error).__name__
-
-
-def warn(message: str) -> None:
-    """One line for people; the run goes on."""
-    with contextlib.suppress(OSError, ValueError):
-        print(f"W&B: {message}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from invformer.runs.interruption import largest
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import is_step_boundary, non_finite, record
+from invformer.training.rows import is_step_boundary, log_table, non_finite, record
 
 
 class Speed(L.Callback):
@@ -96,6 +97,10 @@ class CertificateKeeper(L.Callback):
             content = json.dumps(self.certificate.to_dict(), indent=2) + "\n"
             replace_file(self.path, content)
         record(trainer, pl_module.step, {"lipschitz/certified": self.certificate.bound_max})
+        norm, targets = self.certificate.norm, self.certificate.targets
+        bounds = self.certificate.per_branch.items()
+        rows = [[name, norm, bound, targets[name]] for name, bound in bounds]
+        log_table(trainer, "view/certificate", ["branch", "norm", "bound", "target"], rows)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
@@ -114,15 +119,18 @@ class InversionMonitor(L.Callback):
     Args:
         tokens: the text to invert, (sequences, N).
         keeper: holds the certificate the error bounds rest on; None certifies anew.
+        decode: makes text of tokens, to show what was recovered.
     """
 
     def __init__(
         self,
         tokens: Integer[Tensor, "sequences tokens"],
         keeper: CertificateKeeper | None = None,
+        decode: Callable[[Tensor], str] | None = None,
     ) -> None:
         self.tokens = tokens
         self.keeper = keeper
+        self.decode = decode
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Push the text up, bring it down, record how well that went."""
@@ -131,7 +139,7 @@ class InversionMonitor(L.Callback):
         weight = next(pl_module.parameters())
         dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
         with torch.autocast(pl_module.device.type, enabled=False):
-            _, report = invert_text(
+            found, report = invert_text(
                 pl_module.model,
                 self.tokens.to(pl_module.device),
                 certificate,
@@ -150,6 +158,44 @@ class InversionMonitor(L.Callback):
                 "inverse/characters_recovered": report.characters_recovered,
             },
         )
+
+        if self.decode is not None:
+            texts = [
+                [self.decode(a), self.decode(b)]
+                for a, b in zip(self.tokens, found.cpu(), strict=True)
+            ]
+            log_table(trainer, "view/recovered", ["text", "recovered"], texts)
+
+
+class Sample(L.Callback):
+    """Continues a text at every validation. Its random numbers are its own.
+
+    Args:
+        prompt: tokens to continue.
+        length: tokens to add.
+        decode: makes text of tokens.
+        seed: of the sampling.
+    """
+
+    def __init__(
+        self, prompt: Tensor, length: int, decode: Callable[[Tensor], str], seed: int = 0
+    ) -> None:
+        self.prompt, self.length, self.decode, self.seed = prompt, length, decode, seed
+        self.text = ""
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Show the text that the validated weights write."""
+        assert isinstance(pl_module, CharLanguageModel)
+        if trainer.is_global_zero or is_sharded(pl_module.model):
+            self.text = self.generate(pl_module)
+            log_table(trainer, "view/sample", ["text"], [[self.text]])
+
+    def generate(self, module: CharLanguageModel) -> str:
+        """The prompt and its continuation."""
+        generator = torch.Generator(device=module.device).manual_seed(self.seed)
+        prompt = self.prompt.to(module.device)
+        tokens = module.model.generate(prompt, self.length, generator=generator)
+        return self.decode(tokens.cpu())
 
 
 class LastValidation(L.Callback):

@@ -10,21 +10,24 @@ import torch
 
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
-from invformer.errors import CheckpointError, InvformerError
+from invformer.errors import CheckpointError
 from invformer.evaluation.report import certified_norm
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
-from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import printable
+from invformer.runs.exit import explained
 from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import WandbLogger
+from invformer.training.callbacks import Sample
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
 from invformer.training.progress import percent, upwards
 
+ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
 REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
@@ -67,8 +70,10 @@ def fit(run: Run) -> None:
         if run.trainer.is_global_zero:
             conclude(run)
         exit_code = 0
-    except InvformerError as error:
-        exit_code = error.exit_code
+    except Exception as error:
+        line, exit_code = explained(error)
+        if run.wandb is not None and exit_code in ALERTS:
+            run.wandb.alert(ALERTS[exit_code], line)
         raise
     finally:
         if run.wandb is not None:
@@ -103,8 +108,12 @@ def train(run: Run) -> None:
 
 def checkpoints_of(run: Run) -> Checkpoints:
     """The callback that saves this run."""
-    callbacks = run.trainer.callbacks  # type: ignore[attr-defined]
-    return next(c for c in callbacks if isinstance(c, Checkpoints))
+    return next(c for c in callbacks_of(run) if isinstance(c, Checkpoints))
+
+
+def callbacks_of(run: Run) -> list[L.Callback]:
+    """The callbacks of its trainer."""
+    return run.trainer.callbacks  # type: ignore[attr-defined]
 
 
 def announce(run: Run) -> None:
@@ -124,7 +133,8 @@ def announce(run: Run) -> None:
 
 def conclude(run: Run) -> None:
     """Write a sample and the summary, hand both to W&B, and print what came of it."""
-    sample = generate_sample(run)
+    sampler = next((c for c in callbacks_of(run) if isinstance(c, Sample)), None)
+    sample = (sampler.text or sampler.generate(run.module.eval())) if sampler else ""
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
@@ -132,14 +142,13 @@ def conclude(run: Run) -> None:
     print_result(run)
     if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
         print(f"continue   {run.directory.command} ({left} steps are left)")
-    if run.wandb is None:
+    checkpoints = checkpoints_of(run)
+    if run.wandb is None or checkpoints.best_name is None:
         return
-    step = run.trainer.global_step - 1
-    run.wandb.log_table("sample", ["text"], [[sample]], step=step)
-    run.wandb.log_image("summary", [picture], step)
-    if rows := certificate_rows(run):
-        columns = ["branch", "norm", "bound", "target"]
-        run.wandb.log_table("certificate", columns, rows, step=step)
+    run.wandb.log_image("view/summary", [picture], run.trainer.global_step - 1)
+    best = open_checkpoint(run.directory.checkpoints / checkpoints.best_name)
+    found = {"step": best.step, "val/bpc": checkpoints.best}
+    run.wandb.log_folder(best.path, found | {"certificate": best.metadata.get("certificate")})
 
 
 def print_result(run: Run) -> None:
@@ -165,25 +174,3 @@ def saved_certificate(run: Run) -> dict[str, Any] | None:
     """The certificate of the final weights; None if the model has none."""
     newest, _ = newest_checkpoint(run.directory.checkpoints)
     return newest.metadata.get("certificate") if newest else None
-
-
-def certificate_rows(run: Run) -> list[list]:
-    """The certificate of the final weights as table rows; none if the model has none."""
-    if not (saved := saved_certificate(run)):
-        return []
-    return [
-        [name, saved["norm"], bound, saved["targets"][name]]
-        for name, bound in saved["per_branch"].items()
-    ]
-
-
-def generate_sample(run: Run) -> str:
-    """Text continued from the beginning of the validation split."""
-    length = run.config.trainer.sample_length
-    if length == 0:
-        return ""
-    model = run.module.model.eval()
-    prompt = run.data.probe("val", 1)[0, :16].to(run.module.device)
-    generator = torch.Generator(device=prompt.device).manual_seed(run.config.run.seed)
-    tokens = model.generate(prompt, length, generator=generator)
-    return run.data.vocabulary.decode(tokens.cpu())

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 from jaxtyping import Integer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor, cat
 
 from invformer.errors import CertificateViolation, NonFiniteError
@@ -26,6 +27,20 @@ def record(trainer: L.Trainer, step: int, values: Measured) -> None:
     """
     if not trainer.sanity_checking:
         rows_of(trainer).pending.setdefault(step, {}).update(values)
+
+
+def log_table(trainer: L.Trainer, key: str, columns: list[str], data: list[list[Any]]) -> None:
+    """Show text in W&B and TensorBoard, at the last optimiser step."""
+    if trainer.sanity_checking:
+        return
+    step = trainer.global_step - 1
+    for logger in trainer.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.log_table(key, columns, data, step=step)
+        elif isinstance(logger, TensorBoardLogger):
+            lines = [columns, ["---"] * len(columns), *data]
+            text = "\n".join(" | ".join(map(str, line)) for line in lines)
+            logger.experiment.add_text(key, text, step)
 
 
 def rows_of(trainer: L.Trainer) -> "Rows":

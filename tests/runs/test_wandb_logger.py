@@ -7,21 +7,30 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
-from invformer.runs import wandb_logger
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.errors import CertificateViolation
+from invformer.runs import contained, wandb_logger
+from invformer.runs.contained import ContainedCalls
+from invformer.runs.run_log import read_rows
 from invformer.runs.wandb_logger import (
+    OVERVIEW,
     STEP,
-    ContainedCalls,
     WandbLogger,
     add_to_summary,
     open_wandb,
     wanted_mode,
 )
-from tests.runs.wandb_records import history_and_config
+from invformer.training.fit import fit
+from tests.runs.wandb_records import charts, read_records
+from tests.small_runs import options, write_text
 
 CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
 
@@ -68,12 +77,58 @@ def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
     captured = capsys.readouterr()
     assert "wandb sync" in captured.out
     assert captured.err == ""
-    rows, config, exit_code = history_and_config(tmp_path)
-    logged = [(row[STEP], row["train/bpc"]) for row in rows if "train/bpc" in row]
+    found = read_records(tmp_path)
+    logged = [(row[STEP], row["train/bpc"]) for row in found.rows if "train/bpc" in row]
     assert logged == [(0, 2.0), (1, 3.0), (5, 7.0), (3, 5.0)]  # each at its step, in any order
-    assert any(key.startswith("sample") for row in rows for key in row)
-    assert config["config"]["model"] == {"d_model": 24, "name": "l2"}
-    assert exit_code == 7
+    assert any(key.startswith("sample") for row in found.rows for key in row)
+    assert found.config["config"]["model"] == {"d_model": 24, "name": "l2"}
+    assert found.exit_code == 7
+
+
+def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path: Path) -> None:
+    """Read back from the records: few charts, which come first; samples; the best checkpoint."""
+    write_text(tmp_path)
+    size = ("trainer.max_steps=8", "trainer.val_every=4", "trainer.sample_length=20")
+    more = ("logger.name=wandb", "logger.mode=offline", "logger.notes=why", *size)
+    torch.set_default_dtype(torch.float32)
+    run = build_run(load_config(options(tmp_path, "a", *more)))
+    fit(run)
+    wandb.teardown()
+    found = read_records(run.directory.path)
+    views = {f"view/{kind}_by_branch" for kind in ("estimate", "local_bound", "bound")}
+    views |= {"view/sample", "view/recovered", "view/certificate", "view/summary"}
+    assert charts(found) == OVERVIEW | views
+    assert len(OVERVIEW | views) <= 20
+    names = sorted(set().union(*found.rows))
+    first = [name for name in names if not name.startswith("_")][:12]  # a page of wandb leet
+    assert set(first) > OVERVIEW
+    for row in read_rows(run.directory.metrics):
+        same = [r for r in found.rows if r[STEP] == row["step"]]
+        logged = {k.removeprefix("z/"): v for r in same for k, v in r.items()}
+        assert row.items() - {("step", row["step"])} <= {
+            (k, v) for k, v in logged.items() if k in row
+        }
+    assert sum("view/sample/path" in row for row in found.rows) == 2
+    assert found.summary["val/bpc"] == min(r["val/bpc"] for r in found.rows if "val/bpc" in r)
+    assert {"command", "commit", "parameters", "model", "optim"} <= found.config.keys()
+    assert found.config["parameters"] == sum(p.numel() for p in run.module.parameters())
+    assert "weights.safetensors" in found.artifacts["model a"]
+
+
+def test_a_violated_certificate_is_an_alert(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_text(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    run = build_run(load_config(options(tmp_path, "a", "logger.name=wandb", "logger.mode=offline")))
+    violation = CertificateViolation("step 3: block_00: 0.8 exceeds 0.7")
+    monkeypatch.setattr(run.trainer, "fit", Mock(side_effect=violation))
+    with pytest.raises(CertificateViolation):
+        fit(run)
+    wandb.teardown()
+    found = read_records(run.directory.path)
+    assert found.alerts == ["certificate violated"]
+    assert found.exit_code == 6
 
 
 def full_disk(row: Any) -> None:
@@ -110,7 +165,7 @@ def test_a_client_that_hangs_delays_nothing_and_the_end_is_bounded(
 ) -> None:
     abandoned = []
     monkeypatch.setattr(wandb_logger, "FINISH_SECONDS", 0.3)
-    monkeypatch.setattr(wandb_logger, "MAX_WAITING", 4)
+    monkeypatch.setattr(contained, "MAX_WAITING", 4)
     monkeypatch.setattr(wandb_logger, "abandon_service", lambda: abandoned.append(1))
     logger = logger_of(tmp_path, monkeypatch, log=lambda row: time.sleep(600))
     for step in range(50):

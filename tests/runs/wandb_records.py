@@ -3,6 +3,8 @@
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -33,23 +35,58 @@ def payloads(path: Path) -> Iterator[bytes]:
             yield parts
 
 
-def history_and_config(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any], int | None]:
-    """Logged rows, configuration and exit code of the offline run below a folder."""
+@dataclass
+class Records:
+    """What one run has written."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    config: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    hidden: list[str] = field(default_factory=list)  # names and globs of metrics without charts
+    artifacts: dict[str, list[str]] = field(default_factory=dict)  # the files of each
+    alerts: list[str] = field(default_factory=list)
+    exit_code: int | None = None
+
+
+def read_records(folder: Path) -> Records:
+    """The records of the only offline run below a folder."""
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    rows: list[dict[str, Any]] = []
-    config: dict[str, Any] = {}
-    exit_code = None
+    found = Records()
     for payload in payloads(path):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(payload)
         match record.WhichOneof("record_type"):
             case "history":
-                items = record.history.item
-                rows.append(
-                    {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
-                )
+                found.rows.append(values(record.history.item))
             case "run":
-                config |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+                found.config |= values(record.run.config.update)
+            case "config":
+                found.config |= values(record.config.update)
+            case "summary":
+                found.summary |= values(record.summary.update)
+            case "metric" if record.metric.options.hidden:
+                found.hidden.append(record.metric.name or record.metric.glob_name)
+            case "artifact":
+                files = [entry.path for entry in record.artifact.manifest.contents]
+                found.artifacts[f"{record.artifact.type} {record.artifact.name}"] = files
+            case "alert":
+                found.alerts.append(record.alert.title)
             case "exit":
-                exit_code = record.exit.exit_code
-    return rows, config, exit_code
+                found.exit_code = record.exit.exit_code
+    return found
+
+
+def values(items: Any) -> dict[str, Any]:
+    """Keys and values of one record."""
+    return {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in items}
+
+
+def charts(found: Records) -> set[str]:
+    """The keys that have a chart: not hidden, a table or picture once, without W&B's own."""
+    keys = set()
+    for key in set().union(*found.rows):
+        parts = key.split("/")
+        name = "/".join(parts[:2]).removesuffix("_table") if parts[0] == "view" else key
+        if not name.startswith("_") and not any(fnmatch(name, glob) for glob in found.hidden):
+            keys.add(name)
+    return keys
