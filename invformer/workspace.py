@@ -1,0 +1,102 @@
+"""The saved view of a project in W&B: ``python -m invformer.workspace project=NAME``."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from invformer.commands import run
+from invformer.config.section import Root, option
+from invformer.errors import ConfigurationError
+from invformer.runs.wandb_logger import DETAIL, STEP
+
+if TYPE_CHECKING:  # wandb-workspaces is an extra
+    from wandb_workspaces.workspaces import Workspace
+
+OVERVIEW = {
+    "bits per character": ("train/bpc", "val/bpc"),
+    "worst branch: estimate ≤ local bound ≤ bound ≤ target": (
+        "lipschitz/estimate", "lipschitz/local_bound", "lipschitz/bound", "lipschitz/target",
+    ),
+    "characters recovered": ("inverse/characters_recovered",),
+    "reconstruction error": ("inverse/reconstruction_max",),
+    "learning rate": ("optim/lr",),
+    "gradient norm": ("optim/grad_norm",),
+    "characters per second": ("perf/characters_per_second",),
+}  # fmt: skip
+INVERSION = ("reconstruction_max", "residual_max", "error_bound_max", "num_steps_mean")
+
+
+@dataclass(kw_only=True)
+class WorkspaceConfig(Root):
+    """Save a view of a W&B project: overview, constants of every block, inversion, samples."""
+
+    program: ClassVar[str] = "-m invformer.workspace"
+    project: str = option("invformer", "W&B project")
+    entity: str | None = option(None, "W&B user or team; null is your default")
+    name: str = option("invformer", "of the view")
+    num_layers: int = option(4, "blocks of the models", "[1, 1e4]")
+
+
+def build(config: WorkspaceConfig) -> "Workspace":
+    """The view, without talking to W&B.
+
+    Raises:
+        ConfigurationError: wandb-workspaces is not installed.
+    """
+    try:
+        import wandb_workspaces.reports.v2 as wr
+        import wandb_workspaces.workspaces as ws
+    except ImportError:
+        raise ConfigurationError("wandb-workspaces: pip install 'invformer[workspace]'") from None
+
+    def lines(title: str, *keys: str) -> wr.LinePlot:
+        return wr.LinePlot(title=title, x=STEP, y=list(keys))
+
+    def block(number: int) -> wr.LinePlot:
+        kinds = ("estimate", "local_bound", "bound")
+        branches = [f"block_{number:02d}/{name}" for name in ("attention", "feed_forward")]
+        keys = [f"{DETAIL}lipschitz_branches/{b}/{kind}" for b in branches for kind in kinds]
+        return lines(f"block {number}: estimate ≤ local bound ≤ bound", *keys)
+
+    tables = ("view/sample", "view/recovered", "view/certificate")
+    sections = {
+        "Overview": [lines(title, *keys) for title, keys in OVERVIEW.items()],
+        "Constants": [block(number) for number in range(config.num_layers)],
+        "Inversion": [
+            lines(key, f"{'' if i == 0 else DETAIL}inverse/{key}")
+            for i, key in enumerate(INVERSION)
+        ],
+        "Samples": [
+            *(wr.WeavePanelSummaryTable(table_name=name) for name in tables),
+            wr.MediaBrowser(media_keys=["view/summary"]),
+        ],
+    }
+    return ws.Workspace(
+        entity=config.entity or "",
+        project=config.project,
+        name=config.name,
+        sections=[
+            ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()
+        ],
+    )
+
+
+def save(config: WorkspaceConfig) -> None:
+    """Send the view to W&B.
+
+    Raises:
+        ConfigurationError: W&B did not take it.
+    """
+    workspace = build(config)
+    try:
+        if not workspace.entity:
+            import wandb
+
+            workspace.entity = wandb.Api().default_entity
+        workspace.save()
+    except Exception as error:
+        raise ConfigurationError(f"W&B: {error}"[:300]) from None
+    print(workspace.url)
+
+
+if __name__ == "__main__":
+    run(WorkspaceConfig, save, None)
