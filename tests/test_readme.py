@@ -75,13 +75,17 @@ def test_no_cell_of_the_results_page_is_longer_than_200_characters() -> None:
     assert max(map(len, cells)) <= 200
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
-)
-def test_the_library_examples_run_in_single_precision_as_they_stand() -> None:
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_the_library_examples_run_in_single_precision_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
     page = (ROOT / "docs/library.md").read_text(encoding="utf-8")
     exec("\n".join(blocks("python", page)), {})
+    (rows,) = tmp_path.glob("logs/*/*/metrics.csv")
+    keys = rows.read_text().splitlines()[0].split(",")
+    assert {"train/bpc", "val/bpc", "lipschitz/estimate", "inverse/characters_recovered"} <= {*keys}
 
 
 def test_every_preset_of_a_group_is_named() -> None:
