@@ -136,6 +136,7 @@ def build_module(
         metadata,
         optim.grad_clip,
         optim.ema_decay,
+        config.run.seed,
     )  # fmt: skip
 
 
@@ -147,8 +148,7 @@ def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer
     """
     trainer = config.trainer
     model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    processes = launcher_value("WORLD_SIZE", 1)
-    model.initialise(data.first_batch(processes * trainer.accumulate)[0])
+    model.initialise(data.first_batch(trainer.accumulate)[0])
     model.stack.checkpoint_activations = trainer.checkpoint_activations
     if trainer.precision == "64-true":
         model.double()

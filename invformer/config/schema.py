@@ -144,7 +144,7 @@ class DataConfig(Section):
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     seq_len: int = option(128, "context, characters", SIZE)
-    batch_size: int = option(8, "windows per batch and device", SIZE)
+    batch_size: int = option(8, "windows per batch, all devices together", SIZE)
     val_fraction: float = option(0.05, "share for validation, without own splits", "(0, 1)")
     test_fraction: float = option(0.05, "share for the test, without own splits", "[0, 1)")
     split: Split = option("val", "split that evaluate.py scores")

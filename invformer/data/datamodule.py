@@ -11,7 +11,7 @@ from invformer.data.corpus import Corpus, Split
 from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
-from invformer.errors import DataError
+from invformer.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ class TextDataModule(L.LightningDataModule):
 
     Its loaders are plain iterables of finished batches: Lightning wraps nothing around them, and no
     iteration draws from the global random generator. The training loader never ends, a run is as
-    long as ``max_steps``. Each process gets its share of every batch (``batch_size`` is per
-    process) and of the evaluation windows.
+    long as ``max_steps``. Each process gets its share of every batch and of the evaluation windows;
+    a run may continue with another number of processes.
 
     A checkpoint carries the number of the next training batch, derived from completed optimiser
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
@@ -36,8 +36,8 @@ class TextDataModule(L.LightningDataModule):
         corpus: the text.
         vocabulary: its characters.
         seq_len: N, characters that a window reads.
-        batch_size: windows per batch and process.
-        eval_batch_size: the same for evaluation.
+        batch_size: windows per batch, all processes together.
+        eval_batch_size: windows per batch and process in an evaluation.
         seed: of the order.
         max_val_characters: only the beginning of the validation split is read.
     """
@@ -87,9 +87,9 @@ class TextDataModule(L.LightningDataModule):
         count = min(num_sequences, len(self.tokens(split)) // self.seq_len)
         return self.tokens(split)[: count * self.seq_len].long().view(count, self.seq_len)
 
-    def first_batch(self, num_processes: int = 1) -> Batch:
-        """The batch that training by so many processes starts with, for initialisation."""
-        batch_size = num_processes * self.batch_size
+    def first_batch(self, num_batches: int = 1) -> Batch:
+        """So many batches as one, with which training starts, for initialisation."""
+        batch_size = num_batches * self.batch_size
         return training_windows(self.tokens("train"), self.seq_len, batch_size, self.seed, 0)
 
     def windows_of(self, step: int) -> str:
@@ -97,13 +97,19 @@ class TextDataModule(L.LightningDataModule):
         assert self.trainer is not None
         accumulate = self.trainer.accumulate_grad_batches
         batch = self._first_batch() + (step - self._saved["global_step"]) * accumulate
-        first = batch * self._windows_per_batch
-        return f"{first}–{first + accumulate * self._windows_per_batch - 1}"
+        first = batch * self.batch_size
+        return f"{first}–{first + accumulate * self.batch_size - 1}"
 
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()
-        order = self.seq_len, self.batch_size, self.seed, self._first_batch()
+        num_processes = self._process[1]
+        if self.batch_size % num_processes:
+            raise ConfigurationError(
+                f"data.batch_size: {self.batch_size} windows cannot be shared by {num_processes} "
+                "processes; choose a multiple of their number"
+            )
+        order = self.seq_len, self.batch_size // num_processes, self.seed, self._first_batch()
         return TrainingWindows(self.tokens("train"), *order, *self._process)
 
     def val_dataloader(self) -> EvaluationWindows:
@@ -128,7 +134,7 @@ class TextDataModule(L.LightningDataModule):
         return {
             "next_batch": self._first_batch() + steps * self.trainer.accumulate_grad_batches,
             "global_step": self.trainer.global_step,
-            "windows_per_batch": self._windows_per_batch,
+            "windows_per_batch": self.batch_size,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -143,13 +149,9 @@ class TextDataModule(L.LightningDataModule):
         on_cuda = self.trainer.strategy.root_device.type == "cuda"
         return self.trainer.global_rank, self.trainer.world_size, on_cuda
 
-    @property
-    def _windows_per_batch(self) -> int:
-        return self.batch_size * self._process[1]
-
     def _first_batch(self) -> int:
         saved = self._saved
-        return saved["next_batch"] * saved["windows_per_batch"] // self._windows_per_batch
+        return saved["next_batch"] * saved["windows_per_batch"] // self.batch_size
 
     def _realign_progress(self) -> None:
         """Count completed steps only, in Lightning's own batch counters too.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
 from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.dropout import Dropout
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm
@@ -113,11 +114,16 @@ class PreNormBlock(nn.Module):
         super().__init__()
         self.attention = PreNormBranch(attention, d_model)
         self.feed_forward = PreNormBranch(feed_forward, d_model)
-        self.dropout = nn.Dropout(dropout)
+        self.attention_dropout, self.feed_forward_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tokens) -> Tokens:
         """Apply both residual branches."""
-        return self.compose(x, lambda branch, x: self.dropout(branch(x)))
+        return self.compose(x, self._dropped_out)
+
+    def _dropped_out(self, branch: PreNormBranch, x: Tokens) -> Tokens:
+        is_attention = branch is self.attention
+        dropout = self.attention_dropout if is_attention else self.feed_forward_dropout
+        return dropout(branch(x))
 
     def compose(self, x: Tokens, apply: Callable[[PreNormBranch, Tokens], Tokens]) -> Tokens:
         """The block made of ``apply(branch, input)`` of both branches."""
@@ -185,7 +191,7 @@ class CharTransformer(nn.Module):
         self.embedding = embedding
         self.stack = stack
         self.norm = nn.LayerNorm(d_model)
-        self.dropout = nn.Dropout(head_dropout)
+        self.dropout = Dropout(head_dropout)
         self.head = nn.Linear(d_model, vocab_size)
 
     @property

@@ -19,11 +19,11 @@ from invformer.runs.launcher import from_first_rank
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.run_lock import LOCK, lock_run
 
-# These may differ between a run and its continuation, since they change no number. Another path has
-# to lead to the same text, which is checked separately.
+# These may differ between a run and its continuation, since they change no number; devices and
+# strategy change the rounding. Another path has to lead to the same text, which is checked apart.
 MAY_CHANGE = (
-    "data.path", "logger.", "run.", "trainer.max_steps", "trainer.max_time", "trainer.progress",
-    "trainer.rank_timeout", "trainer.sample_length",
+    "data.path", "logger.", "run.", "trainer.devices", "trainer.max_steps", "trainer.max_time",
+    "trainer.progress", "trainer.rank_timeout", "trainer.sample_length", "trainer.strategy",
 )  # fmt: skip
 CONFIG = "config.json"
 CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"

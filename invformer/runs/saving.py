@@ -145,7 +145,7 @@ class RandomState(L.Callback):
         """Restore the states at the last moment before the first batch."""
         if self._restored is not None:
             torch.set_rng_state(self._restored["cpu"])
-            torch.cuda.set_rng_state_all(self._restored["cuda"])
+            torch.cuda.set_rng_state_all(self._restored["cuda"][: torch.cuda.device_count()])
 
 
 class DirectoryCheckpointIO(CheckpointIO):

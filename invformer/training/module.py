@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.evaluation.likelihood import first_character_nats, window_nats
+from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
@@ -49,6 +50,7 @@ class CharLanguageModel(L.LightningModule):
         grad_clip: largest gradient norm; None leaves gradients alone.
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
+        seed: of the dropout.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class CharLanguageModel(L.LightningModule):
         metadata: Mapping[str, Any] | None = None,
         grad_clip: float | None = 1.0,
         ema_decay: float | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.model = model
@@ -66,12 +69,14 @@ class CharLanguageModel(L.LightningModule):
         self.make_schedule = make_schedule
         self.metadata = metadata or {}
         self.grad_clip = grad_clip
+        self.seed = seed
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.bits_per_char = BitsPerChar()
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for whoever measures
         self.watch = Stopwatch(torch.device("cpu"))
+        self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
         self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
 
     def configure_model(self) -> None:
@@ -96,11 +101,20 @@ class CharLanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
         inputs, targets = batch
+        if self.has_dropout:
+            self.number_samples(len(inputs))
         self.weights = self.stack_weights()
         logits = at_least_single(self.model(inputs, self.weights))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self._losses.append(loss.detach())
         return loss
+
+    def number_samples(self, count: int) -> None:
+        """Tell dropout which samples come: it is the same however many processes share a batch."""
+        trainer = self.trainer
+        batch = trainer.global_step * trainer.accumulate_grad_batches + len(self._losses)
+        first = (batch * trainer.world_size + trainer.global_rank) * count
+        set_sample_keys(self.model, sample_keys(self.seed, first, count).to(self.device))
 
     def stack_weights(self) -> StackWeights | None:
         """The weights that a training step runs with; None where the model computes them inside.
@@ -216,6 +230,7 @@ class CharLanguageModel(L.LightningModule):
     def on_train_end(self) -> None:
         """The average is what came of it."""
         self.gather()
+        set_sample_keys(self.model, None)
         if self.average is not None:
             self.average.swap()
             refresh_normalisers(self.model)

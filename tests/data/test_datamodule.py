@@ -4,6 +4,7 @@ import itertools
 import logging
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -18,7 +19,7 @@ from invformer.data.corpora import load_corpus
 from invformer.data.corpus import Corpus, in_memory
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import DataError
+from invformer.errors import ConfigurationError, DataError
 
 # Lightning's own calls into PyTorch, and its remark about the run directory of the fixture.
 pytestmark = [
@@ -288,3 +289,10 @@ def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFi
         "made_up: 20 % of the validation text is not in the vocabulary and counts as the unknown "
         "symbol"
     ]
+
+
+def test_a_batch_that_the_processes_cannot_share_is_refused_in_one_line() -> None:
+    data = make_data(batch_size=4)
+    data.trainer = Mock(world_size=3, global_step=0, accumulate_grad_batches=1)
+    with pytest.raises(ConfigurationError, match=r"4 windows cannot be shared by 3 processes"):
+        data.train_dataloader()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from invformer.runs.launcher import conclusion
+from invformer.runs.run_log import read_rows
 from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import ROOT
 
@@ -170,6 +171,26 @@ def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(
     assert stderr.count("\n") == 1
     finish("not", *parts)
     assert difference(root / names[0], root / names[1]) is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_run_continues_with_another_number_of_ranks(root: Path) -> None:
+    exact = "trainer.precision=64-true", "trainer.accumulate=2"
+    one, mixed = (options(root, name, *exact, model=DROPOUT) for name in ("one", "mixed"))
+    finish("not", *one)
+    process = start("tests.reliability.broken_train", "slowly", *mixed, "trainer.devices=2")
+    while not (root / "mixed" / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.terminate()
+    _, stderr = process.communicate(timeout=800)
+    assert process.returncode == 143, stderr
+    finish("not", *mixed)
+    losses = [
+        [row["train/nats"] for row in read_rows(root / name / "metrics.jsonl")]
+        for name in ("one", "mixed")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-12)
 
 
 def finish(*arguments: str) -> None:
