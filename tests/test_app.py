@@ -309,8 +309,9 @@ def test_an_interrupted_run_saves_its_state_and_says_which_signal(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("more", [(), ("optim=muon", "optim.ema_decay=0.9")])
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
-    tmp_path: Path, text_file: Path
+    tmp_path: Path, text_file: Path, more: tuple[str, ...]
 ) -> None:
     runs = {}
     for name, devices in (("one", 1), ("ddp", 2), ("fsdp", 2)):
@@ -318,7 +319,7 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
             tmp_path, text_file, f"run.name={name}", "data.batch_size=8",
             f"trainer.devices={devices}", "trainer.accelerator=cpu",
             f"trainer.strategy={'fsdp' if name == 'fsdp' else 'ddp'}", "monitor.every=1",
-            "monitor.length=8",
+            "monitor.length=8", *more,
         )  # fmt: skip
         done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

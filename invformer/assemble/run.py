@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -77,6 +78,7 @@ def build_run(config: TrainConfig) -> Run:
     for logger in loggers:
         words = {key: metadata[key] for key in ("command", "commit")}
         logger.log_hyperparams({**to_dict(config), **words, "parameters": parameters})
+    saved = specs_of(module.state_dict())
     trainer = L.Trainer(
         max_steps=how.max_steps,
         val_check_interval=how.val_every * how.accumulate,
@@ -90,10 +92,10 @@ def build_run(config: TrainConfig) -> Run:
         callbacks=build_callbacks(config, directory, module, data, resume),
         # Lightning's own requeueing on a cluster would save behind our back.
         plugins=[
-            DirectoryCheckpointIO(specs_of(module.state_dict())),
+            DirectoryCheckpointIO(saved),
             TorchElasticEnvironment() if is_rank() else LightningEnvironment(),
         ],
-        strategy=build_strategy(how),
+        strategy=build_strategy(how, saved),
         logger=loggers,
         enable_checkpointing=False,
         use_distributed_sampler=False,
@@ -158,18 +160,23 @@ def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer
     return model
 
 
-def build_strategy(config: TrainerConfig) -> Strategy | str:
+def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | str:
     """One device, or several processes, of which a hanging one is found by the timeout.
 
     The timeout also covers the start of the processes.
+
+    Args:
+        config: how to train.
+        saved: names of what a checkpoint holds of the module.
     """
     if not is_rank():
         return "auto"
     timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
     backend = backends(training_device(config))
     if config.strategy == "fsdp":
-        return ShardedStrategy(launcher_value("WORLD_SIZE", 1), timeout, backend)
-    return DDPStrategy(timeout=timeout, process_group_backend=backend)
+        return ShardedStrategy(launcher_value("WORLD_SIZE", 1), saved, timeout, backend)
+    # Buffers are functions of the weights, and so the same in every process.
+    return DDPStrategy(timeout=timeout, process_group_backend=backend, broadcast_buffers=False)
 
 
 def build_callbacks(

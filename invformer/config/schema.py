@@ -296,8 +296,6 @@ class TrainConfig(Root):
         if self.trainer.strategy == "fsdp":
             for wrong, why in (
                 (self.trainer.devices == 1, "shards over several devices: set trainer.devices=2"),
-                (self.optim.name == "muon", "cannot shard Muon: pick ddp, or optim=adamw"),
-                (self.optim.ema_decay, "keeps no average: pick ddp, or optim.ema_decay=null"),
                 (self.trainer.precision == "64-true", "trains in 32-true or bf16-mixed: pick ddp"),
             ):
                 self.refuse_if(wrong, "trainer.strategy", f"fsdp {why}")

@@ -243,8 +243,10 @@ def require_own(stack: InvertibleStack) -> None:
             replaced forward; the message names it.
     """
     for name, module in stack.named_modules():
-        changed = "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks
-        if changed:
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        # FSDP2's hooks put the module's own weights in their places.
+        foreign = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
+        if "forward" in vars(module) or foreign:
             raise NoCertificateError(
                 f"{name or 'the stack'}: a forward hook, or a forward of its own, may change what "
                 "it computes; remove it, then certify"
@@ -261,8 +263,11 @@ def require_own(stack: InvertibleStack) -> None:
 
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
     """Raise NoCertificateError for a type that nothing is proven about."""
-    if type(module) not in known:
-        raise NoCertificateError(f"{name}: no proof is known for {type(module).__name__}")
+    kind = type(module)
+    if hasattr(kind, "unshard"):  # FSDP2 made a subclass of it
+        kind = kind.__bases__[-1]
+    if kind not in known:
+        raise NoCertificateError(f"{name}: no proof is known for {kind.__name__}")
 
 
 def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:

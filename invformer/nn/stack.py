@@ -121,7 +121,9 @@ class InvertibleStack(nn.Module):
         return x
 
     def blocks_compute_weights(self) -> bool:
-        """True if each block computes its own weights: compiled, or recomputed."""
+        """True if each block computes its own weights: compiled, recomputed or sharded (FSDP2)."""
+        if any(hasattr(block, "unshard") for block in self.blocks):
+            return True
         compiled = any(block._compiled_call_impl is not None for block in self.blocks)
         return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 

@@ -3,6 +3,8 @@
 Lightning's ``strategy.reduce`` begins with a barrier, which waits for all work of a GPU.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,25 @@ def largest_of_processes(number: int) -> int:
         held = torch.tensor(number)
         dist.all_reduce(held, op=dist.ReduceOp.MAX)
     return int(held)
+
+
+class Agreement:
+    """The largest number that any process held at the call before, without waiting for it."""
+
+    def __init__(self) -> None:
+        self._asked: tuple[Any, Tensor] | None = None
+
+    def ask(self, number: int) -> int:
+        """Tell the others a number, and return what was agreed at the last call; 0 at first."""
+        before = self._asked
+        with torch.inference_mode(False):  # gloo cannot write into the tensors of a validation
+            held = torch.tensor(number)
+            self._asked = dist.all_reduce(held, op=dist.ReduceOp.MAX, async_op=True), held
+        if before is None:
+            return 0
+        work, held = before
+        work.wait()
+        return int(held)
 
 
 def mean_of_processes(value: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
-from invformer.runs.collective import largest_of_processes
+from invformer.runs.collective import Agreement, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
 
@@ -18,8 +18,9 @@ class Interruption(L.Callback):
     Between two optimiser steps everything is whole: weights, optimiser, schedule, random generators
     and metrics belong together. A signal is therefore noted when it arrives (later ones change
     nothing, so that they do not disturb a save), and acted upon before the first batch of the next
-    step or the next batch of a validation. Several processes agree on that batch. Measurements that
-    wait for their flush are checked first: the run that continues would never see them again.
+    step or the next batch of a validation. Several processes agree on the one after that, and wait
+    for nobody. Measurements that wait for their flush are checked first: the run that continues
+    would never see them again.
 
     A validation that was stopped halfway is done again, from its beginning, before the first batch
     of the run that continues. This callback stands after all others, which have to be ready then.
@@ -34,6 +35,7 @@ class Interruption(L.Callback):
         self.again = again
         self.signal = 0
         self.validating = False
+        self.agreement = Agreement()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let the loop start even at the last step, whose validation may have to be done again."""
@@ -75,6 +77,8 @@ class Interruption(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop for the last time; from here on no process waits for another."""
         self._stop_here(trainer)
+        if trainer.world_size > 1:  # what was agreed right now
+            self._stop_here(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether a validation is due."""
@@ -100,7 +104,8 @@ class Interruption(L.Callback):
             Interrupted: naming the signal.
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
-        if number := largest(trainer, self.signal):
+        alone = trainer.world_size == 1
+        if number := self.signal if alone else self.agreement.ask(self.signal):
             check_everywhere(trainer, lambda: self.check(trainer))
             raise Interrupted(number, trainer.global_step, self.again)
 

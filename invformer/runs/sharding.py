@@ -1,12 +1,13 @@
 """Fully sharded data parallelism (FSDP2): gradients and the optimiser's memory in parts.
 
-Every process updates its part of every weight and keeps AdamW's memory of that part. Between two
-steps all weights are whole everywhere, because normalisation, monitor, certificate and inversion
-are functions of whole matrices. Checkpoints hold whole tensors, as one process saves them.
+Every process updates its part of every weight and keeps the optimiser's memory of that part. A
+block's gradients are exchanged while those of the block below are computed. Between two steps all
+weights are whole everywhere, because normalisation, monitor, certificate and inversion are
+functions of whole matrices. Checkpoints hold whole tensors, as one process saves them.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -21,11 +22,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Replace the model's parameters by this process's parts of them."""
+def shard(model: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Replace the parameters of each block, and then of all else, by this process's parts."""
     # The output of a linear layer is a view of its product, but no code writes into logits.
     warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in (*blocks, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -35,8 +37,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 def gather(model: nn.Module) -> None:
     """Put whole weights in their places, until the next backward pass; all processes take part."""
-    if isinstance(model, FSDPModule):
-        model.unshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
 
 
 @contextmanager
@@ -44,8 +47,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Whole weights in their places, then parts again, which the optimiser needs."""
     gather(model)
     yield
-    if isinstance(model, FSDPModule):
-        model.reshard()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(value: Any) -> Any:
@@ -78,11 +82,19 @@ class ShardedStrategy(ModelParallelStrategy):
 
     Args:
         num_processes: one per device.
+        names: of the module's parameters and buffers that are saved.
         timeout: of their communication.
         backend: of their communication; None is the one for their devices.
     """
 
-    def __init__(self, num_processes: int, timeout: timedelta, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        num_processes: int,
+        names: Iterable[str],
+        timeout: timedelta,
+        backend: str | None = None,
+    ) -> None:
+        self.names = list(names)
         super().__init__(
             data_parallel_size=num_processes,
             tensor_parallel_size=1,
@@ -97,11 +109,14 @@ class ShardedStrategy(ModelParallelStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights and buffers, in every process."""
+        """Whole weights and buffers, in every process.
+
+        The module's own ``state_dict`` would take them apart, and forget an average in their place.
+        """
         module: Any = self.lightning_module
-        state = {name: whole(value) for name, value in module.state_dict().items()}
-        module.gather()  # reading the state has taken them apart
-        return state
+        module.gather()
+        present = dict(module.named_parameters()) | dict(module.named_buffers())
+        return {name: present[name].detach() for name in self.names}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Every process takes its parts."""
@@ -115,25 +130,15 @@ class ShardedStrategy(ModelParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Its state as one process would have it."""
-        state: dict[str, Any] = Strategy.optimizer_state(self, optimizer)
-        memory = {
-            number: {key: whole(value) for key, value in of_parameter.items()}
-            for number, of_parameter in state["state"].items()
-        }
-        return {**state, "state": memory}
+        return map_memory(
+            optimizer, Strategy.optimizer_state(self, optimizer), lambda v, _: whole(v)
+        )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every process takes its parts."""
         states: list[dict[str, Any]] = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            memory = {
-                number: {
-                    key: part_like(value, parameters[number]) for key, value in of_parameter.items()
-                }
-                for number, of_parameter in state["state"].items()
-            }
-            optimizer.load_state_dict({**state, "state": memory})
+            optimizer.load_state_dict(map_memory(optimizer, state, part_like))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -148,6 +153,21 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Through the run's own IO, in every process."""
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+
+def map_memory(
+    optimizer: Optimizer, state: dict[str, Any], change: Callable[[Any, Tensor], Any]
+) -> dict[str, Any]:
+    """An optimiser's state with ``change(value, parameter)`` in the place of every value kept."""
+    if inner := getattr(optimizer, "parts", None):
+        pairs = zip(inner, state["parts"], strict=True)
+        return {**state, "parts": [map_memory(part, of_part, change) for part, of_part in pairs]}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    memory = {
+        number: {key: change(value, parameters[number]) for key, value in of_parameter.items()}
+        for number, of_parameter in state["state"].items()
+    }
+    return {**state, "state": memory}
 
 
 def part_like(value: Any, parameter: Tensor) -> Any:

@@ -83,7 +83,7 @@ class CharLanguageModel(L.LightningModule):
         """Take the model apart if the strategy asks for that."""
         mesh = self.device_mesh
         if mesh is not None and not is_sharded(self.model):
-            shard(self.model, mesh["data_parallel"])
+            shard(self.model, self.model.stack.blocks, mesh["data_parallel"])
 
     def gather(self) -> None:
         """Whole weights in their places, where a step or a checkpoint has taken them apart."""

@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from invformer.runs.sharding import part_like, whole
+
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
@@ -62,16 +64,16 @@ class Muon(Optimizer):
             for p, matrices in momenta:
                 of_p = [next(directions) for _ in matrices]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(as_parameter(of_p, p.shape), alpha=group["lr"])
+                p.sub_(part_like(as_parameter(of_p, p.shape), p), alpha=group["lr"])
         return loss
 
     def _momentum(self, p: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-        """Nesterov's momentum of a parameter."""
+        """Nesterov's momentum of a parameter, whole if FSDP2 keeps it in parts."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p)
         memory = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(memory, momentum)
+        return whole(gradient.lerp(memory, momentum))
 
 
 def as_matrices(p: Tensor, parts: int = 1) -> list[Tensor]:

@@ -24,14 +24,19 @@ class WeightAverage:
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.parameters = dict(model.named_parameters())
+        self.model = model
         self.kept = {name: p.detach().clone() for name, p in self.parameters.items()}
         self.decay = decay
         self.in_use = False
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's present parameters: sharding replaces them."""
+        return dict(self.model.named_parameters())
+
     def follow(self) -> None:
         """Keep the average where, and in the precision that, the weights now are."""
-        self.kept = {name: w.to(self.parameters[name]) for name, w in self.kept.items()}
+        self.kept = {name: self.kept[name].to(p) for name, p in self.parameters.items()}
 
     @torch.no_grad()
     def update(self, step: int) -> None:

@@ -245,8 +245,6 @@ NONSENSE = [
     "trainer.max_time=3m", "trainer.precision=16", "trainer.accelerator=tpu",
     "trainer.num_threads=0",
     "trainer.strategy=deepspeed", "trainer.strategy=fsdp",
-    "trainer.strategy=fsdp trainer.devices=2 optim=muon",
-    "trainer.strategy=fsdp trainer.devices=2 optim.ema_decay=0.9",
     "trainer.strategy=fsdp trainer.devices=2 trainer.precision=64-true", "logger.project=a/b",
     "logger.project=", "logger.tags=[" + "x" * 65 + "]",
     "logger.tags=[" + "[" * 5000, "monitor.every=0", "run.name=..", "run.name=a..b",

@@ -22,6 +22,7 @@ from invformer.runs.sharding import (
     gather,
     is_sharded,
     local_part,
+    map_memory,
     norms_of_whole,
     part_like,
     shard,
@@ -30,6 +31,7 @@ from invformer.runs.sharding import (
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
+from invformer.training.weight_average import WeightAverage
 
 VOCAB, SEQ_LEN = 11, 8
 MODELS = [
@@ -61,10 +63,8 @@ def fresh(config: ModelConfig):
     return model
 
 
-def adamw(model) -> torch.optim.Optimizer:
-    return build_optimizer(
-        model, "adamw", lr=1e-2, muon_lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1
-    )
+def optimiser_of(model, name: str) -> torch.optim.Optimizer:
+    return build_optimizer(model, name, lr=1e-2, muon_lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
 
 
 def loss_of(model, step: int) -> torch.Tensor:
@@ -73,16 +73,19 @@ def loss_of(model, step: int) -> torch.Tensor:
     return module.training_step((tokens[:, :-1], tokens[:, 1:]), 0)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("config", MODELS, ids=lambda c: f"{c.name}-{c.feed_forward_kernel}")
 def test_a_sharded_model_learns_and_is_certified_like_a_whole_one(
-    mesh: DeviceMesh, config: ModelConfig
+    mesh: DeviceMesh, config: ModelConfig, name: str
 ) -> None:
     plain, sharded = fresh(config), fresh(config)
-    shard(sharded, mesh)
+    averages = [WeightAverage(model, 0.5) for model in (plain, sharded)]
+    shard(sharded, sharded.stack.blocks, mesh)
     assert is_sharded(sharded)
+    assert all(map(is_sharded, sharded.stack.blocks))
     assert not is_sharded(plain)
     assert all(isinstance(p, DTensor) for p in sharded.parameters())
-    optimisers = [adamw(model) for model in (plain, sharded)]
+    optimisers = [optimiser_of(model, name) for model in (plain, sharded)]
     guard = UpdateGuard()
     gather(sharded)
     for step in range(5):
@@ -101,26 +104,42 @@ def test_a_sharded_model_learns_and_is_certified_like_a_whole_one(
             optimiser.step()
             gather(model)
             refresh_normalisers(model)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(dict(sharded.named_parameters())[name], parameter)
+        for average in averages:
+            average.update(step)
+    for _ in range(2):  # the average, and the weights that learn
+        for average in averages:
+            average.swap()
+        for name, parameter in plain.named_parameters():
+            torch.testing.assert_close(dict(sharded.named_parameters())[name], parameter)
     if config.is_contractive:
         bounds = [certify(model).per_branch for model in (plain, sharded)]
         assert bounds[1] == pytest.approx(bounds[0], rel=1e-5)
         assert certify(sharded).holds
 
 
-def test_memory_of_an_optimiser_is_taken_apart_and_put_together(mesh: DeviceMesh) -> None:
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_memory_of_an_optimiser_is_taken_apart_and_put_together(
+    mesh: DeviceMesh, name: str
+) -> None:
     model = fresh(MODELS[0])
-    shard(model, mesh)
-    parameter = next(model.parameters())
-    memory = torch.randn(parameter.shape, dtype=torch.float32)
-    part = part_like(memory, parameter)
-    assert isinstance(part, DTensor)
-    assert part.placements == parameter.placements
-    assert torch.equal(whole(part), memory)
-    count = torch.tensor(3.0)
-    assert part_like(count, parameter) is count
-    assert whole(count) is count
+    shard(model, model.stack.blocks, mesh)
+    optimiser = optimiser_of(model, name)
+    loss_of(model, 0).backward()
+    optimiser.step()
+    state = optimiser.state_dict()
+    wholes = map_memory(optimiser, state, lambda value, _: whole(value))
+    parts = map_memory(optimiser, wholes, part_like)
+    assert not any(isinstance(value, DTensor) for value in tensors(wholes))
+    for value, part in zip(tensors(state), tensors(parts), strict=True):
+        assert type(value) is type(part)
+        assert torch.equal(whole(value), whole(part))
+
+
+def tensors(state: dict) -> list[torch.Tensor]:
+    """The tensors of a nested state."""
+    inner = state.get("parts", [state])
+    memories = [memory for part in inner for memory in part["state"].values()]
+    return [value for memory in memories for value in memory.values() if torch.is_tensor(value)]
 
 
 def test_without_a_limit_gradients_stay_as_they_are() -> None:
@@ -138,7 +157,7 @@ def test_a_process_that_comes_late_to_a_checkpoint_finds_it_there_and_writes_not
 ) -> None:
     monkeypatch.setattr(ShardedStrategy, "global_rank", PropertyMock(return_value=rank))
     monkeypatch.setattr(ShardedStrategy, "broadcast", lambda self, path, src=0: path)
-    strategy = ShardedStrategy(2, timedelta(seconds=1))
+    strategy = ShardedStrategy(2, [], timedelta(seconds=1))
     io = Mock(spec=DirectoryCheckpointIO)
     strategy.checkpoint_io = io
     strategy.save_checkpoint({}, tmp_path)  # a directory that the first process has begun
