@@ -233,7 +233,8 @@ def distributed(machine: Machine) -> Iterator[Row]:
                     if way == "DDP":
                         copied = DistributedDataParallel(copied)
                     else:
-                        shard(copied, dist.init_device_mesh(machine.device.type, (1,)))
+                        mesh = dist.init_device_mesh(machine.device.type, (1,))
+                        shard(copied, copied.stack.blocks, mesh)
                     with machine.rules():
                         _, found = gradients(copied, text, "32-true")
                 except Exception as error:
