@@ -144,11 +144,11 @@ def mortal() -> None:
     patient()
     log = WandbLogger.log_metrics
 
-    def call(logger: WandbLogger, row: dict[str, float], step: int) -> None:
+    def call(logger: WandbLogger, metrics: dict[str, float], step: int) -> None:
         from wandb.sdk import wandb_setup
 
         if step == STEPS // 2:
             wandb_setup.singleton()._connection._proc._process.kill()
-        log(logger, row, step)
+        log(logger, metrics, step)
 
     WandbLogger.log_metrics = call
