@@ -255,7 +255,7 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
     assert "32 texts at once" in done.stdout
     written = run / "evaluation" / "text_file-val-8.json"
-    assert done.stdout.splitlines()[-1] == f"written to {written}"
+    assert done.stdout.splitlines()[-1] == f"written to {written} and {run / 'report.html'}"
     assert json.loads(written.read_text()) == report
     assert all(rate > 0 for rate in report["perf"].values())
 
