@@ -91,7 +91,7 @@ def save(config: WorkspaceConfig) -> None:
         if not workspace.entity:
             import wandb
 
-            workspace.entity = wandb.Api().default_entity
+            workspace.entity = wandb.Api().default_entity or ""
         workspace.save()
     except Exception as error:
         raise ConfigurationError(f"W&B: {error}"[:300]) from None
