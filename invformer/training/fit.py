@@ -11,6 +11,7 @@ import torch
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError
+from invformer.evaluation.evaluate import ngram_baseline
 from invformer.evaluation.report import certified_norm
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
@@ -28,6 +29,7 @@ from invformer.training.plots import plot_run
 from invformer.training.progress import percent, upwards
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
+NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts
 REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
@@ -138,7 +140,7 @@ def conclude(run: Run) -> None:
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
-    picture = plot_run(run.directory.metrics, run.directory.path, sample)
+    picture = plot_run(run.directory.metrics, run.directory.path, sample, five_gram(run.data))
     print_result(run)
     if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
         print(f"continue   {run.directory.command} ({left} steps are left)")
@@ -149,6 +151,14 @@ def conclude(run: Run) -> None:
     best = open_checkpoint(run.directory.checkpoints / checkpoints.best_name)
     found = {"step": best.step, "val/bpc": checkpoints.best}
     run.wandb.log_folder(best.path, found | {"certificate": best.metadata.get("certificate")})
+
+
+def five_gram(data: TextDataModule) -> float | None:
+    """Bits per character of a 5-gram on the validation split; None where it would take long."""
+    train, val = data.tokens("train"), data.tokens("val")
+    if len(train) + len(val) > NGRAM_AT_ONCE:
+        return None
+    return ngram_baseline(data.vocabulary, train, val)["bpc"]
 
 
 def print_result(run: Run) -> None:

@@ -19,6 +19,7 @@ from invformer.evaluation import report
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
 from invformer.training import fit
+from invformer.training.callbacks import Sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -256,9 +257,18 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
-    monkeypatch.setattr(fit, "generate_sample", lambda _: COLOURED)
+    sampler = Sample(torch.zeros(1), 0, str)
+    sampler.text = COLOURED
+    monkeypatch.setattr(fit, "callbacks_of", lambda _: [sampler])
     monkeypatch.setattr(fit, "plot_run", lambda *_: None)
     monkeypatch.setattr(fit, "print_result", lambda _: None)
-    fit.conclude(SimpleNamespace(directory=directory, wandb=None))  # type: ignore[arg-type]
+    monkeypatch.setattr(fit, "five_gram", lambda _: None)
+    monkeypatch.setattr(fit, "checkpoints_of", lambda _: None)
+    finished = SimpleNamespace(global_step=1, max_steps=1)
+    config = SimpleNamespace(trainer=finished)
+    run = SimpleNamespace(
+        directory=directory, wandb=None, data=None, trainer=finished, config=config
+    )
+    fit.conclude(run)  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
     assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED
