@@ -224,7 +224,7 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
 
     Args:
         source: the folder, or USER/NAME on the Hugging Face Hub.
-        device: ``auto``, ``cpu``, ``mps``, ``cuda`` or ``cuda:INDEX``.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:INDEX``.
 
     Raises:
         CheckpointError: there is no model, or a damaged one.

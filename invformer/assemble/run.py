@@ -83,7 +83,7 @@ def build_run(config: TrainConfig) -> Run:
         max_steps=how.max_steps,
         val_check_interval=how.val_every * how.accumulate,
         check_val_every_n_epoch=None,
-        accelerator=how.accelerator,
+        accelerator=training_device(how).type,
         devices=launcher_value("LOCAL_WORLD_SIZE", 1),
         num_nodes=launcher_value("GROUP_WORLD_SIZE", 1),
         precision=how.precision,

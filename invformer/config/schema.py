@@ -18,9 +18,9 @@ SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
-DEVICES = "auto, cpu, mps, cuda or cuda:INDEX"
+DEVICES = "auto, cpu, cuda or cuda:INDEX"
 CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
 
 AttentionName = Literal["dot_product", "l2", "reversible", "contractive_l2", "contractive_bounded"]
@@ -193,7 +193,7 @@ class TrainerConfig(Section):
         None, "then a run validates, saves and ends; the same command continues; [DD:]HH:MM:SS"
     )
     val_every: int = option(500, "optimiser steps between validations", MANY)
-    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = option("auto", "device kind")
+    accelerator: Literal["auto", "cpu", "gpu", "cuda"] = option("auto", "device; a Mac has the cpu")
     devices: int = option(1, "devices to train on", "[1, 1e4]")
     strategy: Literal["ddp", "fsdp"] = option("ddp", "fsdp shards gradients and optimiser")
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")

@@ -52,8 +52,8 @@ def refuse_missing_devices(config: TrainerConfig) -> None:
     Raises:
         ConfigurationError: it has not, or fewer.
     """
-    cuda, mps = torch.cuda.device_count(), int(torch.backends.mps.is_available())
-    present = {"cuda": cuda, "mps": mps, "gpu": cuda or mps, "auto": cuda or mps or config.devices}
+    cuda = torch.cuda.device_count()
+    present = {"cuda": cuda, "gpu": cuda, "auto": cuda or config.devices}
     if config.devices > present.get(config.accelerator, config.devices):
         raise ConfigurationError(
             f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
@@ -106,11 +106,12 @@ def refuse_missing_compiler(config: TrainerConfig) -> None:
 
 
 def training_device(config: TrainerConfig) -> torch.device:
-    """The kind of device a run is on."""
-    best = "cuda" if torch.cuda.device_count() else "mps"
-    if best == "mps" and not torch.backends.mps.is_available():
-        best = "cpu"
-    return torch.device({"auto": best, "gpu": best}.get(config.accelerator, config.accelerator))
+    """The kind of device a run is on.
+
+    It is never a Mac's GPU, which has no float64: constants are normalised and certified in it.
+    """
+    is_cpu = config.accelerator == "cpu" or not torch.cuda.device_count()
+    return torch.device("cpu" if is_cpu else "cuda")
 
 
 def hardware(device: torch.device) -> str:

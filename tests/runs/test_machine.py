@@ -11,16 +11,20 @@ from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels.host import compiler_complaint
-from invformer.runs.machine import refuse_missing_devices, refuse_missing_kernel
+from invformer.runs.machine import (
+    pick_device,
+    refuse_missing_devices,
+    refuse_missing_kernel,
+    training_device,
+)
 from invformer.runs.ranks import usable_cores
 
 
-@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "mps", "auto"])
+@pytest.mark.parametrize("accelerator", ["gpu", "cuda", "auto"])
 def test_devices_that_are_not_there_are_a_configuration_error(
     accelerator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
     with pytest.raises(ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
         refuse_missing_devices(config.trainer)
@@ -35,7 +39,6 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     kernel: str, accelerator: str, gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     words = [f"trainer.accelerator={accelerator}", f"run.root={tmp_path / 'runs'}"]
     config = load_config([*words, f"model.attention_kernel={kernel}"])
     with pytest.raises(ConfigurationError, match=f"model.attention_kernel: {kernel} .*auto"):
@@ -105,3 +108,10 @@ def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores(tmp_path) == cores
+
+
+def test_a_mac_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert training_device(load_config([]).trainer).type == "cpu"
+    assert pick_device("auto", "device").type == "cpu"
