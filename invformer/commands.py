@@ -3,6 +3,7 @@
 Heavy imports stand inside the functions: a mistyped command line is answered before torch loads.
 """
 
+import glob
 import os
 import sys
 import time
@@ -51,7 +52,7 @@ def require_paths(config: Root) -> None:
         CheckpointError: there is no such checkpoint.
         DataError: there is no such text.
     """
-    named = getattr(config, "checkpoint", [])
+    named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
     text = getattr(getattr(config, "data", None), "path", None)
     for checkpoint in [named] if isinstance(named, str) else named:
         if is_missing(checkpoint):
@@ -63,8 +64,9 @@ def require_paths(config: Root) -> None:
 
 
 def is_missing(path: str) -> bool:
-    """Whether there is nothing at a path, which is no address on the web."""
-    return "://" not in path and not os.path.lexists(os.path.expanduser(path))
+    """Whether nothing has this path or pattern, which is no address on the web."""
+    here = os.path.expanduser(path)
+    return "://" not in path and not os.path.lexists(here) and not glob.glob(here, recursive=True)
 
 
 def train(argv: Sequence[str] | None = None) -> None:
@@ -183,6 +185,7 @@ def invert(argv: Sequence[str] | None = None) -> None:
             write_states(z, config.save_states)
         start = time.perf_counter()
         found = model.invert(z)
+        text = text and model.vocabulary.symbols_of(text)
         seconds = time.perf_counter() - start
         print_side_by_side(text, found.text, found.proven)
         count = len(found.text)

@@ -42,7 +42,7 @@ class RecoveredText:
     """A text that was recovered from states at the top of the stack.
 
     Attributes:
-        text: the recovered characters; U+FFFD for the unknown symbol.
+        text: the recovered characters; U+FFFD for the unknown symbol; chr(b) for a byte b.
         proven: per character, whether :func:`.prefix_margins` proves it: the states of this text
             are nearer to the given ones than half the distance of any other text's states.
         error_bound: bound on the distance of the recovered embeddings from the exact preimage of
@@ -138,8 +138,8 @@ class TrainedModel:
         tokens = self._tokens(prompt)
         generator = torch.Generator(device=self.device).manual_seed(seed)
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        for token in self.network.stream(tokens, length, generator=generator, **options):
-            yield self.vocabulary.decode(token.cpu())
+        stream = self.network.stream(tokens, length, generator=generator, **options)
+        yield from self.vocabulary.text_of(self.vocabulary.decode(t.cpu()) for t in stream)
 
     @torch.no_grad()
     def encode(self, text: str) -> Float[Tensor, "tokens width"]:
@@ -211,6 +211,7 @@ class TrainedModel:
     def _tokens(self, text: str) -> Tensor:
         if not text:
             raise ConfigurationError("the text is empty; give at least one character")
+        text = self.vocabulary.symbols_of(text)
         if unknown := self.vocabulary.unknown_count(text):
             log.warning(
                 "%d of %d characters are not in the vocabulary and count as the unknown symbol",

@@ -14,13 +14,14 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.assemble.model import build_model
+from invformer.assemble.model import build_model, load_model, trained_configuration
 from invformer.config import command_line, to_dict, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import StorageError
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
@@ -60,7 +61,9 @@ def build_run(config: TrainConfig) -> Run:
     if how.num_threads is not None:
         torch.set_num_threads(how.num_threads)
     refuse_missing_hardware(config)
-    data = build_data(config)
+    start = None if config.init_from is None else read_checkpoint(config.init_from)
+    config = config if start is None else with_model_of(start, config)
+    data = build_data(config, start)
     directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory.checkpoints, metadata)
@@ -73,7 +76,7 @@ def build_run(config: TrainConfig) -> Run:
     is_logged = is_first_process() and not is_finished
     loggers = build_loggers(config, directory, metadata, resume) if is_logged else []
     L.seed_everything(config.run.seed, verbose=False)
-    module = build_module(config, data, metadata)
+    module = build_module(config, data, metadata, start)
     parameters = sum(p.numel() for p in module.parameters())
     for logger in loggers:
         words = {key: metadata[key] for key in ("command", "commit")}
@@ -107,12 +110,29 @@ def build_run(config: TrainConfig) -> Run:
     return Run(config, directory, module, data, trainer, resume, is_finished)
 
 
-def build_data(config: TrainConfig) -> TextDataModule:
-    """The corpus, its vocabulary from the training split alone, and its windows."""
+def with_model_of(start: Checkpoint, config: TrainConfig) -> TrainConfig:
+    """The configuration with the model of a checkpoint, and what belongs to it."""
+    trained = trained_configuration(start)
+    seq_len, vocabulary = trained.data.seq_len, trained.data.vocabulary
+    data = replace(config.data, seq_len=seq_len, vocabulary=vocabulary)
+    return replace(config, model=trained.model, data=data)
+
+
+def build_data(config: TrainConfig, start: Checkpoint | None = None) -> TextDataModule:
+    """The corpus, its vocabulary from the training split alone or of a checkpoint, its windows."""
     data, corpus = config.data, read_corpus(config.data)
+    if start is not None:
+        vocabulary = Vocabulary.from_dict(start.metadata["vocabulary"])
+        vocabulary.require(corpus.read("train"), corpus.source)
+    elif data.vocabulary == "bytes":
+        vocabulary = Vocabulary.of_bytes()
+    else:
+        vocabulary = Vocabulary.from_text(corpus.read("train"))
+    if data.unknown == "refuse":
+        vocabulary.require(corpus.read("val", "test"), corpus.source)
     return TextDataModule(
         corpus,
-        Vocabulary.from_text(corpus.read("train")),
+        vocabulary,
         seq_len=data.seq_len,
         batch_size=data.batch_size,
         eval_batch_size=config.trainer.eval_batch_size,
@@ -122,12 +142,12 @@ def build_data(config: TrainConfig) -> TextDataModule:
 
 
 def build_module(
-    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any]
+    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any], start: Checkpoint | None
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, max_steps = config.optim, config.trainer.max_steps
     return CharLanguageModel(
-        starting_model(config, data),
+        starting_model(config, data, start),
         lambda model: build_optimizer(
             model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
             betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
@@ -142,18 +162,22 @@ def build_module(
     )  # fmt: skip
 
 
-def starting_model(config: TrainConfig, data: TextDataModule) -> CharTransformer:
+def starting_model(
+    config: TrainConfig, data: TextDataModule, start: Checkpoint | None
+) -> CharTransformer:
     """The model that training begins with, in the precision that its weights are kept in.
 
     Lightning's plugin converts it only after a checkpoint was restored, which would round the
     checkpoint's weights to single precision first.
     """
     trainer = config.trainer
-    model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
-    model.initialise(data.first_batch(trainer.accumulate)[0])
+    if start is None:
+        model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
+        model.initialise(data.first_batch(trainer.accumulate)[0])
+    else:
+        model = load_model(start, trained_configuration(start), data.vocabulary).train()
     model.stack.checkpoint_activations = trainer.checkpoint_activations
-    if trainer.precision == "64-true":
-        model.double()
+    model.to(torch.float64 if trainer.precision == "64-true" else torch.float32)
     if trainer.compile:
         for block in model.stack.blocks:
             block.compile()
@@ -205,10 +229,10 @@ def build_callbacks(
         callbacks.append(keeper)
         if monitor.enabled and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
-            callbacks.append(InversionMonitor(text, keeper, data.vocabulary.decode))
+            callbacks.append(InversionMonitor(text, keeper, data.vocabulary.text))
     if length := config.trainer.sample_length:
         prompt = data.probe("val", 1)[0, :16]
-        callbacks.append(Sample(prompt, length, data.vocabulary.decode, config.run.seed))
+        callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
     every = monitor.flush_every
     rows = Rows(every, directory.path / "violation.json", probe)
     callbacks += [Speed(every), rows]

@@ -6,7 +6,7 @@ Integers have a ceiling too, so that ``10**20`` steps are refused before anythin
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from invformer.config.section import Root, Section, option, section, shown
@@ -31,12 +31,14 @@ CorpusName = Literal[
 ]  # fmt: skip
 LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
+Unknown = Literal["symbol", "refuse"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
 RENAMED = {
     "model.channel_metric": "model.diagonal_scaling",
     "model.loud_channels": "model.written_channels",
 }
+WITH_MODEL = ("data.seq_len", "data.vocabulary")
 CONTRACTIVE_ONLY = (
     "lipschitz_target", "diagonal_scaling", "written_channels", "activation_norm", "input_radius",
     "d_embedding", "initial_sharpness", "initial_output",
@@ -147,6 +149,10 @@ class DataConfig(Section):
     batch_size: int = option(8, "windows per batch, all devices together", SIZE)
     val_fraction: float = option(0.05, "share for validation, without own splits", "(0, 1)")
     test_fraction: float = option(0.05, "share for the test, without own splits", "[0, 1)")
+    vocabulary: Literal["characters", "bytes"] = option(
+        "characters", "symbols: characters of the training text, or bytes of UTF-8"
+    )
+    unknown: Unknown = option("symbol", "a new character in val or test: one symbol, or an error")
     split: Split = option("val", "split that evaluate.py scores")
     max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
     max_val_characters: int | None = option(
@@ -281,6 +287,7 @@ class TrainConfig(Root):
 
     program: ClassVar[str] = "train.py"
     groups: ClassVar = ("experiment", "model", "data", "optim", "trainer", "logger")
+    init_from: str | None = option(None, "run whose model and weights training starts with")
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
     optim: OptimConfig = section(OptimConfig)
@@ -301,9 +308,12 @@ class TrainConfig(Root):
                 self.refuse_if(wrong, "trainer.strategy", f"fsdp {why}")
 
     def ignored(self) -> dict[str, str]:
-        """Keys that need a contractive model or Muon, if there is none."""
+        """Keys that another model, init_from or another optimiser would read."""
         keys: dict[str, str] = {}
-        if not self.model.is_contractive:
+        if self.init_from is not None:
+            names = [*(f"model.{f.name}" for f in fields(ModelConfig)), "model", *WITH_MODEL]
+            keys |= dict.fromkeys(names, f"init_from={self.init_from} brings the model")
+        elif not self.model.is_contractive:
             why = f"model={self.model.name} is a baseline without certificate"
             keys |= dict.fromkeys((f"model.{name}" for name in CONTRACTIVE_ONLY), why)
         if self.optim.name != "muon":
@@ -324,6 +334,7 @@ class EvaluateDataConfig(Section):
     key: ClassVar[str] = "data"
     name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
+    unknown: Unknown | None = option(None, "an unknown character: one symbol, or an error")
     split: ScoredSplit | None = option(None, "to score; null is the checkpoint's data.split")
     max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
     max_val_characters: int | None = option(

@@ -28,6 +28,7 @@ from invformer.data.corpus import (
     Split,
     Unit,
     digest,
+    in_bytes,
     in_memory,
     parts,
     shortened,
@@ -44,6 +45,7 @@ SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
     "test": ("test",),
 }
 SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw", "{}-*.parquet")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such a file begins
 # Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
 HUNDRED_MILLION = ("text8", "enwik8")
 # Not Python's own sources: tests, installed packages, and what differs from machine to machine.
@@ -54,8 +56,9 @@ FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
 def read_corpus(config: DataConfig) -> Corpus:
     """The text that a configuration names, in its splits."""
     return load_corpus(
-        config.name, config.path, config.val_fraction, config.test_fraction, config.max_characters
-    )
+        config.name, config.path, config.val_fraction, config.test_fraction, config.max_characters,
+        as_bytes=config.vocabulary == "bytes",
+    )  # fmt: skip
 
 
 def load_corpus(
@@ -64,6 +67,7 @@ def load_corpus(
     val_fraction: float = 0.05,
     test_fraction: float = 0.05,
     max_characters: int | None = None,
+    as_bytes: bool = False,
 ) -> Corpus:
     """Read a corpus.
 
@@ -88,6 +92,7 @@ def load_corpus(
         val_fraction: share of the text for validation, if the corpus has no splits of its own.
         test_fraction: likewise for the test.
         max_characters: each split keeps its beginning, all in the same proportion.
+        as_bytes: the text is the bytes of its UTF-8.
     """
     if name not in get_args(CorpusName):
         raise DataError(
@@ -120,6 +125,8 @@ def load_corpus(
         raise DataError(f"{source}: {total} {unit} of text, nothing to learn from")
     if max_characters is not None and max_characters < total:
         pieces, sizes = shortened(pieces, sizes, max_characters)
+    if as_bytes and unit == "characters":
+        (pieces, sizes), unit = in_bytes(pieces, sizes), "bytes"
     corpus = Corpus(name, pieces, sizes, digest(pieces, sizes, unit), source, unit)
     corpus.size("train")
     return corpus
@@ -327,9 +334,10 @@ def read_file(name: str, file: Path, reader: Reader) -> Iterator[str]:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         offset = num_read - len(decoder.getstate()[0]) + error.start
+        encoding = "utf-16" if error.object[:2] in UTF_16 and offset == 0 else "latin1"
         raise DataError(
             f"{file}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8 "
-            f"({error.reason}); convert the file, for example with iconv -f latin1 -t utf-8"
+            f"({error.reason}); convert the file, for example with iconv -f {encoding} -t utf-8"
         ) from None
 
 

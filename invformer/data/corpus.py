@@ -95,6 +95,12 @@ def in_memory(texts: dict[Split, str]) -> tuple[Pieces, Sizes]:
     return lambda: [texts[split] for split in SPLITS], {s: len(texts[s]) for s in SPLITS}
 
 
+def in_bytes(pieces: Pieces, sizes: Sizes) -> tuple[Pieces, Sizes]:
+    """The same texts with a character chr(b) for every byte b of their UTF-8."""
+    counts: Sizes = {s: sum(len(p.encode()) for p in part) for s, part in parts(pieces, sizes)}
+    return lambda: (piece.encode().decode("latin-1") for piece in pieces()), counts
+
+
 def shortened(pieces: Pieces, sizes: Sizes, max_characters: int) -> tuple[Pieces, Sizes]:
     """Of each split the beginning, all in the same proportion."""
     total = sum(sizes.values())

@@ -1,5 +1,6 @@
 """The characters a model knows, in the order of their tokens."""
 
+import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from invformer.errors import CheckpointError, DataError
 
 UNKNOWN = "\ufffd"
 CODE_POINTS = 0x110000
+SHOWN = 10  # missing characters that an error names
 CHUNK = 1 << 22  # characters looked up at a time: bounds the memory that UTF-32 takes
 
 
@@ -60,6 +62,30 @@ class Vocabulary:
             )
         return cls((UNKNOWN, *characters))
 
+    @classmethod
+    def of_bytes(cls) -> "Vocabulary":
+        """All 256 bytes, which cover any text in UTF-8."""
+        return cls((UNKNOWN, *map(chr, range(256))))
+
+    @cached_property
+    def is_bytes(self) -> bool:
+        """Whether a text is read as the bytes of its UTF-8."""
+        return self == Vocabulary.of_bytes()
+
+    def symbols_of(self, text: str) -> str:
+        """A text as a corpus holds it: itself, or a character chr(b) for every byte b."""
+        return text.encode().decode("latin-1") if self.is_bytes else text
+
+    def text_of(self, symbols: Iterable[str]) -> Iterator[str]:
+        """The text of symbols, piece by piece: the inverse of :meth:`symbols_of`."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for piece in symbols:
+            yield decoder.decode(piece.encode("latin-1", "replace")) if self.is_bytes else piece
+
+    def text(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
+        """The text of a sequence of tokens, for people: bytes that are no UTF-8 as U+FFFD."""
+        return "".join(self.text_of([self.decode(tokens)]))
+
     @property
     def size(self) -> int:
         """Number of tokens, the unknown one included."""
@@ -87,6 +113,16 @@ class Vocabulary:
     def unknown_count(self, text: str) -> int:
         """How many characters of a text are not in the vocabulary."""
         return int((self.encode(text) == 0).sum())
+
+    def require(self, pieces: Iterable[str], name: str) -> None:
+        """Raise a DataError that names the characters of a text that are not in the vocabulary."""
+        missing = sorted({*Vocabulary.from_text(pieces).symbols} - {*self.symbols})
+        if missing:
+            more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+            raise DataError(
+                f"{name}: the vocabulary of the model lacks {', '.join(map(repr, missing[:SHOWN]))}"
+                f"{more}; take these characters out of the text"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON and a checkpoint can hold; :meth:`from_dict` reads them."""

@@ -21,7 +21,7 @@ from invformer.config.schema import (
     TrainConfig,
 )
 from invformer.data.corpora import read_corpus
-from invformer.data.corpus import Corpus
+from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
@@ -84,6 +84,8 @@ def evaluate(
     tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
     size = sum(corpus.sizes.values()) if split == "all" else corpus.size(split)
     refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
+    if data.unknown == "refuse":
+        vocabulary.require(corpus.read(*(SPLITS if split == "all" else [split])), corpus.source)
     seq_len = trained.data.seq_len
     measure = config.evaluate
     stride = measure.stride or seq_len
@@ -270,13 +272,15 @@ def refuse_other_vocabulary(
     """Refuse a text of which a model knows less than half of the characters.
 
     Raises:
-        CheckpointError: it does, or the text it was trained on has another vocabulary.
+        CheckpointError: it does, or lacks a character of the text it was trained on.
     """
     if corpus.sha256 == checkpoint.metadata["data_sha256"]:
-        if Vocabulary.from_text(corpus.read("train")) != vocabulary:
+        try:
+            vocabulary.require(corpus.read("train"), str(checkpoint.path))
+        except DataError:
             raise CheckpointError(
                 f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
-            )
+            ) from None
     elif unknown_rate(tokens) > MOSTLY:
         raise CheckpointError(
             f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
@@ -322,7 +326,7 @@ def sample_text(model: CharTransformer, vocabulary: Vocabulary, tokens: Tensor) 
     prompt = tokens[:PROMPT].long().to(model.head.weight.device)
     generator = torch.Generator(device=prompt.device).manual_seed(0)
     text = model.generate(prompt, SAMPLE, generator=generator)[len(prompt) :]
-    return {"prompt": vocabulary.decode(prompt.cpu()), "text": vocabulary.decode(text.cpu())}
+    return {"prompt": vocabulary.text(prompt.cpu()), "text": vocabulary.text(text.cpu())}
 
 
 def generation_rate(

@@ -1,0 +1,82 @@
+"""Fine-tuning: a run that starts with the weights of another one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from invformer import commands
+from invformer.assemble.model import evaluate_checkpoint
+from invformer.assemble.run import build_run
+from invformer.config import load_config
+from invformer.config.schema import EvaluateConfig
+from invformer.errors import CheckpointError, DataError
+from invformer.runs.run_log import read_rows
+from invformer.training.fit import Run, fit
+from tests.small_runs import options, write_text
+
+OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trained run "a", and another text in its characters."""
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.setattr("invformer.training.fit.plot_run", lambda *_: None)
+    write_text(tmp_path)
+    fit(
+        build_run(load_config(options(tmp_path, "a", "model.d_ff=24", "model=contractive_bounded")))
+    )
+    (tmp_path / "other.txt").write_text(OTHER)
+    return tmp_path
+
+
+def tuned(folder: Path, *more: str) -> Run:
+    words = options(folder, "b", f"data.path={folder / 'other.txt'}", "trainer.max_steps=4")
+    sizes = {"model", "data.seq_len"}
+    own = [
+        word for word in words if not word.startswith("model.") and word.split("=")[0] not in sizes
+    ]
+    return build_run(load_config([*own, f"init_from={folder / 'a'}", *more]))
+
+
+def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
+    folder: Path,
+) -> None:
+    run = tuned(folder, "optim.lr=1e-9")
+    assert run.config.model.name == "contractive_bounded"
+    assert run.config.model.d_ff == 24
+    fit(run)
+    nats = [row["train/nats"] for row in read_rows(folder / "b" / "metrics.jsonl")]
+    learnt = [row["train/nats"] for row in read_rows(folder / "a" / "metrics.jsonl")]
+    assert max(nats) < min(learnt[:5])
+    again = tuned(folder, "optim.lr=1e-9", "trainer.max_steps=6")
+    assert again.resume is not None
+    fit(again)
+    config = load_config(
+        [f"checkpoint={folder / 'b'}", "evaluate.lipschitz_sequences=0"], EvaluateConfig
+    )
+    report, _ = evaluate_checkpoint(config)
+    assert report["data"]["same_as_training"]
+
+
+def test_a_text_that_the_vocabulary_does_not_cover_is_refused_by_its_characters(
+    folder: Path,
+) -> None:
+    (folder / "other.txt").write_text("Ωπ" + OTHER)
+    with pytest.raises(
+        DataError, match=r"other.txt: the vocabulary of the model lacks 'Ω', 'π'; take"
+    ):
+        tuned(folder)
+
+
+@pytest.mark.parametrize("word", ["model=l2", "model.d_ff=3", "data.seq_len=8"])
+def test_a_setting_that_the_model_brings_is_refused(word: str) -> None:
+    with pytest.raises(SystemExit) as end:
+        commands.parse_or_exit(["init_from=a", word])
+    assert end.value.code == 2
+
+
+def test_a_run_that_is_not_there_is_answered_before_torch_is_loaded() -> None:
+    with pytest.raises(CheckpointError, match=r"^missing does not exist"):
+        commands.require_paths(load_config(["init_from=missing"]))
