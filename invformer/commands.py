@@ -14,14 +14,9 @@ from typing import Any, TypeVar
 
 from invformer import __version__
 from invformer.config import parse_or_exit
-from invformer.config.schema import (
-    EvaluateConfig,
-    ExportConfig,
-    InvertConfig,
-    SampleConfig,
-    TrainConfig,
-)
+from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, nearest
+from invformer.config.trained import EvaluateConfig, ExportConfig, InvertConfig, SampleConfig
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
 from invformer.runs.exit import guarded, stop_on_signals

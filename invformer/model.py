@@ -23,7 +23,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.model import load_model, trained_configuration
-from invformer.config.schema import HUB_NAME, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import HUB_NAME
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint

@@ -19,7 +19,8 @@ import torch
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import load_corpus
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint

@@ -9,7 +9,8 @@ import torch
 
 from invformer import errors
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

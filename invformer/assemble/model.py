@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from invformer.config import from_dict
-from invformer.config.schema import RENAMED, EvaluateConfig, ModelConfig, TrainConfig
+from invformer.config.schema import RENAMED, ModelConfig, TrainConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError

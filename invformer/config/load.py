@@ -152,7 +152,8 @@ def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None)
     for key, f in options(schema):
         default = default_of(f)
         assigned = "=  (required)" if default is MISSING else f"={_as_text(default)}"
-        within = f" in {f.metadata['within']}" if f.metadata.get("within") else ""
+        interval = f.metadata.get("within")
+        within = f" in {interval}" if isinstance(interval, str) else ""
         lines += [f"  {key}{assigned}", f"      {describe(f.type)}{within}: {f.metadata['help']}"]
     return "\n".join(lines)
 

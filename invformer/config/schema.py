@@ -6,7 +6,7 @@ Integers have a ceiling too, so that ``10**20`` steps are refused before anythin
 # ruff: noqa: RUF009  # option() and section() return dataclass fields
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 from invformer.config.section import Root, Section, option, section, shown
@@ -17,11 +17,7 @@ SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
-DEVICES = "auto, cpu, cuda or cuda:INDEX"
-CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
 
 AttentionName = Literal["dot_product", "l2", "reversible", "contractive_l2", "contractive_bounded"]
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
@@ -196,7 +192,7 @@ class TrainerConfig(Section):
     key: ClassVar[str] = "trainer"
     max_steps: int = option(2500, "optimiser steps", MANY)
     max_time: str | None = option(
-        None, "then a run validates, saves and ends; the same command continues; [DD:]HH:MM:SS"
+        None, "[DD:]HH:MM:SS after which a run ends; the same command continues it", TIME
     )
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = option("auto", "device; a Mac has the cpu")
@@ -212,11 +208,6 @@ class TrainerConfig(Section):
     sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
     eval_batch_size: int = option(64, "windows per validation batch", SIZE)
     progress: bool = option(True, "a bar on a terminal; false prints lines")
-
-    def check(self) -> None:
-        """A time is days, hours, minutes and seconds."""
-        wrong = self.max_time and not TIME.fullmatch(self.max_time)
-        self.refuse_if(wrong, "max_time", f"{shown(self.max_time)} is not [DD:]HH:MM:SS")
 
     @property
     def max_seconds(self) -> int | None:
@@ -325,119 +316,3 @@ class TrainConfig(Root):
         """``optim.warmup_steps``, or a length that suits short runs too."""
         short = min(100, self.trainer.max_steps // 10 + 1)
         return short if self.optim.warmup_steps is None else self.optim.warmup_steps
-
-
-@dataclass(kw_only=True)
-class EvaluateDataConfig(Section):
-    """The text to score; null keeps what the checkpoint was trained with."""
-
-    key: ClassVar[str] = "data"
-    name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
-    path: str | None = option(None, "file or folder with the corpus")
-    unknown: Unknown | None = option(None, "an unknown character: one symbol, or an error")
-    split: ScoredSplit | None = option(None, "to score; null is the checkpoint's data.split")
-    max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
-    max_val_characters: int | None = option(
-        None, "score the beginning of the validation split, this long", MANY_CHARACTERS
-    )
-
-    def check(self) -> None:
-        """A local corpus says where it is."""
-        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
-
-
-@dataclass(kw_only=True)
-class MeasureConfig(Section):
-    """What is measured."""
-
-    key: ClassVar[str] = "evaluate"
-    stride: int | None = option(None, "characters between windows; null is seq_len", SIZE)
-    batch_size: int = option(64, "windows per batch", SIZE)
-    lipschitz_sequences: int = option(2, "sequences for local Lipschitz estimates", "[0, 1e6]")
-    lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
-    inversion_sequences: int = option(4, "sequences that are inverted and proven", "[0, 1e6]")
-    inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
-    atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
-    device: str = option("auto", DEVICES)
-
-    def check(self) -> None:
-        """The device is one PyTorch could have."""
-        check_device(self, self.device)
-
-
-@dataclass(kw_only=True)
-class EvaluateConfig(Root):
-    """Score, certify and invert a trained model."""
-
-    program: ClassVar[str] = "evaluate.py"
-    groups: ClassVar[tuple[str, ...]] = ("data",)
-    checkpoint: list[str] = field(
-        metadata={"help": f"{CHECKPOINT['help']}; given again, they are compared", "again": True}
-    )
-    verbose: bool = option(False, "print every number, those that say little too")
-    data: EvaluateDataConfig = section(EvaluateDataConfig)
-    evaluate: MeasureConfig = section(MeasureConfig)
-
-
-@dataclass(kw_only=True)
-class SampleConfig(Root):
-    """Continue a text with a trained model."""
-
-    program: ClassVar[str] = "sample.py"
-    checkpoint: str = field(metadata=CHECKPOINT)
-    prompt: str | None = option(None, "text to continue; null reads it from the terminal or a pipe")
-    length: int = option(200, "characters to add", SIZE)
-    temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
-    top_k: int | None = option(None, "sample among this many likeliest characters", SIZE)
-    top_p: float | None = option(None, "sample among the likeliest of this mass", "(0, 1]")
-    num_samples: int = option(1, "texts for each prompt", SIZE)
-    seed: int = option(0, "of the sampling", SEED)
-    device: str = option("auto", DEVICES)
-
-    def check(self) -> None:
-        """The device is one PyTorch could have."""
-        check_device(self, self.device)
-
-
-@dataclass(kw_only=True)
-class InvertConfig(Root):
-    """Recover a text from the states at the top of the network, and prove it by character."""
-
-    program: ClassVar[str] = "invert.py"
-    checkpoint: str = field(metadata=CHECKPOINT)
-    text: str | None = option(None, "text to encode and recover; null reads file, states or stdin")
-    file: str | None = option(None, "file with the text, UTF-8")
-    states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
-    save_states: str | None = option(None, "safetensors file to write the perturbed states to")
-    noise: float = option(0.0, "noise on the states, of their root mean square", "[0, 1e6]")
-    bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
-    seed: int = option(0, "of the noise", SEED)
-    device: str = option("auto", DEVICES)
-
-    def check(self) -> None:
-        """One source of the text, and a device that PyTorch could have."""
-        given = [name for name in ("text", "file", "states") if getattr(self, name) is not None]
-        for name in given[1:]:
-            self.refuse(name, "give one of text, file and states")
-        check_device(self, self.device)
-
-
-@dataclass(kw_only=True)
-class ExportConfig(Root):
-    """Write a trained model to a folder that can be shared and loaded elsewhere."""
-
-    program: ClassVar[str] = "export.py"
-    checkpoint: str = field(metadata=CHECKPOINT)
-    out: str = field(metadata={"help": "new folder"})
-    hub: str | None = option(None, "USER/NAME on the Hugging Face Hub to upload it to")
-
-    def check(self) -> None:
-        """The Hub's names have two parts."""
-        why = f"{shown(self.hub)} is not USER/NAME"
-        self.refuse_if(self.hub and not HUB_NAME.fullmatch(self.hub), "hub", why)
-
-
-def check_device(section: Section, device: str) -> None:
-    """Refuse a device that PyTorch could not have."""
-    why = f"{shown(device)} is not {DEVICES}"
-    section.refuse_if(not DEVICE.fullmatch(device), "device", why)

@@ -12,8 +12,8 @@ from invformer.errors import ConfigurationError
 NULL_WORDS = ("", "~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
 
 
-def option(default: Any, help: str, within: str | None = None) -> Any:
-    """A field with its meaning (and unit) and, for numbers, the interval it must lie in."""
+def option(default: Any, help: str, within: str | re.Pattern[str] | None = None) -> Any:
+    """A field with its meaning (and unit) and the interval or the pattern that it must fit."""
     metadata = {"help": help, "within": within}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -44,7 +44,8 @@ class Section:
                     self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 within = f.metadata.get("within")
                 if within and item is not None and not contains(within, item):
-                    self.refuse(f.name, f"{shown(item)} is not in {within}")
+                    what = f"in {within}" if isinstance(within, str) else f.metadata["help"]
+                    self.refuse(f.name, f"{shown(item)} is not {what}")
         self.check()
 
     def check(self) -> None:
@@ -98,8 +99,10 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def contains(interval: str, value: float) -> bool:
-    """Whether a value lies in an interval such as ``"(0, 1]"``; NaN lies in none."""
+def contains(interval: str | re.Pattern[str], value: Any) -> bool:
+    """Whether a value lies in an interval such as ``"(0, 1]"`` (NaN lies in none), or fits."""
+    if isinstance(interval, re.Pattern):
+        return interval.fullmatch(value) is not None
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = low < value if interval[0] == "(" else low <= value
     return above and (value < high if interval[-1] == ")" else value <= high)

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from invformer.config import command_line
-from invformer.config.schema import (
-    DataConfig,
-    EvaluateConfig,
-    EvaluateDataConfig,
-    MeasureConfig,
-    TrainConfig,
-)
+from invformer.config.schema import DataConfig, TrainConfig
+from invformer.config.trained import EvaluateConfig, EvaluateDataConfig, MeasureConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.tokens import tokens_of, unknown_rate

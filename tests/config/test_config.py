@@ -19,8 +19,9 @@ from invformer.config import (
     to_dict,
     to_yaml,
 )
-from invformer.config.schema import EvaluateConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from invformer.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from invformer.config.section import Root, default_of, options, required_part
+from invformer.config.trained import EvaluateConfig
 from invformer.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from invformer.config import from_dict, load_config, parse_or_exit, to_dict
-from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, options
+from invformer.config.trained import EvaluateConfig
 from invformer.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]

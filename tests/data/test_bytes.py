@@ -10,7 +10,7 @@ from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.commands import is_missing
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import load_corpus
 from invformer.data.corpus import SPLITS
 from invformer.data.vocabulary import Vocabulary

@@ -12,7 +12,8 @@ import torch
 from invformer import commands
 from invformer.assemble.model import evaluate_checkpoint, untrained
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError

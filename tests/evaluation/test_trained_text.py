@@ -8,7 +8,8 @@ import torch
 
 from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weight_specs
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import load_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError

@@ -9,7 +9,7 @@ from invformer import commands
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import EvaluateConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit

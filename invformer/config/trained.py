@@ -1,0 +1,119 @@
+"""What the commands that use a trained model are asked to do."""
+
+# ruff: noqa: RUF009  # option() and section() return dataclass fields
+
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from invformer.config.schema import (
+    MANY_CHARACTERS,
+    NEEDS_PATH,
+    SEED,
+    SIZE,
+    CorpusName,
+    ScoredSplit,
+    Unknown,
+)
+from invformer.config.section import Root, Section, option, section
+
+DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+DEVICES = "auto, cpu, cuda or cuda:INDEX"
+CHECKPOINT = {"help": "run folder, or one checkpoint in it"}
+
+
+@dataclass(kw_only=True)
+class EvaluateDataConfig(Section):
+    """The text to score; null keeps what the checkpoint was trained with."""
+
+    key: ClassVar[str] = "data"
+    name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
+    path: str | None = option(None, "file or folder with the corpus")
+    unknown: Unknown | None = option(None, "an unknown character: one symbol, or an error")
+    split: ScoredSplit | None = option(None, "to score; null is the checkpoint's data.split")
+    max_characters: int | None = option(None, "read no more characters than this", MANY_CHARACTERS)
+    max_val_characters: int | None = option(
+        None, "score the beginning of the validation split, this long", MANY_CHARACTERS
+    )
+
+    def check(self) -> None:
+        """A local corpus says where it is."""
+        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
+
+
+@dataclass(kw_only=True)
+class MeasureConfig(Section):
+    """What is measured."""
+
+    key: ClassVar[str] = "evaluate"
+    stride: int | None = option(None, "characters between windows; null is seq_len", SIZE)
+    batch_size: int = option(64, "windows per batch", SIZE)
+    lipschitz_sequences: int = option(2, "sequences for local Lipschitz estimates", "[0, 1e6]")
+    lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
+    inversion_sequences: int = option(4, "sequences that are inverted and proven", "[0, 1e6]")
+    inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
+    atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
+    device: str = option("auto", DEVICES, DEVICE)
+
+
+@dataclass(kw_only=True)
+class EvaluateConfig(Root):
+    """Score, certify and invert a trained model."""
+
+    program: ClassVar[str] = "evaluate.py"
+    groups: ClassVar[tuple[str, ...]] = ("data",)
+    checkpoint: list[str] = field(
+        metadata={"help": f"{CHECKPOINT['help']}; given again, they are compared", "again": True}
+    )
+    verbose: bool = option(False, "print every number, those that say little too")
+    data: EvaluateDataConfig = section(EvaluateDataConfig)
+    evaluate: MeasureConfig = section(MeasureConfig)
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Root):
+    """Continue a text with a trained model."""
+
+    program: ClassVar[str] = "sample.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    prompt: str | None = option(None, "text to continue; null reads it from the terminal or a pipe")
+    length: int = option(200, "characters to add", SIZE)
+    temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
+    top_k: int | None = option(None, "sample among this many likeliest characters", SIZE)
+    top_p: float | None = option(None, "sample among the likeliest of this mass", "(0, 1]")
+    num_samples: int = option(1, "texts for each prompt", SIZE)
+    seed: int = option(0, "of the sampling", SEED)
+    device: str = option("auto", DEVICES, DEVICE)
+
+
+@dataclass(kw_only=True)
+class InvertConfig(Root):
+    """Recover a text from the states at the top of the network, and prove it by character."""
+
+    program: ClassVar[str] = "invert.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    text: str | None = option(None, "text to encode and recover; null reads file, states or stdin")
+    file: str | None = option(None, "file with the text, UTF-8")
+    states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
+    save_states: str | None = option(None, "safetensors file to write the perturbed states to")
+    noise: float = option(0.0, "noise on the states, of their root mean square", "[0, 1e6]")
+    bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
+    seed: int = option(0, "of the noise", SEED)
+    device: str = option("auto", DEVICES, DEVICE)
+
+    def check(self) -> None:
+        """There is one source of the text."""
+        given = [name for name in ("text", "file", "states") if getattr(self, name) is not None]
+        for name in given[1:]:
+            self.refuse(name, "give one of text, file and states")
+
+
+@dataclass(kw_only=True)
+class ExportConfig(Root):
+    """Write a trained model to a folder that can be shared and loaded elsewhere."""
+
+    program: ClassVar[str] = "export.py"
+    checkpoint: str = field(metadata=CHECKPOINT)
+    out: str = field(metadata={"help": "new folder"})
+    hub: str | None = option(None, "USER/NAME on the Hugging Face Hub to upload it to", HUB_NAME)
