@@ -66,7 +66,7 @@ class EvaluateConfig(Root):
     checkpoint: list[str] = field(
         metadata={"help": f"{CHECKPOINT['help']}; given again, they are compared", "again": True}
     )
-    verbose: bool = option(False, "print every number, those that say little too")
+    verbose: bool = option(False, "print every number and norm, those that say little too")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)
 

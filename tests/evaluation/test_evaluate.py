@@ -212,8 +212,11 @@ def test_the_table_opens_with_the_result_and_hides_numbers_that_say_nothing(
         "characters per second",
     ]  # fmt: skip
     assert short.count("not informative") >= 2
+    assert "frobenius" not in short
     print_table(report, verbose=True)
-    assert "1.00e+06" in capsys.readouterr().out
+    whole = capsys.readouterr().out
+    assert "1.00e+06" in whole
+    assert "\n  frobenius " in whole
 
 
 WRITER = """
