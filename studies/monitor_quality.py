@@ -32,7 +32,7 @@ from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.plots import new_figure, save
 
-COMPARISONS = 100
+COMPARISONS = 25
 TARGETS = {"median": 0.01, "95th percentile": 0.05}
 
 
