@@ -333,16 +333,16 @@ class Mirror:
         self.images: list[Path] = []
         self.exit_code: int | None = None
 
-    def __call__(self, step: int, row: dict[str, float]) -> None:
+    def log_metrics(self, row: dict[str, float], step: int) -> None:
         self.rows[step] = row
 
-    def table(self, key: str, columns: list[str], rows: list[list[Any]]) -> None:
+    def log_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
         self.tables.append([columns, *rows])
 
-    def image(self, key: str, path: Path) -> None:
-        self.images.append(path)
+    def log_image(self, key: str, paths: list[Path], step: int) -> None:
+        self.images += paths
 
-    def summary(self, values: dict[str, Any]) -> None:
+    def log_summary(self, values: dict[str, Any]) -> None:
         self.final = values
 
     def finish(self, exit_code: int) -> None:
