@@ -33,9 +33,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from invformer.kernels import native
 from invformer.kernels.blocked import blocked_attention
-from invformer.kernels.native_attention import native_attention
+from invformer.kernels.native_attention import native_attention, native_ball_attention
+from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.precision import without_autocast
+from invformer.numerics.token_shift import delay
 
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 
@@ -91,6 +93,33 @@ def attend(
             scale = 1 / math.sqrt(q.shape[-1])
             y = blocked_attention(q, k, v, None, _by_lag(bias, q), scale)
     return y.view(shape).to(dtype)
+
+
+def attend_in_ball(
+    z: Float[Tensor, "*batch tokens three_heads_d"],
+    temperature: Float[Tensor, "heads"],
+    bias: LogitBias,
+    late: bool,
+    kernel: Kernel = "auto",
+) -> Float[Tensor, "*batch heads tokens d_head"]:
+    """softmax(τ q kᵀ + b) v for [q, k, v] = ψ(z) of every head; ValueError as in :func:`attend`.
+
+    Late, keys and values are those of the token before, and zero for the first token.
+    """
+    heads = len(temperature)
+    rows = z.unflatten(-1, (3, heads, -1))
+    like = rows.select(-3, 0).transpose(-3, -2)  # (*batch, H, N, d)
+    kernel = choose(kernel, like, bias)
+    if kernel == "native" and z.dtype.itemsize >= 4:
+        z = z.reshape(-1, *z.shape[-2:]).contiguous()
+        y = native_ball_attention(z, temperature.to(z.dtype), _by_lag(bias, like), late)[0]
+        return y.view(like.shape)
+    q, k, v = (part.transpose(-3, -2) for part in into_ball(rows, 1.0).unbind(-3))
+    if late:
+        k, v = delay(k), delay(v)
+    # Kernels divide logits by √d, so that they are τ q·k + b.
+    scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
+    return attend(q * scale, k, v, bias, kernel)
 
 
 def attend_l2(
@@ -182,7 +211,7 @@ def only(kernel: Kernel) -> Iterator[None]:
 def _by_lag(bias: LogitBias, q: Tensor) -> Tensor:
     """b at every lag, for every head of q and in its precision."""
     assert bias.by_lag is not None
-    return bias.by_lag.to(q.dtype).expand(q.shape[1], -1).contiguous()
+    return bias.by_lag.to(q.dtype).expand(q.shape[-3], -1).contiguous()
 
 
 def _batched(x: Tensor) -> Tensor:

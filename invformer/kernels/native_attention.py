@@ -3,9 +3,11 @@
 Forward and backward of :func:`.attention.attend` on a CPU in memory linear in N, by
 ``cpp/attention.cpp``, which says how. Results depend neither on the number of threads nor on the
 batch. Without keys and values attention is tied L2: both are differences of q from its first token.
+With a temperature queries, keys and values are mapped into the unit ball first.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +29,8 @@ class _Heads(ctypes.Structure):
 
 # Stands for the gradients of keys and values where that of q includes them.
 NOTHING = _Heads()
+# No temperature, and every token's own keys and values.
+PLAIN = (None, ctypes.c_bool(False))
 
 
 @torch.library.custom_op("invformer::native_attention", mutates_args=())
@@ -44,6 +48,7 @@ def native_attention(
         q,
         *map(_heads, seen),
         pointer(by_lag),
+        *PLAIN,
         _heads(y),
         pointer(log_mass),
         l2=k is None,
@@ -61,12 +66,52 @@ def native_attention_backward(
     dbias = torch.empty_like(log_mass)
     given = [_with_channels_together(dy), *_seen(q, k, v)]
     to = [*map(_heads, gradients), *[NOTHING] * (3 - len(gradients))]
-    made_of = (pointer(by_lag), pointer(log_mass))
-    _call("backward", q, *map(_heads, given), *made_of, *to, pointer(dbias), l2=l2)
+    made_of = (pointer(by_lag), *PLAIN, pointer(log_mass))
+    _call("backward", q, *map(_heads, given), *made_of, *to, pointer(dbias), None, l2=l2)
     return [dbias.sum(0), *gradients]
 
 
-def _call(direction: str, q: Tensor, *arguments: _Heads | ctypes.c_void_p, l2: bool) -> None:
+@torch.library.custom_op("invformer::native_ball_attention", mutates_args=())
+def native_ball_attention(
+    z: Tensor, temperature: Tensor, by_lag: Tensor, late: bool
+) -> tuple[Tensor, Tensor]:
+    """softmax(τ q·k + b) v, (B, H, N, d), and log Σ_j exp S_ij, for [q, k, v] = ψ(z) of every head.
+
+    Args:
+        z: (B, N, 3 H d) without gaps.
+        temperature: τ, (H,).
+        by_lag: b, (H, N).
+        late: keys and values are those of the token before; of the first token they are zero.
+    """
+    q, k, v = _parts(z, len(temperature))
+    y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
+    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(late))
+    _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), pointer(log_mass), l2=False)
+    return y, log_mass
+
+
+@torch.library.custom_op("invformer::native_ball_attention_backward", mutates_args=())
+def native_ball_attention_backward(
+    dy: Tensor, z: Tensor, temperature: Tensor, by_lag: Tensor, log_mass: Tensor, late: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of z, τ and b."""
+    heads = len(temperature)
+    q, k, v = _parts(z, heads)
+    dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
+    dtemperature = z.new_empty(q.shape[:2])
+    given = map(_heads, (_with_channels_together(dy), q, k, v))
+    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(late), pointer(log_mass))
+    to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
+    _call("backward", q, *given, *made_of, *to, l2=False)
+    return dz, dtemperature.sum(0), dbias.sum(0)
+
+
+def _parts(z: Tensor, heads: int) -> list[Tensor]:
+    """(B, N, 3 H d) as three times (B, H, N, d), in the same memory."""
+    return [part.transpose(1, 2) for part in z.unflatten(-1, (3, heads, -1)).unbind(2)]
+
+
+def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
     """The compiled function for the precision of q."""
     sizes = [ctypes.c_int64(n) for n in q.shape]
     threads = native.threads_for(len(q) * q.shape[1])
@@ -117,3 +162,29 @@ def _backward(ctx, dy, dlog_mass):
 
 
 native_attention.register_autograd(_backward, setup_context=_keep)
+
+
+@native_ball_attention.register_fake
+def _(z, temperature, by_lag, late):
+    q = _parts(z, len(temperature))[0]
+    return _token_by_token(q), q.new_empty(q.shape[:-1])
+
+
+@native_ball_attention_backward.register_fake
+def _(dy, z, temperature, by_lag, log_mass, late):
+    return torch.empty_like(z), torch.empty_like(temperature), torch.empty_like(by_lag)
+
+
+def _keep_ball(ctx, inputs, output) -> None:
+    *tensors, ctx.late = inputs
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_ball(ctx, dy, dlog_mass):
+    if dy is None:
+        return (None,) * 4
+    return *native_ball_attention_backward(dy, *ctx.saved_tensors, ctx.late), None
+
+
+native_ball_attention.register_autograd(_backward_ball, setup_context=_keep_ball)

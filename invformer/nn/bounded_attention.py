@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.bounds import bounded
-from invformer.kernels.attention import Kernel, attend
+from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention import by_side, merge_heads, side_by_side, split_heads
 from invformer.nn.attention_cache import AttentionCache
@@ -150,12 +150,12 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
     ) -> Tokens:
         """Σ_h P^h v^h G_h, of X + m with a centre m."""
         weights = weights or self.weights()
-        q, k, v = self.delayed(self.in_ball(x, weights, centre))  # each (*batch, H, N, d), ‖·‖₂ < 1
-        # Kernels divide logits by √d, so that they are τ q·k + b.
-        scale = (weights.temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)
-        bias = self.position.logit_bias(q.shape[-2])
-        # softmax_j(τ q_i·k_j + b(i − j)) v_j
-        y = attend(q * scale, k, v, bias, self.kernel)  # (*batch, H, N, d)
+        # Queries, keys and values of all heads, z = (X + m) W
+        w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
+        z = affine(x, w, centre=centre)  # (*batch, N, 3 H d)
+        bias, late = self.position.logit_bias(x.shape[-2]), self.strictly_causal
+        # softmax_j(τ q_i·k_j + b(i − j)) v_j for q, k, v = ψ(z), ‖·‖₂ < 1
+        y = attend_in_ball(z, weights.temperature, bias, late, self.kernel)  # (*batch, H, N, d)
         return merge_heads(y) @ weights.g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(
@@ -171,12 +171,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
-    def in_ball(
-        self, x: Tokens, weights: BoundedWeights, centre: Float[Tensor, "width"] | None = None
-    ) -> Projections:
-        """ψ((X + m) W) of every head, each token's own."""
+    def in_ball(self, x: Tokens, weights: BoundedWeights) -> Projections:
+        """ψ(X W) of every head, each token's own."""
         w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
-        z = affine(x, w, centre=centre)  # (*batch, N, 3 H d)
+        z = affine(x, w)  # (*batch, N, 3 H d)
         z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 

@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from invformer.kernels import native
-from invformer.kernels.attention import attend, attend_l2, choose, only
+from invformer.kernels.attention import attend, attend_in_ball, attend_l2, choose, only
 from invformer.kernels.blocked import Logits, blocked_attention, sum_by_lag, toeplitz
-from invformer.kernels.native_attention import native_attention, native_attention_backward
+from invformer.kernels.native_attention import (
+    native_attention,
+    native_attention_backward,
+    native_ball_attention,
+)
 from invformer.nn.position_bias import (
     CausalMask,
     RelativePositionBias,
@@ -141,6 +145,32 @@ def test_gradients_match_finite_differences(kernel: str, bias: str) -> None:
     assert torch.autograd.gradcheck(lambda x: attend_l2(x, where.logit_bias(6), kernel), q)
 
 
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("tokens", [1, 33, 130])
+@every_kernel
+def test_attention_in_the_ball_has_the_values_and_gradients_of_its_formula(
+    kernel: str, tokens: int, late: bool
+) -> None:
+    where = position("table", 3, tokens, torch.float64)
+    z = torch.randn(2, tokens, 3 * 3 * 5, requires_grad=True)
+    temperature = (1 + torch.rand(3)).requires_grad_()
+    b = where.logit_bias(tokens)
+    y = attend_in_ball(z, temperature, b, late, kernel)
+    u = z.unflatten(-1, (3, 3, 5)).transpose(1, 3)  # (2, H, 3, N, d)
+    q, k, v = (u / (1 + u.square().sum(-1, keepdim=True)).sqrt()).unbind(2)
+    if late:
+        k, v = (torch.cat([torch.zeros_like(t[..., :1, :]), t[..., :-1, :]], -2) for t in (k, v))
+    expected = (temperature[:, None, None] * (q @ k.mT) + b.dense()).softmax(-1) @ v
+    torch.testing.assert_close(y, expected)
+    of, g = [z, temperature, *where.parameters()], torch.randn_like(y)
+    for got, wanted in zip(
+        torch.autograd.grad(y, of, g, allow_unused=True),
+        torch.autograd.grad(expected, of, g, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-8, atol=1e-12)
+
+
 def test_custom_operators_keep_their_promises_to_torch() -> None:
     q, k, v = (torch.randn(2, 2, 40, 4, requires_grad=True) for _ in range(3))
     by_lag, column = (torch.randn(*n, 40, requires_grad=True) for n in ((2,), (2, 2)))
@@ -149,6 +179,11 @@ def test_custom_operators_keep_their_promises_to_torch() -> None:
     if native.is_available():
         torch.library.opcheck(native_attention, (q, k, v, by_lag))
         torch.library.opcheck(native_attention, (q, None, None, by_lag))
+        z, temperature = (
+            torch.randn(2, 40, 24, requires_grad=True),
+            torch.rand(2, requires_grad=True),
+        )
+        torch.library.opcheck(native_ball_attention, (z, temperature, by_lag, True))
 
 
 @pytest.mark.parametrize("bias", ["none", "table"])

@@ -12,6 +12,11 @@
 //
 // and for L2 dq is the sum of all three, less s (Σ_i dS_ij) k_j of the column.
 //
+// In a ball, q, k and v are ψ(z) = z/√(1 + ‖z‖²) of rows z, and s is the head's temperature; late, keys
+// and values are those of the token before, of the first token zero. With u = ψ(z) and ρ = 1/√(1 + ‖z‖²)
+//
+//     dz = ρ (du − u (u·du)),  ds = Σ_i q_i·(dS k)_i
+//
 // A pair of sample and head is one thread's; every sum has one order, so that results depend
 // neither on the number of threads, nor on the batch, nor on later tokens.
 
@@ -37,25 +42,53 @@ struct Sizes {
   T scale(bool l2) const { return (l2 ? 2 : 1) / std::sqrt(T(channels)); }
 };
 
-// Rows of channels, less `centre` if there is one, times `scale`.
+// How rows of memory are seen.
+struct View {
+  bool in_ball = false, late = false;
+};
+
+// 1/√(1 + ‖x‖²).
 template <typename T>
-void copy_rows(T* out, Matrix<const T> x, const T* centre, T scale, Sizes<T> size) {
+inline T shrinkage(const T* x, int64_t channels) {
+  T square = 1;
+  for (int64_t c = 0; c < channels; ++c) square += x[c] * x[c];
+  return 1 / std::sqrt(square);
+}
+
+// Rows of channels as they are seen, less `centre` if there is one, times `scale`.
+template <typename T>
+void copy_rows(T* out, Matrix<const T> x, const T* centre, T scale, Sizes<T> size, View view) {
   for (int64_t i = 0; i < size.tokens; ++i, out += size.width) {
-    const T* const x_i = x.at(i);
-    if (centre)
-      for (int64_t c = 0; c < size.channels; ++c) out[c] = scale * (x_i[c] - centre[c]);
-    else
-      for (int64_t c = 0; c < size.channels; ++c) out[c] = scale * x_i[c];
     std::fill(out + size.channels, out + size.width, T(0));
+    if (view.late && i == 0) {
+      std::fill_n(out, size.channels, T(0));
+      continue;
+    }
+    const T* const x_i = x.at(i - view.late);
+    const T factor = view.in_ball ? scale * shrinkage(x_i, size.channels) : scale;
+    if (centre)
+      for (int64_t c = 0; c < size.channels; ++c) out[c] = factor * (x_i[c] - centre[c]);
+    else
+      for (int64_t c = 0; c < size.channels; ++c) out[c] = factor * x_i[c];
   }
 }
 
-// The way back.
+// The way back: gradients of what is seen become those of x.
 template <typename T>
-void write_rows(Matrix<T> x, const T* rows, T scale, Sizes<T> size) {
-  for (int64_t i = 0; i < size.tokens; ++i, rows += size.width) {
-    T* const x_i = x.at(i);
-    for (int64_t c = 0; c < size.channels; ++c) x_i[c] = scale * rows[c];
+void write_rows(Matrix<T> dx, const T* rows, T scale, Sizes<T> size, View view,
+                Matrix<const T> x) {
+  if (view.late) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
+  for (int64_t i = view.late; i < size.tokens; ++i) {
+    const T *const g = rows + i * size.width, *const x_i = x.at(i - view.late);
+    T* const dx_i = dx.at(i - view.late);
+    T factor = scale, along = 0;
+    if (view.in_ball) {
+      const T rho = shrinkage(x_i, size.channels);
+      for (int64_t c = 0; c < size.channels; ++c) along += x_i[c] * g[c];
+      factor *= rho, along *= rho * rho;
+    }
+    for (int64_t c = 0; c < size.channels; ++c)
+      dx_i[c] = factor * (view.in_ball ? g[c] - x_i[c] * along : g[c]);
   }
 }
 
@@ -153,10 +186,9 @@ struct Logits {
         lags(room.take(size.keys)),
         by_lag(lags + size.tokens - 1) {}
 
-  void set(Matrix<const T> q, Matrix<const T> k, const T* bias, bool l2) {
-    const T scale = size.scale(l2);
-    copy_rows(keys, k, l2 ? k.data : nullptr, T(1), size);
-    copy_rows(queries, q, l2 ? q.data : nullptr, scale, size);
+  void set(Matrix<const T> q, Matrix<const T> k, const T* bias, bool l2, T scale, View of_keys) {
+    copy_rows(keys, k, l2 ? k.data : nullptr, T(1), size, of_keys);
+    copy_rows(queries, q, l2 ? q.data : nullptr, scale, size, {of_keys.in_ball, false});
     copy_panels(panels, keys, size);
     for (int64_t lag = 0; lag < size.tokens; ++lag) lags[size.tokens - 1 - lag] = bias[lag];
     if (!l2) return;
@@ -191,6 +223,10 @@ struct Call {
   Sizes<T> size;
   bool l2;
   int threads;
+  const T* temperature = nullptr;  // of every head, in a ball
+  View keys = {};
+
+  T scale(int64_t head) const { return temperature ? temperature[head] : size.scale(l2); }
 };
 
 template <typename T>
@@ -213,8 +249,8 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
       const int64_t b = pair / call.heads, h = pair % call.heads;
       const Matrix<T> of_y = y.of(b, h);
       const T* centre = l2 ? q.of(b, h).data : nullptr;
-      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2);
-      if (!l2) copy_rows<T>(values, v.of(b, h), nullptr, T(1), size);
+      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2, call.scale(h), call.keys);
+      if (!l2) copy_rows<T>(values, v.of(b, h), nullptr, T(1), size, call.keys);
       for (int64_t first = 0; first < tokens; first += BLOCK) {
         const int64_t end = std::min(first + BLOCK, tokens), visible = round_up(end, PANEL<T>);
         logits.products(p, first, end - first, visible);
@@ -239,7 +275,7 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
 template <typename T>
 void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v,
               const T* bias, const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias,
-              Call<T> call) {
+              T* dtemperature, Call<T> call) {
   const auto size = call.size;
   const bool l2 = call.l2;
   const int64_t tokens = size.tokens, width = size.width, all = size.rows();
@@ -263,10 +299,10 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
 #pragma omp for schedule(dynamic)
     for (int64_t pair = 0; pair < call.samples * call.heads; ++pair) {
       const int64_t b = pair / call.heads, h = pair % call.heads;
-      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2);
-      copy_rows<T>(g, dy.of(b, h), nullptr, T(1), size);
+      logits.set(q.of(b, h), k.of(b, h), bias + h * tokens, l2, call.scale(h), call.keys);
+      copy_rows<T>(g, dy.of(b, h), nullptr, T(1), size, {});
       if (!l2) {
-        copy_rows<T>(values, v.of(b, h), nullptr, T(1), size);
+        copy_rows<T>(values, v.of(b, h), nullptr, T(1), size, call.keys);
         copy_panels(panels, values, size);
       }
       for (T* total : {to_q, to_k, to_v}) std::fill_n(total, all, T(0));
@@ -302,10 +338,16 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
           for (int64_t c = 0; c < size.channels; ++c)
             to_q[i * width + c] -= received[i] * logits.queries[i * width + c];
       } else {
-        write_rows(dk.of(b, h), to_k, T(1), size);
-        write_rows(dv.of(b, h), to_v, T(1), size);
+        write_rows(dk.of(b, h), to_k, T(1), size, call.keys, k.of(b, h));
+        write_rows(dv.of(b, h), to_v, T(1), size, call.keys, v.of(b, h));
       }
-      write_rows(dq.of(b, h), to_q, l2 ? T(1) : size.scale(false), size);
+      const T scale = l2 ? T(1) : call.scale(h);
+      write_rows(dq.of(b, h), to_q, scale, size, {call.keys.in_ball, false}, q.of(b, h));
+      if (dtemperature) {  // queries hold s q
+        T total = 0;
+        for (int64_t i = 0; i < all; ++i) total += logits.queries[i] * to_q[i];
+        dtemperature[pair] = total / scale;
+      }
       for (int64_t lag = 0; lag < tokens; ++lag)
         dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];
     }
@@ -317,19 +359,23 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
 // Each returns whether there was enough memory.
 #define EXPORT(T, NAME)                                                                       \
   bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v,         \
-                                const T* bias, Heads<T> y, T* log_mass, int64_t samples,      \
-                                int64_t heads, int64_t tokens, int64_t channels, bool l2,     \
-                                int threads) {                                                \
-    const Call<T> call{samples, heads, {tokens, channels}, l2, threads};                      \
+                                const T* bias, const T* temperature, bool late, Heads<T> y,   \
+                                T* log_mass, int64_t samples, int64_t heads, int64_t tokens,  \
+                                int64_t channels, bool l2, int threads) {                     \
+    const View keys{temperature != nullptr, late};                                            \
+    const Call<T> call{samples, heads, {tokens, channels}, l2, threads, temperature, keys};   \
     return had_memory_for([&] { forward<T>(q, k, v, bias, y, log_mass, call); });             \
   }                                                                                           \
   bool NAME##_attention_backward(                                                             \
       Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias, \
-      const T* log_mass, Heads<T> dq, Heads<T> dk, Heads<T> dv, T* dbias, int64_t samples,    \
-      int64_t heads, int64_t tokens, int64_t channels, bool l2, int threads) {                \
-    const Call<T> call{samples, heads, {tokens, channels}, l2, threads};                      \
-    return had_memory_for(                                                                    \
-        [&] { backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias, call); });          \
+      const T* temperature, bool late, const T* log_mass, Heads<T> dq, Heads<T> dk,           \
+      Heads<T> dv, T* dbias, T* dtemperature, int64_t samples, int64_t heads, int64_t tokens, \
+      int64_t channels, bool l2, int threads) {                                               \
+    const View keys{temperature != nullptr, late};                                            \
+    const Call<T> call{samples, heads, {tokens, channels}, l2, threads, temperature, keys};   \
+    return had_memory_for([&] {                                                               \
+      backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias, dtemperature, call);        \
+    });                                                                                       \
   }
 
 extern "C" {
