@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import __main__ as program
-from benchmarks import peak_memory, run, tasks, timing
+from benchmarks import peak_memory, recipes, run, tasks, timing
 from benchmarks.models import ATTENTIONS, MODELS, Case, build, windows
 from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
@@ -319,3 +319,15 @@ def test_the_table_explains_itself(
     with pytest.raises(SystemExit, match="0"):
         print_table()
     assert "python -m benchmarks.table" in capsys.readouterr().out
+
+
+def test_every_recipe_trains_about_as_many_parameters() -> None:
+    sizes = {}
+    for name, step in recipes.steps().items():
+        sizes[name] = sum(p.numel() for p in step.model.parameters())
+        before = [p.detach().clone() for p in step.model.parameters()]
+        step()
+        assert not any(
+            torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True)
+        )
+    assert max(sizes.values()) < 1.03 * min(sizes.values())
