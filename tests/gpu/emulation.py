@@ -77,4 +77,5 @@ def cuda_rules() -> Iterator[None]:
     with ExitStack() as stack:
         for name in LOOKS:
             stack.enter_context(patch(name, lambda *_: False))
-        yield stack.enter_context(CudaAutocast())
+        stack.enter_context(CudaAutocast())
+        yield

@@ -18,7 +18,7 @@ from tests.gpu.emulation import cuda_rules
 PRECISIONS = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 MODELS = (
     "contractive_l2", "contractive_bounded", "contractive_l2_paper", "causal_l2", "causal_bounded",
-    "l2", "dot_product",
+    "l2", "dot_product", "reversible",
 )  # fmt: skip
 
 

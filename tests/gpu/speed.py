@@ -42,9 +42,9 @@ def steps(machine: Machine) -> Iterator[Row]:
         for name in VARIANTS:
             try:
                 with machine.rules():
+                    before = torch.cuda.memory_allocated()
                     if machine.is_gpu:
                         torch.cuda.reset_peak_memory_stats()
-                        before = torch.cuda.memory_allocated()
                     step = Training(build(name, case, machine.device), case, "bf16")
                     step()
                     with Launches() as launches:
