@@ -15,12 +15,12 @@ from invformer.runs.run_log import Row, read_rows
 from invformer.training.rows import rows_of
 
 SMOOTHED = 100  # steps
-LINES = 10  # a run, beside those of validations
+LINES = 5  # a run, beside those of validations
 BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {desc}  {rate_fmt}  {remaining} left"
 
 
 class Progress(L.Callback):
-    """A line at every validation; between them a bar on a terminal, or else ten lines a run.
+    """A line at every validation; between them a bar on a terminal, or else five lines a run.
 
     It shows the rows that were sent, so it never waits for the device.
 
@@ -57,7 +57,7 @@ class Progress(L.Callback):
         )  # fmt: skip
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """Move the bar; without one print a line after every tenth of the run."""
+        """Move the bar; without one print a line after every fifth of the run."""
         step, last = trainer.global_step, self.last
         if step == self.step:  # a batch of an optimiser step that is not complete
             return
