@@ -161,7 +161,7 @@ def as_it_was_meant(config: Any) -> Any:
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         return config
-    today = {RENAMED.get(f"model.{k}", k).removeprefix("model."): v for k, v in model.items()}
+    today = {RENAMED.get(f"model.{k}", str(k)).removeprefix("model."): v for k, v in model.items()}
     if today.get("position_bias_form") == "table":
         del today["position_bias_form"]
     return {**config, "model": {"diagonal_scaling": False, **today}, "monitor": {}}
