@@ -53,6 +53,7 @@ def run_line(line: str) -> None:
     assert end.value.code == 0, line
 
 
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_every_block_of_a_tutorial_runs(
     page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch
