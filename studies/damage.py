@@ -92,7 +92,7 @@ class Result:
     unique: float | None
     wrong: float
     within_radius: float
-    damage: float  # median over positions, of the states' root mean square length
+    moved: float  # median over positions, of the states' root mean square length
     margin: float  # median of m_i, in the same unit
     seconds_few: float | None
     seconds_search: float
@@ -181,7 +181,7 @@ def measure(case: Case, device: torch.device) -> Result:
         unique=None if cell is None else share(search.unique),
         wrong=share(sure & wrong),
         within_radius=share(within),
-        damage=(moved.median() / length).item(),
+        moved=(moved.median() / length).item(),
         margin=(margin.median() / length).item(),
         seconds_few=seconds["few"] / count if few else None,
         seconds_search=seconds["search"] / count,
@@ -208,7 +208,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
             "proven": result.proven,
             "only text in the cells": result.unique,
             "within radius": result.within_radius,
-            "damage / length": result.damage,
+            "damage / length": result.moved,
             "margin / length": result.margin,
             "passes, few": result.passes_few,
             "passes, every": result.passes_search,

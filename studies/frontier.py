@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Integer
@@ -73,7 +73,9 @@ class Options(StudyOptions):
         "data.name=tiny_shakespeare data.max_characters=null data.val_fraction=0.1 "
         "data.test_fraction=0.0"
     )
-    models: list[AttentionName] = option(list(get_args(AttentionName)), "attention maps")
+    models: list[AttentionName] = option(
+        ["dot_product", "l2", "contractive_l2", "contractive_bounded"], "attention maps"
+    )
     certificates: list[CertificateName] = option(
         ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
     )

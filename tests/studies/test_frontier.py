@@ -2,6 +2,7 @@ import csv
 import io
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -72,12 +73,9 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
         "optimisers=[adamw, muon]",
         "muon_lr=[0.01, 0.02]",
     )
-    trainings = {model: 0 for model in get_args(AttentionName)}
-    for case in found:
-        trainings[case.model] += 1
     # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
     # in metrics or not.
-    assert trainings == {
+    assert Counter(c.model for c in found) == {
         "dot_product": 3, "l2": 3, "contractive_l2": 36, "contractive_bounded": 48
     }  # fmt: skip
     assert {c.model for c in found if c.strictly_causal} == {"contractive_bounded"}
@@ -91,7 +89,7 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert len(chosen) == 12
     assert {c.optimiser for c in chosen} == {"adamw", "muon"}
     assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.97}
-    assert {c.model for c in chosen} == set(get_args(AttentionName))
+    assert {c.model for c in chosen} == set(get_args(AttentionName)) - {"reversible"}
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
     record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
     assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
