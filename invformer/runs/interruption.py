@@ -106,11 +106,11 @@ class Interruption(L.Callback):
         """
         alone = trainer.world_size == 1
         if number := self.signal if alone else self.agreement.ask(self.signal):
-            check_everywhere(trainer, lambda: self.check(trainer))
+            check_everywhere(lambda: self.check(trainer))
             raise Interrupted(number, trainer.global_step, self.again)
 
 
-def check_everywhere(trainer: L.Trainer, check: Callable[[], None]) -> None:
+def check_everywhere(check: Callable[[], None]) -> None:
     """Check in every process, and let all of them agree on what comes of it.
 
     If only one of them refused, the others would save a state, or wait for it while saving.
@@ -124,10 +124,5 @@ def check_everywhere(trainer: L.Trainer, check: Callable[[], None]) -> None:
         check()
     except InvformerError as error:
         refusal = error
-    if largest(trainer, int(refusal is not None)):
+    if largest_of_processes(int(refusal is not None)):
         raise refusal or RankLost("another process refused what it had measured")
-
-
-def largest(trainer: L.Trainer, number: int) -> int:
-    """The largest number that any process holds."""
-    return number if trainer.world_size == 1 else largest_of_processes(number)

@@ -41,68 +41,42 @@ def refuse_missing_hardware(config: TrainConfig) -> None:
         ConfigurationError: it has too few such devices, the attention kernel cannot be trained on
             them, or nothing can be compiled for them.
     """
-    refuse_missing_devices(config.trainer)
-    refuse_missing_kernel(config)
-    refuse_missing_compiler(config.trainer)
-
-
-def refuse_missing_devices(config: TrainerConfig) -> None:
-    """Whether this machine has what the run shall train on.
-
-    Raises:
-        ConfigurationError: it has not, or fewer.
-    """
+    trainer = config.trainer
     cuda = torch.cuda.device_count()
-    present = {"cuda": cuda, "gpu": cuda, "auto": cuda or config.devices}
-    if config.devices > present.get(config.accelerator, config.devices):
+    present = {"cuda": cuda, "gpu": cuda, "auto": cuda or trainer.devices}
+    if trainer.devices > present.get(trainer.accelerator, trainer.devices):
         raise ConfigurationError(
-            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
-            f"for, {present[config.accelerator]} are here; try trainer.accelerator=cpu"
+            f"trainer.accelerator: {trainer.devices} devices of kind {trainer.accelerator} are "
+            f"asked for, {present[trainer.accelerator]} are here; try trainer.accelerator=cpu"
         )
-
-
-def refuse_missing_kernel(config: TrainConfig) -> None:
-    """Whether the chosen attention can be trained where the run shall be.
-
-    Raises:
-        ConfigurationError: it cannot.
-    """
-    on_cpu = training_device(config.trainer).type == "cpu"
-    kernel = config.model.attention_kernel
-    if kernel == "flex" and on_cpu:
-        raise ConfigurationError(
-            "model.attention_kernel: flex has no backward pass on the CPU; pick auto or blocked"
-        )
-    if kernel == "native":
-        missing = native.complaint() if on_cpu else "it is for the CPU"
-        if missing is not None:
-            raise ConfigurationError(
-                f"model.attention_kernel: no native here ({missing}); pick auto"
-            )
-    if kernel == "flex" and config.model.head_width < LEAST_FLEX_CHANNELS:
-        raise ConfigurationError(
-            f"model.attention_kernel: flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "
-            f"not {config.model.head_width}; pick auto, or fewer heads"
-        )
-    if kernel == "flex" and config.trainer.deterministic:
-        raise ConfigurationError(
-            "model.attention_kernel: flex adds up gradients in any order; pick auto, or "
-            "trainer.deterministic=false"
-        )
-
-
-def refuse_missing_compiler(config: TrainerConfig) -> None:
-    """Whether torch.compile works, where it is asked for.
-
-    Raises:
-        ConfigurationError: it does not.
-    """
-    complaint = compiler_complaint(training_device(config)) if config.compile else None
+    device = training_device(trainer)
+    if complaint := kernel_complaint(config, device):
+        raise ConfigurationError(f"model.attention_kernel: {complaint}")
+    complaint = compiler_complaint(device) if trainer.compile else None
     if complaint is not None:
         raise ConfigurationError(
             f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "
             "it misses, or leave trainer.compile out"
         )
+
+
+def kernel_complaint(config: TrainConfig, device: torch.device) -> str | None:
+    """Why the chosen attention cannot be trained on a device; None if it can."""
+    on_cpu = device.type == "cpu"
+    match config.model.attention_kernel:
+        case "native":
+            missing = native.complaint() if on_cpu else "it is for the CPU"
+            return None if missing is None else f"no native here ({missing}); pick auto"
+        case "flex" if on_cpu:
+            return "flex has no backward pass on the CPU; pick auto or blocked"
+        case "flex" if config.model.head_width < LEAST_FLEX_CHANNELS:
+            return (
+                f"flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "
+                f"not {config.model.head_width}; pick auto, or fewer heads"
+            )
+        case "flex" if config.trainer.deterministic:
+            return "flex adds up gradients in any order; pick auto, or trainer.deterministic=false"
+    return None
 
 
 def training_device(config: TrainerConfig) -> torch.device:

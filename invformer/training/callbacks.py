@@ -14,8 +14,8 @@ from torch import Tensor
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import invert_text
 from invformer.nn.certificate import Certificate, certify, enforce
+from invformer.runs.collective import largest_of_processes
 from invformer.runs.files import replace_file
-from invformer.runs.interruption import largest
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
@@ -225,7 +225,7 @@ class LastValidation(L.Callback):
         is_last = is_last_step(trainer)
         if self.max_seconds is not None and is_step_boundary(trainer, batch_idx):
             is_over = time.monotonic() - self.start >= self.max_seconds
-            is_last = is_last or bool(largest(trainer, int(is_over)))
+            is_last = is_last or bool(largest_of_processes(int(is_over)))
         trainer.should_stop = trainer.should_stop or is_last
 
 

@@ -13,8 +13,7 @@ from invformer.errors import ConfigurationError
 from invformer.kernels.host import compiler_complaint
 from invformer.runs.machine import (
     pick_device,
-    refuse_missing_devices,
-    refuse_missing_kernel,
+    refuse_missing_hardware,
     training_device,
 )
 from invformer.runs.ranks import usable_cores
@@ -27,8 +26,8 @@ def test_devices_that_are_not_there_are_a_configuration_error(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
     config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
     with pytest.raises(ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
-        refuse_missing_devices(config.trainer)
-    refuse_missing_devices(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]).trainer)
+        refuse_missing_hardware(config)
+    refuse_missing_hardware(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +44,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
         build_run(config)
     assert not (tmp_path / "runs").exists()
     for fine in ("auto", "blocked", "math", "sdpa"):
-        refuse_missing_kernel(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+        refuse_missing_hardware(load_config([*words[:1], f"model.attention_kernel={fine}"]))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_flex_attention_is_refused_on_a_gpu_where_it_breaks_a_promise_or_has_no_
     asked = ["model.d_model=128", "model.attention_kernel=flex", "trainer.accelerator=auto"]
     config = load_config([*asked, *words])
     with pytest.raises(ConfigurationError, match=message) if message else nullcontext():
-        refuse_missing_kernel(config)
+        refuse_missing_hardware(config)
 
 
 def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
