@@ -6,8 +6,6 @@ step; ``certified`` is the largest proven bound of a branch, of its diagonal blo
 certificate, in the norm of the certificate.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import difflib
 import json
 import math
@@ -16,16 +14,13 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from invformer.config.section import option
 from invformer.errors import InvformerError
-from studies.study import Rows, Study, StudyOptions, Summary, grouped, main, panels
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
+from studies.study import Figure, Rows, Study, StudyOptions, Summary, grouped, main, panels
 
 ROOT = Path(__file__).parents[1]
 NO_ACTNORM = "model.activation_norm=false"
@@ -202,7 +197,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, "ours", ours or "not run", "not in the paper", why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Difference in nats of every variant."""
     nats = mean_nats(rows)
     figure, (axes,) = panels(1, 1)

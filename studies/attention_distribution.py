@@ -21,15 +21,13 @@ with the truth and none lay below it, or above one that it refines; a bound is c
 average it is more than ``LOOSE`` times the truth.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, geometric_mean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -44,7 +42,7 @@ from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
-from studies.study import Outcome, Rows, Study, Summary, case_of, grouped, main, panels
+from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
 from studies.training import (
     AdamCase,
     AdamOptions,
@@ -55,9 +53,6 @@ from studies.training import (
     train_by_adam,
     validation_windows,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Attention = Literal["dot_product", "l2"]
 Inputs = Literal["gaussian", "clusters", "text"]
@@ -489,7 +484,7 @@ GREYS: dict[str, tuple[str, str, str]] = {  # colour, marker, line
 }
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Bounds over truth on the left; local constants against loss on the right."""
     groups = by(rows, lambda c: c.attention)
     figure, axes = panels(len(groups), 2)

@@ -12,13 +12,11 @@ The theorem assumes what each slip removes; the formulas are ours. Tied L2 atten
 in place stays below the theorem's bound on the same tokens.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -28,10 +26,7 @@ from invformer.bounds import kim
 from invformer.config.section import option
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
+from studies.study import Figure, Outcome, Rows, Study, StudyOptions, Summary, main, panels
 
 Variant = Literal["dot_product", "dot_product_causal", "untied", "self_hidden", "without_a"]
 
@@ -234,7 +229,7 @@ def verdict(rows: Rows[Case, Result], exponents: Mapping[Variant, float]) -> tup
     )
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """‖J‖ against c: measured (markers), by formula (dotted), tied L2 (lines)."""
     figure, (axes,) = panels(1, 1)
     for index, variant in enumerate(VARIANTS):

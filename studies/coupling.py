@@ -9,8 +9,6 @@ Verdict: at every depth the certified stack amplifies less than the coupling doe
 it gives back as many characters or more.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import copy
 import json
 import sys
@@ -18,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +33,7 @@ from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.states import trained, windows
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -56,9 +55,6 @@ from studies.training import (
     train,
     validation_windows,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 CHARACTERS = 16  # of the dense Jacobian
 WARMUP = 20
@@ -271,7 +267,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, paper, words, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """The inverse's constant, errors and loss against depth."""
     small = [(c, r) for c, r in rows if c.num_layers is not None]
     figure, axes = panels(1, 3)

@@ -18,15 +18,13 @@ Verdict: no character with a proof is wrong, and where every symbol recovers at 
 characters, the few candidates recover as many, within 1 %.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import math
 import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +34,7 @@ from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.round_trip import perturb
 from studies.states import decode, margins, trained, whole_inverse, windows
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -49,9 +48,6 @@ from studies.study import (
 )
 
 ALL = 0.99  # of the characters
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 
 @dataclass(kw_only=True)
@@ -232,7 +228,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Recovered and proven against bits, a panel per model."""
     kinds = ("bits", "channel bits")
     models = grouped(rows, lambda row: row[1].name)

@@ -16,13 +16,11 @@ kind fails; a failure at 10 layers or fewer is not the paper's.
 takes one large GPU for days; resume it at will.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -35,11 +33,8 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from studies.study import Outcome, Rows, Study, Summary, case_of, main, panels
+from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, main, panels
 from studies.training import AdamCase, AdamOptions, text_fields, text_of, train_by_adam
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Kind = Literal[
     "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
@@ -265,7 +260,7 @@ def paper_trained(case: Case) -> str | None:
     return "no" if case.kind.startswith("dot_product") and case.num_layers > LIMIT else "yes"
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Nats against depth, ours and the paper's; a cross is a model that did not train."""
     figure, (ours, paper) = panels(1, 2)
     for index, kind in enumerate(dict.fromkeys(case.kind for case, _ in rows)):

@@ -17,15 +17,13 @@ The default is 12 small trainings; docs/results.md has the command of a grid of 
 ``scale=paper``: nanoGPT's CPU recipe on Tiny Shakespeare, 2232 trainings; resume it at will.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Integer
@@ -45,11 +43,8 @@ from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import training
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.study import Rows, Study, StudyOptions, Summary, case_of, grouped, main, panels
+from studies.study import Figure, Rows, Study, StudyOptions, Summary, case_of, grouped, main, panels
 from studies.training import TextCase, WholeTextConfig, text_fields, text_of
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Optimiser = Literal["adamw", "muon"]
 
@@ -473,7 +468,7 @@ def paper_in_words() -> str:
 # --- the picture ---------------------------------------------------------------------------------
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against the bound and against the estimate, which proves nothing.
 
     A marker is a model under a certificate, filled for AdamW and hollow for Muon; a line joins the

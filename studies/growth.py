@@ -19,14 +19,12 @@ for any weights (Prop. 3.4) and checks the code; layers on text, other R and tie
 below ¼ is called no growth) are not in the paper. Without the attack there is no claim.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -53,6 +51,7 @@ from studies.measured_layers import (
 )
 from studies.power_law import Fit, fit
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -64,9 +63,6 @@ from studies.study import (
     outcome_of,
     panels,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Model = Literal["small", "checkpoint", "two_cluster"]
 Attention = Literal["dot_product", "l2", "contractive_l2"]
@@ -450,7 +446,7 @@ def root_coefficient(part: Rows[Case, Result]) -> float:
     return math.exp(fmean(logs))
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Constants against n, on text and under attack, with the paper's line."""
     figure, panes = panels(1, 2)
     found = fits(rows)

@@ -19,15 +19,13 @@ while every L2 map is on every range.
 ``scale=paper``: N and D in 32, 64, 128 and a batch of 128.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import itertools
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -43,6 +41,7 @@ from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability
 from studies.study import (
+    Figure,
     Outcome,
     Rows,
     Study,
@@ -54,9 +53,6 @@ from studies.study import (
     progress,
 )
 from studies.training import text_of, train_by_adam
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
@@ -341,7 +337,7 @@ def output_spread(trained: Rows[Case, Result]) -> str:
     )
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Error against step, a panel per range and origin of the weights, in the first size."""
     size = rows[0][0].num_tokens, rows[0][0].d_model
     shown = [(case, result) for case, result in rows if (case.num_tokens, case.d_model) == size]

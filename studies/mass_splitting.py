@@ -19,12 +19,10 @@ reproduced if on some grid it does so at 1 % of the points or more and by 1 % or
 ever does; not reproduced if it never does, or if closed form and brute force disagree.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import math
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -34,10 +32,18 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap, dense_jacobian
 from studies import castin
 from studies.castin import MassSplitting
-from studies.study import Outcome, Rows, Study, StudyOptions, Summary, main, panels, progress
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Axes, Figure
+from studies.study import (
+    Axes,
+    Figure,
+    Outcome,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    main,
+    panels,
+    progress,
+)
 
 Part = Literal["random", "grid", "finite"]
 Kind = Literal["dot_product", "l2"]
@@ -365,7 +371,7 @@ def verdict(rows: Rows[Case, Result]) -> tuple[Outcome, str]:
     )
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """One map per grid, black where splitting beats moving."""
     surveys = [(c, r) for c, r in rows if c.part == "grid"]
     columns = max(1, len({(c.first, c.first_mass) for c, _ in surveys}))
@@ -375,7 +381,7 @@ def draw(rows: Rows[Case, Result]) -> "Figure":
     return figure
 
 
-def draw_survey(axes: "Axes", case: Case, result: Result) -> None:
+def draw_survey(axes: Axes, case: Case, result: Result) -> None:
     """The plane of the second and the third atom."""
     won = torch.zeros(case.count**2, dtype=torch.bool)
     won[result.winners] = True

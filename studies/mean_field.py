@@ -17,14 +17,12 @@ none is NaN, the largest R is within 1e-6 of the limit, the Cesàro norm lies be
 constant above its bound, or one that is no number, is "not reproduced" whatever else holds.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -34,6 +32,7 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import dense_jacobian
 from studies import castin
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -44,9 +43,6 @@ from studies.study import (
     panels,
     progress,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
 LARGEST_EXPONENT = 350.0  # 2γR²: squares of e^{2γR²} must stay finite in float64
@@ -382,7 +378,7 @@ def limit_findings(rows: Rows[Case, Result]) -> list[Finding]:
     return findings
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """θ(R); the share of the upper bound; the large-radius limit; the Cesàro mean."""
     figure, axes = panels(2, 2)
     settings: list[tuple[Statement, str, str, str, Callable[[Case, Result], float]]] = [

@@ -8,15 +8,13 @@ Verdict: for the certified model, checkpointing takes less time than the inverse
 1.2 times its memory; then nobody should train it by the inverse.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import multiprocessing
 import resource
 import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +27,7 @@ from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.transformer import CharTransformer
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -40,9 +39,6 @@ from studies.study import (
     outcome_of,
     panels,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Strategy = Literal["store", "checkpoint", "inverse"]
 VOCAB, SEQ_LEN = 51, 64
@@ -212,7 +208,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Peak memory against time of a step."""
     figure, (axes,) = panels(1, 1)
     styles = {"store": "s", "checkpoint": "o", "inverse": "^"}

@@ -9,14 +9,12 @@ Verdict: the certificate holds at every number of bits, and at int8 and int4 eve
 certified model is recovered and proven, for at most 0.05 bits per character.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import copy
 import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +28,7 @@ from invformer.nn.certificate import enforce
 from invformer.nn.transformer import CharTransformer
 from studies.states import decode, trained, whole_inverse, windows
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -41,9 +40,6 @@ from studies.study import (
     outcome_of,
     panels,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 FLOAT_BITS = 32
 SHRINKS = 40  # scales tried for a channel
@@ -195,7 +191,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against size."""
     figure, (axes,) = panels(1, 1)
     styles = ("-o", "--s", ":^")

@@ -16,15 +16,13 @@ certified radius is a bug, and the verdict then is "not reproduced". A PGD that 
 nothing. None of the papers reproduced here has this experiment.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -50,7 +48,7 @@ from studies.certified_radius import (
     feature_constants,
     head_norm,
 )
-from studies.study import Outcome, Rows, Study, Summary, case_of, grouped, main, panels
+from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
 from studies.training import (
     AdamCase,
     AdamOptions,
@@ -59,9 +57,6 @@ from studies.training import (
     train_by_adam,
     validation_windows,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Kind = Literal["dot_product", "l2", "contractive", "contractive_linear"]
 LEFT = ("nats", "accuracy", "flips")  # what every attack is judged by
@@ -340,7 +335,7 @@ MARKS: dict[Kind, tuple[str, str]] = {
 }
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Accuracy against the radius in both norms, attacked (lines) and certified (dotted)."""
     figure, axes = panels(1, 2)
     for norm, one in zip(NORMS, axes, strict=True):

@@ -16,14 +16,12 @@ Verdict: passes of the inverse grow by less than a tenth from the smallest vocab
 largest, and at the largest it is the fastest at every length.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +34,7 @@ from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from studies.states import Prefix, smallest
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -47,9 +46,6 @@ from studies.study import (
     outcome_of,
     panels,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Method = Literal["inverse", "random", "gradient"]
 TOGETHER = 256  # candidates of one batch
@@ -256,7 +252,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, paper, ours, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Seconds and passes against the vocabulary, a line per length and method."""
     figure, axes = panels(1, 2)
     lengths = sorted({c.length for c, _ in rows})

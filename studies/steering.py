@@ -13,11 +13,9 @@ Verdict: only the change of text meets a text again; the others leave the texts 
 farther the stronger they are.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +24,7 @@ from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from studies.states import trained, whole_inverse, windows
 from studies.study import (
+    Figure,
     Finding,
     Rows,
     Study,
@@ -37,9 +36,6 @@ from studies.study import (
     outcome_of,
     panels,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 Vector = Literal["mean difference", "random", "text"]
 MET = 1e-3  # half distances of two symbols: nearer than this is a text
@@ -185,7 +181,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Distance from texts and changed symbols against strength."""
     models = grouped(rows, lambda row: row[1].name)
     figure, axes = panels(2, len(models))

@@ -16,7 +16,7 @@ A study is a module of this package with its cases, its measurement, its verdict
     def cases(options: Options) -> list[Case]: ...
     def measure(case: Case, device: torch.device) -> Result: ...
     def summarise(rows: Rows[Case, Result]) -> Summary: ...
-    def draw(rows: Rows[Case, Result]) -> "Figure": ...      # starts from panels(...) below
+    def draw(rows: Rows[Case, Result]) -> Figure: ...    # starts from panels(...) below
 
     STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
@@ -29,8 +29,6 @@ row belongs to a case only if every field of it agrees: after a change of option
 file and the old ones stay there, unused. Loops of more than ten seconds inside ``measure`` go
 through :func:`progress`.
 """
-
-# ruff: noqa: RUF009  # option() returns a dataclass field
 
 import json
 import math
@@ -60,6 +58,8 @@ from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not always wanted
     from invformer.runs.wandb_logger import WandbLogger
     from invformer.training.plots import Axes, Figure
+else:
+    Axes = Figure = WandbLogger = Any
 
 SEED = "[0, 4294967295]"
 SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
@@ -168,7 +168,7 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
     cases: Callable[[AnyOptions], Iterable[AnyCase]]
     measure: Callable[[AnyCase, torch.device], AnyResult]
     summarise: Callable[[Rows[AnyCase, AnyResult]], Summary]
-    draw: "Callable[[Rows[AnyCase, AnyResult]], Figure]"
+    draw: Callable[[Rows[AnyCase, AnyResult]], Figure]
 
 
 def case_of(kind: type[AnyCase], chosen: StudyOptions, /, **values: Any) -> AnyCase:
@@ -251,7 +251,7 @@ def measure_missing(
     known: dict[AnyCase, Measured[AnyResult]],
     table: RowFile[AnyCase, AnyResult],
     device: torch.device,
-    mirror: "WandbLogger | None",
+    mirror: WandbLogger | None,
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
     circumstances = (hardware(device), commit() or "unknown")
@@ -278,7 +278,7 @@ def report(
     wanted: Sequence[AnyCase],
     known: Mapping[AnyCase, Measured[AnyResult]],
     chosen: AnyOptions,
-    mirror: "WandbLogger | None",
+    mirror: WandbLogger | None,
 ) -> Summary:
     """Write the figure and result.json."""
     measured = [known[case] for case in wanted]
@@ -308,7 +308,7 @@ def progress(items: Iterable[Item], what: str) -> Iterator[Item]:
     return iter(tqdm(items, desc=what, leave=False, disable=None))
 
 
-def panels(num_rows: int, num_columns: int) -> "tuple[Figure, list[Axes]]":
+def panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
     """A figure with a grid of axes, row by row, for :attr:`Study.draw`.
 
     Greys, line styles and markers tell curves apart, never colours; every axis says its unit.
@@ -359,7 +359,7 @@ def as_word(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)
 
 
-def build_mirror(chosen: StudyOptions) -> "WandbLogger | None":
+def build_mirror(chosen: StudyOptions) -> WandbLogger | None:
     """The W&B run of a study."""
     from invformer.runs.wandb_logger import open_wandb
 

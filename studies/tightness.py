@@ -11,15 +11,13 @@ largest at present is differentiated, at a cost linear in N; which one that is, 
 ``scale=paper``: 50 starts (the paper's number), N up to 1000 in more points, more steps.
 """
 
-# ruff: noqa: RUF009  # option() returns a dataclass field
-
 import itertools
 import math
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -32,10 +30,17 @@ from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from studies.layer_bounds import attention_jacobian, project, unproject
-from studies.study import Rows, Study, StudyOptions, Summary, case_of, main, panels, progress
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
+from studies.study import (
+    Figure,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    case_of,
+    main,
+    panels,
+    progress,
+)
 
 SHAPE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
 NUM_DIRECTION_STEPS = 5  # of the power method that finds a row's worst output direction
@@ -364,7 +369,7 @@ def shares_reached(rows: Rows[Case, Result]) -> str:
     return ", ".join(ranges)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Both sides of the constant against N; beside it, what share of the bound was reached."""
     figure, (curves, shares) = panels(1, 2)
     curve = sorted((c.num_tokens, r) for c, r in rows if c.is_scalar and c.norm == "entry_max")

@@ -1,7 +1,5 @@
 """Language models of the studies: the text they read, how they are trained, and their score."""
 
-# ruff: noqa: RUF009  # option() returns dataclass fields
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

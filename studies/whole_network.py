@@ -20,13 +20,11 @@ below 10; their loss of 1.29 nats is on 1.4 % of the split and is 1.779 on all o
 different norms are not compared: their loss and accuracy stand beside ours as a mark.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import math
 import sys
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Integer
@@ -44,6 +42,7 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.attacks import attack_at_radius, logits_of
 from studies.certified_radius import certified_radii
 from studies.study import (
+    Figure,
     Rows,
     Study,
     StudyOptions,
@@ -62,9 +61,6 @@ from studies.training import (
     train,
     validation_windows,
 )
-
-if TYPE_CHECKING:
-    from invformer.training.plots import Figure
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
 MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
@@ -325,7 +321,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(table, paper, ours, outcome, why)
 
 
-def draw(rows: Rows[Case, Result]) -> "Figure":
+def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss against the constant; flips against the radius of the attack."""
     best = best_rows(rows)
     figure, (left, right) = panels(1, 2)

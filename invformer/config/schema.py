@@ -3,8 +3,6 @@
 Integers have a ceiling too, so that ``10**20`` steps are refused before anything is allocated.
 """
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import re
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal

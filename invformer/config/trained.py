@@ -1,7 +1,5 @@
 """What the commands that use a trained model are asked to do."""
 
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal

@@ -1,5 +1,3 @@
-# ruff: noqa: RUF009  # option() and section() return dataclass fields
-
 import importlib
 import json
 import math
