@@ -142,7 +142,10 @@ def build_data(config: TrainConfig, start: Checkpoint | None = None) -> TextData
 
 
 def build_module(
-    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any], start: Checkpoint | None
+    config: TrainConfig,
+    data: TextDataModule,
+    metadata: dict[str, Any],
+    start: Checkpoint | None = None,
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, max_steps = config.optim, config.trainer.max_steps

@@ -101,7 +101,7 @@ def test_a_run_stopped_after_its_training_has_nothing_to_lose(
     zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
 ) -> None:
     arguments = options(root, "conclusion")
-    place = "invformer.training.fit:generate_sample"
+    place = "invformer.training.fit:five_gram"
     assert zygote.run(arguments, signals=[(place, 1, TERM)], before=FAST).code == 143
     assert zygote.run(arguments, before=FAST).code == 0
     assert difference(uninterrupted["contractive"], root / "conclusion") is None

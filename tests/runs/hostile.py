@@ -180,20 +180,6 @@ def best(name: Any) -> Attack:
     return attack
 
 
-def long_context(path: Path, canary: Path) -> None:
-    """Weights that do fit a context of which every pair would take memory."""
-    set_key("config.data.seq_len", 20_000)(path, path)
-
-    def change(weights: dict[str, torch.Tensor]) -> None:
-        for name, value in weights.items():
-            if name.endswith("embedding.position"):
-                weights[name] = torch.zeros(20_000, value.shape[1])
-            elif name.endswith("position.table"):
-                weights[name] = torch.zeros(value.shape[0], 20_000 - 1)
-
-    with_weights(change)(path, path)
-
-
 def in_manifest(**changed: Any) -> Attack:
     """Change what the manifest says about the state."""
     return edited(MANIFEST, lambda m: m["files"][STATE].update(changed))
@@ -227,7 +213,6 @@ ATTACKS: dict[str, Attack] = {
     "five megabytes of model.json": put(MODEL, b'"' + b"x" * (5 << 20) + b'"'),
     **{f"gigabytes of {name}": sparse(name, 8 << 30) for name in (*FILES, MANIFEST)},
     "a terabyte of weights": sparse(WEIGHTS, 1 << 40),
-    "a context whose masks take gigabytes": long_context,
     # --- headers of tensors that lie ---
     "a header of 2^63 bytes": put(WEIGHTS, tensors_file({}, length=1 << 63)),
     "a header longer than the file": put(WEIGHTS, tensors_file({}, length=100)),
