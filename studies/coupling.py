@@ -274,7 +274,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for (name, group), style in zip(
         grouped(small, lambda row: row[1].name).items(), ("-o", "-.x", "--s", ":^"), strict=False
     ):
-        depths = [c.num_layers for c, _ in group]
+        depths = [c.num_layers or 0 for c, _ in group]
         axes[0].plot(depths, [1 / r.smallest for _, r in group], style, color="0", label=name)
         axes[2].plot(depths, [r.nats for _, r in group], style, color="0", label=name)
         if name != "dot_product":

@@ -202,10 +202,9 @@ def resolve(options: Options) -> tuple[tuple[Attention, ...], int, int]:
         return OURS, small_config("dot_product").num_layers, SMALL_CONTEXT
     trained = trained_configuration(read_checkpoint(options.checkpoint))
     attention = trained.model.name
-    if attention == "contractive_bounded":
+    if attention == "contractive_bounded" or attention == "reversible":
         raise ConfigurationError(
-            f"checkpoint: {options.checkpoint} has attention in the unit ball, whose growth is not "
-            f"studied; take one with {', '.join(OURS)}"
+            f"checkpoint: the growth of {attention} is not studied; take one with {', '.join(OURS)}"
         )
     return (attention,), trained.model.num_layers, trained.data.seq_len
 

@@ -260,7 +260,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for (length, method), group in grouped(rows, lambda r: (r[0].length, r[0].method)).items():
         color = str(0.7 * (1 - (lengths.index(length) + 1) / len(lengths)))
         x, label = [c.vocab_size for c, _ in group], f"{method}, {length} characters"
-        style = {"color": color, "label": label}
+        style: dict[str, Any] = {"color": color, "label": label}
         axes[0].plot(x, [r.time for _, r in group], styles[method], **style)
         axes[1].plot(x, [r.passes / length for _, r in group], styles[method], **style)
     for one, words in zip(axes, ("seconds a text", "forward passes a character"), strict=True):

@@ -189,7 +189,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for column, (name, group) in enumerate(models.items()):
         top, bottom = axes[column], axes[column + len(models)]
         for vector, some in grouped(group, lambda row: row[0].vector).items():
-            t, style = [c.strength for c, _ in some], {"color": "0", "label": vector}
+            t = [c.strength for c, _ in some]
+            style: dict[str, Any] = {"color": "0", "label": vector}
             top.plot(t, [r.least for _, r in some], styles[vector], **style)
             bottom.plot(t, [r.changed for _, r in some], styles[vector], **style)
         top.axhline(1, color="0.6")

@@ -80,7 +80,7 @@ def evaluate(
     size = sum(corpus.sizes.values()) if split == "all" else corpus.size(split)
     refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
     if data.unknown == "refuse":
-        vocabulary.require(corpus.read(*(SPLITS if split == "all" else [split])), corpus.source)
+        vocabulary.require(corpus.read(*(SPLITS if split == "all" else (split,))), corpus.source)
     seq_len = trained.data.seq_len
     measure = config.evaluate
     stride = measure.stride or seq_len
