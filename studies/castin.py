@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from invformer.numerics.l2_attention import softmax_jacobian
-from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.linear_map import LinearMap, SequenceMap, dense_jacobian
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -175,13 +175,13 @@ class MassSplitting(NamedTuple):
         value: the larger: the constant when every atom may be duplicated first.
     """
 
-    moving: Float[Tensor, ""]
-    splitting: Float[Tensor, ""]
-    value: Float[Tensor, ""]
+    moving: Float[Tensor, "*batch"]
+    splitting: Float[Tensor, "*batch"]
+    value: Float[Tensor, "*batch"]
 
 
 def mass_splitting(
-    x: Float[Tensor, "atoms width"],
+    x: Float[Tensor, "*batch atoms width"],
     mass: Float[Tensor, "atoms"],
     a: Float[Tensor, "width width"],
     v: Float[Tensor, "width width"],
@@ -193,19 +193,39 @@ def mass_splitting(
     Source: a question of Castin et al. 2024 (v1); closed form ours, docs/numerics.md.
     """
     p = dot_product_weights(x, a, mass=mass)
-    offset = x - (p @ x).unsqueeze(-2)  # (i, j, D): x_j − m_i
+    offset = x.unsqueeze(-3) - (p @ x).unsqueeze(-2)  # (i, j, D): x_j − m_i
     covariance = (p.unsqueeze(-1) * offset).mT @ offset
     own = v @ covariance @ a
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-    key = offset.unsqueeze(-1) * (x @ a.mT)[:, None, None, :]
-    blocks = p[..., None, None] * (v @ (identity + key))
-    index = torch.arange(x.shape[0], device=x.device)
-    blocks[index, index] += own
-    scale = (mass.unsqueeze(-1) / mass).sqrt()[..., None, None]
-    jacobian = (scale * blocks).transpose(1, 2).flatten(2).flatten(0, 1)
-    moving = torch.linalg.matrix_norm(jacobian, 2)
-    splitting = torch.linalg.matrix_norm(own, 2).amax()
+    key = offset.unsqueeze(-1) * (x @ a.mT)[..., None, None, :]
+    return from_blocks(p[..., None, None] * (v @ (identity + key)), own, mass)
+
+
+def from_blocks(
+    blocks: Float[Tensor, "*batch atoms atoms width width"],
+    own: Float[Tensor, "*batch atoms width width"],
+    mass: Float[Tensor, "atoms"],
+) -> MassSplitting:
+    """The constants from the shared blocks (i, j) and the query blocks i of the Jacobian."""
+    eye = torch.eye(len(mass), dtype=mass.dtype, device=mass.device)[..., None, None]
+    root = (mass[:, None] / mass).sqrt()[..., None, None]
+    whole = root * (blocks + eye * own.unsqueeze(-3))
+    moving = torch.linalg.matrix_norm(whole.transpose(-3, -2).flatten(-4, -3).flatten(-2), 2)
+    splitting = torch.linalg.matrix_norm(own, 2).amax(-1)
     return MassSplitting(moving, splitting, torch.maximum(moving, splitting))
+
+
+def weighted_attention(mass: Tensor, a: Tensor, v: Tensor) -> SequenceMap:
+    """f_m(X)_i = V Σ_j P_ij x_j, P_ij ∝ m_j exp(x_jᵀ A x_i) (Definition C.4)."""
+    return lambda x: dot_product_weights(x, a, mass=mass) @ x @ v.mT
+
+
+def differentiated_constant(
+    f: SequenceMap, x: Float[Tensor, "atoms width"], mass: Float[Tensor, "atoms"]
+) -> float:
+    """‖Df(X)‖ in the norm (Σ_i m_i ‖ε_i‖²)^½, by automatic differentiation and a dense SVD."""
+    root = mass.sqrt().repeat_interleave(x.shape[1])
+    return torch.linalg.matrix_norm(root[:, None] * dense_jacobian(f, x) / root, 2).item()
 
 
 def _worst_direction(a: Tensor) -> tuple[float, float, float, Tensor | None]:

@@ -29,7 +29,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.config.section import option
-from invformer.numerics.linear_map import SequenceMap, dense_jacobian
+from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
 from studies.study import (
@@ -143,7 +143,9 @@ def compare(case: Case) -> Result:
             found = castin.mass_splitting(x, mass, first, second)
         else:
             found = l2_mass_splitting(x, mass, first, second)
-        brute = duplicated_constant(case.kind, x, mass, first, second, shares(index))
+        copies, parts = duplicated(x, mass, shares(index))
+        f = castin.weighted_attention if case.kind == "dot_product" else l2_map
+        brute = castin.differentiated_constant(f(parts, first, second), copies, parts)
         error = max(error, abs(brute / found.value.item() - 1))
         ratio = (found.splitting / found.moving).item()
         gain, wins = max(gain, ratio), wins + (ratio > 1 + TIE)
@@ -166,21 +168,9 @@ def shares(index: int) -> Float[Tensor, "copies"]:
     return torch.tensor(cuts[index % 4], dtype=DTYPE)
 
 
-def duplicated_constant(
-    kind: Kind, x: Tensor, mass: Tensor, first: Tensor, second: Tensor, share: Tensor
-) -> float:
-    """‖Df_m‖_m of the measure with every atom cut up, by automatic differentiation and an SVD."""
-    copies = x.repeat_interleave(len(share), 0)
-    weight = (mass[:, None] * share).flatten()
-    form = dot_product_map if kind == "dot_product" else l2_map
-    jacobian = dense_jacobian(form(weight, first, second), copies)
-    root = weight.sqrt().repeat_interleave(x.shape[1])
-    return torch.linalg.matrix_norm(root[:, None] * jacobian / root, 2).item()
-
-
-def dot_product_map(mass: Tensor, a: Tensor, v: Tensor) -> SequenceMap:
-    """f(X)_i = V Σ_j P_ij x_j, P_ij ∝ m_j exp(x_jᵀ A x_i)."""
-    return lambda x: (x @ a.mT @ x.mT + mass.log()).softmax(-1) @ x @ v.mT
+def duplicated(x: Tensor, mass: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The measure with every atom cut up: atoms and masses."""
+    return x.repeat_interleave(len(share), 0), (mass[:, None] * share).flatten()
 
 
 def l2_map(mass: Tensor, w: Tensor, g: Tensor) -> SequenceMap:
@@ -218,21 +208,7 @@ def l2_mass_splitting(
     own = scale * (p.unsqueeze(-1) * u_offset).mT @ y_offset @ w.mT
     value = (w @ g).mT
     key = scale * u_offset.unsqueeze(-1) * (gap @ w.mT).unsqueeze(-2)
-    return from_blocks(p[..., None, None] * (value - key), own, mass)
-
-
-def from_blocks(
-    blocks: Float[Tensor, "*batch atoms atoms width width"],
-    own: Float[Tensor, "*batch atoms width width"],
-    mass: Float[Tensor, "atoms"],
-) -> MassSplitting:
-    """Both constants from the shared blocks (i, j) and the query blocks i of the Jacobian."""
-    eye = torch.eye(len(mass), dtype=mass.dtype)[..., None, None]
-    root = (mass[:, None] / mass).sqrt()[..., None, None]
-    whole = root * (blocks + eye * own.unsqueeze(-3))
-    moving = torch.linalg.matrix_norm(whole.transpose(-3, -2).flatten(-4, -3).flatten(-2), 2)
-    splitting = torch.linalg.matrix_norm(own, 2).amax(-1)
-    return MassSplitting(moving, splitting, torch.maximum(moving, splitting))
+    return castin.from_blocks(p[..., None, None] * (value - key), own, mass)
 
 
 # --- where splitting pays ------------------------------------------------------------------------
@@ -264,22 +240,12 @@ def ratios(case: Case, x: Float[Tensor, "points three one"]) -> Float[Tensor, "p
     """splitting/moving of three atoms."""
     rest = (1 - case.first_mass) / 2
     mass = torch.tensor([case.first_mass, rest, rest], dtype=DTYPE)
+    one = torch.ones(1, 1, dtype=DTYPE)
     if case.kind == "l2":
-        one = torch.ones(1, 1, dtype=DTYPE)
         found = l2_mass_splitting(x, mass, one, one)
     else:
-        found = scalar_mass_splitting(x, mass, case.parameter)
+        found = castin.mass_splitting(x, mass, case.parameter * one, one)
     return found.splitting / found.moving
-
-
-def scalar_mass_splitting(
-    x: Float[Tensor, "*batch atoms one"], mass: Float[Tensor, "atoms"], a: float
-) -> MassSplitting:
-    """:func:`studies.castin.mass_splitting` for D = 1, V = 1, in batches."""
-    p = castin.dot_product_weights(x, torch.full((1, 1), a, dtype=x.dtype), mass=mass)
-    offset = x.mT - p @ x  # (i, j): x_j − m_i
-    own = a * (p * offset.square()).sum(-1)[..., None, None]
-    return from_blocks((p * (1 + a * offset * x))[..., None, None], own, mass)
 
 
 def jump(case: Case) -> Result:

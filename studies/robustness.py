@@ -19,7 +19,7 @@ nothing. None of the papers reproduced here has this experiment.
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, get_args
@@ -252,11 +252,24 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     table: list[dict[str, Any]] = []
     groups = by_kind(rows)
     for kind, group in groups.items():
+        results = [result for _, result in group]
         for norm in NORMS:
+            radii = [r.radii[norm] for r in results if norm in r.radii]
             for index, relative in enumerate(group[0][0].radii(norm)):
-                left = [result.attacks[norm][index] for _, result in group]
-                certified = [r.certified[norm][index] for _, r in group if norm in r.certified]
-                table.append(line(kind, f"PGD {norm}", relative, group, left, certified, norm))
+                left = zip(*(r.attacks[norm][index] for r in results), strict=True)
+                certified = [r.certified[norm][index] for r in results if norm in r.certified]
+                table.append(
+                    {
+                        "kind": kind,
+                        "attack": f"PGD {norm}",
+                        "strength": relative,
+                        "clean nats": fmean(r.nats for r in results),
+                        "clean accuracy": fmean(r.accuracy for r in results),
+                        **dict(zip(LEFT, map(fmean, left), strict=True)),
+                        "certified accuracy": fmean(certified) if certified else None,
+                        "median certified radius": fmean(radii) if radii else None,
+                    }
+                )
     failed = Counter(case.kind for case, result in rows if not math.isfinite(result.nats))
     table += [{"kind": kind, "attack": "training failed"} for kind in failed if kind not in groups]
     beaten = sum(result.beaten for _, result in rows)
@@ -267,24 +280,6 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     ours = f"{beaten} attacks beat a certified radius; {in_words(groups)}"
     paper = "no published value: certified radii of character models are ours"
     return Summary(table, paper, ours, outcome, why)
-
-
-def line(
-    kind: Kind, attack: str, strength: float, group: Rows[Case, Result],
-    left: Sequence[Sequence[float]], certified: Sequence[float], norm: BallNorm | None,
-) -> dict[str, Any]:  # fmt: skip
-    """One line of the table, means over seeds."""
-    radii = [result.radii[norm] for _, result in group if norm in result.radii]
-    return {
-        "kind": kind,
-        "attack": attack,
-        "strength": strength,
-        "clean nats": fmean(result.nats for _, result in group),
-        "clean accuracy": fmean(result.accuracy for _, result in group),
-        **{n: fmean(values) for n, values in zip(LEFT, zip(*left, strict=True), strict=True)},
-        "certified accuracy": fmean(certified) if certified else None,
-        "median certified radius": fmean(radii) if radii else None,
-    }
 
 
 def in_words(groups: Mapping[Kind, Rows[Case, Result]]) -> str:

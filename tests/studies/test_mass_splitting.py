@@ -33,9 +33,9 @@ def test_brute_force_sees_splitting_left_out(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_brute_force_sees_a_wrong_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = mass_splitting.from_blocks
+    whole = castin.from_blocks
     monkeypatch.setattr(
-        mass_splitting, "from_blocks", lambda blocks, own, mass: whole(blocks, own / 2, mass)
+        castin, "from_blocks", lambda blocks, own, mass: whole(blocks, own / 2, mass)
     )
     assert measure(Case("random", "l2", 0.0, 0.0, 0.0, 0.0, 12, 11), CPU).error > 1e-3
 
@@ -49,15 +49,11 @@ def test_cutting_the_worst_atom_in_two_is_enough() -> None:
     found = castin.mass_splitting(x, THIRDS, a, one)
     assert found.splitting > found.moving
     cut = [
-        mass_splitting.duplicated_constant(
-            "dot_product",
-            torch.cat([x, x[k : k + 1]]),
-            torch.cat([THIRDS, THIRDS[:1] / 2]) - torch.eye(4)[k] / 6,
-            a,
-            one,
-            torch.ones(1),
+        castin.differentiated_constant(
+            castin.weighted_attention(mass, a, one), torch.cat([x, x[k : k + 1]]), mass
         )
         for k in range(3)
+        for mass in [torch.cat([THIRDS, THIRDS[:1] / 2]) - torch.eye(4)[k] / 6]
     ]
     assert max(cut) == pytest.approx(float(found.value), rel=1e-10)
 

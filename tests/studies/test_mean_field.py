@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from invformer.errors import ConfigurationError
-from studies import mean_field
+from studies import castin, mean_field
 from studies.mean_field import STUDY, Case, Options, cases, measure
 from studies.study import main, run
 
@@ -43,7 +43,8 @@ def test_three_times_the_published_mass_ratio_is_better_and_no_other_is_better_s
 def test_two_atoms_agree_with_automatic_differentiation() -> None:
     a, one = -torch.ones(1, 1), torch.ones(1, 1)
     x, mass = torch.tensor([[-1.5], [1.5]]), torch.tensor([0.02, 0.98])
-    value = mean_field.differentiated_constant(x, mass, a, one)
+    f = castin.weighted_attention(mass, a, one)
+    value = castin.differentiated_constant(f, x, mass)
     # The same number written out: rows differ only by which atom looks.
     weights = torch.stack([mass * torch.exp(-x[i] * x[:, 0]) for i in range(2)])
     p = weights / weights.sum(1, keepdim=True)
@@ -98,7 +99,7 @@ def test_a_broken_bound_or_no_number_is_not_reproduced(value: float, check: floa
 
 def test_one_measure_that_is_no_number_reaches_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = iter([0.1, math.nan, 0.2])
-    monkeypatch.setattr(mean_field, "differentiated_constant", lambda *_: next(numbers))
+    monkeypatch.setattr(castin, "differentiated_constant", lambda *_: next(numbers))
     assert math.isnan(measure(Case("weighted", 1.0, 0.0, 1.0, 3, 0), CPU).check)
 
 
