@@ -11,8 +11,7 @@ after training, at their own inputs (behind LayerNorm). Training: the loss plus 
 each averaged over ``num_penalised`` windows of the batch and summed over layers, for several
 weights and seeds, compared at equal loss: along the weights of one regulariser (straight between
 them), what is the smallest value reached while the validation loss is at most ``allowance`` nats
-above that of the same seed without regulariser? The values: the local constant, and what Gaussian
-noise on the embeddings, in units of their root mean square, adds to the loss.
+above that of the same seed without regulariser? The value is the local constant.
 
 The published maximum over rows is replaced by the mean and short prefixes are left out. The paper's
 own figures were not available to us: there is nothing to hold these numbers against but its
@@ -23,7 +22,7 @@ average it is more than ``LOOSE`` times the truth.
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, geometric_mean
@@ -91,9 +90,6 @@ class Options(AdamOptions):
     allowance: float = option(
         0.05, "nats per character above the loss without regulariser", within="[0, 100]"
     )
-    noise: float = option(
-        0.3, "std of the noise on embeddings, in root mean squares of theirs", within="(0, 1e3]"
-    )
     num_sequences: int = option(4, "validation windows for local constants", within="[1, 1e5]")
     num_layers: int = option(2, "blocks of the models", within="[1, 1e3]")
     seq_len: int = option(32, "context of the models, more than 11 characters", within="[12, 1e4]")
@@ -117,7 +113,6 @@ class Case(AdamCase):
     regulariser: Regulariser
     weight: float
     num_penalised: int
-    noise: float
     allowance: float
     num_sequences: int
 
@@ -136,7 +131,6 @@ class Result:
     """What was measured."""
 
     nats: float  # per validation character; NaN for a random layer or after a non-finite loss
-    noisy_nats: float  # the same with noise on the embeddings
     truth: list[float]  # ‖∂F/∂X‖ in frobenius by power iteration, per attention layer and sequence
     residual: float  # the largest residual
     bounds: dict[str, list[float]]  # every upper bound at the same layers and sequences, by name
@@ -179,24 +173,20 @@ def measure(case: Case, device: torch.device) -> Result:
         return measure_layer(case, device)
     model = build(case, device)
     if model is None:
-        return Result(math.nan, math.nan, [], math.nan, {})
+        return Result(math.nan, [], math.nan, {})
     model = model.double().eval()
     windows, targets = validation_windows(text_of(case), case.seq_len, device)
-    generator = torch.Generator().manual_seed(case.seed)
     with torch.no_grad():
         with recorded_inputs(model) as inputs:
             model(windows[: case.num_sequences])
         parts = [compare(layer, z) for layer, z in inputs]
-        nats = mean_nats(model, windows, targets)
-        noisy_nats = mean_nats(model, windows, targets, case.noise, generator)
-    return joined(parts, nats, noisy_nats)
+        return joined(parts, mean_nats(model, windows, targets))
 
 
-def joined(parts: Sequence[Comparison], nats: float, noisy_nats: float) -> Result:
+def joined(parts: Sequence[Comparison], nats: float) -> Result:
     """The comparisons of all layers as one result."""
     return Result(
         nats=nats,
-        noisy_nats=noisy_nats,
         truth=[value for part in parts for value in part.truth],
         residual=max(part.residual for part in parts),
         bounds={
@@ -243,7 +233,7 @@ def measure_layer(case: Case, device: torch.device) -> Result:
     kind = L2Attention if case.attention == "l2" else DotProductAttention
     layer = kind(case.d_model, case.num_heads, position).double().to(device)
     with torch.no_grad():
-        return joined([compare(layer, random_tokens(case).to(device))], math.nan, math.nan)
+        return joined([compare(layer, random_tokens(case).to(device))], math.nan)
 
 
 def random_tokens(case: Case) -> Float[Tensor, "scales tokens width"]:
@@ -275,10 +265,9 @@ def ratios(rows: Iterable[tuple[Case, Result]]) -> Ratios:
     return found
 
 
-Groups = dict[Any, list[tuple[Case, Result]]]
-
-
-def by(rows: Rows[Case, Result], key: Callable[[Case], Any]) -> Groups:
+def by(
+    rows: Rows[Case, Result], key: Callable[[Case], Any]
+) -> dict[Any, list[tuple[Case, Result]]]:
     """The rows in groups of the same key."""
     return grouped(rows, lambda row: key(row[0]))
 
@@ -304,11 +293,6 @@ def constant_of(result: Result) -> float:
     return geometric_mean(result.truth) if result.truth else math.nan
 
 
-def damage(result: Result) -> float:
-    """What noise on the embeddings costs, nats per character."""
-    return result.noisy_nats - result.nats
-
-
 def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> float:
     """The smallest value on a path of (nats, value) while nats ≤ its first nats + allowance.
 
@@ -328,30 +312,22 @@ def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> floa
     return best
 
 
-@dataclass(frozen=True)
-class Equal:
-    """What one regulariser reached at equal loss, relative to no regulariser, seed by seed."""
-
-    constants: list[float]  # local constant over that without regulariser
-    damages: list[float]  # the same for the cost of noise; NaN where it costs nothing without
+Equal = dict[tuple[str, str], list[float]]  # by attention and regulariser, seed by seed
 
 
-def equal_loss(rows: Rows[Case, Result]) -> dict[tuple[str, str], Equal]:
-    """Every regulariser at equal loss, per attention."""
+def equal_loss(rows: Rows[Case, Result]) -> Equal:
+    """Every regulariser's local constant at equal loss, over that without regulariser."""
     trained = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
-    found: dict[tuple[str, str], Equal] = {}
+    found: Equal = {}
     for (attention, _), same in by(trained, lambda c: (c.attention, c.seed)).items():
         plain = [r for c, r in same if c.regulariser == "none" and r.truth]
         for name, group in by(same, lambda c: c.regulariser).items():
             if name == "none" or not plain:
                 continue
             results = [plain[0], *(r for _, r in sorted(group, key=lambda row: row[0].weight))]
-            allowance, without = group[0][0].allowance, damage(plain[0])
-            equal = found.setdefault((attention, name), Equal([], []))
             logs = [(r.nats, math.log(constant_of(r))) for r in results if r.truth]
-            equal.constants.append(math.exp(at_equal_loss(logs, allowance) - logs[0][1]))
-            cost = at_equal_loss([(r.nats, damage(r)) for r in results], allowance)
-            equal.damages.append(cost / without if without > 0 else math.nan)
+            reached = at_equal_loss(logs, group[0][0].allowance)
+            found.setdefault((attention, name), []).append(math.exp(reached - logs[0][1]))
     return found
 
 
@@ -376,12 +352,10 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         "Theorem 3: ‖J‖ ≤ ‖W^V‖(‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i)) holds; JaSMin is said to lower the "
         "local constant (its tables were not available to us)"
     )
-    random_layers = [(c, r) for c, r in rows if c.inputs != "text"]
     ours = (
         f"{sum(exceeded.values())} violations in {count} comparisons; mean bound/truth: "
-        f"{means(rows)}; order of these means on random layers: {order(random_layers)}; "
-        f"at ≤ {rows[0][0].allowance:g} nats more, local constant (and cost of noise) relative to "
-        f"no regulariser, mean of seeds: {equal_in_words(equal) or 'not run'}"
+        f"{means(rows)}; at ≤ {rows[0][0].allowance:g} nats more, local constant relative to no "
+        f"regulariser, mean of seeds: {equal_in_words(equal) or 'not run'}"
     )
     dot_product = [(c, r) for c, r in rows if c.attention == "dot_product"]
     published = ratios(dot_product).get("g1", [])
@@ -396,52 +370,30 @@ def training_line(lines: Rows[Case, Result]) -> dict[str, Any]:
         "attention": case.attention,
         "where": f"{case.regulariser} × {case.weight:g}" if case.weight else "no regulariser",
         "val nats": fmean(r.nats for r in results),
-        "noisy nats": fmean(r.noisy_nats for r in results),
         "constant": fmean(map(constant_of, results)),
-    }
-
-
-def mean_ratios(rows: Rows[Case, Result]) -> dict[str, dict[str, float]]:
-    """Mean bound/truth of every bound, per attention."""
-    return {
-        attention: {name: fmean(values) for name, values in ratios(group).items()}
-        for attention, group in by(rows, lambda c: c.attention).items()
     }
 
 
 def means(rows: Rows[Case, Result]) -> str:
     """Mean bound/truth of every bound, in words."""
     return "; ".join(
-        f"{attention} " + ", ".join(f"{name} {mean:.3g}" for name, mean in group.items())
-        for attention, group in mean_ratios(rows).items()
-        if group
+        f"{attention} " + ", ".join(f"{name} {fmean(values):.3g}" for name, values in found.items())
+        for attention, group in by(rows, lambda c: c.attention).items()
+        if (found := ratios(group))
     )
 
 
-def order(rows: Rows[Case, Result]) -> str:
-    """The bounds, the closest first."""
-    orders = (
-        f"{attention} {' < '.join(sorted(group, key=group.__getitem__))}"
-        for attention, group in mean_ratios(rows).items()
+def equal_in_words(equal: Equal) -> str:
+    """Every regulariser at equal loss: mean over seeds and range of the constant."""
+    return "; ".join(
+        f"{attention} {name} {fmean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+        for (attention, name), values in equal.items()
     )
-    return "; ".join(orders) or "not run"
-
-
-def equal_in_words(equal: Mapping[tuple[str, str], Equal]) -> str:
-    """Every regulariser at equal loss: mean over seeds and range of the constant, and the noise."""
-    words = []
-    for (attention, name), e in equal.items():
-        damage = fmean(e.damages)
-        noise = "–" if math.isnan(damage) else f"{damage:.2f}"
-        span = f"[{min(e.constants):.2f}, {max(e.constants):.2f}]"
-        words.append(f"{attention} {name} {fmean(e.constants):.2f} {span} ({noise})")
-    return "; ".join(words)
 
 
 def verdict(
-    exceeded: int, wrong_order: int, published: Sequence[float],
-    equal: Mapping[tuple[str, str], Equal],
-) -> tuple[Outcome, str]:  # fmt: skip
+    exceeded: int, wrong_order: int, published: Sequence[float], equal: Equal
+) -> tuple[Outcome, str]:
     """Whether the theorem held, and who lowers the constant most at equal loss.
 
     ``exceeded`` and ``wrong_order`` count bounds below the truth or above one that they refine;
@@ -460,14 +412,14 @@ def verdict(
     )
     best = []
     for attention in dict.fromkeys(attention for attention, _ in equal):
-        mean = {name: fmean(e.constants) for (a, name), e in equal.items() if a == attention}
+        mean = {name: fmean(values) for (a, name), values in equal.items() if a == attention}
         name = min(mean, key=mean.__getitem__)
         best.append(f"{name} lowers it most with {attention} (to {mean[name]:.2f} of it)")
     if best:
         helped = ", ".join(
             f"{name} with {attention}"
-            for (attention, name), e in equal.items()
-            if name.startswith("jasmin") and max(e.constants) < 1
+            for (attention, name), values in equal.items()
+            if name.startswith("jasmin") and max(values) < 1
         )
         why += (
             f"Local constants at equal loss: {'; '.join(best)}; JaSMin lowers them in every seed: "

@@ -287,18 +287,10 @@ def mean_nats(
     model: CharTransformer,
     windows: Int[Tensor, "windows tokens"],
     targets: Int[Tensor, "windows tokens"],
-    noise: float = 0.0,
-    generator: torch.Generator | None = None,
 ) -> float:
-    """Nats per character, with Gaussian noise on the embeddings in units of their RMS."""
+    """Nats per character."""
     total = 0.0
     for tokens, following in zip(windows.split(64), targets.split(64), strict=True):
-        x = model.embedding(tokens)
-        if noise:
-            normal = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
-            x = x + noise * x.square().mean().sqrt() * normal
-        logits = model.predict(model.stack(x))
-        total += nn.functional.cross_entropy(
-            logits.flatten(0, 1), following.flatten(), reduction="sum"
-        ).item()
+        logits = model(tokens).flatten(0, 1)
+        total += nn.functional.cross_entropy(logits, following.flatten(), reduction="sum").item()
     return total / targets.numel()

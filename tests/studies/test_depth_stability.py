@@ -163,16 +163,6 @@ def test_another_text_is_another_case(tmp_path: Path) -> None:
     training.read_text.cache_clear()
 
 
-def test_a_text_shorter_than_the_context_is_one_line_and_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("abcd " * 10)
-    words = ["data.name=text_file", f"data.path={text}", "seq_len=100"]
-    assert main(STUDY, [f"out={tmp_path / 'out'}", *words]) == 3
-    assert "seq_len=100: the training text has" in capsys.readouterr().err
-
-
 def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
     argv = [
         f"out={tmp_path}",

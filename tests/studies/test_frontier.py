@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import get_args
 
 import pytest
 import torch
@@ -138,8 +138,7 @@ def test_branches_contract_in_metrics_where_that_is_trained() -> None:
     assert labels == ["contractive_l2 token_max", "contractive_l2 token_max metric"]
 
 
-def test_every_model_and_the_recipe_are_those_of_the_trainer() -> None:
-    assert set(get_args(AttentionName)) == set(get_args(get_type_hints(ModelConfig)["name"]))
+def test_the_recipe_is_that_of_the_trainer() -> None:
     trainer = TrainConfig(optim=OptimConfig())
     assert list(BETAS) == trainer.optim.betas
     assert trainer.optim.grad_clip == GRAD_CLIP
@@ -322,24 +321,12 @@ def test_a_lost_training_is_resumed_as_the_row_it_is(
     assert (tmp_path / "rows.csv").read_text() == rows
 
 
-def test_a_small_study_runs_from_start_to_figure_and_only_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
     argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]",
             "certificates=[token_max, causal]"]  # fmt: skip
     assert main(STUDY, argv) == 0
-    measured = []
-    inner = STUDY.measure
-    study = replace(
-        STUDY, measure=lambda case, device: measured.append(case) or inner(case, device)
-    )
-    assert main(study, [*argv, "lipschitz_targets=[0.8, 0.4]"]) == 0
-    assert [(c.model, c.certificate, c.lipschitz_target) for c in measured] == [
-        ("contractive_bounded", "token_max", 0.4),
-        ("contractive_bounded", "causal", 0.4),
-    ]
     result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["table"]) == 5
+    assert len(result["table"]) == 3
     assert result["outcome"] == "not in the paper"
     assert "gap" in result["ours"]
     assert (tmp_path / "frontier.png").stat().st_size > 10_000

@@ -236,10 +236,7 @@ def test_the_study_runs_from_start_to_figure(tmp_path: Path, text_file: str) -> 
     summary = run(STUDY, options)
     assert len(summary.table) == 6
     assert summary.outcome == "not in the paper"
-    rows = (tmp_path / "out" / "rows.csv").read_text()
     assert (tmp_path / "out" / "growth.png").stat().st_size > 10_000
-    assert run(STUDY, options).ours == summary.ours
-    assert (tmp_path / "out" / "rows.csv").read_text() == rows
 
 
 def few_lengths(**changed: object) -> Options:
