@@ -69,11 +69,13 @@ def true_norm(matrix: torch.Tensor, norm: str, tokens: int) -> float:
 def test_the_norm_of_a_matrix_is_found_from_below(norm: str) -> None:
     for seed in range(5):
         matrix = torch.randn(6, 6, generator=torch.Generator().manual_seed(seed))
-        estimate = operator_norm(from_matrix(matrix, 6), norm, num_steps=300, num_starts=6)
+        jacobian = from_matrix(matrix, 6)
+        found = [operator_norm(jacobian, norm, num_steps=300, seed=start) for start in range(9)]
+        estimate = max(found, key=lambda one: one.value.item())
         true = true_norm(matrix, norm, 6)
         assert estimate.value.item() <= true * (1 + 1e-12)
         assert estimate.value.item() == pytest.approx(true, rel=1e-4)
-        gain = vector_norm(from_matrix(matrix, 6).jvp(estimate.vector), norm)
+        gain = vector_norm(jacobian.jvp(estimate.vector), norm)
         assert gain.item() == pytest.approx(estimate.value.item(), rel=1e-9)
         assert vector_norm(estimate.vector, norm).item() == pytest.approx(1)
 
