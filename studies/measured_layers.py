@@ -19,7 +19,7 @@ from invformer.data.corpora import Corpus, load_corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.lipschitz.jacobians import residual_branches
+from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.attention import TiedL2Attention, split_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.transformer import CharTransformer, PreNormBranch
@@ -119,7 +119,8 @@ def small_config(name: str) -> ModelConfig:
 def layer_of(model: CharTransformer, tokens: Tensor, layer: int) -> Layer:
     """The attention of one block with the inputs it gets."""
     wanted = f"block_{layer:02d}/attention"
-    for name, branch, x in residual_branches(model, model.embedding(tokens)):
+    probe = LipschitzProbe(model, tokens)
+    for name, branch, x in zip(probe.names, probe.branches, probe.inputs(), strict=True):
         if name != wanted:
             continue
         if isinstance(branch, PreNormBranch):

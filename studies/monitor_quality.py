@@ -23,8 +23,7 @@ from torch import Tensor
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
-from invformer.lipschitz.jacobians import residual_branches
-from invformer.lipschitz.probe import certified_in
+from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.runs.run_log import read_rows
@@ -55,7 +54,8 @@ def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:
     model = copy.deepcopy(model).double().eval().requires_grad_(False)
     norm = diagonal_norm if certified_in(model) == "diagonal_block" else token_max_norm
     found: dict[str, float] = {}
-    for name, branch, x in residual_branches(model, model.embedding(tokens)):
+    probe = LipschitzProbe(model, tokens)
+    for name, branch, x in zip(probe.names, probe.branches, probe.inputs(), strict=True):
         shape = (*x.shape[1:], *x.shape[1:])
         found[name] = max(norm(dense_jacobian(branch, one).view(shape)) for one in x)
     return found

@@ -4,7 +4,7 @@ Everything here has a leading dimension of branches: one launch serves all of th
 Products with a Jacobian take a further dimension after the sequences, of K vectors.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,8 @@ from torch import Tensor
 from invformer.kernels.attention import only
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import ACTIVATIONS, FeedForward, activation_slope
-from invformer.nn.residual import InvertibleResidual, ResidualWeights
-from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
+from invformer.nn.residual import ResidualWeights
+from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import into_ball, to_ball
 from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
@@ -25,33 +24,6 @@ from invformer.numerics.token_shift import windows, windows_adjoint
 Branch = LipschitzBranch | PreNormBranch
 # Output tokens, one for each vector.
 Chosen = Integer[Tensor, "branches sequences K"]
-
-
-def residual_branches(
-    model: CharTransformer,
-    x: Float[Tensor, "*batch tokens width"],
-    weights: StackWeights | None = None,
-) -> Iterator[tuple[str, Branch, Tensor]]:
-    """Every residual branch with its name and what it sees, for the stack's input x."""
-    if isinstance(model.stack, InvertibleStack):
-        with torch.no_grad():
-            weights = weights or model.stack.weights()
-        for name, layer in model.stack.layers():
-            if isinstance(layer, InvertibleResidual):
-                yield name, layer.branch, layer.seen(weights[name].enter(x))
-            x = layer(x, weights[name])
-        return
-    for index, block in enumerate(model.stack.blocks):
-        assert isinstance(block, PreNormBlock)
-        seen: list[tuple[PreNormBranch, Tensor]] = []
-
-        def apply(branch: PreNormBranch, x: Tensor, seen: Any = seen) -> Tensor:
-            seen.append((branch, x))
-            return branch(x)
-
-        x = block.compose(x, apply)
-        for name, (branch, at) in zip(("attention", "feed_forward"), seen, strict=True):
-            yield f"block_{index:02d}/{name}", branch, at
 
 
 def acts_per_token(branch: Branch) -> bool:

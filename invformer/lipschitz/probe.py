@@ -112,8 +112,7 @@ class LipschitzProbe:
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
-        scale = self.folded_scale(weights)
-        parts = [self.empty(part, weights, scale) for part in self.parts]
+        parts = [self.empty(part, weights) for part in self.parts]
         x, stack = self.model.embedding(self.tokens), self.model.stack
         if not isinstance(stack, InvertibleStack) or weights is None:
             for block in stack.blocks:
@@ -127,26 +126,23 @@ class LipschitzProbe:
             x = of_name[name].forward(x) if name in of_name else layer(x, weights[name])
         return parts
 
-    def folded_scale(self, weights: StackWeights | None) -> Tensor | None:
-        """D of every layer, if it is folded into the weights of some."""
-        if weights is None or all(weights[name].centre is None for name in self.names[:2]):
-            return None
-        layers = zip(*(part.residual_layers for part in self.parts), strict=True)
-        scalings = [layer.scaling for block in layers for layer in block]
-        return torch.stack([s.log_scale for s in scalings if s is not None]).exp()
-
-    def empty(
-        self, part: Part, weights: StackWeights | None, scale: Tensor | None
-    ) -> StackedBranches:
+    def empty(self, part: Part, weights: StackWeights | None) -> StackedBranches:
         """The branches of a part before they have seen their inputs."""
         num_tokens = self.tokens.shape[-1]
         if weights is None:
             return StackedModules(part.branches, num_tokens)
         layers = [weights[name] for name in self.names[part.layers]]
+        scale = None
+        if layers[0].centre is not None:  # D is folded into the weights
+            scalings = [layer.scaling for layer in part.residual_layers]
+            scale = torch.stack([s.log_scale for s in scalings if s is not None]).exp()
         stacked = stacked_class(part.branches[0])
-        if scale is not None:
-            scale = None if layers[0].centre is None else scale[part.layers]
         return stacked(part.branches, layers, num_tokens, part.input_radius, scale)
+
+    def inputs(self) -> list[Float[Tensor, "sequences tokens width"]]:
+        """What every branch sees at the text, in the order of ``names``."""
+        parts = [[stacked.seen(u) for u in stacked.inputs] for stacked in self.stacked()]
+        return [x for pair in zip(*parts, strict=True) for x in pair]
 
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""

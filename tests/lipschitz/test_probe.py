@@ -6,7 +6,6 @@ import statistics
 import pytest
 import torch
 
-from invformer.lipschitz.jacobians import residual_branches
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
 from invformer.lipschitz.power_iteration import RowIteration
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
@@ -61,8 +60,15 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
             found[name] = dense_jacobian(layer.added, at[0].detach())
         x = layer(x).detach()
     if not model.is_invertible:
-        for name, branch, at in residual_branches(model, x):
-            found[name] = dense_jacobian(branch, at[0].detach())
+
+        def apply(branch, x: torch.Tensor) -> torch.Tensor:
+            name = names[branch].removeprefix("stack.blocks.")
+            found[f"block_0{name.replace('.', '/')}"] = dense_jacobian(branch, x[0].detach())
+            return branch(x)
+
+        names = {module: name for name, module in model.named_modules()}
+        for block in model.stack.blocks:
+            x = block.compose(x, apply)
     return {n: j.detach().view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH) for n, j in found.items()}
 
 

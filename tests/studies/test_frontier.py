@@ -15,7 +15,7 @@ from invformer.assemble.model import build_model
 from invformer.config import load_config
 from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import training_windows
-from invformer.lipschitz.jacobians import residual_branches
+from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import frontier
@@ -219,7 +219,8 @@ def test_the_estimate_comes_close_to_the_worst_token_of_the_dense_jacobian(
     trained.eval()
     windows = spread_windows(text_of(case).val, 6, 2)
     largest = ceiling = 0.0
-    for _, branch, x in residual_branches(trained, trained.embedding(windows)):
+    probe = LipschitzProbe(trained, windows)
+    for branch, x in zip(probe.branches, probe.inputs(), strict=True):
         for sample in x.detach():
             dense = torch.autograd.functional.jacobian(branch, sample)
             blocks = torch.linalg.matrix_norm(dense.transpose(1, 2), 2)  # per pair of tokens
