@@ -179,24 +179,16 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     for case, result in rows:
         points.setdefault(case.variant, []).append((case.c, result.broken))
     exponents: dict[Variant, float] = {v: growth_exponent(p) for v, p in points.items()}
-    largest = ", ".join(
-        f"{variant} {max(p)[1]:.4g} (c = {max(p)[0]:g}{growth_in_words(exponents[variant])})"
-        for variant, p in points.items()
-    )
-    outcome, why = verdict(rows, exponents)
-    return Summary(
-        table,
+    largest = []
+    for variant, exponent in exponents.items():
+        c, value = max(points[variant])
+        grows = "" if math.isnan(exponent) else f", grows like c^{exponent:.2f}"
+        largest.append(f"{variant} {value:.4g} (c = {c:g}{grows})")
+    paper = (
         "Theorem 3.1: dot product is not Lipschitz; Theorem 3.2 bounds L2 attention that is tied, "
-        "sees the self token and has the factor A_h (no numbers)",
-        largest,
-        outcome,
-        why,
+        "sees the self token and has the factor A_h (no numbers)"
     )
-
-
-def growth_in_words(exponent: float) -> str:
-    """The measured growth; nothing where it was not measured."""
-    return "" if math.isnan(exponent) else f", grows like c^{exponent:.2f}"
+    return Summary(table, paper, ", ".join(largest), *verdict(rows, exponents))
 
 
 def verdict(rows: Rows[Case, Result], exponents: Mapping[Variant, float]) -> tuple[Outcome, str]:

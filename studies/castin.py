@@ -1,4 +1,4 @@
-"""Dot-product attention: its Jacobian, and its Lipschitz constants on bounded inputs.
+"""Dot-product attention: its Lipschitz constants on bounded inputs.
 
 Castin, Ablin & Peyré 2024, *How Smooth Is Attention?*, arXiv 2312.14820, in the paper's notation
 (rows of X are tokens x_i ∈ R^D, A = KᵀQ/√k, V acts as x ↦ V x):
@@ -18,8 +18,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from invformer.numerics.l2_attention import softmax_jacobian
-from invformer.numerics.linear_map import LinearMap, SequenceMap, dense_jacobian
+from invformer.numerics.linear_map import SequenceMap, dense_jacobian
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -42,30 +41,6 @@ def dot_product_weights(
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     return logits.softmax(-1)
-
-
-def dot_product_jacobian(
-    x: Float[Tensor, "*batch tokens width"],
-    p: Float[Tensor, "*batch tokens tokens"],
-    a: Float[Tensor, "width width"],
-    v: Float[Tensor, "width width"],
-) -> LinearMap:
-    """Df(ε)_i = V [Σ_j P_ij ε_j + Cov_i A ε_i + Σ_j P_ij (x_j − m_i)(A x_i)ᵀ ε_j], O(N²) memory.
-
-    m_i and Cov_i are mean and covariance of the tokens under P_i. Masks and masses enter through P
-    alone. Source: Castin et al. 2024, Lemmas C.2, C.6 and D.1.
-    """
-    pull = x @ a.mT
-
-    def jvp(dx: Tensor) -> Tensor:
-        dp = softmax_jacobian(p, pull @ dx.mT + dx @ a.mT @ x.mT)
-        return (p @ dx + dp @ x) @ v.mT
-
-    def vjp(g: Tensor) -> Tensor:
-        dp = softmax_jacobian(p, g @ v @ x.mT)
-        return p.mT @ g @ v + dp.mT @ pull + dp @ x @ a
-
-    return LinearMap(jvp, vjp, x.shape, x.dtype, x.device)
 
 
 def ball_bound(norm_a: float, norm_v: float, radius: float, num_tokens: int) -> float:

@@ -96,9 +96,6 @@ class Options(StudyOptions):
     seq_len: int = option(64, "context, characters", within="[2, 1e5]")
     batch_size: int = option(12, "windows per batch", within="[1, 1e6]")
     num_steps: int = option(400, "optimiser steps", within=MANY)
-    stride: int | None = option(
-        None, "characters between scored windows; null is seq_len", within="[1, 1e5]"
-    )
     num_windows: int = option(
         4, "validation windows for estimates and inversion", within="[1, 1e4]"
     )
@@ -106,10 +103,8 @@ class Options(StudyOptions):
     data: WholeTextConfig = section(WholeTextConfig)
 
     def check(self) -> None:
-        """Heads divide the width, and no character falls between two windows."""
+        """Heads divide the width."""
         self.require_divided_by_heads("d_model")
-        if self.stride is not None and self.stride > self.seq_len:
-            self.refuse("stride", f"{self.stride} is more than seq_len={self.seq_len}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +129,6 @@ class Case(TextCase):
     seq_len: int
     batch_size: int
     num_steps: int
-    stride: int
     num_windows: int
     probe_steps: int
 
@@ -179,7 +173,7 @@ def cases(options: Options) -> list[Case]:
         case_of(
             Case, options, model=model, certificate=certificate, strictly_causal=strictly,
             diagonal_scaling=metric, lipschitz_target=target, optimiser=optimiser, num_layers=depth,
-            seed=seed, lr=lr, muon_lr=muon_lr, stride=options.stride or options.seq_len, **text,
+            seed=seed, lr=lr, muon_lr=muon_lr, **text,
         )
         for seed, depth, model in itertools.product(seeds, options.depths, options.models)
         for certificate, strictly, metric, target in constraints(model, options)
@@ -228,7 +222,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
         return lost
     certificate = enforce(model) if case.is_certified else None
-    windows = EvaluationWindows(text.val, case.seq_len, case.stride, case.batch_size)
+    windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     likelihood = score(model, windows, device)
     probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
     estimate, residual, bound = local_constant(model, probe, case.probe_steps)
@@ -397,7 +391,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{headline(best_of(points, True), best_of(points, False))}; gap in nats by layers: "
         f"{', '.join(gaps) or 'not run'}; {NGRAM_ORDER}-gram {result.ngram_nats:.3f} nats; "
         f"{case.corpus}, all {result.num_characters} validation characters once, context "
-        f"{case.seq_len} with stride {case.stride}, {case.num_steps} steps"
+        f"{case.seq_len}, {case.num_steps} steps"
     )
     failed = sum(point.num_failed for point in points)
     why = (

@@ -46,6 +46,7 @@ from studies.measured_layers import (
     DotProduct,
     TiedL2,
     digest_of_text,
+    layer_of,
     small_config,
     source,
 )
@@ -213,15 +214,15 @@ def resolve(options: Options) -> tuple[tuple[Attention, ...], int, int]:
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """The layer at its texts, or under attack."""
+    """The layer at its texts, or under attack; small matrices, so always on the CPU."""
+    del device
     if case.data == "two_cluster":
-        return attack(case, device)
-    network = source(case.model, case.path, case.attention, case.text, case.seed)
-    tokens = sequences(network.tokens, case.num_tokens, case.num_sequences, case.seed)
-    layer = network.layer(tokens, case.layer)
-    x, bias = layer.inputs.to(device), layer.bias.to(device)
-    bias = bias if case.causal else torch.zeros_like(bias)
-    return estimate(moved(layer.weights, device), x, bias, case)
+        return attack(case)
+    network, text = source(case.model, case.path, case.attention, case.text, case.seed)
+    tokens = sequences(text, case.num_tokens, case.num_sequences, case.seed)
+    layer = layer_of(network, tokens, case.layer)
+    bias = layer.bias if case.causal else torch.zeros_like(layer.bias)
+    return estimate(layer.weights, layer.inputs, bias, case)
 
 
 def sequences(
@@ -266,16 +267,9 @@ def dot_product_map(weights: DotProduct, bias: Tensor) -> SequenceMap:
     return attend
 
 
-def moved(weights: DotProduct | TiedL2, device: torch.device) -> DotProduct | TiedL2:
-    """The weights on a device."""
-    there: Any = (w if w is None else w.to(device) for w in weights)
-    return type(weights)(*there)
-
-
-def attack(case: Case, device: torch.device) -> Result:
+def attack(case: Case) -> Result:
     """The paper's two clusters, made for one dot-product head; L2 takes the worst of more radii."""
-    weights = moved(random_weights(case.seed), device)
-    assert isinstance(weights, DotProduct)
+    weights = random_weights(case.seed)
     q, k = weights.w_q[0], weights.w_k[0]
     try:
         a = k @ q.mT / math.sqrt(q.shape[-1])
@@ -296,7 +290,7 @@ def attack(case: Case, device: torch.device) -> Result:
 def first_head(weights: DotProduct) -> DotProduct:
     """The head under attack, its channels written to the first of the output."""
     width, d_head = weights.w_v.shape[1:]
-    w_o = torch.eye(d_head, width, dtype=DTYPE, device=weights.w_v.device)
+    w_o = torch.eye(d_head, width, dtype=DTYPE)
     return DotProduct(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
 
 
@@ -355,11 +349,8 @@ class Curve(NamedTuple):
 
 def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:
     """The rows over n by curve, in the order of n."""
-    by_length = sorted(rows, key=lambda row: row[0].num_tokens)
-    names = Curve._fields
-    found = grouped(by_length, lambda row: Curve(*(getattr(row[0], name) for name in names)))
-    first = dict.fromkeys(Curve(*(getattr(case, name) for name in names)) for case, _ in rows)
-    return {key: found[key] for key in first}
+    found = grouped(rows, lambda row: Curve(*(getattr(row[0], name) for name in Curve._fields)))
+    return {key: sorted(part, key=lambda row: row[0].num_tokens) for key, part in found.items()}
 
 
 def fits(rows: Rows[Case, Result]) -> dict[Curve, Fit]:
@@ -380,7 +371,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     table = [table_line(key, part, found.get(key)) for key, part in parts.items()]
     if not found:
         why = "an exponent needs at least three lengths"
-        return Summary(table or [{"curves": 0}], "C n^alpha", "not run", "not in the paper", why)
+        return Summary(table, "C n^alpha", "not run", "not in the paper", why)
     findings = [
         attack_finding(key, parts[key], one)
         for key, one in found.items()

@@ -197,9 +197,8 @@ def build_attention(case: Case, device: torch.device) -> Attention:
     if case.weights == "random":
         return random_attention(case, device)
     size = case.num_tokens, case.d_model, case.num_heads
-    return Attention(
-        trained_attention(case.map, *size, case.train_steps, case.seed).to(device), 1.0
-    )
+    trained = trained_attention(case.map, *size, case.train_steps, case.seed)
+    return Attention(trained.to(device), 1.0)
 
 
 def random_attention(case: Case, device: torch.device) -> Attention:
@@ -259,9 +258,11 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
             "c": case.scale,
             "N": case.num_tokens,
             "D": case.d_model,
-            "error @10": error_at(result, 10),
-            "error @20": error_at(result, 20),
-            f"error @{case.num_steps}": result.errors[-1],
+            **{
+                f"error @{k}": e
+                for k, e in enumerate(result.errors)
+                if k in (10, 20, case.num_steps)
+            },
             "first step ≤ 1e-12": None if result.first_step < 0 else result.first_step,
             "std F(X)/std X": result.output_std / result.input_std,
             "max F(X)/max X": result.output_max / result.input_max,
@@ -280,11 +281,6 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         "wider than those of L2"
     )
     return Summary(table, paper, ours, *verdict(random, rows))
-
-
-def error_at(result: Result, step: int) -> float | None:
-    """The error after a step, if there were so many."""
-    return result.errors[step] if step < len(result.errors) else None
 
 
 def rows_of(rows: Rows[Case, Result], map: Map, reach: float) -> list[tuple[Case, Result]]:

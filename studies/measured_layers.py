@@ -4,7 +4,6 @@ They come from untrained models of ours and from checkpoints. Every layer is han
 residual, no LayerNorm, no dropout) and in float64; the network before it runs in its own precision.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -59,16 +58,10 @@ class Layer:
     bias: Float[Tensor, "#heads tokens tokens"]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A network: its text in tokens, and from tokens (sequences, n) and a number to a layer."""
-
-    tokens: Tensor
-    layer: Callable[[Tensor, int], Layer]
-
-
 @lru_cache(maxsize=1)
-def source(model: str, path: str, attention: str, text: str, seed: int) -> Source:
+def source(
+    model: str, path: str, attention: str, text: str, seed: int
+) -> tuple[CharTransformer, Tensor]:
     """A fresh small model, or a checkpoint with the test split of its own text or another text."""
     if model == "checkpoint":
         checkpoint = read_checkpoint(path)
@@ -83,8 +76,7 @@ def source(model: str, path: str, attention: str, text: str, seed: int) -> Sourc
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = build_model(config, vocabulary.size, SMALL_CONTEXT).to(DTYPE).eval()
-    tokens = vocabulary.encode(words).long()
-    return Source(tokens, lambda batch, layer: layer_of(network, batch, layer))
+    return network, vocabulary.encode(words).long()
 
 
 def corpus_at(path: str) -> Corpus:

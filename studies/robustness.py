@@ -220,7 +220,7 @@ def examine(
         length=length,
         spacing=2 * model.embedding.decoding_margin() / length,
         constants={norm: product_up(L, head_norm(model)) for norm, L in constants.items()},
-        radii={norm: median_of(found[correct]) / length for norm, found in radii.items()},
+        radii={norm: found[correct].median().item() / length for norm, found in radii.items()},
         certified={
             norm: [
                 (correct & (found >= relative * length)).double().mean().item()
@@ -232,11 +232,6 @@ def examine(
         beaten=beaten,
         margin_used=margin_used,
     )
-
-
-def median_of(values: Tensor) -> float:
-    """The median; NaN of nothing."""
-    return values.median().item() if values.numel() else math.nan
 
 
 # --- what it says --------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -106,17 +107,18 @@ class StudyOptions(Root):
         """The shortest command line that means these options."""
         scale = [] if self.scale == "default" else [f"scale={self.scale}"]
         reference = load_config([*scale_words(type(self), scale), *scale], type(self))
+        values = ((key, attrgetter(key)) for key, _ in options(type(self)))
         changed = [
-            f"{key}={as_word(value_at(self, key))}"
-            for key, _ in options(type(self))
-            if value_at(self, key) != value_at(reference, key) and key not in NOT_IN_COMMAND
+            f"{key}={as_word(value(self))}"
+            for key, value in values
+            if value(self) != value(reference) and key not in NOT_IN_COMMAND
         ]
         return shlex.join(["python", *self.program.split(), *scale, *changed])
 
     def require_divided_by_heads(self, *widths: str) -> None:
         """Refuse ``num_heads`` that do not divide the options of these names."""
         for name in widths:
-            heads, width = value_at(self, "num_heads"), value_at(self, name)
+            heads, width = attrgetter("num_heads", name)(self)
             if width % heads:
                 self.refuse("num_heads", f"{heads} heads do not divide {name}={width}")
 
@@ -198,13 +200,6 @@ def scale_words(schema: type[StudyOptions], argv: Sequence[str]) -> list[str]:
     """The settings that ``scale=paper`` stands for; put first, whatever else is set wins."""
     asked = [match[1] for word in argv if (match := SCALE_WORD.fullmatch(word))]
     return schema.paper.split() if asked[-1:] == ["paper"] else []
-
-
-def value_at(config: Any, key: str) -> Any:
-    """The value of a dotted key."""
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
 
 
 def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Summary:

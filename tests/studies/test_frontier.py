@@ -336,7 +336,6 @@ def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "code", "message"),
     [
-        ("stride=17", 2, "17 is more than seq_len=16"),
         ("num_heads=5", 2, "5 heads do not divide d_model=12"),
         ("data.val_fraction=0.97", 2, "leaves no text for training"),
         ("seq_len=5000", 3, "seq_len=5000: the validation text has"),

@@ -53,8 +53,8 @@ def test_the_constant_of_a_layer_is_a_dense_singular_value(
 ) -> None:
     case = on_text(attention, text_file, causal=causal)
     found = measure(case, CPU)
-    network = measured_layers.source("small", "", attention, text_file, 0)
-    layer = network.layer(growth.sequences(network.tokens, 4, 2, 0), 1)
+    network, text = measured_layers.source("small", "", attention, text_file, 0)
+    layer = measured_layers.layer_of(network, growth.sequences(text, 4, 2, 0), 1)
     visible = torch.ones(4, 4, dtype=torch.bool)
     bias = torch.zeros(1, 4, 4).masked_fill(~(visible.tril() if causal else visible), -math.inf)
 
