@@ -6,12 +6,10 @@ Castin, Ablin & Peyré 2024, *How Smooth Is Attention?*, arXiv 2312.14820, in th
     f(X)_i = V Σ_j P_ij x_j,    P_ij ∝ m_j exp(x_jᵀ A x_i) over the visible j
 
 with masses m (1 for a plain sequence). f is not Lipschitz on all inputs; every bound here is in
-``frobenius`` and for tokens of length ≤ R, masked or not. An upper bound is rounded up and may be
-inf; a value that is reached from below is rounded down and stays finite.
+``frobenius`` and for tokens of length ≤ R, masked or not. Upper bounds are rounded up, to inf.
 """
 
 import math
-import sys
 from typing import Literal, NamedTuple
 
 import torch
@@ -23,8 +21,6 @@ from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 Form = Literal["paper", "triangle"]
-
-LARGEST_EXPONENT = 746.0  # e^{−x} is 0 in float64 from here on, e^x is inf from 710 on
 
 
 def dot_product_weights(
@@ -103,7 +99,7 @@ def mean_field_growth(rate: float, radius: float) -> float:
     An asymptotic size, not a bound at finite R. Source: Castin et al. 2024, Props. 3.6 and C.8.
     """
     exponent = rate * radius * radius
-    return _down(exponent / 2 * _exp(exponent), exponent)
+    return exponent / 2 * math.exp(exponent)
 
 
 def large_radius_bound(norm_v: float, num_tokens: int) -> float:
@@ -224,12 +220,3 @@ def _exp(exponent: float) -> float:
         return math.inf if math.isnan(exponent) else math.exp(exponent)
     except OverflowError:
         return math.inf
-
-
-def _down(value: float, exponent: float) -> float:
-    """A finite number ≤ the exact one that rounding made ``value`` ≥ 0, with e^{±exponent} in it.
-
-    The exponential multiplies the relative error of its argument by that argument.
-    """
-    share = 1 - 1e-14 * (2 + min(exponent, LARGEST_EXPONENT))
-    return min(value, sys.float_info.max) * share
