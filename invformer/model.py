@@ -212,13 +212,13 @@ class TrainedModel:
     def _tokens(self, text: str) -> Tensor:
         if not text:
             raise ConfigurationError("the text is empty; give at least one character")
-        text = self.vocabulary.symbols_of(text)
-        if unknown := self.vocabulary.unknown_count(text):
+        tokens = self.vocabulary.encode(self.vocabulary.symbols_of(text)).long()
+        if unknown := len(tokens) - int(tokens.count_nonzero()):
             log.warning(
                 "%d of %d characters are not in the vocabulary and count as the unknown symbol",
-                unknown, len(text),
+                unknown, len(tokens),
             )  # fmt: skip
-        return self.vocabulary.encode(text).long().to(self.device)
+        return tokens.to(self.device)
 
 
 def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
