@@ -8,7 +8,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.data.corpus import Corpus, Split
-from invformer.data.tokens import tokens_of, unknown_rate
+from invformer.data.tokens import Tokens, tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
 from invformer.errors import ConfigurationError, DataError
@@ -70,7 +70,7 @@ class TextDataModule(L.LightningDataModule):
                 "vocabulary and counts as the unknown symbol"
             )
 
-    def tokens(self, split: Split) -> Integer[Tensor, "characters"]:
+    def tokens(self, split: Split) -> Tokens:
         """All tokens of a split; a DataError if they are fewer than a window and its successor."""
         tokens = self._tokens[split]
         if self.corpus.size(split) and len(tokens) <= self.seq_len:
@@ -114,16 +114,8 @@ class TextDataModule(L.LightningDataModule):
 
     def val_dataloader(self) -> EvaluationWindows:
         """The validation split, every character once."""
-        return self.evaluation_windows("val")
-
-    def test_dataloader(self) -> EvaluationWindows:
-        """The test split, every character once."""
-        return self.evaluation_windows("test")
-
-    def evaluation_windows(self, split: Split, stride: int | None = None) -> EvaluationWindows:
-        """Windows that score a split; a stride below ``seq_len`` gives them more context."""
         return EvaluationWindows(
-            self.tokens(split), self.seq_len, stride, self.eval_batch_size, *self._process
+            self.tokens("val"), self.seq_len, None, self.eval_batch_size, *self._process
         )
 
     def state_dict(self) -> dict[str, Any]:

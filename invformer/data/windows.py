@@ -10,9 +10,10 @@ import torch
 from jaxtyping import Bool, Integer
 from torch import Tensor
 
+from invformer.data.tokens import Tokens
+
 LISTED_WINDOWS = 1 << 24  # of more windows no list is made that says their order
 SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
-Tokens = Integer[Tensor, "characters"]
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
 ScoredBatch = tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]
@@ -132,7 +133,7 @@ class EvaluationWindows:
     far as the text has them), at N / s times the cost.
 
     The text's first character has no context: charge it log(vocabulary size), so that the mean is
-    over all ``num_characters``. The last window is padded with token 0, and a process that runs out
+    over all n. The last window is padded with token 0, and a process that runs out
     of windows gets an empty one, so that all have the same number of batches; nothing of that is
     scored.
 
@@ -154,8 +155,6 @@ class EvaluationWindows:
     world_size: int = 1
     pin_memory: bool = False
 
-    uncharged_first = 1  # characters at the beginning of the text that no window predicts
-
     def __post_init__(self) -> None:
         if not 1 <= self.step <= self.seq_len:
             raise ValueError(f"stride {self.step} is not in [1, seq_len={self.seq_len}]")
@@ -166,11 +165,6 @@ class EvaluationWindows:
     def step(self) -> int:
         """The stride s as a number."""
         return self.seq_len if self.stride is None else self.stride
-
-    @property
-    def num_characters(self) -> int:
-        """Characters of the text, the first one included."""
-        return len(self.tokens)
 
     @property
     def num_windows(self) -> int:

@@ -145,7 +145,6 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
             assert (columns + 1 >= target.clamp(max=seq_len - stride + 1)).all()
     assert sorted(scored_positions) == list(range(1, n))
     assert len(lengths) == 1  # the same number of batches for every process
-    assert windows.num_characters == len(scored_positions) + windows.uncharged_first
 
 
 def test_windows_do_not_overlap_unless_asked_to() -> None:
