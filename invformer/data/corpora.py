@@ -33,7 +33,7 @@ from invformer.data.corpus import (
     parts,
     shortened,
 )
-from invformer.data.files import Reader, read_bytes
+from invformer.data.files import Reader
 from invformer.errors import DataError
 
 Texts = dict[Split, str]
@@ -241,11 +241,11 @@ def python_sources(root: Path) -> list[Path]:
 
 def decode_source(file: Path) -> str:
     """A module's text in the encoding it declares."""
-    content = read_bytes(file)
     try:
+        content = file.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         return content.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: {error}") from None
 
 
@@ -304,7 +304,7 @@ def text_files(name: str, reader: Reader) -> list[Path]:
     for known in (name, f"{name}.zip"):
         if (folder / known).is_file():
             return [folder / known]
-    files = reader.text_files(folder)
+    files = reader.text_files()
     if not files:
         raise DataError(
             f"{folder}: no *.txt in this folder and no train.txt; give data.path a file, or a "

@@ -4,15 +4,15 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
+from invformer.config.schema import Split
 from invformer.errors import DataError
 
-Split = Literal["train", "val", "test"]
 Unit = Literal["characters", "bytes"]
 Sizes = dict[Split, int]
 Pieces = Callable[[], Iterable[str]]  # a text from its beginning, at every call
-SPLITS: tuple[Split, ...] = get_args(Split)
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
 @dataclass(frozen=True)

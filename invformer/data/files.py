@@ -101,24 +101,24 @@ class Reader:
         except ARCHIVE_ERRORS as error:
             raise DataError(f"{file}: not a readable archive ({error})") from None
 
-    def text_files(self, folder: Path) -> list[Path]:
-        """The ``*.txt`` of a folder and its folders, in any case, in the order of their paths.
+    def text_files(self) -> list[Path]:
+        """The ``*.txt`` of the folder and its folders, in any case, in the order of their paths.
 
         What is hidden is left out, as shells do: ``.git``, and the ``._x.txt`` of macOS.
         """
         found: list[Path] = []
         entries = 0
-        for parent, folders, names in os.walk(folder):
+        for parent, folders, names in os.walk(self.path):
             entries += len(folders) + len(names)
             if not self.is_typed and entries > MOST_ENTRIES:
-                self.refuse(folder, f"more than {MOST_ENTRIES:,} files and folders")
+                self.refuse(self.path, f"more than {MOST_ENTRIES:,} files and folders")
             folders[:] = [name for name in folders if not name.startswith(".")]
             found += [
                 Path(parent, name)
                 for name in names
                 if name.lower().endswith(".txt") and not name.startswith(".")
             ]
-        return sorted(found, key=lambda file: file.relative_to(folder).parts)
+        return sorted(found, key=lambda file: file.relative_to(self.path).parts)
 
     def refuse_length(self, file: Path) -> NoReturn:
         """Raise the error for a file that is too long."""
@@ -132,8 +132,3 @@ class Reader:
             f"{file}: {why}, and it was the checkpoint that named it; name the text yourself with "
             "data.path=PATH"
         )
-
-
-def read_bytes(file: Path) -> bytes:
-    """All of a file."""
-    return b"".join(Reader(file).chunks(file))

@@ -47,7 +47,8 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     """The tokens of a corpus in a file, named by the hash of its text and of its vocabulary."""
     symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
-    file = cache_folder() / f"{name}.tokens"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    file = Path(cache, "invformer", "tokens", f"{name}.tokens")
     length = sum(corpus.sizes.values())
     num_bytes = length * vocabulary.dtype.itemsize
     try:
@@ -86,9 +87,3 @@ def unknown_rate(tokens: Tokens) -> float:
     """The share of tokens that are the unknown symbol, a few at a time; 0 of none."""
     unknown = sum(int((part == 0).sum()) for part in tokens.split(CHUNK))
     return unknown / max(1, len(tokens))
-
-
-def cache_folder() -> Path:
-    """Where files of tokens lie; they may be deleted while no run reads them."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base, "invformer", "tokens")
