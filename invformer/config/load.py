@@ -35,7 +35,6 @@ from invformer.config.section import (
     nearest,
     options,
     refuse,
-    refuse_unknown,
     required_part,
     shown,
 )
@@ -263,7 +262,9 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
                 refuse(source + key, f"is a section: set a field of it, such as {inside[0]}=VALUE")
             if key in RENAMED:
                 refuse(source + key, f"is now called {RENAMED[key]}")
-            refuse_unknown(key, [*schema.groups, *known], source)
+            near = nearest(key, [*schema.groups, *known])
+            hint = f"did you mean {near!r}?" if near else "see --help"
+            refuse(f"{source}unknown key {shown(key)}", hint)
 
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException

@@ -111,11 +111,6 @@ class ModelConfig(Section):
         return self.name in ("contractive_l2", "contractive_bounded")
 
     @property
-    def is_l2(self) -> bool:
-        """Whether logits are distances."""
-        return self.name in ("l2", "contractive_l2")
-
-    @property
     def head_width(self) -> int:
         """``d_head``, or an equal share of ``d_model``."""
         return self.d_head or self.d_model // self.num_heads

@@ -78,13 +78,6 @@ def refuse(key: str, why: str) -> NoReturn:
     raise ConfigurationError(f"{key}: {why}")
 
 
-def refuse_unknown(key: str, known: Iterable[str], source: str = "") -> NoReturn:
-    """Raise the error for a key that does not exist, with the nearest one that does."""
-    near = nearest(key, known)
-    hint = f"did you mean {near!r}?" if near else "see --help"
-    raise ConfigurationError(f"{source}unknown key {shown(key)}: {hint}")
-
-
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word a typo most likely meant; a field named without its section is found too."""
     known = list(known)
