@@ -32,7 +32,7 @@ def test_all_of_it_logs_to_a_csv_file(tmp_path: Path) -> None:
         accelerator="cpu", max_epochs=1, limit_train_batches=5, callbacks=callbacks,
         logger=CSVLogger(tmp_path), enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(build_module(config, data, {}), data)
+    trainer.fit(build_module(config, data, {}, None), data)
     (path,) = tmp_path.glob("lightning_logs/*/metrics.csv")
     rows = list(csv.DictReader(path.read_text().splitlines()))
     estimates = [row["step"] for row in rows if row["lipschitz/estimate"]]
