@@ -10,7 +10,13 @@ from torch import Tensor
 from invformer.data.corpus import Corpus, Split
 from invformer.data.tokens import Tokens, tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, training_windows
+from invformer.data.windows import (
+    Batch,
+    EvaluationWindows,
+    TrainingWindows,
+    first_sequences,
+    training_windows,
+)
 from invformer.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)
@@ -28,9 +34,8 @@ class TextDataModule(L.LightningDataModule):
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
     to come again.
 
-    The vocabulary is that of the model, from the training split for a new one. A training or
-    validation split below ``seq_len + 1`` characters is a DataError. The share of the validation
-    split that is not in the vocabulary is logged unless it is zero.
+    A training or validation split below ``seq_len + 1`` characters is a DataError. The share of the
+    validation split that is not in the vocabulary is logged unless it is zero.
 
     Args:
         corpus: the text.
@@ -84,8 +89,7 @@ class TextDataModule(L.LightningDataModule):
 
     def probe(self, split: Split, num_sequences: int) -> Integer[Tensor, "sequences seq_len"]:
         """At most so many first windows of a split, one after the other: input for measurements."""
-        count = min(num_sequences, len(self.tokens(split)) // self.seq_len)
-        return self.tokens(split)[: count * self.seq_len].long().view(count, self.seq_len)
+        return first_sequences(self.tokens(split), self.seq_len, num_sequences)
 
     def first_batch(self, num_batches: int = 1) -> Batch:
         """So many batches as one, with which training starts, for initialisation."""

@@ -61,6 +61,13 @@ def training_windows(
     return windows[:, :-1], windows[:, 1:]
 
 
+def first_sequences(tokens: Tokens, seq_len: int, count: int) -> Windows:
+    """Up to ``count`` full sequences from the beginning of a text, or all of a shorter text."""
+    count = max(1, min(count, len(tokens) // seq_len))
+    length = min(seq_len, len(tokens))
+    return tokens[: count * length].long().view(count, length)
+
+
 @lru_cache(maxsize=4)
 def epoch_order(
     num_characters: int, num_windows: int, seed: int, epoch: int

@@ -19,7 +19,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.tokens import tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import EvaluationWindows
+from invformer.data.windows import EvaluationWindows, first_sequences
 from invformer.errors import (
     CertificateViolation,
     CheckpointError,
@@ -281,13 +281,6 @@ def refuse_other_vocabulary(
             f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
             "vocabulary; name a text in the characters it was trained on"
         )
-
-
-def first_sequences(tokens: Tensor, seq_len: int, count: int) -> Tensor:
-    """Up to ``count`` consecutive full sequences from the beginning of a split."""
-    count = max(1, min(count, len(tokens) // seq_len))
-    length = min(seq_len, len(tokens))
-    return tokens[: count * length].long().view(count, length)
 
 
 def inverted(
