@@ -214,38 +214,29 @@ def build_callbacks(
     resume: Checkpoint | None,
 ) -> list[L.Callback]:
     """Monitors first, then the rows that they recorded are sent, then checkpoints."""
-    monitor = config.monitor
+    monitor, how = config.monitor, config.trainer
     callbacks: list[L.Callback] = [RandomState()]
     probe = None
     if monitor.enabled:
-        length = min(monitor.length, config.data.seq_len)
-        probe = data.probe("train", monitor.num_sequences)[:, :length]
-        val_every = config.trainer.val_every
-        callbacks.append(
-            LipschitzMonitor(
-                probe, every=monitor.every, local_every=val_every, seed=config.run.seed
-            )
-        )
+        probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
+        steps = {"every": monitor.every, "local_every": how.val_every}
+        callbacks.append(LipschitzMonitor(probe, **steps, seed=config.run.seed))
     if module.model.is_invertible:
-        dtype = FORWARD_DTYPE[config.trainer.precision]
-        keeper = CertificateKeeper(directory.certificate, dtype)
+        keeper = CertificateKeeper(directory.certificate, FORWARD_DTYPE[how.precision])
         callbacks.append(keeper)
         if monitor.enabled and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, keeper, data.vocabulary.text))
-    if length := config.trainer.sample_length:
+    if length := how.sample_length:
         prompt = data.probe("val", 1)[0, :16]
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
-    every = monitor.flush_every
-    rows = Rows(every, directory.path / "violation.json", probe)
-    callbacks += [Speed(every), rows]
-    callbacks.append(Checkpoints(directory.checkpoints, resume and resume.path.name))
+    rows = Rows(monitor.flush_every, directory.path / "violation.json", probe)
+    checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name)
+    callbacks += [Speed(monitor.flush_every), rows, checkpoints]
     if is_first_process():
-        how = config.trainer
         callbacks.append(Progress(directory.metrics, how.max_steps, how.val_every, how.progress))
-    last = LastValidation(config.trainer.max_seconds)
-    callbacks += [last, Interruption(rows.send, directory.command)]
-    return callbacks
+    stop = Interruption(rows.send, directory.command)
+    return [*callbacks, LastValidation(how.max_seconds), stop]
 
 
 def build_loggers(
