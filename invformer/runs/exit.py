@@ -18,11 +18,8 @@ OUT_OF_MEMORY = (
     "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
 )  # fmt: skip
 STORAGE = {
-    getattr(errno, name, None)
-    for name in (
-        "ENOSPC", "EDQUOT", "EROFS", "EFBIG", "EIO", "EACCES", "EPERM", "EISDIR", "ENOTDIR",
-        "ENAMETOOLONG", "ELOOP",
-    )
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM,
+    errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 # In the errors of a process that waits for one that is gone.
 LOST = (

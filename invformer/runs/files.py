@@ -58,10 +58,8 @@ def _open(path: Path, flags: int, mode: str) -> BinaryIO:
     Raises:
         OSError: the path is a link, a pipe, a device or a folder, or cannot be opened.
     """
-    for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):  # a pipe would block
-        flags |= getattr(os, name, 0)
     try:
-        descriptor = os.open(path, flags, 0o666)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe blocks
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, LINK, str(path)) from None
@@ -88,9 +86,8 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Wait until the names in a folder are on the disk."""
-    if hasattr(os, "O_DIRECTORY"):  # Windows has no such thing, and keeps them in a journal
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

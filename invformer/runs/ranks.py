@@ -44,9 +44,8 @@ def hear_to_stop(handler: Callable[[int, FrameType | None], None]) -> None:
 
 def signals_to_stop() -> list[str]:
     """The names of the signals that stop a run."""
-    hang_up = getattr(signal, "SIGHUP", None)  # Windows has none
-    ignored = hang_up is None or signal.getsignal(hang_up) == signal.SIG_IGN
-    return ["SIGINT", "SIGTERM"] if ignored else ["SIGINT", "SIGTERM", "SIGHUP"]
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return ["SIGINT", "SIGTERM"] if is_ignored else ["SIGINT", "SIGTERM", "SIGHUP"]
 
 
 def is_rank() -> bool:

@@ -1,5 +1,6 @@
 """One process at a time writes to a run's folder."""
 
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,11 +9,6 @@ from typing import BinaryIO
 
 from invformer.errors import CheckpointError, StorageError
 from invformer.runs.files import open_kept
-
-try:
-    import fcntl
-except ImportError:  # not on Windows: there nobody is kept out
-    fcntl = None
 
 LOCK = ".lock"
 # By process, since a child that was forked has inherited what its parent holds.
@@ -30,7 +26,7 @@ def lock_run(path: Path) -> None:
         StorageError: the folder takes no file.
     """
     key = os.getpid(), path.resolve()
-    if fcntl is None or key in _held:
+    if key in _held:
         return
     try:
         with open_kept(path / LOCK) as file:
@@ -50,13 +46,10 @@ def lock_run(path: Path) -> None:
 
 def is_taken(file: BinaryIO) -> bool:
     """Lock a file for this process; whether another one has it."""
-    assert fcntl is not None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return False
+    except OSError as error:  # if of another kind, of a file system without locks
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -84,7 +77,6 @@ def require_lock(path: Path) -> None:
 def wait_for_lock(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which is made if there is none, as soon as no other process does."""
     with path.open("wb") as file:
-        if fcntl is not None:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
