@@ -1,8 +1,11 @@
 """Small real runs, and whether two of them are the same run."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import safetensors.torch
 import torch
 
@@ -41,6 +44,19 @@ def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIV
         "monitor.length=16",
         f"run.root={root}", f"run.name={name}", *more,
     ]  # fmt: skip
+
+
+class StopAt(L.Callback):
+    """Sends the process signals as a batch ends."""
+
+    def __init__(self, batch: int, *signals: int) -> None:
+        self.batch, self.signals = batch, signals
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        for number in self.signals if batch_idx == self.batch else ():
+            os.kill(os.getpid(), number)
 
 
 def without_plots() -> None:

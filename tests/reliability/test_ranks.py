@@ -127,14 +127,15 @@ def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     await_end(pids)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        pytest.param("die", "rank 1: was ended by SIGKILL", marks=pytest.mark.slow),
-        pytest.param("raise", "ValueError: broken on purpose", marks=pytest.mark.slow),
-        pytest.param("hang", "another process of the run is gone", marks=pytest.mark.slow),
-        pytest.param("stop", "another process of the run is gone", marks=pytest.mark.slow),
+        ("die", "rank 1: was ended by SIGKILL"),
+        ("raise", "ValueError: broken on purpose"),
+        ("hang", "another process of the run is gone"),
+        ("stop", "another process of the run is gone"),
     ],
 )
 def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, message: str) -> None:

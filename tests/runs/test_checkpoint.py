@@ -150,15 +150,6 @@ def test_files_reach_the_disk_before_their_name_and_the_manifest_last(
     assert order == ["a", "b", MANIFEST, partial, "rename", "checkpoints"]
 
 
-def test_the_temporary_lies_beside_the_target(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parents = []
-    monkeypatch.setattr(os, "rename", lambda *paths: parents.extend(p.parent for p in paths))
-    write_directory(folder / "step-00000001", {"a": b"1"})
-    assert parents == [folder, folder]
-
-
 def test_a_full_disk_leaves_nothing_of_the_new_and_all_of_the_old(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

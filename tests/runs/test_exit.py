@@ -168,12 +168,7 @@ def test_a_console_that_nobody_reads_costs_a_program_nothing(
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def a_pipe() -> tuple[int, int]:
-    """Reading end and writing end."""
-    return os.pipe()
-
-
-@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
 def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[int, int]]) -> None:
     reader, writer = open_pair()
     console = Console(writer)
@@ -196,7 +191,7 @@ def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(
     )
 
 
-@pytest.mark.parametrize("open_pair", [a_pipe, pty.openpty], ids=["pipe", "terminal"])
+@pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
 def test_a_lasting_stream_is_what_the_stream_was(
     open_pair: Callable[[], tuple[int, int]],
 ) -> None:

@@ -1,14 +1,12 @@
 """What was measured before a signal is checked before the state is saved, in every process."""
 
 import json
-import os
 import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import Tensor
@@ -23,24 +21,10 @@ from invformer.runs import interruption
 from invformer.runs.collective import backends
 from invformer.runs.interruption import check_everywhere
 from invformer.training.rows import Rows
-from tests.small_runs import options, write_text
+from tests.small_runs import StopAt, options, write_text
 from tests.zygote import ROOT
 
 BRANCH = "lipschitz_branches/block_00/attention"
-
-
-class StopAt(L.Callback):
-    """Sends the process signals as a batch ends."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == self.batch:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.fixture
@@ -56,7 +40,7 @@ def run_of(folder: Path, stop_at: int | None = None) -> fit_module.Run:
     more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
     run = build_run(load_config(options(folder, "a", *more), TrainConfig, ROOT))
     if stop_at is not None:
-        run.trainer.callbacks.insert(0, StopAt(stop_at))  # type: ignore[attr-defined]
+        run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM, signal.SIGINT))  # type: ignore[attr-defined]
     return run
 
 
@@ -118,7 +102,7 @@ def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_
 def check_in_one_of_two(row: dict[str, float]) -> None:
     """Check a pending row in one process of two."""
     rows = Rows()
-    rows.pending[3] = dict(row)
+    rows.pending[3] = {**row}
     trainer: Any = SimpleNamespace(world_size=2, loggers=[], lightning_module=None)
     check_everywhere(lambda: rows.send(trainer))
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -18,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from invformer.assemble.model import weight_specs
-from invformer.assemble.run import build_data, build_run
+from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
@@ -35,6 +34,7 @@ from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests.runs.hostile import edit_json
+from tests.small_runs import StopAt
 
 ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
@@ -57,23 +57,10 @@ def options(folder: Path, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-class StopAt(L.Callback):
-    """Sends the process a signal as a batch ends."""
-
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx == self.batch:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def train(folder: Path, *more: str, until: int | None = None, stop_at: int | None = None) -> Path:
     run = build_run(load_config(options(folder, *more), TrainConfig, ROOT))
     if stop_at is not None:
-        run.trainer.callbacks.insert(0, StopAt(stop_at))  # type: ignore[attr-defined]
+        run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM))  # type: ignore[attr-defined]
     if until is not None:
         run.trainer.fit_loop.epoch_loop.max_steps = until
     fit(run)
@@ -300,17 +287,6 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> Non
     assert callback.state_dict() == {"best": 2.0, "best_name": saved[1]}
 
 
-def test_the_vocabulary_is_made_of_the_training_split_alone(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT + "Ω" * 400)
-    config = load_config(options(tmp_path), TrainConfig, ROOT)
-    data = build_data(config)
-    assert "Ω" in data.corpus.split("val")
-    assert (
-        "".join(sorted(set(data.corpus.split("train")))) == data.vocabulary.to_dict()["characters"]
-    )
-    assert "Ω" not in data.corpus.split("train")
-
-
 def test_a_checkpoint_says_what_it_is(whole: Path) -> None:
     metadata = newest(whole).metadata
     assert metadata["step"] == 6
@@ -327,16 +303,6 @@ def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[s
         train(folder)
     assert error.value.exit_code == 3
     assert newest(folder).step == 4
-
-
-def test_a_run_of_an_earlier_version_is_refused_and_not_started_over(folder: Path) -> None:
-    run = folder / "runs" / "a"
-    shutil.rmtree(run / "checkpoints")
-    (run / "last.ckpt").write_bytes(b"pickle")
-    before = (run / "metrics.jsonl").read_bytes()
-    with pytest.raises(CheckpointError, match="a pickle, which can run code"):
-        train(folder)
-    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
