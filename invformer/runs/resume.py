@@ -43,11 +43,6 @@ def resume_point(folder: Path, metadata: Mapping[str, Any]) -> Checkpoint | None
     """
     newest, refused = newest_checkpoint(folder)
     if newest is None:
-        if (folder.parent / "last.ckpt").exists():
-            raise CheckpointError(
-                f"{folder.parent / 'last.ckpt'}: a checkpoint of an earlier version, a pickle, "
-                "which can run code and is not opened; choose another run.name"
-            )
         return None
     for reason in refused:
         log.warning("%s; continuing from %s", reason, newest.path.name)

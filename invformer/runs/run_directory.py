@@ -1,5 +1,6 @@
 """The folder a run leaves behind: made once, continued or refused, never overwritten."""
 
+import itertools
 import json
 import os
 import shlex
@@ -167,18 +168,16 @@ def has_nothing_to_lose(path: Path) -> bool:
 
 def fresh_folder(root: Path, default_name: str, config: Mapping[str, Any]) -> Path:
     """A folder that did not exist, named after the model, the data and the time."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for attempt in range(100):
-        suffix = f"-{attempt}" if attempt else ""
-        path = root / f"{default_name}-{stamp}{suffix}"
+    path = first = root / f"{default_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for attempt in itertools.count(1):
         try:
             path.mkdir()
+            break
         except FileExistsError:
-            continue
-        lock_run(path)
-        write_config(path, config)
-        return path
-    raise StorageError(f"{root}: a hundred runs named {default_name}-{stamp} exist; set run.name")
+            path = first.with_name(f"{first.name}-{attempt}")
+    lock_run(path)
+    write_config(path, config)
+    return path
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:

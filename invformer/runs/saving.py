@@ -183,10 +183,8 @@ class DirectoryCheckpointIO(CheckpointIO):
         """Read a directory, verified, onto the CPU; ``weights_only`` means nothing here.
 
         Raises:
-            CheckpointError: an address, or not a whole checkpoint of this module.
+            CheckpointError: not a whole checkpoint of this module.
         """
-        if "://" in str(path):
-            raise CheckpointError(f"{path}: only local checkpoints are opened")
         saved = open_checkpoint(Path(path))
         weights, state = saved.read_weights(self.wanted, to_continue=True), saved.read_state()
         state[DATA] = state.pop("data")

@@ -130,10 +130,9 @@ class WandbLogger(loggers.WandbLogger):
 
     def log_hyperparams(self, params: Any) -> None:
         """Add to the configuration."""
-        self.calls.submit("configuration", lambda: self._configure(params))
-
-    def _configure(self, params: dict[str, Any]) -> None:
-        self.run.config.update(params, allow_val_change=True)
+        self.calls.submit(
+            "configuration", lambda: self.run.config.update(params, allow_val_change=True)
+        )
 
     def log_table(
         self,
