@@ -94,11 +94,6 @@ class Checkpoint:
         return self.metadata["step"]
 
     @property
-    def weight_bytes(self) -> int:
-        """Size of the file with the weights, not yet verified."""
-        return self.files[WEIGHTS].size
-
-    @property
     def evaluation(self) -> Path:
         """Where results belong: in the run's folder, or beside a checkpoint outside a run.
 
@@ -151,7 +146,7 @@ class Checkpoint:
                 continue from weights that have another order now.
         """
         where = str(self.path / WEIGHTS)
-        need, have = num_bytes(wanted), self.weight_bytes
+        need, have = num_bytes(wanted), self.files[WEIGHTS].size
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(
                 f"{where}: its weights do not fit its configuration: {have} bytes, the model's "
@@ -177,7 +172,7 @@ class Checkpoint:
         """
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
         size = self.files[STATE_TENSORS].size
-        if size > state_limit(self.weight_bytes):
+        if size > state_limit(self.files[WEIGHTS].size):
             raise CheckpointError(f"{beside}: {size} bytes are too many for these weights")
         plain = parse(self.read(STATE), where)
         tensors = from_bytes(self.read(STATE_TENSORS), beside)

@@ -231,7 +231,7 @@ def refuse_other_specs(found: Mapping[str, Spec], wanted: Mapping[str, Spec], wh
     Raises:
         CheckpointError: naming the first tensor that differs, and in which way.
     """
-    for name in [*wanted, *(name for name in found if name not in wanted)]:
+    for name in {**wanted, **found}:
         have, want = found.get(name), wanted.get(name)
         if have != want:
             raise CheckpointError(

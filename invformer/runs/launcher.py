@@ -57,8 +57,7 @@ def launch(count: int) -> None:
         RankLost: a rank died, or failed without saying why.
     """
     logging.disable(logging.CRITICAL)  # the launcher has one line to say, and it is ours
-    threads = max(1, usable_cores() // count)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     with tempfile.TemporaryDirectory(prefix="invformer-ranks-") as folder:
         os.environ[REPORTS] = folder
         config = LaunchConfig(

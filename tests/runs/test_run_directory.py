@@ -66,6 +66,7 @@ def test_a_foreign_folder_is_refused(tmp_path: Path, config: Any) -> None:
     with pytest.raises(CheckpointError, match="holds no run"):
         open_run(tmp_path, "a", "x", CONFIG, True)
     assert (tmp_path / "a" / "thesis.tex").read_text() == "precious"
+    assert not (tmp_path / "a" / ".lock").exists()
 
 
 @pytest.mark.parametrize("left", [[], [".partial-config.json-7"], [".lock"]])
@@ -111,11 +112,3 @@ def test_a_root_that_is_a_file_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "root").write_text("")
     with pytest.raises(StorageError, match="cannot create a run folder"):
         open_run(tmp_path / "root", None, "x", CONFIG, True)
-
-
-def test_a_folder_that_is_refused_is_not_locked(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "thesis.tex").write_text("precious")
-    with pytest.raises(CheckpointError, match="holds no run"):
-        open_run(tmp_path, "a", "x", CONFIG, True)
-    assert [file.name for file in (tmp_path / "a").iterdir()] == ["thesis.tex"]

@@ -18,7 +18,6 @@ from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CertificateViolation
 from invformer.runs import contained, wandb_logger
-from invformer.runs.contained import ContainedCalls
 from invformer.runs.run_log import read_rows
 from invformer.runs.wandb_logger import (
     OVERVIEW,
@@ -248,15 +247,6 @@ def test_a_summary_is_added_to_the_run_that_is_online_and_to_no_new_one(
     monkeypatch.setattr(wandb_logger, "start", lambda options: 1 / 0)
     add_to_summary(tmp_path, values, id="abc")
     assert "the summary of the run stays as it is" in capsys.readouterr().err
-
-
-def test_calls_are_made_in_their_order() -> None:
-    made: list[int] = []
-    calls = ContainedCalls()
-    for number in range(100):
-        calls.submit("x", lambda number=number: made.append(number))
-    assert calls.last(lambda: None, 10)
-    assert made == list(range(100))
 
 
 @pytest.fixture
