@@ -43,8 +43,8 @@ from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
 from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
 from studies.training import (
-    AdamCase,
     AdamOptions,
+    ModelCase,
     mean_nats,
     recorded_inputs,
     text_fields,
@@ -104,7 +104,7 @@ class Options(AdamOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(AdamCase):
+class Case(ModelCase):
     """A random layer, or a model and everything about its training."""
 
     attention: Attention

@@ -34,7 +34,7 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
 from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, main, panels
-from studies.training import AdamCase, AdamOptions, text_fields, text_of, train_by_adam
+from studies.training import AdamOptions, ModelCase, text_fields, text_of, train_by_adam
 
 Kind = Literal[
     "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
@@ -82,7 +82,7 @@ class Options(AdamOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(AdamCase):
+class Case(ModelCase):
     """One model and everything about its training."""
 
     kind: Kind

@@ -40,18 +40,22 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
-from invformer.training.optimizers import build_optimizer, warmup_cosine
-from studies import training
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
 from studies.study import Figure, Rows, Study, StudyOptions, Summary, case_of, grouped, main, panels
-from studies.training import TextCase, WholeTextConfig, text_fields, text_of
+from studies.training import (
+    RecipeCase,
+    Text,
+    Training,
+    WholeTextConfig,
+    text_fields,
+    text_of,
+    train_by_recipe,
+)
 
 Optimiser = Literal["adamw", "muon"]
 
 LN2 = math.log(2)
 NGRAM_ORDER = 5
-BETAS = (0.9, 0.99)  # these two as train.py has them
-GRAD_CLIP = 1.0
 MARKERS = "osD^vP*X"
 
 
@@ -108,10 +112,10 @@ class Options(StudyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(TextCase):
+class Case(RecipeCase):
     """One model, everything about its training, and how it is measured.
 
-    ``certificate`` and ``lipschitz_target`` are None for baselines, ``muon_lr`` without Muon.
+    ``certificate`` and ``lipschitz_target`` are None for baselines.
     """
 
     model: AttentionName
@@ -120,15 +124,7 @@ class Case(TextCase):
     diagonal_scaling: bool
     lipschitz_target: float | None
     optimiser: Optimiser
-    num_layers: int
-    lr: float
-    muon_lr: float | None
     weight_decay: float
-    d_model: int
-    num_heads: int
-    seq_len: int
-    batch_size: int
-    num_steps: int
     num_windows: int
     probe_steps: int
 
@@ -240,7 +236,7 @@ def measure(case: Case, device: torch.device) -> Result:
     )  # fmt: skip
 
 
-def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.Training]:
+def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
     """A fresh model of the case, trained as ``train.py`` would with these options."""
     text = text_of(case)
     torch.manual_seed(case.seed)
@@ -251,20 +247,12 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, training.T
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     )  # fmt: skip
     model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
-    optimiser = build_optimizer(
-        model, case.optimiser, lr=case.lr, muon_lr=case.muon_lr or 0.0, betas=BETAS,
-        weight_decay=case.weight_decay,
-    )  # fmt: skip
-    warmup_steps = min(100, case.num_steps // 10 + 1)
-    return model, training.train(
-        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
-        seed=case.seed, schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
-        grad_clip=GRAD_CLIP, what=f"{case.model}, {case.num_layers} layers",
-    )  # fmt: skip
+    what = f"{case.model}, {case.num_layers} layers"
+    return model, train_by_recipe(model, case, case.weight_decay, what)
 
 
 @lru_cache(maxsize=2)
-def ngram_nats(text: training.Text) -> float:
+def ngram_nats(text: Text) -> float:
     """Nats per character under a Witten–Bell n-gram."""
     return witten_bell_nats(text.train, text.val, NGRAM_ORDER, vocab_size=text.vocab_size)
 

@@ -50,8 +50,8 @@ from studies.certified_radius import (
 )
 from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
 from studies.training import (
-    AdamCase,
     AdamOptions,
+    ModelCase,
     text_fields,
     text_of,
     train_by_adam,
@@ -98,7 +98,7 @@ class Options(AdamOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(AdamCase):
+class Case(ModelCase):
     """One model, its training, and everything that is tried on it."""
 
     kind: Kind

@@ -21,10 +21,12 @@ from invformer.data.windows import training_windows
 from invformer.errors import DataError
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
+from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 
 LAST_STEPS = 10  # over which the final training loss is averaged
+BETAS, GRAD_CLIP = (0.9, 0.99), 1.0  # as train.py has them
 
 
 # --- the text ------------------------------------------------------------------------------------
@@ -171,8 +173,8 @@ class AdamOptions(StudyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamCase(TextCase):
-    """The size and the training of such a model."""
+class ModelCase(TextCase):
+    """The size and the training of a language model."""
 
     d_model: int
     num_heads: int
@@ -181,6 +183,13 @@ class AdamCase(TextCase):
     batch_size: int
     num_steps: int
     lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeCase(ModelCase):
+    """The same of a training as ``train.py`` does it; ``muon_lr`` is None without Muon."""
+
+    muon_lr: float | None
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -256,12 +265,30 @@ def train(
 
 
 def train_by_adam(
-    model: CharTransformer, case: AdamCase, penalty: Callable[[Layer, Tensor], Tensor] | None = None
+    model: CharTransformer,
+    case: ModelCase,
+    penalty: Callable[[Layer, Tensor], Tensor] | None = None,
 ) -> Training:
     """Adam at the constant learning rate ``case.lr``, on the text of the case."""
     return train(
         model, text_of(case).train, torch.optim.Adam(model.parameters(), lr=case.lr),
         num_steps=case.num_steps, batch_size=case.batch_size, seed=case.seed, penalty=penalty,
+    )  # fmt: skip
+
+
+def train_by_recipe(
+    model: CharTransformer, case: RecipeCase, weight_decay: float = 0.0, what: str = "training"
+) -> Training:
+    """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients."""
+    optimiser = build_optimizer(
+        model, "adamw" if case.muon_lr is None else "muon", lr=case.lr,
+        muon_lr=case.muon_lr or 0.0, betas=BETAS, weight_decay=weight_decay,
+    )  # fmt: skip
+    warmup_steps = min(100, case.num_steps // 10 + 1)
+    return train(
+        model, text_of(case).train, optimiser, num_steps=case.num_steps,
+        batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP, what=what,
+        schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
     )  # fmt: skip
 
 

@@ -38,7 +38,6 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.attacks import attack_at_radius, logits_of
 from studies.certified_radius import certified_radii
 from studies.study import (
@@ -54,11 +53,11 @@ from studies.study import (
     panels,
 )
 from studies.training import (
-    TextCase,
+    RecipeCase,
     WholeTextConfig,
     text_fields,
     text_of,
-    train,
+    train_by_recipe,
     validation_windows,
 )
 
@@ -98,19 +97,11 @@ class Options(StudyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case(TextCase):
+class Case(RecipeCase):
     """One network and its training."""
 
     total: float
     c: float
-    d_model: int
-    num_heads: int
-    num_layers: int
-    seq_len: int
-    batch_size: int
-    num_steps: int
-    lr: float
-    muon_lr: float
     num_windows: int
     pgd_steps: int
 
@@ -190,14 +181,7 @@ def measure(case: Case, device: torch.device) -> Result:
     text = text_of(case)
     torch.manual_seed(case.seed)
     model = build(case, text.vocab_size).to(device)
-    optimiser = build_optimizer(
-        model, "muon", lr=case.lr, muon_lr=case.muon_lr, betas=(0.9, 0.99), weight_decay=0.0
-    )
-    trained = train(
-        model, text.train, optimiser, num_steps=case.num_steps, batch_size=case.batch_size,
-        seed=case.seed, grad_clip=1.0, what=f"L = {case.total:g}",
-        schedule=warmup_cosine(optimiser, min(100, case.num_steps // 10 + 1), case.num_steps),
-    )  # fmt: skip
+    trained = train_by_recipe(model, case, what=f"L = {case.total:g}")
     model = model.double().eval().requires_grad_(False)
     windows, targets = validation_windows(text, case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)

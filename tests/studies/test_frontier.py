@@ -17,8 +17,6 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.frontier import (
-    BETAS,
-    GRAD_CLIP,
     STUDY,
     Case,
     Options,
@@ -32,7 +30,7 @@ from studies.frontier import (
     train,
 )  # fmt: skip
 from studies.study import main, scale_words
-from studies.training import text_of
+from studies.training import BETAS, GRAD_CLIP, text_of
 
 CPU = torch.device("cpu")
 TINY = [
