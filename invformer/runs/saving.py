@@ -29,8 +29,8 @@ class Checkpoints(L.Callback):
 
     Every checkpoint carries the name of the best one so far. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
-    because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``,
-    ``make_schedule`` and ``gather``.
+    because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``
+    and ``make_schedule``.
 
     Args:
         folder: where the checkpoints go.
@@ -64,11 +64,7 @@ class Checkpoints(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         """Save the state at an interruption, from which the same command continues."""
-        if not (isinstance(exception, Interrupted) and self.started):
-            return
-        module: Any = pl_module
-        module.gather()
-        if all(p.isfinite().all() for p in pl_module.parameters()):
+        if isinstance(exception, Interrupted) and self.started:
             self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})
 
     def save(self, trainer: L.Trainer, name: str, kept: set[str | None]) -> None:
