@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,12 +137,13 @@ def sample(argv: Sequence[str] | None = None) -> None:
         seed = config.seed
         for prompt in [config.prompt] if config.prompt else prompts():
             for _ in range(config.num_samples):
-                print(printable(prompt), end="", flush=True)
-                for character in model.stream(
+                characters = model.stream(
                     prompt, config.length, temperature=config.temperature,
                     top_k=config.top_k, top_p=config.top_p, seed=seed,
-                ):  # fmt: skip
-                    print(printable(character), end="", flush=True)
+                )  # fmt: skip
+                first = next(characters)  # warns of unknown characters before anything is printed
+                for text in chain([prompt, first], characters):
+                    print(printable(text), end="", flush=True)
                 print("\n---" if config.num_samples > 1 else "")
                 seed += 1
 

@@ -287,8 +287,8 @@ def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
     assert model.certificate is not None
     assert model.certificate.holds
     assert re.fullmatch(
-        r"Certificate\(4 Lipschitz bounds ≤ 0\.\d{6} in token_max \(worst block_0\d/\w+\), "
-        r"target 0\.5: holds\)",
+        r"Certificate\(4 Lipschitz bounds ≤ 0\.\d{6} in weighted token_max "
+        r"\(worst block_0\d/\w+\), target 0\.5: holds\)",
         repr(model.certificate),
     )
     assert "8 steps" not in repr(model)

@@ -29,6 +29,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
     book = "".join(f"It was {i}. Nothing is lost in {i * i} texts.\n" for i in range(400))
     (folder / "my_book.txt").write_text(book)
+    (folder / "my_other_book.txt").write_text(book[::-1])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         torch.set_default_dtype(torch.float32)

@@ -202,9 +202,10 @@ def certified_norm(certificate: Mapping[str, Any]) -> str:
 
 def informative(value: float, limit: float, why: str, verbose: bool) -> str:
     """A number, or the reason why it says nothing."""
-    if verbose and math.isfinite(value):
+    if value < limit:
         return f"{value:.2e}"
-    return f"{value:.2e}" if value < limit else f"not informative: {why}"
+    number = f"{value:.2e}, " if verbose and math.isfinite(value) else ""
+    return f"{number}not informative: {why}"
 
 
 def certificate_lines(
@@ -253,7 +254,8 @@ def inversion_cost(inversion: Mapping[str, Any]) -> str:
     keys = ("seconds_inverse", "seconds_inverse_coarse")
     whole, coarse = (inversion[key] / inversion["seconds_forward"] for key in keys)
     dtype = inversion["dtype"]
-    return f"{whole:.1f} forward passes in {dtype}, {coarse:.1f} to float32's accuracy"
+    words = f"{whole:.1f} forward passes in {dtype}, {coarse:.1f} to float32's accuracy"
+    return f"{words} (by the clock)"
 
 
 def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:

@@ -51,3 +51,5 @@ def print_side_by_side(text: str | None, recovered: str, proven: tuple[bool, ...
         for name, row in rows:
             part = row[start : start + WIDTH].translate(LINE_BREAKS)
             print(f"  {name:<10} {printable(part)}")
+    if not all(proven):
+        print("✓ proven   · not proven   ✗ wrong")

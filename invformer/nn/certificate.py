@@ -71,8 +71,9 @@ class Certificate:
     def __repr__(self) -> str:
         worst = max(self.per_branch, key=lambda name: self.per_branch[name])
         constants = "Lipschitz bounds" if self.kind == "global" else "diagonal-block bounds"
+        norm = f"weighted {self.norm}" if self.conditions else self.norm
         return (
-            f"Certificate({len(self.per_branch)} {constants} ≤ {self.bound_max:.6f} in {self.norm} "
+            f"Certificate({len(self.per_branch)} {constants} ≤ {self.bound_max:.6f} in {norm} "
             f"(worst {worst}), target {self.target}: {'holds' if self.holds else 'VIOLATED'})"
         )
 

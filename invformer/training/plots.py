@@ -4,6 +4,7 @@ import io
 import math
 import re
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -206,7 +207,9 @@ def empty_figure(width: float, height: float) -> "Figure":
 def as_png(figure: "Figure") -> bytes:
     """A figure as the content of a PNG file."""
     image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
+    with warnings.catch_warnings():  # the font draws a box for a symbol that it lacks
+        warnings.filterwarnings("ignore", "Glyph", UserWarning)
+        figure.savefig(image, format="png", dpi=120)
     return image.getvalue()
 
 

@@ -110,7 +110,7 @@ def test_what_an_inversion_costs_is_timed_where_it_is_asked_for() -> None:
     assert torch.equal(decoded, tokens)
     assert min(report.seconds_forward, report.seconds_inverse, report.seconds_inverse_coarse) > 0
     assert re.fullmatch(
-        r"\d+\.\d forward passes in float64, \d+\.\d to float32's accuracy",
+        r"\d+\.\d forward passes in float64, \d+\.\d to float32's accuracy \(by the clock\)",
         inversion_cost(asdict(report)),
     )
     _, report = invert_text(model, tokens, certificate)
