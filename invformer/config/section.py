@@ -25,6 +25,15 @@ def section(kind: type) -> Any:
     return field(default_factory=kind)
 
 
+# What other programs call our fields.
+SYNONYMS = {
+    "learning_rate": "lr", "heads": "num_heads", "n_head": "num_heads", "layers": "num_layers",
+    "n_layer": "num_layers", "n_embd": "d_model", "width": "d_model", "block_size": "seq_len",
+    "context": "seq_len", "epochs": "max_steps", "steps": "max_steps", "max_iters": "max_steps",
+    "file": "path",
+}  # fmt: skip
+
+
 @dataclass(kw_only=True)
 class Section:
     """Fields that are checked when an object is made, and errors that begin with the field's key.
@@ -79,9 +88,11 @@ def refuse(key: str, why: str) -> NoReturn:
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The known word a typo most likely meant; a field named without its section is found too."""
+    """The known word a typo most likely meant; other people's names and fields alone count too."""
     known = list(known)
-    near = [key for key in known if key.rpartition(".")[2] == word]
+    section, _, name = word.lower().rpartition(".")
+    named = [key for key in known if key.rpartition(".")[2] == SYNONYMS.get(name, name)]
+    near = [key for key in named if key.startswith(f"{section}.")] or named
     near = near or difflib.get_close_matches(word, known, n=1)
     return near[0] if near else None
 
