@@ -144,8 +144,8 @@ def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None)
     """Usage, presets by group, and every field with type, interval, default and meaning."""
     presets = "[group=preset ...] " if schema.groups else ""
     usage = f"python {schema.program} {presets}[key=value ...] [--print-config] [--debug]"
-    lines = [f"usage: {usage} [--help]", "", schema.__doc__ or "", ""]
-    lines += ["presets (group=name):"] if schema.groups else []
+    lines = [f"usage: {usage} [--help]", "", schema.__doc__ or ""]
+    lines += ["", "presets (group=name):"] if schema.groups else []
     for group in schema.groups:
         names = ", ".join(_presets(group, config_root)) or "none found"
         lines += wrap(f"  {group:<12}{names}", 100, subsequent_indent=" " * 14)
