@@ -172,7 +172,7 @@ def invert(argv: Sequence[str] | None = None) -> None:
     def work(config: InvertConfig) -> None:
         text = None if config.states else text_to_invert(config)
 
-        from invformer.evaluation.round_trip import perturb, print_side_by_side
+        from invformer.evaluation.round_trip import as_characters, perturb, print_side_by_side
         from invformer.model import load, read_states, write_states
 
         model = load(config.checkpoint, config.device)
@@ -184,11 +184,16 @@ def invert(argv: Sequence[str] | None = None) -> None:
         found = model.invert(z)
         text = text and model.vocabulary.symbols_of(text)
         seconds = time.perf_counter() - start
-        print_side_by_side(text, found.text, found.proven)
-        count = len(found.text)
+        is_bytes = model.vocabulary.is_bytes
+        if is_bytes and text in (None, found.text):
+            shown, proven = as_characters(found.text, found.proven)
+            print_side_by_side(text and shown, shown, proven)
+        else:
+            print_side_by_side(text, found.text, found.proven)
+        count, unit = len(found.text), "bytes" if is_bytes else "characters"
         if text is not None:
             same = sum(a == b for a, b in zip(text, found.text, strict=True))
-            print(f"{same} of {count} characters recovered, ", end="")
+            print(f"{same} of {count} {unit} recovered, ", end="")
             undamaged = not config.noise and config.bits is None
             wrong = (a != b and p for a, b, p in zip(text, found.text, found.proven, strict=True))
             if undamaged and any(wrong):

@@ -78,6 +78,8 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         f"<title>{shown(title)}</title>\n<h1>{shown(title)}</h1>",
         table(headlines(report)),
         picture(draw_figure(report, curves), "Bits per character; constants of every branch"),
+        "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
+        "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
         *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(certificate)),
         f"<div class=two>{branch_tables(report)}</div>",

@@ -24,7 +24,7 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
 )
-from invformer.evaluation.round_trip import perturb
+from invformer.evaluation.round_trip import as_characters, perturb
 from invformer.training.fit import fit
 from tests.fake_hub import fake_hub
 
@@ -80,6 +80,13 @@ def test_a_sample_repeats_by_its_seed(typed: Typed) -> None:
     assert texts[0] != texts[1]
     assert typed("sample", *words, "seed=1") == said
     assert typed("sample", *words, "seed=3") != said
+
+
+def test_bytes_are_shown_as_the_characters_that_they_are() -> None:
+    symbols = "Hé 🦊".encode().decode("latin-1")
+    proven = (True, True, False, True, True, True, True, True)
+    assert as_characters(symbols, proven) == ("Hé 🦊", (True, False, True, True))
+    assert as_characters("\xf0\x9f", (True, False)) == ("\xf0\x9f", (True, False))
 
 
 def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:

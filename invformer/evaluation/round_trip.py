@@ -1,6 +1,7 @@
 """A text beside the text recovered from its states: damage on the way, and what is shown of it."""
 
 from collections.abc import Iterable
+from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float
@@ -40,6 +41,16 @@ def marks(text: str, recovered: str, proven: Iterable[bool]) -> str:
         "✗" if a != b else "✓" if sure else "·"
         for a, b, sure in zip(text, recovered, proven, strict=True)
     )
+
+
+def as_characters(symbols: str, proven: tuple[bool, ...]) -> tuple[str, tuple[bool, ...]]:
+    """Bytes as characters, proven if all of their bytes are; unchanged if they are no UTF-8."""
+    raw = symbols.encode("latin-1", "replace")
+    text = raw.decode("utf-8", "replace")
+    if text.encode() != raw:
+        return symbols, proven
+    ends = list(accumulate(len(character.encode()) for character in text))
+    return text, tuple(all(proven[a:b]) for a, b in pairwise([0, *ends]))
 
 
 def print_side_by_side(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
