@@ -29,11 +29,11 @@ from invformer.runs.collective import backends
 from invformer.runs.encoding import specs_of
 from invformer.runs.files import LINK, replace_file
 from invformer.runs.interruption import Interruption
+from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
-from invformer.runs.run_log import JsonLinesLogger
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
 from invformer.runs.wandb_logger import OVERVIEW, open_wandb

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from invformer.errors import StorageError
-from invformer.runs.run_log import JsonLinesLogger, MetricsFile, read_rows
+from invformer.runs.json_lines import JsonLinesLogger
+from invformer.runs.run_log import MetricsFile, read_rows
 from tests.small_runs import write_rows
 
 

@@ -104,13 +104,13 @@ def test_a_folder_that_is_gone_is_one_clear_line(tmp_path: Path) -> None:
         plot_run(metrics, tmp_path / "gone")
 
 
-def test_plotting_touches_no_global_state(tmp_path: Path) -> None:
+def test_plotting_touches_no_global_state_and_importing_loads_no_matplotlib(tmp_path: Path) -> None:
     metrics = write_metrics(tmp_path / "metrics.jsonl", num_steps=4)
     program = (
         "import sys; from pathlib import Path; from invformer.training.plots import plot_run\n"
-        "before = 'matplotlib.pyplot' in sys.modules\n"
+        "assert 'matplotlib' not in sys.modules\n"
         f"plot_run(Path({str(metrics)!r}), Path({str(tmp_path)!r}))\n"
-        "assert 'matplotlib' in sys.modules and before == ('matplotlib.pyplot' in sys.modules)\n"
+        "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
