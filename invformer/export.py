@@ -20,6 +20,7 @@ from invformer.errors import CertificateViolation, CheckpointError, Configuratio
 from invformer.evaluation.report import certificate_sentences
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.rounding import downwards
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
 CERTIFICATE, MANIFEST, CARD = "certificate.json", "manifest.json", "README.md"
@@ -190,8 +191,9 @@ def model_card(
         if inversion := evaluation["inversion"]:
             lines.append(
                 f"\nOf {inversion['num_characters']:,} characters "
-                f"{inversion['characters_recovered']:.1%} were recovered from the network's top "
-                f"states, {inversion['characters_proven']:.1%} were proven."
+                f"{downwards(inversion['characters_recovered'], 3):.1%} were recovered from the "
+                "network's top states, "
+                f"{downwards(inversion['characters_proven'], 3):.1%} were proven."
             )
         result = {
             "task": {"type": "text-generation"},

@@ -19,6 +19,7 @@ from invformer.evaluation.report import (
     names_of,
     worst_constants,
 )
+from invformer.numerics.rounding import upwards
 from invformer.runs.checkpoint import EVALUATION
 from invformer.runs.console import printable
 from invformer.runs.files import replace_file
@@ -207,11 +208,15 @@ def table(rows: Iterable[Row], header: Row = ()) -> str:
 
 def branch_tables(report: Mapping[str, Any]) -> str:
     """Estimate, local bound and bound of every branch, one table a norm."""
-    keys = ("estimate", "local_bound", "bound")
+    keys = ("local_bound", "bound")
     return "\n".join(
         table(
             (
-                (name, *("–" if row[key] is None else f"{row[key]:.4f}" for key in keys))
+                (
+                    name,
+                    f"{row['estimate']:.4f}",
+                    *("–" if row[key] is None else upwards(row[key], 4) for key in keys),
+                )
                 for name, row in rows.items()
             ),
             header=(norm, "estimate ≤", "local bound ≤", "bound"),

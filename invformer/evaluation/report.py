@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from invformer.numerics.rounding import downwards, upwards
 from invformer.runs.checkpoint import CHECKPOINTS
 from invformer.runs.files import make_folder, replace_file
 
@@ -68,11 +69,15 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
         bound = max(certificate["per_branch"].values())
-        lines.append(("every branch proven", f"≤ {bound:.6f} in {certified_norm(certificate)}"))
+        lines.append(
+            ("every branch proven", f"≤ {upwards(bound, 6)} in {certified_norm(certificate)}")
+        )
     if inversion is not None:
         symbols = "symbols" if inversion["unknown_rate"] else "characters"
-        recovered = f"{inversion['characters_recovered']:.2%} of the {symbols} recovered"
-        said = f"{recovered}, {inversion['characters_proven']:.2%} proven"
+        recovered = (
+            f"{downwards(inversion['characters_recovered'], 4):.2%} of the {symbols} recovered"
+        )
+        said = f"{recovered}, {downwards(inversion['characters_proven'], 4):.2%} proven"
         lines.append(("inversion", f"{said}; {unknown}" if inversion["unknown_rate"] else said))
     if measured := report["local_lipschitz"].get("token_max"):
         worst, name = max((row["estimate"], name) for name, row in measured.items())
@@ -111,7 +116,7 @@ def certificate_sentences(certificate: Mapping[str, Any] | None) -> list[str]:
     constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
     weighted = "a learned weighted " if certificate["conditions"] else "the "
     return [
-        f"The {constant} of every residual branch is proven to be at most {bound:.6f} in "
+        f"The {constant} of every residual branch is proven to be at most {upwards(bound, 6)} in "
         f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "
         f"up to {certificate['seq_len']} tokens and weights in {certificate['dtype']}. The stack "
         "between embedding and final LayerNorm can therefore be inverted by fixed-point iteration.",
@@ -129,10 +134,10 @@ def comparison(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         worst = worst_constants(report)
         cells = [
             f"{ngram['bpc']:.4f}" if ngram else "–",
-            f"{max(certificate['per_branch'].values()):.6f}" if certificate else "–",
+            upwards(max(certificate["per_branch"].values()), 6) if certificate else "–",
             f"{worst['estimate']:.4f}" if worst else "–",
             *(
-                f"{inversion[f'characters_{what}']:.2%}" if inversion else "–"
+                f"{downwards(inversion[f'characters_{what}'], 4):.2%}" if inversion else "–"
                 for what in ("recovered", "proven")
             ),
             f"{report['perf']['forward_characters_per_second']:,.0f}",
@@ -264,7 +269,7 @@ def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:
         print(f"\n  {norm:<24}   estimate ≤ local bound ≤      bound")
         for name, row in rows.items():
             local, bound = (
-                f"{'–' if row[key] is None else f'{row[key]:.4f}':>11}"
+                f"{'–' if row[key] is None else upwards(row[key], 4):>11}"
                 for key in ("local_bound", "bound")
             )
             note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"

@@ -19,7 +19,7 @@ from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import NORMS, Norm
-from invformer.numerics.rounding import product_up, sum_up
+from invformer.numerics.rounding import product_up, sum_up, upwards
 
 # There are proofs for these types. A subclass may compute something else.
 LAYERS = (InvertibleResidual, ActivationNorm)
@@ -73,8 +73,9 @@ class Certificate:
         constants = "Lipschitz bounds" if self.kind == "global" else "diagonal-block bounds"
         norm = f"weighted {self.norm}" if self.conditions else self.norm
         return (
-            f"Certificate({len(self.per_branch)} {constants} ≤ {self.bound_max:.6f} in {norm} "
-            f"(worst {worst}), target {self.target}: {'holds' if self.holds else 'VIOLATED'})"
+            f"Certificate({len(self.per_branch)} {constants} ≤ {upwards(self.bound_max, 6)} "
+            f"in {norm} (worst {worst}), target {self.target}: "
+            f"{'holds' if self.holds else 'VIOLATED'})"
         )
 
     @property

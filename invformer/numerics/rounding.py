@@ -78,3 +78,14 @@ def _next(value: float) -> float:
 def _known(value: float) -> float:
     """The value, or inf where it is NaN."""
     return math.inf if math.isnan(value) else value
+
+
+def upwards(bound: float, digits: int) -> str:
+    """A proven bound with some digits after the point, none of them rounded down."""
+    scaled = bound * 10**digits
+    return f"{math.ceil(scaled) / 10**digits if math.isfinite(scaled) else bound:.{digits}f}"
+
+
+def downwards(share: float, digits: int) -> float:
+    """A share with some digits after the point, none of them rounded up: 1 means all."""
+    return math.floor(share * 10**digits + 1e-9) / 10**digits  # 0.57 is a little less than 57/100

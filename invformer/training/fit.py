@@ -15,6 +15,7 @@ from invformer.evaluation.evaluate import ngram_baseline
 from invformer.evaluation.report import certified_norm
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
+from invformer.numerics.rounding import upwards
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import printable
 from invformer.runs.exit import explained
@@ -26,7 +27,7 @@ from invformer.runs.wandb_logger import WandbLogger
 from invformer.training.callbacks import Sample
 from invformer.training.module import CharLanguageModel
 from invformer.training.plots import plot_run
-from invformer.training.progress import percent, upwards
+from invformer.training.progress import percent
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
 NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts
@@ -167,7 +168,7 @@ def print_result(run: Run) -> None:
     best = min(rows, key=lambda row: float(row["val/bpc"]))
     print(f"val        {best['val/bpc']:.4f} bits per character (step {best['step'] + 1})")
     if certificate := saved_certificate(run):
-        bound = upwards(max(certificate["per_branch"].values()))
+        bound = upwards(max(certificate["per_branch"].values()), 4)
         print(f"proven     every branch ≤ {bound} in {certified_norm(certificate)}")
     if "inverse/characters_recovered" in best:
         recovered = percent(best["inverse/characters_recovered"])

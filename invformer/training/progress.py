@@ -1,6 +1,5 @@
 """What a run says while it trains, and what it found when it is done."""
 
-import math
 import sys
 import time
 from collections import deque
@@ -11,6 +10,7 @@ from typing import Any
 import lightning as L
 from tqdm import tqdm
 
+from invformer.numerics.rounding import downwards, upwards
 from invformer.runs.run_log import Row, read_rows
 from invformer.training.rows import rows_of
 
@@ -73,7 +73,7 @@ class Progress(L.Callback):
         self.row |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         proven = []
         if "lipschitz/certified" in self.row:
-            proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'])} proven")
+            proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'], 4)} proven")
         if "inverse/characters_recovered" in self.row:
             proven.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
         self.say([*self.losses(), *proven, *self.pace()])
@@ -109,14 +109,9 @@ class Progress(L.Callback):
         sys.stdout.flush()
 
 
-def upwards(bound: float) -> str:
-    """A proven bound with four digits after the point, rounded upwards."""
-    return f"{math.ceil(bound * 1e4) / 1e4:.4f}"
-
-
 def percent(share: float) -> str:
     """A share rounded downwards: 100 % means all."""
-    return f"{math.floor(share * 1000) / 10:g} %"
+    return f"{100 * downwards(share, 3):g} %"
 
 
 def duration(seconds: float) -> str:

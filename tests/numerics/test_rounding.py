@@ -6,7 +6,15 @@ from fractions import Fraction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
+from invformer.numerics.rounding import (
+    downwards,
+    product_up,
+    quotient_up,
+    round_up,
+    sqrt_up,
+    sum_up,
+    upwards,
+)
 
 sizes = st.floats(min_value=0, max_value=1e300, allow_subnormal=True)
 
@@ -43,3 +51,15 @@ def test_exact_results_stay_exact_and_the_unknown_becomes_infinite() -> None:
     assert quotient_up(1, 0) == product_up(0.0, math.inf) == math.inf
     for unknown in (round_up, product_up, sum_up, sqrt_up):
         assert unknown(math.nan) == math.inf
+
+
+@given(st.floats(min_value=0, max_value=1e6))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_shown_bound_is_not_below_the_bound(bound: float) -> None:
+    assert float(upwards(bound, 6)) >= bound * (1 - 2**-52)
+    assert upwards(math.inf, 6) == "inf"
+
+
+def test_a_shown_share_is_one_only_if_nothing_is_missing() -> None:
+    assert downwards(1 - 1e-5, 4) < downwards(1.0, 4) == 1
+    assert all(downwards(n / 100, 4) == n / 100 for n in range(101))

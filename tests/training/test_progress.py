@@ -15,9 +15,10 @@ import torch
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import Interrupted
+from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
-from invformer.training.progress import duration, percent, upwards
+from invformer.training.progress import duration, percent
 from tests.small_runs import options, write_text
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
@@ -127,7 +128,7 @@ def test_a_terminal_has_a_bar_that_continues_where_the_run_does(
 
 
 def test_numbers_are_rounded_to_the_safe_side() -> None:
-    assert upwards(0.49991) == "0.5000"
+    assert upwards(0.49991, 4) == "0.5000"
     assert percent(0.99999) == "99.9 %"
     assert percent(1.0) == "100 %"
     assert [duration(s) for s in (4.6, 80, 7500)] == ["5s", "1m20s", "2h05m"]
