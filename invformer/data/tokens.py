@@ -14,6 +14,7 @@ from invformer.config.schema import ScoredSplit
 from invformer.data.corpus import SPLITS, Corpus, digest
 from invformer.data.vocabulary import CHUNK, Vocabulary
 from invformer.errors import DataError, StorageError
+from invformer.kernels.host import cache_folder
 from invformer.runs.files import PARTIAL
 from invformer.runs.run_lock import wait_for_lock
 
@@ -47,8 +48,7 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     """The tokens of a corpus in a file, named by the hash of its text and of its vocabulary."""
     symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    file = Path(cache, "invformer", "tokens", f"{name}.tokens")
+    file = cache_folder() / "tokens" / f"{name}.tokens"
     length = sum(corpus.sizes.values())
     num_bytes = length * vocabulary.dtype.itemsize
     try:

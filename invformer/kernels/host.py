@@ -1,8 +1,19 @@
 """What the host may look at without waiting for the device, keep, and compile."""
 
 import ctypes
+import os
+from pathlib import Path
 
 import torch
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/invformer``, by default ``~/.cache/invformer``; it may not exist.
+
+    Raises:
+        RuntimeError: nobody's home.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invformer"
 
 
 def compiler_complaint(device: torch.device) -> str | None:

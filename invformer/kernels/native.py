@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from invformer.kernels.host import cache_folder
+
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
@@ -124,8 +126,7 @@ def _fingerprint(command: list[str]) -> str:
 def _own_folder() -> Path | None:
     """Where compiled code is kept: a folder that nobody else can write to, or none."""
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "invformer"
+        folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
     except (OSError, RuntimeError):  # a RuntimeError: nobody's home
