@@ -1,0 +1,234 @@
+"""The price of a certificate against the budget of training, at equal parameters and steps.
+
+Every case is a run of ``train.py`` with a schedule and a folder of its own; an interrupted one
+continues where it was. Of every kind and budget the learning rate with the best mean on the
+validation split counts, and its loss on the test split is reported, beside that of a 5-gram of the
+same training text. Kinds have as many parameters as nanoGPT's CPU model.
+
+Verdict: at every budget each certified kind is at most ``allowed`` nats behind the twin.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, ClassVar
+
+import torch
+
+from invformer.config.section import option
+from invformer.errors import InvformerError
+from studies.study import (
+    Figure,
+    Finding,
+    Rows,
+    Study,
+    StudyOptions,
+    Summary,
+    grouped,
+    main,
+    outcome_of,
+    panels,
+)
+
+ROOT = Path(__file__).parents[1]
+ALLOWED = 0.01  # nats
+TWIN = "twin"
+KINDS = {
+    "certified": "experiment=nanogpt_cpu_causal",  # diagonal blocks ≤ 0.5
+    "token_max": "experiment=nanogpt_cpu",  # branches ≤ 0.5
+    "plain": "experiment=nanogpt_cpu_causal model.diagonal_scaling=false",  # Euclidean norm
+    TWIN: "experiment=nanogpt_cpu model=dot_product model.num_heads=8 model.activation=gelu",
+}
+QUIET = "logger=none monitor.enabled=false trainer.progress=false trainer.sample_length=0"
+SCORED = "evaluate.lipschitz_sequences=0 evaluate.device="
+LINES = {"certified": "k-", "token_max": "k--", "plain": "k:", TWIN: "0.6"}
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Train certified models and their unconstrained twin for growing numbers of steps."""
+
+    program: ClassVar[str] = "-m studies.price"
+    kinds: list[str] = option(["certified", TWIN], ", ".join(KINDS))
+    budgets: list[int] = option([2000, 5000], "optimiser steps", within="[1, 1e7]")
+    rates: list[float] = option([1e-2, 6e-3], "peak learning rates of Muon", within="(0, 10]")
+    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
+    val_every: int = option(1000, "steps between validations", within="[1, 1e7]")
+    overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")
+
+    def check(self) -> None:
+        """Every kind exists."""
+        for name in self.kinds:
+            if name not in KINDS:
+                self.refuse("kinds", f"no kind {name!r}; there are {', '.join(KINDS)}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of ``train.py``."""
+
+    kind: str
+    budget: int
+    rate: float
+    seed: int
+    words: str
+    folder: str
+
+    @property
+    def run(self) -> Path:
+        """Its folder."""
+        return Path(self.folder) / f"{self.kind}-{self.budget}-{self.rate:g}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """Nats of both splits, those of a 5-gram, and what is proven of a certified model."""
+
+    parameters: int
+    val: float
+    test: float
+    val_ngram: float
+    test_ngram: float
+    passed: int | None  # first validation, in steps, ahead of the 5-gram
+    certified: float | None  # largest bound
+    proven: float | None  # share of characters at the beginning of the test split
+
+
+def cases(options: Options) -> list[Case]:
+    """One seed after the other, small budgets first."""
+    threads = [] if options.num_threads is None else [f"trainer.num_threads={options.num_threads}"]
+    every = f"trainer.val_every={options.val_every}"
+    words = " ".join([*QUIET.split(), every, *threads, *options.overrides])
+    return [
+        Case(kind, budget, rate, seed, words, str(options.folder / "runs"))
+        for seed in range(options.seed, options.seed + options.num_seeds)
+        for budget in options.budgets
+        for rate in options.rates
+        for kind in options.kinds
+    ]
+
+
+def command(case: Case) -> list[str]:
+    """The words of ``train.py`` for a case."""
+    steps = [f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}"]
+    run = [f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}"]
+    return [*KINDS[case.kind].split(), *case.words.split(), *steps, *run]
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Train, or continue, and evaluate on both splits.
+
+    Raises:
+        InvformerError: a command failed; what it has saved stays.
+    """
+    word = "gpu" if device.type == "cuda" else "cpu"
+    call("train.py", *command(case), f"trainer.accelerator={word}")
+    reports = {}
+    for split in ("val", "test"):
+        asked = [f"data.split={split}", *f"{SCORED}{device.type}".split()]
+        call("evaluate.py", f"checkpoint={case.run}", *asked)
+        file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
+        reports[split] = json.loads(file.read_text(encoding="utf-8"))
+    return result_of(reports["val"], reports["test"], list(validations(case.run)))
+
+
+def call(program: str, *words: str) -> None:
+    """Run a command of the project; what it prints goes to stderr."""
+    code = subprocess.call([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
+    if code:
+        raise InvformerError(f"{program} {' '.join(words)} ended with exit code {code}")
+
+
+def validations(run: Path) -> Iterator[dict[str, Any]]:
+    """The rows of validations."""
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        if "val/nats" in (row := json.loads(line)):
+            yield row
+
+
+def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
+    """What two evaluations and the validations of a run say."""
+    ngram, certificate = val["ngram"]["nats"], test["certificate"]
+    inversion = test["inversion"]
+    return Result(
+        parameters=val["model"]["parameters"],
+        val=val["nats"],
+        test=test["nats"],
+        val_ngram=ngram,
+        test_ngram=test["ngram"]["nats"],
+        passed=next((row["step"] + 1 for row in rows if row["val/nats"] < ngram), None),
+        certified=certificate and max(certificate["per_branch"].values()),
+        proven=inversion and inversion["characters_proven"],
+    )
+
+
+def best(rows: Rows[Case, Result]) -> dict[tuple[str, int], list[tuple[Case, Result]]]:
+    """Of every kind and budget the rows of the rate with the best mean on the validation split."""
+    chosen = {}
+    for key, group in grouped(rows, lambda row: (row[0].kind, row[0].budget)).items():
+        by_rate = grouped(group, lambda row: row[0].rate).values()
+        chosen[key] = min(by_rate, key=lambda same: fmean(result.val for _, result in same))
+    return chosen
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every kind and budget at its best rate, beside the twin."""
+    table, findings = [], list[Finding]()
+    chosen = best(rows)
+    for (kind, budget), group in chosen.items():
+        tests = [result.test for _, result in group]
+        case, one = group[0]
+        line: dict[str, Any] = {
+            "kind": kind,
+            "steps": budget,
+            "rate": case.rate,
+            "parameters": one.parameters,
+            "val": fmean(result.val for _, result in group),
+            "test": fmean(tests),
+            "s": stdev(tests) if len(tests) > 1 else None,
+            "5-gram": one.test_ngram,
+            "passed": one.passed,
+            "certified": one.certified,
+            "proven": one.proven,
+        }
+        if kind != TWIN and (TWIN, budget) in chosen:
+            price = fmean(tests) - fmean(result.test for _, result in chosen[TWIN, budget])
+            line["price"] = price
+            findings.append((price <= ALLOWED, f"{kind} {price:+.4f} at {budget}"))
+        table.append(line)
+    seeds = len({case.seed for case, _ in rows})
+    ours = ", ".join(words for _, words in findings) or "no twin to compare with"
+    why = f"at most {ALLOWED} nats asked, {seeds} seed{'s' if seeds > 1 else ''}"
+    return Summary(table, "ours", ours, outcome_of(findings), why)
+
+
+def draw(rows: Rows[Case, Result]) -> Figure:
+    """Loss on the test split against the budget, and what each kind pays."""
+    chosen = best(rows)
+    test = {key: fmean(result.test for _, result in group) for key, group in chosen.items()}
+    figure, (loss, price) = panels(1, 2)
+    for kind in dict.fromkeys(kind for kind, _ in test):
+        budgets = sorted(budget for name, budget in test if name == kind)
+        loss.plot(budgets, [test[kind, b] for b in budgets], LINES[kind], marker="o", label=kind)
+        both = [b for b in budgets if kind != TWIN and (TWIN, b) in test]
+        if both:
+            gaps = [test[kind, b] - test[TWIN, b] for b in both]
+            price.plot(both, gaps, LINES[kind], marker="o", label=kind)
+    loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
+    loss.set(ylabel="nats per character of the test split", title="loss")
+    price.axhline(ALLOWED, color="0.8", label="allowed")
+    price.set(ylabel="nats per character behind the twin", title="price")
+    for axes in (loss, price):
+        axes.set(xscale="log", xlabel="optimiser steps, each with its own schedule")
+        axes.legend()
+    return figure
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""The price of a certificate: which runs are made, which of them count, and what they cost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from studies.price import STUDY, Case, Options, Result, best, cases, command, draw, summarise
+from studies.study import main
+
+TINY = [
+    "data=text_file", "model.num_layers=1", "model.d_model=16", "model.d_ff=16",
+    "model.num_heads=2", "data.seq_len=8", "data.batch_size=2", "data.test_fraction=0.1",
+]  # fmt: skip
+
+
+def row(kind: str, rate: float, val: float, test: float, seed: int = 0) -> tuple[Case, Result]:
+    case = Case(kind, 2000, rate, seed, "", "")
+    return case, Result(1, val, test, 1.0, 1.5, 1000, None, None)
+
+
+def test_the_rate_is_chosen_on_the_validation_split_and_reported_on_the_test_split() -> None:
+    rows = [
+        row("twin", 0.01, 1.0, 1.20),
+        row("certified", 0.01, 1.0, 1.30),
+        row("certified", 0.006, 1.1, 1.10),
+    ]
+    assert [case.rate for case, _ in best(rows)["certified", 2000]] == [0.01]
+    summary = summarise(rows)
+    assert [line.get("price") for line in summary.table] == [None, pytest.approx(0.1)]
+    assert summary.outcome == "not reproduced"
+    assert summarise([rows[0], row("certified", 0.01, 1.0, 1.205)]).outcome == "reproduced"
+    curves = [line.get_label() for line in draw(rows).axes[0].lines]
+    assert curves == ["twin", "certified", "5-gram"]
+
+
+def test_the_mean_of_all_seeds_counts() -> None:
+    rows = [row("twin", 0.01, 1.0, 1.2), row("twin", 0.01, 1.0, 1.4, seed=1)]
+    (line,) = summarise(rows).table
+    assert (line["test"], line["s"]) == pytest.approx((1.3, 0.1414), abs=1e-4)
+
+
+def test_every_kind_is_trained_at_every_budget_and_rate() -> None:
+    options = Options(budgets=[10, 20], rates=[0.01, 0.02], num_seeds=2, num_threads=1)
+    found = cases(options)
+    assert len(found) == 16 == len({case.run for case in found})
+    assert {"trainer.max_steps=10", "optim.muon_lr=0.02"} <= set(command(found[2]))
+
+
+def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(STUDY, ["kinds=[other]"])
+    assert "no kind 'other'" in capsys.readouterr().err
+
+
+def test_train_py_and_evaluate_py_make_the_numbers(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a fox. " * 400)
+    overrides = [*TINY, f"data.path={tmp_path / 'text.txt'}"]
+    asked = [f"out={tmp_path}", "budgets=[2]", "rates=[0.01]", "val_every=1", "wandb=false"]
+    assert main(STUDY, [*asked, f"overrides=[{','.join(overrides)}]", "num_threads=1"]) == 0
+    first, second = json.loads((tmp_path / "result.json").read_text())["table"]
+    assert (first["kind"], second["kind"]) == ("certified", "twin")
+    assert 0 < first["certified"] <= 0.5
+    assert first["price"] == pytest.approx(first["test"] - second["test"])
