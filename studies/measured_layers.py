@@ -13,8 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.model import build_model, load_model, trained_configuration
-from invformer.config.schema import ModelConfig
-from invformer.data.corpora import Corpus, load_corpus, read_corpus
+from invformer.config.schema import DataConfig, ModelConfig
+from invformer.data.corpora import Corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
@@ -86,7 +86,7 @@ def corpus_at(path: str) -> Corpus:
         DataError: it cannot be read.
     """
     try:
-        return load_corpus("text_file" if path else "python_docs", path or None)
+        return read_corpus(DataConfig(name="text_file", path=path) if path else DataConfig())
     except DataError as error:  # which names the option of train.py; it is another one here
         raise DataError(str(error).replace("data.path", "text")) from None
 

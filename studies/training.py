@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.config.schema import MANY, CorpusName
+from invformer.config.schema import MANY, CorpusName, DataConfig
 from invformer.config.section import Section, option, section
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import training_windows
+from invformer.data.windows import TrainingWindows
 from invformer.errors import DataError
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
@@ -112,7 +112,12 @@ def read_text(
 
     Of the validation split the first ``val_characters``, or all.
     """
-    found = load_corpus(corpus, path, val_fraction, test_fraction, max_characters)
+    found = read_corpus(
+        DataConfig(
+            name=corpus, path=path, max_characters=max_characters, val_fraction=val_fraction,
+            test_fraction=test_fraction,
+        )
+    )  # fmt: skip
     vocabulary = Vocabulary.from_text(found.split("train"))
     val = vocabulary.encode(found.split("val")[:val_characters])
     return Text(vocabulary.encode(found.split("train")), val, vocabulary.size, found.sha256[:16])
@@ -236,9 +241,9 @@ def train(
     losses: list[float] = []
     largest = 0.0
     model.train()
+    windows = TrainingWindows(tokens, model.seq_len, batch_size, seed)
     for step in progress(range(num_steps), what):
-        batch = training_windows(tokens, model.seq_len, batch_size, seed, step)
-        inputs, targets = (part.to(device) for part in batch)
+        inputs, targets = (part.to(device) for part in windows.batch(step))
         if step == 0:
             model.initialise(inputs)
         with recorded_inputs(model) if penalty else nullcontext([]) as layers:

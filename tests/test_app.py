@@ -19,9 +19,9 @@ import torch
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import DataConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import read_corpus
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
@@ -190,7 +190,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
 
 def test_every_character_of_the_split_is_scored_once(tmp_path: Path, text_file: Path) -> None:
     run = train(options(tmp_path, text_file, "trainer.max_steps=2"))
-    val = load_corpus("text_file", str(text_file)).split("val")
+    val = read_corpus(DataConfig(name="text_file", path=str(text_file))).split("val")
     for stride in (16, 5):
         config = load_config([f"checkpoint={run}", f"evaluate.stride={stride}"], EvaluateConfig)
         report, _ = evaluate_checkpoint(config)
@@ -232,7 +232,7 @@ def test_a_tilde_is_the_home_folder(
 
 def test_the_home_of_a_user_who_does_not_exist_is_a_missing_file() -> None:
     with pytest.raises(DataError, match="no such file or folder"):
-        load_corpus("text_file", "~nobody_of_this_name/text", val_fraction=0.1, test_fraction=0)
+        read_corpus(DataConfig(name="text_file", path="~nobody_of_this_name/text"))
 
 
 def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -10,33 +10,17 @@ import hashlib
 import io
 import os
 import platform
-import stat
 import sysconfig
 import tokenize
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
-from invformer.config.schema import CorpusName, DataConfig
+from invformer.config.schema import DataConfig, Split
 from invformer.data import hub
-from invformer.data.corpus import (
-    SPLITS,
-    Corpus,
-    Pieces,
-    Sizes,
-    Split,
-    Unit,
-    digest,
-    in_bytes,
-    in_memory,
-    parts,
-    shortened,
-)
-from invformer.data.files import Reader
+from invformer.data.corpus import SPLITS, Corpus, by_split
+from invformer.data.files import SavedPath, chunks, require_texts, texts_below
 from invformer.errors import DataError
-
-Texts = dict[Split, str]
 
 # What the files of a split may be called, first match wins. {} is a word for the split.
 SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
@@ -54,25 +38,11 @@ FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
 
 
 def read_corpus(config: DataConfig) -> Corpus:
-    """The text that a configuration names, in its splits."""
-    return load_corpus(
-        config.name, config.path, config.val_fraction, config.test_fraction, config.max_characters,
-        as_bytes=config.vocabulary == "bytes",
-    )  # fmt: skip
+    """The text that a configuration names, in its splits.
 
-
-def load_corpus(
-    name: str,
-    path: str | os.PathLike[str] | None = None,
-    val_fraction: float = 0.05,
-    test_fraction: float = 0.05,
-    max_characters: int | None = None,
-    as_bytes: bool = False,
-) -> Corpus:
-    """Read a corpus.
-
-    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file, folder or
-    pattern; the others come from the Hugging Face Hub, or with ``path`` from local files.
+    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file (also a
+    ``.zip`` with one file in it), folder, pattern or pipe; the others come from the Hugging Face
+    Hub, or with ``path`` from local files.
 
     A local file is cut into contiguous splits, train first and test last. A folder with files
     ``train.txt``, ``valid.txt`` and ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``,
@@ -84,50 +54,29 @@ def load_corpus(
     Text is read as it is: UTF-8 without exceptions, line ends and byte order marks kept. Two
     corpora are rewritten by convention: ``ptb`` becomes characters as in the literature (a space
     between words is "_", a newline ends a sentence), and ``enwik8`` is read as bytes.
-
-    Args:
-        name: of the corpus.
-        path: file (any text, or a ``.zip`` with one file in it), folder, pattern or pipe; a
-            ``SavedPath`` if a checkpoint names it, of which less is read (``data.files``).
-        val_fraction: share of the text for validation, if the corpus has no splits of its own.
-        test_fraction: likewise for the test.
-        max_characters: each split keeps its beginning, all in the same proportion.
-        as_bytes: the text is the bytes of its UTF-8.
     """
-    if name not in get_args(CorpusName):
-        raise DataError(
-            f"there is no corpus {name!r}: pick one of {', '.join(get_args(CorpusName))}"
-        )
-    unit: Unit = "bytes" if name == "enwik8" else "characters"
-    if name in ("python_docs", "python_stdlib"):
-        if path is not None:
+    if config.name in ("python_docs", "python_stdlib"):
+        if config.path is not None:
             raise DataError(
-                f"{name} comes with Python and takes no data.path; use data.name=text_file for "
-                f"{path}"
+                f"{config.name} comes with Python and takes no data.path; use data.name=text_file "
+                f"for {config.path}"
             )
-        read = read_python_docs if name == "python_docs" else read_python_stdlib
-        texts, source = read(val_fraction, test_fraction)
-        pieces, sizes = in_memory(texts)
-    elif path is not None:
-        source = os.path.expanduser(path)
-        pieces, sizes = read_local(name, path, val_fraction, test_fraction)
-    elif name == "text_file":
-        raise DataError("text_file needs data.path=FILE or data.path=FOLDER")
+        corpus = read_python_docs(config) if config.name == "python_docs" else read_stdlib(config)
+    elif config.path is not None:
+        corpus = read_local(config, config.path)
     else:
-        texts, source = read_hub(name)
-        pieces, sizes = in_memory(texts)
-    if name == "ptb":
-        pieces, sizes = in_memory(
-            {split: words_to_characters("".join(part)) for split, part in parts(pieces, sizes)}
+        corpus = read_hub(config)
+    if config.name == "ptb":
+        texts = (words_to_characters("".join(part)) for _, part in corpus.parts())
+        corpus = Corpus.of_texts(config.name, corpus.source, *texts)
+    if corpus.total < 2:
+        raise DataError(
+            f"{corpus.source}: {corpus.total} {corpus.unit} of text, nothing to learn from"
         )
-    total = sum(sizes.values())
-    if total < 2:
-        raise DataError(f"{source}: {total} {unit} of text, nothing to learn from")
-    if max_characters is not None and max_characters < total:
-        pieces, sizes = shortened(pieces, sizes, max_characters)
-    if as_bytes and unit == "characters":
-        (pieces, sizes), unit = in_bytes(pieces, sizes), "bytes"
-    corpus = Corpus(name, pieces, sizes, digest(pieces, sizes, unit), source, unit)
+    if config.max_characters is not None and config.max_characters < corpus.total:
+        corpus = corpus.shortened(config.max_characters)
+    if config.vocabulary == "bytes":
+        corpus = corpus.in_bytes()
     corpus.size("train")
     return corpus
 
@@ -137,22 +86,20 @@ def words_to_characters(text: str) -> str:
     return "".join(f"{line.strip(' ').replace(' ', '_')}\n" for line in text.splitlines())
 
 
-def cut(name: str, total: int, val_fraction: float, test_fraction: float) -> Sizes:
+def cut(config: DataConfig, total: int) -> dict[Split, int]:
     """Sizes of contiguous splits of n characters.
 
     They part at ⌊n (1 − val − test)⌋ and ⌊n (1 − test)⌋; with 5 % each these are the splits that
     tiny_shakespeare has on the Hub.
     """
-    first = int(total * (1 - val_fraction - test_fraction))
-    second = int(total * (1 - test_fraction))
-    if name in HUNDRED_MILLION and total == 100_000_000:
+    first = int(total * (1 - config.val_fraction - config.test_fraction))
+    second = int(total * (1 - config.test_fraction))
+    if config.name in HUNDRED_MILLION and total == 100_000_000:
         first, second = 90_000_000, 95_000_000
-    return {"train": first, "val": second - first, "test": total - second}
+    return by_split([first, second - first, total - second])
 
 
-def deal(
-    documents: dict[str, str], val_fraction: float, test_fraction: float, separator: str = ""
-) -> Texts:
+def deal(config: DataConfig, documents: dict[str, str], separator: str = "") -> list[str]:
     """Give every document to one split, whole.
 
     In the order of the hashes of their names, so at random but the same everywhere, documents go to
@@ -160,7 +107,9 @@ def deal(
     on. Within a split they are sorted by name.
     """
     total = sum(map(len, documents.values()))
-    room: dict[Split, float] = {"val": val_fraction * total, "test": test_fraction * total}
+    room: dict[Split, float] = {
+        "val": config.val_fraction * total, "test": config.test_fraction * total
+    }  # fmt: skip
     split_of: dict[str, Split] = dict.fromkeys(documents, "train")
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
         for split in room:
@@ -168,16 +117,16 @@ def deal(
                 split_of[name] = split
                 room[split] -= len(documents[name])
                 break
-    return {
-        split: separator.join(documents[n] for n in sorted(documents) if split_of[n] == split)
+    return [
+        separator.join(documents[n] for n in sorted(documents) if split_of[n] == split)
         for split in SPLITS
-    }
+    ]
 
 
 # --- Python's own text ---------------------------------------------------------------------------
 
 
-def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
+def read_python_docs(config: DataConfig) -> Corpus:
     """The language reference that ``help()`` prints, which ships inside every CPython.
 
     Some topics repeat parts of longer ones ("try" stands in "compound" as well). From long to
@@ -198,11 +147,11 @@ def read_python_docs(val_fraction: float, test_fraction: float) -> tuple[Texts, 
         if 2 * repeated <= sum(map(len, paragraphs)):
             kept[name] = topics[name]
             seen.update(paragraphs)
-    texts = deal(kept, val_fraction, test_fraction, separator="\n")
-    return texts, f"pydoc_data.topics of {python()}"
+    texts = deal(config, kept, separator="\n")
+    return Corpus.of_texts(config.name, f"pydoc_data.topics of {python()}", *texts)
 
 
-def read_python_stdlib(val_fraction: float, test_fraction: float) -> tuple[Texts, str]:
+def read_stdlib(config: DataConfig) -> Corpus:
     """The .py files of Python's standard library, without tests and installed packages.
 
     A package is dealt out whole, since its modules resemble each other.
@@ -214,7 +163,8 @@ def read_python_stdlib(val_fraction: float, test_fraction: float) -> tuple[Texts
         packages[package] = packages.get(package, "") + decode_source(file)
     if not packages:
         raise DataError(f"{root}: no .py files; this Python hides its standard library")
-    return deal(packages, val_fraction, test_fraction), f"standard library of {python()}"
+    texts = deal(config, packages)
+    return Corpus.of_texts(config.name, f"standard library of {python()}", *texts)
 
 
 def python() -> str:
@@ -252,27 +202,23 @@ def decode_source(file: Path) -> str:
 # --- Local files and the Hub ---------------------------------------------------------------------
 
 
-def read_local(
-    name: str, path: str | os.PathLike[str], val_fraction: float, test_fraction: float
-) -> tuple[Pieces, Sizes]:
+def read_local(config: DataConfig, path: str) -> Corpus:
     """A file, a folder of splits, or the texts of a folder or a pattern."""
-    reader = Reader(path)
-    local, files = reader.path, [reader.path]
-    if os.path.isdir(local):  # False also for a name that is too long
-        if (splits := split_files(local)) is not None:
-            sizes: Sizes = {
-                split: length(read_files(name, files, path)) for split, files in splits.items()
-            }
-            return partial(read_files, name, [f for s in SPLITS for f in splits[s]], path), sizes
-        files = text_files(name, reader)
-    elif reader.is_typed and not os.path.lexists(local):
-        found = sorted(map(Path, glob.glob(str(local), recursive=True)))
-        files = [file for file in found if not file.is_dir()] or files
-    pieces: Pieces = partial(read_files, name, files, path)
-    if os.path.exists(local) and stat.S_ISFIFO(local.stat().st_mode):  # which is read once
+    path = type(path)(os.path.expanduser(path))
+    splits = split_files(Path(path)) if os.path.isdir(path) else None
+    files = [f for s in SPLITS for f in splits[s]] if splits else text_files(config.name, path)
+    require_texts(files, path)
+    read = partial(read_files, config.name, path)
+    pieces = partial(read, files)
+    if files[0].is_fifo():  # which is read once
         text = "".join(pieces())
         pieces = lambda: [text]  # noqa: E731
-    return pieces, cut(name, length(pieces()), val_fraction, test_fraction)
+    if splits:
+        sizes = by_split(length(read(splits[split])) for split in SPLITS)
+    else:
+        sizes = cut(config, length(pieces()))
+    unit = "bytes" if config.name == "enwik8" else "characters"
+    return Corpus(config.name, path, pieces, sizes, unit)
 
 
 def length(pieces: Iterable[str]) -> int:
@@ -281,54 +227,51 @@ def length(pieces: Iterable[str]) -> int:
 
 
 def split_files(folder: Path) -> dict[Split, list[Path]] | None:
-    """The files of each split, or None if the folder has none for training."""
-    found: dict[Split, list[Path]] = {split: [] for split in SPLITS}
+    """The files of each split, or None if there are none for training."""
+    found: dict[Split, list[Path]] = {}
     for split, words in SPLIT_WORDS.items():
-        for pattern in (p.format(word) for p in SPLIT_FILES for word in words):
-            if files := sorted(folder.glob(pattern)):
-                found[split] = files
-                break
-    if not found["train"]:
-        return None
-    if not found["val"]:
+        patterns = (p.format(word) for p in SPLIT_FILES for word in words)
+        matches = (sorted(folder.glob(pattern)) for pattern in patterns)
+        found[split] = next(filter(None, matches), [])
+    if found["train"] and not found["val"]:
         raise DataError(
             f"{folder}: it has {found['train'][0].name} but no file for validation; add "
             "valid.txt, or give data.path the file itself to have it cut into splits"
         )
-    return found
+    return found if found["train"] else None
 
 
-def text_files(name: str, reader: Reader) -> list[Path]:
-    """The texts of a folder without splits, in sorted order."""
-    folder = reader.path
-    for known in (name, f"{name}.zip"):
-        if (folder / known).is_file():
-            return [folder / known]
-    files = reader.text_files()
-    if not files:
-        raise DataError(
-            f"{folder}: no *.txt in this folder and no train.txt; give data.path a file, or a "
-            "pattern such as 'FOLDER/*.md'"
-        )
-    return files
+def text_files(name: str, path: str) -> list[Path]:
+    """The file of a path, the texts of a folder, or the files that a pattern matches; sorted."""
+    file = Path(path)
+    if not os.path.isdir(path):  # False also for a name that is too long
+        is_pattern = not isinstance(path, SavedPath) and not os.path.lexists(path)
+        found = sorted(map(Path, glob.glob(path, recursive=True))) if is_pattern else []
+        return [match for match in found if not match.is_dir()] or [file]
+    known = [file / named for named in (name, f"{name}.zip") if (file / named).is_file()]
+    if files := known[:1] or texts_below(path):
+        return files
+    raise DataError(
+        f"{path}: no *.txt in this folder and no train.txt; give data.path a file, or a pattern "
+        "such as 'FOLDER/*.md'"
+    )
 
 
-def read_files(name: str, files: list[Path], path: str | os.PathLike[str]) -> Iterator[str]:
-    """The texts of some files below a path, one after the other, in pieces."""
-    reader = Reader(path)
+def read_files(name: str, path: str, files: list[Path]) -> Iterator[str]:
+    """The texts of plain files, of the one file in a .zip, or of tables, in pieces."""
     for file in files:
-        yield from read_file(name, file, reader)
+        if file.suffix == ".parquet":
+            yield hub.read_parquet(name, file)
+        else:
+            yield from decoded(file, chunks(file, path), "latin-1" if name == "enwik8" else "utf-8")
 
 
-def read_file(name: str, file: Path, reader: Reader) -> Iterator[str]:
-    """The text of a plain file, of the one file in a .zip, or of a .parquet, in pieces."""
-    if file.suffix == ".parquet":
-        yield hub.read_parquet(name, file, reader)
-        return
-    decoder = codecs.getincrementaldecoder("latin-1" if name == "enwik8" else "utf-8")()
+def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str]:
+    """The text of a file's content; a DataError says where it is not UTF-8."""
+    decoder = codecs.getincrementaldecoder(encoding)()
     num_read = 0
     try:
-        for chunk in reader.chunks(file):
+        for chunk in content:
             yield decoder.decode(chunk)
             num_read += len(chunk)
         decoder.decode(b"", final=True)
@@ -341,16 +284,15 @@ def read_file(name: str, file: Path, reader: Reader) -> Iterator[str]:
         ) from None
 
 
-def read_hub(name: str) -> tuple[Texts, str]:
+def read_hub(config: DataConfig) -> Corpus:
     """A corpus from the Hub, in the splits it has there, or in its customary ones."""
+    name = config.name
     texts, source = hub.read(name)
-    length = sum(map(len, texts.values()))
-    if name in HUNDRED_MILLION and length != 100_000_000:
+    total = length(texts.values())
+    if name in HUNDRED_MILLION and total != 100_000_000:
         raise DataError(
-            f"{source}: {length} characters instead of 100000000; set data.path to a copy of {name}"
+            f"{source}: {total} characters instead of 100000000; set data.path to a copy of {name}"
         )
     if name == "enwik8":
-        text = texts["train"]
-        sizes = cut(name, len(text), 0.05, 0.05)
-        return {split: "".join(part) for split, part in parts(lambda: [text], sizes)}, source
-    return {"train": texts["train"], "val": texts["validation"], "test": texts["test"]}, source
+        return Corpus(name, source, lambda: [texts["train"]], cut(config, total), "bytes")
+    return Corpus.of_texts(name, source, texts["train"], texts["validation"], texts["test"])

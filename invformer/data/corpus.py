@@ -3,15 +3,14 @@
 import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from invformer.config.schema import Split
 from invformer.errors import DataError
 
 Unit = Literal["characters", "bytes"]
-Sizes = dict[Split, int]
-Pieces = Callable[[], Iterable[str]]  # a text from its beginning, at every call
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
@@ -23,23 +22,34 @@ class Corpus:
 
     Attributes:
         name: of the corpus.
-        pieces: training, validation and test text, one after the other.
+        source: where the texts came from, in words.
+        pieces: training, validation and test text, one after the other, at every call anew.
         sizes: characters of each.
-        sha256: of the texts and of where they part.
-        source: where they came from, in words.
         unit: what a character is.
     """
 
     name: str
-    pieces: Pieces = field(repr=False, compare=False)
-    sizes: Sizes
-    sha256: str
     source: str
+    pieces: Callable[[], Iterable[str]] = field(repr=False, compare=False)
+    sizes: dict[Split, int]
     unit: Unit = "characters"
+
+    @classmethod
+    def of_texts(cls, name: str, source: str, *texts: str) -> "Corpus":
+        """A corpus in memory: training, validation and test text."""
+        return cls(name, source, lambda: texts, by_split(map(len, texts)))
+
+    def parts(self) -> Iterator[tuple[Split, Iterator[str]]]:
+        """Each split and its text in pieces, to be read before the next split is asked for."""
+        stream = Stream(self.pieces())
+        for split in SPLITS:
+            part = stream.take(self.sizes[split])
+            yield split, part
+            deque(part, maxlen=0)  # pass over what was not read
 
     def read(self, *splits: Split) -> Iterator[str]:
         """The texts of some splits, in pieces."""
-        for split, part in parts(self.pieces, self.sizes):
+        for split, part in self.parts():
             if split in splits:
                 yield from part
 
@@ -57,10 +67,49 @@ class Corpus:
             )
         return self.sizes[name]
 
+    @property
+    def total(self) -> int:
+        """Characters of all splits together."""
+        return sum(self.sizes.values())
+
     def lengths(self) -> str:
         """How long the splits are, in words."""
         sizes = ", ".join(f"{size:,} ({name})" for name, size in self.sizes.items())
         return f"{sizes} {self.unit}"
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the texts, each after its name and length."""
+        sha = hashlib.sha256()
+        deque(self.hashed(sha), maxlen=0)
+        return sha.hexdigest()
+
+    def hashed(self, sha: Any) -> Iterator[str]:
+        """All texts in pieces, each of which updates the hash that becomes :attr:`sha256`."""
+        encoding = "latin-1" if self.unit == "bytes" else "utf-8"
+        for split, part in self.parts():
+            sha.update(f"{split} {self.sizes[split]}\n".encode())
+            for piece in part:
+                sha.update(piece.encode(encoding))
+                yield piece
+
+    def shortened(self, max_characters: int) -> "Corpus":
+        """Of each split the beginning, all in the same proportion."""
+        sizes = {s: size * max_characters // self.total for s, size in self.sizes.items()}
+
+        def pieces() -> Iterator[str]:
+            for split, part in self.parts():
+                yield from Stream(part).take(sizes[split])
+
+        return replace(self, pieces=pieces, sizes=sizes)
+
+    def in_bytes(self) -> "Corpus":
+        """The same texts with a character chr(b) for every byte b of their UTF-8."""
+        if self.unit == "bytes":
+            return self
+        sizes = {split: sum(len(p.encode()) for p in part) for split, part in self.parts()}
+        pieces = lambda: map(as_bytes, self.pieces())  # noqa: E731
+        return replace(self, pieces=pieces, sizes=sizes, unit="bytes")
 
 
 class Stream:
@@ -81,44 +130,11 @@ class Stream:
             yield part
 
 
-def parts(pieces: Pieces, sizes: Sizes) -> Iterator[tuple[Split, Iterator[str]]]:
-    """Each split and its text in pieces, which can be read until the next split is asked for."""
-    stream = Stream(pieces())
-    for split in SPLITS:
-        part = stream.take(sizes[split])
-        yield split, part
-        deque(part, maxlen=0)  # pass over what was not read
+def by_split(sizes: Iterable[int]) -> dict[Split, int]:
+    """Characters of the training, validation and test text, named."""
+    return dict(zip(SPLITS, sizes, strict=True))
 
 
-def in_memory(texts: dict[Split, str]) -> tuple[Pieces, Sizes]:
-    """Three texts as a corpus reads them."""
-    return lambda: [texts[split] for split in SPLITS], {s: len(texts[s]) for s in SPLITS}
-
-
-def in_bytes(pieces: Pieces, sizes: Sizes) -> tuple[Pieces, Sizes]:
-    """The same texts with a character chr(b) for every byte b of their UTF-8."""
-    counts: Sizes = {s: sum(len(p.encode()) for p in part) for s, part in parts(pieces, sizes)}
-    return lambda: (piece.encode().decode("latin-1") for piece in pieces()), counts
-
-
-def shortened(pieces: Pieces, sizes: Sizes, max_characters: int) -> tuple[Pieces, Sizes]:
-    """Of each split the beginning, all in the same proportion."""
-    total = sum(sizes.values())
-    kept: Sizes = {split: size * max_characters // total for split, size in sizes.items()}
-
-    def beginnings() -> Iterator[str]:
-        for split, part in parts(pieces, sizes):
-            yield from Stream(part).take(kept[split])
-
-    return beginnings, kept
-
-
-def digest(pieces: Pieces, sizes: Sizes, unit: Unit) -> str:
-    """SHA-256 of the texts, each after its name and length."""
-    encoding = "latin-1" if unit == "bytes" else "utf-8"
-    sha = hashlib.sha256()
-    for split, part in parts(pieces, sizes):
-        sha.update(f"{split} {sizes[split]}\n".encode())
-        for piece in part:
-            sha.update(piece.encode(encoding))
-    return sha.hexdigest()
+def as_bytes(text: str) -> str:
+    """A character chr(b) for every byte b of a text in UTF-8."""
+    return text.encode().decode("latin-1")

@@ -15,7 +15,6 @@ from invformer.data.windows import (
     EvaluationWindows,
     TrainingWindows,
     first_sequences,
-    training_windows,
 )
 from invformer.errors import ConfigurationError, DataError
 
@@ -94,7 +93,7 @@ class TextDataModule(L.LightningDataModule):
     def first_batch(self, num_batches: int = 1) -> Batch:
         """So many batches as one, with which training starts, for initialisation."""
         batch_size = num_batches * self.batch_size
-        return training_windows(self.tokens("train"), self.seq_len, batch_size, self.seed, 0)
+        return TrainingWindows(self.tokens("train"), self.seq_len, batch_size, self.seed).batch(0)
 
     def windows_of(self, step: int) -> str:
         """The windows that an optimiser step reads, as numbers in the endless training order."""

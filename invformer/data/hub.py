@@ -5,12 +5,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from invformer.data.files import Reader
+from invformer.data.corpus import as_bytes
 from invformer.errors import DataError
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
-
-
 # The repository and configuration of each corpus. Where the main branch is a loading script, which
 # ``datasets`` no longer runs: splits and their files on the branch refs/convert/parquet.
 REPOSITORIES: dict[str, tuple[str, str | None]] = {
@@ -88,16 +86,13 @@ def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None
         )
 
 
-def read_parquet(name: str, file: Path, reader: Reader) -> str:
+def read_parquet(name: str, file: Path) -> str:
     """The text in a table that was downloaded by hand."""
     import datasets
 
     try:
-        reader.require_text(file, file.stat())
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
         text = rows_to_text(name, rows)
-    except DataError:
-        raise
     except Exception as error:
         raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
     refuse_changed_cache(str(file), {"train": rows}, [text])
@@ -111,7 +106,7 @@ def rows_to_text(name: str, rows: Iterable[Any]) -> str:
     if name == "wikitext2":  # its blank lines, " \n" in the original, became empty rows
         return "".join(row["text"] or " \n" for row in rows)
     text = "".join(row["text"] for row in rows)
-    return text.encode().decode("latin-1") if name == "enwik8" else text
+    return as_bytes(text) if name == "enwik8" else text
 
 
 def one_line(error: Exception) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.config.schema import ScoredSplit
-from invformer.data.corpus import SPLITS, Corpus, digest
+from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.vocabulary import CHUNK, Vocabulary
 from invformer.errors import DataError, StorageError
 from invformer.kernels.host import cache_folder
@@ -36,7 +36,7 @@ def tokens_of(
         vocabulary: its characters.
         max_val_characters: only the beginning of the validation split is wanted.
     """
-    if sum(corpus.sizes.values()) * vocabulary.dtype.itemsize > MAPPED_BYTES:
+    if corpus.total * vocabulary.dtype.itemsize > MAPPED_BYTES:
         tokens = mapped(corpus, vocabulary)
     else:
         tokens = torch.cat([vocabulary.encode(piece) for piece in corpus.read(*SPLITS)])
@@ -49,14 +49,14 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
     file = cache_folder() / "tokens" / f"{name}.tokens"
-    length = sum(corpus.sizes.values())
-    num_bytes = length * vocabulary.dtype.itemsize
+    num_bytes = corpus.total * vocabulary.dtype.itemsize
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(file.with_suffix(".lock")):
             if not file.exists() or file.stat().st_size != num_bytes:
                 write_tokens(file, corpus, vocabulary)
-        numbers = np.memmap(file, str(vocabulary.dtype).removeprefix("torch."), "r", shape=length)
+        kind = str(vocabulary.dtype).removeprefix("torch.")
+        numbers = np.memmap(file, kind, "r", shape=corpus.total)
     except OSError as error:
         raise StorageError(
             f"{file}: cannot be written ({error.strerror}); free {num_bytes:,} bytes, or set "
@@ -69,14 +69,14 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
 
 def write_tokens(file: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
     """Write the tokens piece by piece, and give the file its name when it is complete."""
-    partial = file.with_name(PARTIAL + file.name)
+    partial, sha = file.with_name(PARTIAL + file.name), hashlib.sha256()
     try:
         with partial.open("wb") as out:
-            for piece in corpus.read(*SPLITS):
+            for piece in corpus.hashed(sha):
                 out.write(vocabulary.encode(piece).numpy().data)
             out.flush()
             os.fsync(out.fileno())
-        if digest(corpus.pieces, corpus.sizes, corpus.unit) != corpus.sha256:
+        if sha.hexdigest() != corpus.sha256:
             raise DataError(f"{corpus.source} changed while it was read; start again")
         os.replace(partial, file)
     finally:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
+from invformer.data.corpus import as_bytes
 from invformer.errors import CheckpointError, DataError
 
 UNKNOWN = "\ufffd"
@@ -64,7 +65,7 @@ class Vocabulary:
 
     def symbols_of(self, text: str) -> str:
         """A text as a corpus holds it: itself, or a character chr(b) for every byte b."""
-        return text.encode().decode("latin-1") if self.is_bytes else text
+        return as_bytes(text) if self.is_bytes else text
 
     def text_of(self, symbols: Iterable[str]) -> Iterator[str]:
         """The text of symbols, piece by piece: the inverse of :meth:`symbols_of`."""

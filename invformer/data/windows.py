@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Integer
@@ -17,48 +18,7 @@ SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
 ScoredBatch = tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]
-
-
-def training_windows(
-    tokens: Tokens,
-    seq_len: int,
-    batch_size: int,
-    seed: int,
-    step: int,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Batch:
-    """Batch number ``step`` of an endless training order, a pure function of its arguments.
-
-    The text is read as a ring. An epoch cuts it at a random place into ⌊n / N⌋ windows that do not
-    overlap and takes them in random order; the next epoch cuts elsewhere. So within an epoch no
-    character is a target twice, and each is left out with probability (n mod N) / n. About one
-    window per epoch runs over the text's end into its beginning.
-
-    Args:
-        tokens: the text, n ≥ N tokens.
-        seq_len: N, the length of a window.
-        batch_size: windows per batch and process.
-        seed: of the order; any integer.
-        step: number of the batch, from 0.
-        rank: the process that asks.
-        world_size: W processes with batches of b see, side by side, the batches of W b that one
-            process sees.
-
-    Returns:
-        (inputs, targets): int64, each target the character that follows its input.
-    """
-    num_windows = len(tokens) // seq_len
-    first = (step * world_size + rank) * batch_size
-    order = torch.arange(first, first + batch_size)
-    starts = torch.empty_like(order)
-    for epoch in range(first // num_windows, (first + batch_size - 1) // num_windows + 1):
-        offset, permutation = epoch_order(len(tokens), num_windows, seed, epoch)
-        here = order.div(num_windows, rounding_mode="floor") == epoch
-        starts[here] = offset + seq_len * permutation(order[here] % num_windows)
-    positions = (starts[:, None] + torch.arange(seq_len + 1)) % len(tokens)
-    windows = tokens[positions].long()
-    return windows[:, :-1], windows[:, 1:]
+AnyBatch = TypeVar("AnyBatch", Batch, ScoredBatch)
 
 
 def first_sequences(tokens: Tokens, seq_len: int, count: int) -> Windows:
@@ -105,11 +65,27 @@ def shuffled(index: Integer[Tensor, "n"], size: int, keys: Sequence[int]) -> Int
 
 @dataclass(frozen=True, eq=False)
 class TrainingWindows:
-    """The batches of :func:`training_windows` from ``start_batch`` on, without end.
+    """Batches of an endless training order, a pure function of the fields.
+
+    The text is read as a ring. An epoch cuts it at a random place into ⌊n / N⌋ windows that do not
+    overlap and takes them in random order; the next epoch cuts elsewhere. So within an epoch no
+    character is a target twice, and each is left out with probability (n mod N) / n. About one
+    window per epoch runs over the text's end into its beginning.
 
     It is a plain iterable of finished batches and needs no ``DataLoader``: one would draw from the
-    global random generator each time it is iterated. With ``pin_memory`` batches lie in page-locked
-    memory, from which a CUDA device copies without waiting.
+    global random generator each time it is iterated.
+
+    Attributes:
+        tokens: the text, n ≥ N tokens.
+        seq_len: N, the length of a window.
+        batch_size: windows per batch and process.
+        seed: of the order; any integer.
+        start_batch: number of the first batch that is iterated.
+        rank: this process.
+        world_size: W processes with batches of b see, side by side, the batches of W b that one
+            process sees.
+        pin_memory: whether batches lie in page-locked memory, from which a CUDA device copies
+            without waiting.
     """
 
     tokens: Tokens
@@ -122,12 +98,27 @@ class TrainingWindows:
     pin_memory: bool = False
 
     def __iter__(self) -> Iterator[Batch]:
-        order, ranks = (self.seq_len, self.batch_size, self.seed), (self.rank, self.world_size)
-        for step in itertools.count(self.start_batch):
-            inputs, targets = training_windows(self.tokens, *order, step, *ranks)
-            if self.pin_memory:
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
-            yield inputs, targets
+        """Batches from ``start_batch`` on, without end."""
+        return (pinned(self.batch(i), self.pin_memory) for i in itertools.count(self.start_batch))
+
+    def batch(self, number: int) -> Batch:
+        """(inputs, targets) of a batch: int64, each target the character after its input."""
+        num_windows = len(self.tokens) // self.seq_len
+        first = (number * self.world_size + self.rank) * self.batch_size
+        order = torch.arange(first, first + self.batch_size)
+        starts = torch.empty_like(order)
+        for epoch in range(first // num_windows, int(order[-1]) // num_windows + 1):
+            offset, permutation = epoch_order(len(self.tokens), num_windows, self.seed, epoch)
+            here = order.div(num_windows, rounding_mode="floor") == epoch
+            starts[here] = offset + self.seq_len * permutation(order[here] % num_windows)
+        positions = (starts[:, None] + torch.arange(self.seq_len + 1)) % len(self.tokens)
+        windows = self.tokens[positions].long()
+        return windows[:, :-1], windows[:, 1:]
+
+
+def pinned(batch: AnyBatch, pin_memory: bool) -> AnyBatch:
+    """The batch, in page-locked memory if asked for."""
+    return type(batch)(part.pin_memory() for part in batch) if pin_memory else batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,11 +178,8 @@ class EvaluationWindows:
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
             last = min(first + self.batch_size, self.num_windows)
-            inputs, targets, scored = self._windows(torch.arange(first, max(first + 1, last)))
-            if self.pin_memory:
-                inputs, targets = inputs.pin_memory(), targets.pin_memory()
-                scored = scored.pin_memory()
-            yield inputs, targets, scored
+            windows = self._windows(torch.arange(first, max(first + 1, last)))
+            yield pinned(windows, self.pin_memory)
 
     def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
         positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)

@@ -77,7 +77,7 @@ def evaluate(
     split = config.data.split or data.split
     corpus = read_corpus(data)
     tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
-    size = sum(corpus.sizes.values()) if split == "all" else corpus.size(split)
+    size = corpus.total if split == "all" else corpus.size(split)
     refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
     if data.unknown == "refuse":
         vocabulary.require(corpus.read(*(SPLITS if split == "all" else (split,))), corpus.source)

@@ -11,9 +11,6 @@ from invformer.assemble.run import build_run
 from invformer.commands import is_missing
 from invformer.config import load_config
 from invformer.config.trained import EvaluateConfig
-from invformer.data.corpora import load_corpus
-from invformer.data.corpus import SPLITS
-from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.training.fit import fit
 from tests.small_runs import TEXT, options
@@ -27,26 +24,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("invformer.training.fit.plot_run", lambda *_: None)
     (tmp_path / "squares.txt").write_text(GREEK, encoding="utf-8")
     return tmp_path
-
-
-def test_a_corpus_of_bytes_is_the_text_in_utf_8(folder: Path) -> None:
-    whole = load_corpus("text_file", folder / "squares.txt")
-    corpus = load_corpus("text_file", folder / "squares.txt", as_bytes=True)
-    for split in SPLITS:
-        assert corpus.split(split).encode("latin-1") == whole.split(split).encode()
-        assert corpus.sizes[split] == len(whole.split(split).encode())
-    assert corpus.unit == "bytes"
-    assert corpus.sha256 != whole.sha256
-
-
-def test_bytes_become_text_again_however_they_are_cut() -> None:
-    vocabulary = Vocabulary.of_bytes()
-    symbols = vocabulary.symbols_of("∫ π")
-    assert len(symbols) == 6
-    assert "".join(vocabulary.text_of(symbols)) == "∫ π"
-    assert "".join(vocabulary.text_of(["\ufffd", "a"])) == "?a"
-    characters = Vocabulary.from_text("∫ π")
-    assert characters.symbols_of("π") == "".join(characters.text_of("π")) == "π"
 
 
 def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
@@ -76,15 +53,6 @@ def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) ->
     words = [f"checkpoint={folder / 'a'}", "data.unknown=refuse"]
     with pytest.raises(DataError, match="lacks 'Ω'"):
         evaluate_checkpoint(load_config(words, EvaluateConfig))
-
-
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_a_text_in_utf_16_is_refused_with_the_command_that_converts_it(
-    tmp_path: Path, encoding: str
-) -> None:
-    (tmp_path / "a.txt").write_bytes(("\ufeff" * (encoding != "utf-16") + TEXT).encode(encoding))
-    with pytest.raises(DataError, match="iconv -f utf-16 -t utf-8"):
-        load_corpus("text_file", tmp_path / "a.txt")
 
 
 def test_a_pattern_is_missing_if_it_matches_nothing(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from invformer.assemble.run import build_data
 from invformer.config import load_config
-from invformer.data.corpus import Corpus, in_memory
+from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
@@ -30,8 +30,7 @@ SEQ_LEN = 8
 
 
 def make_corpus(train: str, val: str, test: str = "") -> Corpus:
-    pieces, sizes = in_memory({"train": train, "val": val, "test": test})
-    return Corpus("made_up", pieces, sizes, sha256="", source="a test")
+    return Corpus.of_texts("made_up", "a test", train, val, test)
 
 
 CORPUS = make_corpus("the quick brown fox jumps over the lazy dog. " * 9, "over the dog. " * 5)

@@ -8,22 +8,28 @@ from pathlib import Path
 
 import pytest
 
+from invformer.config.schema import DataConfig
 from invformer.data import files
-from invformer.data.corpora import load_corpus
-from invformer.data.files import Reader, SavedPath
+from invformer.data.corpora import read_corpus
+from invformer.data.corpus import SPLITS, Corpus
+from invformer.data.files import SavedPath, texts_below
 from invformer.errors import DataError
 
 UNTYPED = "it was the checkpoint that named it; name the text yourself with data.path=PATH"
 
 
-def read(path: Path | str) -> bytes:
-    reader = Reader(path)
-    return b"".join(reader.chunks(reader.path))
+def corpus_at(path: Path | str) -> Corpus:
+    path = str(path) if isinstance(path, Path) else path
+    return read_corpus(DataConfig(name="text_file", path=path))
+
+
+def read(path: Path | str) -> str:
+    return "".join(corpus_at(path).read(*SPLITS))
 
 
 def refusal(path: Path | str) -> str:
     with pytest.raises(DataError) as caught:
-        load_corpus("text_file", path)
+        corpus_at(path)
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -75,7 +81,7 @@ def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path
     path = pipe(tmp_path / "text.txt")
     writer = threading.Thread(target=path.write_text, args=["from a pipe"])
     writer.start()
-    assert read(path) == b"from a pipe"
+    assert read(path) == "from a pipe"
     writer.join()
     for other in (tmp_path, SavedPath(path), SavedPath(tmp_path)):
         assert "not a regular file" in refusal(other)
@@ -83,7 +89,7 @@ def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path
 
 def test_links_to_files_are_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(write(tmp_path / "text.txt"))
-    assert read(SavedPath(tmp_path / "link")) == b"some text "
+    assert read(SavedPath(tmp_path / "link")) == "some text "
 
 
 def test_what_a_checkpoint_names_is_bounded_all_together(
@@ -91,14 +97,14 @@ def test_what_a_checkpoint_names_is_bounded_all_together(
 ) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 25)
     one = write(tmp_path / "a.txt")
-    assert load_corpus("text_file", SavedPath(one)).lengths().startswith("9 (train)")
+    assert corpus_at(SavedPath(one)).lengths().startswith("9 (train)")
     write(tmp_path / "b.txt")
-    load_corpus("text_file", SavedPath(tmp_path))
+    corpus_at(SavedPath(tmp_path))
     write(tmp_path / "c.txt")
     assert refusal(SavedPath(tmp_path)) == (
         f"{tmp_path / 'c.txt'}: more than 25 bytes of text, and {UNTYPED}"
     )
-    load_corpus("text_file", tmp_path)
+    corpus_at(tmp_path)
 
 
 def test_a_pipe_that_does_not_end_is_cut_off(
@@ -127,7 +133,7 @@ def test_a_folder_that_a_checkpoint_names_is_no_whole_system(
     assert refusal(SavedPath(tmp_path)) == f"{tmp_path}: more than 5 files and folders, and " + (
         UNTYPED
     )
-    load_corpus("text_file", tmp_path)
+    corpus_at(tmp_path)
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
@@ -167,7 +173,7 @@ def test_what_macos_adds_to_an_archive_is_no_second_file(tmp_path: Path) -> None
         archive.writestr("folder/", "")
         archive.writestr("folder/a.txt", "the text")
         archive.writestr("__MACOSX/folder/._a.txt", "no text")
-    assert read(tmp_path / "a.zip") == b"the text"
+    assert read(tmp_path / "a.zip") == "the text"
 
 
 def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path) -> None:
@@ -175,16 +181,8 @@ def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path)
     hidden = [".git/a.txt", ".hidden.txt", "a/._b.txt", ".txt", "d.txt/.cache/f.txt"]
     for name in [*wanted, *hidden, "notes.md", "a/x.txt.gz"]:
         write(tmp_path / name)
-    found = [f.relative_to(tmp_path).as_posix() for f in Reader(tmp_path).text_files()]
+    found = [f.relative_to(tmp_path).as_posix() for f in texts_below(str(tmp_path))]
     assert found == ["B.TXT", "a/b/c.Txt", "a/b.txt", "a.txt", "d.txt/e.txt", "z.txt"]
 
-
-def test_a_folder_below_a_hidden_one_is_not_hidden_from_who_names_it(tmp_path: Path) -> None:
     write(tmp_path / ".texts" / "a.txt")
-    assert len(Reader(tmp_path / ".texts").text_files()) == 1
-
-
-def test_a_file_is_read_whole(tmp_path: Path) -> None:
-    content = os.urandom(3 << 20)
-    (tmp_path / "a").write_bytes(content)
-    assert read(tmp_path / "a") == read(SavedPath(tmp_path / "a")) == content
+    assert len(texts_below(str(tmp_path / ".texts"))) == 1

@@ -49,6 +49,16 @@ def test_every_byte_is_a_character() -> None:
     assert vocabulary.size == 257
 
 
+def test_bytes_become_text_again_however_they_are_cut() -> None:
+    vocabulary = Vocabulary.of_bytes()
+    symbols = vocabulary.symbols_of("∫ π")
+    assert len(symbols) == 6
+    assert "".join(vocabulary.text_of(symbols)) == "∫ π"
+    assert "".join(vocabulary.text_of(["\ufffd", "a"])) == "?a"
+    characters = Vocabulary.from_text("∫ π")
+    assert characters.symbols_of("π") == "".join(characters.text_of("π")) == "π"
+
+
 @pytest.mark.parametrize(("count", "dtype"), [(255, torch.uint8), (256, torch.uint16)])
 def test_tokens_take_one_byte_as_long_as_they_fit(count: int, dtype: torch.dtype) -> None:
     text = "".join(chr(i) for i in range(count))

@@ -12,7 +12,6 @@ from invformer.data.windows import (
     EvaluationWindows,
     TrainingWindows,
     shuffled,
-    training_windows,
 )
 
 
@@ -22,10 +21,10 @@ def positions_as_tokens(n: int) -> torch.Tensor:
 
 def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
     tokens = positions_as_tokens(1000)
-    steps = [training_windows(tokens, 8, 4, seed=1, step=i)[0] for i in range(50)]
+    steps = [TrainingWindows(tokens, 8, 4, seed=1).batch(i)[0] for i in range(50)]
     for i in (49, 0, 23):
-        assert torch.equal(training_windows(tokens, 8, 4, seed=1, step=i)[0], steps[i])
-    assert not torch.equal(training_windows(tokens, 8, 4, seed=2, step=0)[0], steps[0])
+        assert torch.equal(TrainingWindows(tokens, 8, 4, seed=1).batch(i)[0], steps[i])
+    assert not torch.equal(TrainingWindows(tokens, 8, 4, seed=2).batch(0)[0], steps[0])
     assert len({tuple(s.flatten().tolist()) for s in steps}) == 50
 
 
@@ -57,7 +56,7 @@ def test_in_an_epoch_no_character_is_a_target_twice_and_few_are_left_out(
 def test_over_many_epochs_every_character_is_used_equally_often() -> None:
     n, seq_len, epochs = 23, 5, 4000
     tokens = positions_as_tokens(n)
-    targets = training_windows(tokens, seq_len, epochs * (n // seq_len), seed=0, step=0)[1]
+    targets = TrainingWindows(tokens, seq_len, epochs * (n // seq_len), seed=0).batch(0)[1]
     used = targets.flatten().bincount(minlength=n)
     share = (n - n % seq_len) / n
     deviation = (epochs * share * (1 - share)) ** 0.5
@@ -71,10 +70,10 @@ def test_a_permutation_that_is_not_held_in_memory_is_one(size: int, keys: list[i
 
 
 def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    listed = training_windows(positions_as_tokens(900), 8, 112, seed=3, step=0)[1]
+    listed = TrainingWindows(positions_as_tokens(900), 8, 112, seed=3).batch(0)[1]
     monkeypatch.setattr(windows, "LISTED_WINDOWS", 50)
     windows.epoch_order.cache_clear()
-    targets = training_windows(positions_as_tokens(900), 8, 112, seed=3, step=0)[1]
+    targets = TrainingWindows(positions_as_tokens(900), 8, 112, seed=3).batch(0)[1]
     assert len(targets.unique()) == 112 * 8
     assert not torch.equal(targets, listed)
     windows.epoch_order.cache_clear()
@@ -82,7 +81,7 @@ def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("n", [9, 40])
 def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
-    inputs, targets = training_windows(positions_as_tokens(n), 8, 100, seed=0, step=3)
+    inputs, targets = TrainingWindows(positions_as_tokens(n), 8, 100, seed=0).batch(3)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, (inputs + 1) % n)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -92,12 +91,10 @@ def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
 def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) -> None:
     tokens = positions_as_tokens(100)
     for step in range(20):
-        whole = training_windows(tokens, 8, 6, seed=0, step=step)
+        whole = TrainingWindows(tokens, 8, 6, seed=0).batch(step)
         shares = [
-            training_windows(
-                tokens, 8, 6 // world_size, seed=0, step=step, rank=r, world_size=world_size
-            )
-            for r in range(world_size)
+            TrainingWindows(tokens, 8, 6 // world_size, 0, 0, rank, world_size).batch(step)
+            for rank in range(world_size)
         ]
         for i in range(2):
             assert torch.equal(torch.cat([share[i] for share in shares]), whole[i])
@@ -107,9 +104,8 @@ def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) ->
 def test_narrow_tokens_give_the_same_windows(dtype: torch.dtype) -> None:
     tokens = positions_as_tokens(100)
     narrow = tokens.to(dtype)
-    for a, b in zip(
-        training_windows(tokens, 8, 6, 0, 0), training_windows(narrow, 8, 6, 0, 0), strict=True
-    ):
+    batches = (TrainingWindows(t, 8, 6, 0).batch(0) for t in (tokens, narrow))
+    for a, b in zip(*batches, strict=True):
         assert torch.equal(a, b)
     for wide, small in zip(
         EvaluationWindows(tokens, 8, 3), EvaluationWindows(narrow, 8, 3), strict=True

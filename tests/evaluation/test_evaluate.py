@@ -14,7 +14,7 @@ from invformer.assemble.model import evaluate_checkpoint, untrained
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation import evaluate as measuring
@@ -44,7 +44,7 @@ class Saved:
             ],
             TrainConfig,
         )  # fmt: skip
-        corpus = load_corpus("text_file", str(text))
+        corpus = read_corpus(self.config.data)
         self.sha256 = corpus.sha256
         self.vocabulary = Vocabulary.from_text(corpus.read("train"))
         torch.manual_seed(0)
@@ -107,9 +107,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
     report = saved.evaluated("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
     assert report["precision"] == precision
     model = saved.model.eval()
-    tokens = saved.vocabulary.encode(
-        load_corpus("text_file", tmp_path / "sums.txt").split("val")
-    ).long()
+    tokens = saved.vocabulary.encode(read_corpus(saved.config.data).split("val")).long()
     windows = tokens[: len(tokens) // 16 * 16].view(-1, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, precision == "bf16-mixed"):
         inner = model(windows)[:, :-1].log_softmax(-1)
@@ -120,7 +118,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
 
 def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -> None:
     saved = Saved(tmp_path)
-    corpus = load_corpus("text_file", tmp_path / "sums.txt")
+    corpus = read_corpus(saved.config.data)
     quick = ["evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0"]
     nats = {saved.evaluated(*quick)["nats"]}
     for split in ("train", "test", "val"):

@@ -8,9 +8,9 @@ import torch
 
 from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weight_specs
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import DataConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
-from invformer.data.corpora import load_corpus
+from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
@@ -37,11 +37,15 @@ def folder(tmp_path: Path) -> Path:
     words = ["data=text_file", f"data.path={tmp_path / 'text.txt'}", "data.seq_len=16",
              "model.d_model=12", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
     config = load_config(words, TrainConfig, ROOT)
-    corpus = load_corpus("text_file", tmp_path / "text.txt")
+    corpus = read_corpus(config.data)
     vocabulary = Vocabulary.from_text(corpus.read("train"))
     model = untrained(config, vocabulary.size)
     save_run(tmp_path, config, vocabulary, model, data_sha256=corpus.sha256)
     return tmp_path
+
+
+def text_file(path: Path, max_characters: int | None = None) -> DataConfig:
+    return DataConfig(name="text_file", path=str(path), max_characters=max_characters)
 
 
 def evaluate(folder: Path, *more: str) -> dict:
@@ -94,10 +98,10 @@ def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
     other = folder / "other.txt"
     other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
     elsewhere = "data.name=text_file", f"data.path={other}"
-    learnt = load_corpus("text_file", folder / "text.txt")
-    expected = five_gram(learnt.split("train"), load_corpus("text_file", other).split("val"))
+    learnt = read_corpus(text_file(folder / "text.txt"))
+    expected = five_gram(learnt.split("train"), read_corpus(text_file(other)).split("val"))
     assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
-    short = load_corpus("text_file", folder / "text.txt", max_characters=1000).split("val")
+    short = read_corpus(text_file(folder / "text.txt", max_characters=1000)).split("val")
     assert learnt.split("val").startswith(short)
     report = evaluate(folder, "data.max_characters=1000")
     assert report["num_characters"] == len(short)

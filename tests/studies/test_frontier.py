@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from invformer.assemble.model import build_model
 from invformer.config import load_config
 from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
-from invformer.data.windows import training_windows
+from invformer.data.windows import TrainingWindows
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
@@ -155,7 +155,7 @@ def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser
     descent = build_optimizer(plain, optimiser, **rates, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = warmup_cosine(descent, 1, 6)
     for step in range(6):
-        inputs, targets = training_windows(text.train, 16, 4, case.seed, step)
+        inputs, targets = TrainingWindows(text.train, 16, 4, case.seed).batch(step)
         if step == 0:
             plain.initialise(inputs)
         descent.zero_grad()
