@@ -185,17 +185,18 @@ def invert(argv: Sequence[str] | None = None) -> None:
         text = text and model.vocabulary.symbols_of(text)
         seconds = time.perf_counter() - start
         is_bytes = model.vocabulary.is_bytes
-        if is_bytes and text in (None, found.text):
-            shown, proven = as_characters(found.text, found.proven)
+        if is_bytes and text in (None, found.symbols):
+            shown, proven = as_characters(found.symbols, found.proven)
             print_side_by_side(text and shown, shown, proven)
         else:
-            print_side_by_side(text, found.text, found.proven)
-        count, unit = len(found.text), "bytes" if is_bytes else "characters"
+            print_side_by_side(text, found.symbols, found.proven)
+        count, unit = len(found.symbols), "bytes" if is_bytes else "characters"
         if text is not None:
-            same = sum(a == b for a, b in zip(text, found.text, strict=True))
+            same = sum(a == b for a, b in zip(text, found.symbols, strict=True))
             print(f"{same} of {count} {unit} recovered, ", end="")
             undamaged = not config.noise and config.bits is None
-            wrong = (a != b and p for a, b, p in zip(text, found.text, found.proven, strict=True))
+            pairs = zip(text, found.symbols, found.proven, strict=True)
+            wrong = (a != b and p for a, b, p in pairs)
             if undamaged and any(wrong):
                 raise CertificateViolation("a proven character is wrong: a bug in invformer")
         known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""

@@ -43,8 +43,9 @@ class RecoveredText:
     """A text that was recovered from states at the top of the stack.
 
     Attributes:
-        text: the recovered characters; U+FFFD for the unknown symbol; chr(b) for a byte b.
-        proven: per character, whether :func:`.prefix_margins` proves it: the states of this text
+        text: the recovered characters; U+FFFD for the unknown symbol and for broken UTF-8.
+        symbols: the recovered symbols: the text, or a character chr(b) for every byte b of it.
+        proven: per symbol, whether :func:`.prefix_margins` proves it: the states of this text
             are nearer to the given ones than half the distance of any other text's states.
         error_bound: bound on the distance of the recovered embeddings from the exact preimage of
             the states, by the rounding model of docs/numerics.md; inf if none is known.
@@ -55,6 +56,7 @@ class RecoveredText:
     """
 
     text: str
+    symbols: str
     proven: tuple[bool, ...]
     error_bound: float
     num_steps: int
@@ -164,33 +166,29 @@ class TrainedModel:
         if z.ndim != 2 or z.shape[-1] != width or not len(z):
             raise DataError(f"states have the shape {tuple(z.shape)}, not (tokens, {width})")
         network, certificate = self._exact
-        windows = z.to(self.device, torch.float64).split(network.seq_len)
-        parts = [self._recover(network, certificate, window[None]) for window in windows]
+        stack, weights = invertible_stack(network), network.weights()
+        symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
+        reason = None
+        for window in z.to(self.device, torch.float64)[None].split(network.seq_len, 1):
+            solution = stack.inverse(window, weights, certificate, throw=False)
+            tokens = network.embedding.nearest_tokens(solution.value)
+            evidence = prefix_margins(network, tokens, window)
+            symbols += self.vocabulary.decode(tokens[0].cpu())
+            proven += evidence.proven[0].tolist()
+            bounds.append(solution.error_bound.max().item())
+            steps += [int(layer.num_steps.max()) for layer in solution.layers.values()]
+            residuals.append((solution.value - network.embedding(tokens)).norm(dim=-1).max().item())
+            radii.append(evidence.radius.min().item())
+            reason = evidence.reason
         return RecoveredText(
-            text="".join(part.text for part in parts),
-            proven=tuple(proven for part in parts for proven in part.proven),
-            error_bound=max(part.error_bound for part in parts),
-            num_steps=max(part.num_steps for part in parts),
-            residual=max(part.residual for part in parts),
-            radius=min(part.radius for part in parts),
-            unproven=next((part.unproven for part in parts if part.unproven), None),
-        )
-
-    def _recover(
-        self, network: CharTransformer, certificate: Certificate, z: Float[Tensor, "1 tokens width"]
-    ) -> RecoveredText:
-        """The text of one window of states."""
-        solution = invertible_stack(network).inverse(z, certificate=certificate, throw=False)
-        tokens = network.embedding.nearest_tokens(solution.value)
-        evidence = prefix_margins(network, tokens, z)
-        return RecoveredText(
-            text=self.vocabulary.decode(tokens[0].cpu()),
-            proven=tuple(evidence.proven[0].tolist()),
-            error_bound=solution.error_bound.max().item(),
-            num_steps=max(int(layer.num_steps.max()) for layer in solution.layers.values()),
-            residual=(solution.value - network.embedding(tokens)).norm(dim=-1).max().item(),
-            radius=evidence.radius.min().item(),
-            unproven=evidence.reason,
+            text="".join(self.vocabulary.text_of(symbols)),
+            symbols=symbols,
+            proven=tuple(proven),
+            error_bound=max(bounds),
+            num_steps=max(steps),
+            residual=max(residuals),
+            radius=min(radii),
+            unproven=reason,
         )
 
     def export(self, folder: str | os.PathLike[str], name: str | None = None) -> None:

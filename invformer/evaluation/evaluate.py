@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from invformer.config import command_line
 from invformer.config.schema import DataConfig, TrainConfig
@@ -93,8 +95,11 @@ def evaluate(
         raise DataError(f"data.split={split}: {len(tokens)} characters, nothing to score")
     certificate = certify_model(model, trained, checkpoint.path)
     windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
+    print(f"{checkpoint.path}: evaluating {len(tokens):,} characters of {corpus.name}, {split}")
+    sys.stdout.flush()
     with arithmetic(trained, device):
-        likelihood = score(model, windows, device)
+        shown = tqdm(windows, "likelihood", unit=" batches", leave=False, disable=None)
+        likelihood = score(model, shown, device)
     if not math.isfinite(likelihood.nats):
         raise NonFiniteError(
             f"{checkpoint.path}: {likelihood.nats} nats per character on data.split={split}: "

@@ -49,6 +49,7 @@ class Agreement:
 
 def mean_of_processes(value: Tensor) -> Tensor:
     """The mean over all processes, without waiting for the devices."""
-    total = value.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size()
+    with torch.inference_mode(False):  # gloo cannot write into the tensors of a validation
+        total = value.clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()

@@ -27,7 +27,6 @@ from invformer.runs.sharding import (
     shard,
 )
 from invformer.training.guard import UpdateGuard
-from invformer.training.metrics import BitsPerChar
 from invformer.training.rows import non_finite, record
 from invformer.training.stopwatch import Stopwatch
 from invformer.training.weight_average import WeightAverage
@@ -71,7 +70,7 @@ class CharLanguageModel(L.LightningModule):
         self.grad_clip = grad_clip
         self.seed = seed
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
-        self.bits_per_char = BitsPerChar()
+        self.scored: Tensor  # nats and number of the characters that a validation has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for whoever measures
@@ -174,7 +173,11 @@ class CharLanguageModel(L.LightningModule):
         """
         nats = torch.stack(self._losses).mean()
         self._losses.clear()
-        return nats if self.trainer.world_size == 1 else mean_of_processes(nats)
+        return self.of_processes(nats)
+
+    def of_processes(self, value: Tensor) -> Tensor:
+        """The mean over all processes."""
+        return value if self.trainer.world_size == 1 else mean_of_processes(value)
 
     def refuse_lost_update(self) -> None:
         """Whether all updates so far were finite; waits for the device.
@@ -239,21 +242,20 @@ class CharLanguageModel(L.LightningModule):
         """Charge the split's first character, which has no context, at ln V nats."""
         if self.is_normalised and (share := self.watch.share()) is not None:
             record(self.trainer, self.step, {"perf/normalisation_share": share})
-        self.bits_per_char.reset()
-        if self.trainer.is_global_zero:
-            first = first_character_nats(self.model.head.out_features)
-            nats = torch.tensor(first, dtype=torch.float64, device=self.device)
-            self.bits_per_char.update(nats, 1)
+        first = first_character_nats(self.model.head.out_features), 1
+        once = first if self.trainer.is_global_zero else (0, 0)
+        self.scored = torch.tensor(once, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: tuple[Tensor, ...], batch_idx: int) -> None:
         """Add the code length of one batch: windows, their targets, and which of these to score."""
         inputs, targets, *mask = batch
         scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
-        self.bits_per_char.update(window_nats(self(inputs), targets, scored), scored.sum())
+        self.scored += torch.stack([window_nats(self(inputs), targets, scored), scored.sum()])
 
     def on_validation_epoch_end(self) -> None:
         """Log bits per character of the whole split, in the row of the last step."""
-        bpc = self.bits_per_char.compute()
+        nats, count = self.of_processes(self.scored)
+        bpc = nats / count / LN2
         if not math.isfinite(bpc.item()):
             raise non_finite(self.step, f"validation bits per character are {bpc.item()}")
         step = torch.tensor(self.step, dtype=torch.float64)  # where Lightning looks for the step

@@ -62,11 +62,11 @@ class Progress(L.Callback):
         if step == self.step:  # a batch of an optimiser step that is not complete
             return
         self.step = step
-        self.bar.set_description_str("  ".join(self.losses()), refresh=False)
+        self.bar.set_description_str("  ".join([self.loss(), *self.validated()]), refresh=False)
         self.bar.update()
         is_due = step % max(1, last // LINES) == 0 and step % self.val_every and step < last
         if is_due and self.recent and not self.has_bar:
-            self.say([*self.losses(), *self.pace()])
+            self.say([self.loss(), *self.pace()])
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print what was validated."""
@@ -76,7 +76,7 @@ class Progress(L.Callback):
             proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'], 4)} proven")
         if "inverse/characters_recovered" in self.row:
             proven.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
-        self.say([*self.losses(), *proven, *self.pace()])
+        self.say([self.loss(), *self.validated(), *proven, *self.pace()])
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the bar away."""
@@ -89,10 +89,13 @@ class Progress(L.Callback):
         if hasattr(self, "bar"):
             self.bar.close()
 
-    def losses(self) -> list[str]:
-        """Bits per character: of the last steps, and of the last validation."""
-        train = [f"train {fmean(self.recent):.3f}"] if self.recent else []
-        return train + ([f"val {self.row['val/bpc']:.3f}"] if "val/bpc" in self.row else [])
+    def loss(self) -> str:
+        """Bits per character of the last steps."""
+        return f"train {fmean(self.recent):.3f}" if self.recent else ""
+
+    def validated(self) -> list[str]:
+        """Bits per character of the last validation."""
+        return [f"val {self.row['val/bpc']:.3f}"] if "val/bpc" in self.row else []
 
     def pace(self) -> list[str]:
         """Steps a second since training started or continued, and the time that is left."""

@@ -201,6 +201,10 @@ def test_the_table_opens_with_the_result_and_hides_numbers_that_say_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report = Saved(tmp_path).evaluated()
+    assert re.fullmatch(
+        r".*/step-00000003: evaluating [\d,]+ characters of text_file, val\n",
+        capsys.readouterr().out,
+    )
     report["certificate"]["total"] = report["inversion"]["error_bound"] = 1e6
     print_table(report)
     short = capsys.readouterr().out

@@ -92,7 +92,7 @@ def test_an_interruption_names_the_command_that_continues(
     capsys.readouterr()
     fit(build_run(load_config(again[2:])))
     said = capsys.readouterr().out
-    assert re.search(r"continuing from step 13\nstep 16/20  train \S+  val", said)
+    assert re.search(r"continuing from step 13\nstep 16/20  train \S+  \S+ steps/s", said)
 
 
 def test_a_run_whose_time_is_over_validates_saves_and_continues_to_the_same_weights(
