@@ -184,7 +184,11 @@ class ContractiveL2Attention(TiedL2Attention):
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape
         log_mass = log_masses([b.position for b in branches])
-        gain = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
+        log_mass = log_mass.to(branches[0].w_q.weight)
+        if branches[0].certificate == "causal":
+            gain = causal_gain_from_log(log_mass)  # κ = 1 + 2 W₀(n e^{−3/2})
+        else:
+            gain = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 g(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)
         per_head = scale[:, None] / (gain * sigma)
@@ -200,15 +204,6 @@ class ContractiveL2Attention(TiedL2Attention):
             L2Weights(by_side(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
-
-
-def head_gain(
-    log_mass: Float[Tensor, "*layers heads"], certificate: AttentionCertificate
-) -> Float[Tensor, "*layers heads"]:
-    """κ of a head whose other tokens have the mass n: 4 g(n) + 1, or 1 + 2 W₀(n e^{−3/2})."""
-    if certificate == "causal":
-        return causal_gain_from_log(log_mass)
-    return 1 + 4 * phi_inverse_from_log(log_mass)
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:

@@ -34,6 +34,7 @@ UNFOLDING = 1 + 2.0**-40
 # Pre-activations of earlier tokens' unit-variance channels, at first.
 INITIAL_PAST = 0.5
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+MODULES = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU, "tanh": nn.Tanh}
 # The same, written over their argument: new memory costs more than the function.
 IN_PLACE = {
     "silu": torch.ops.aten.silu_,
@@ -56,7 +57,7 @@ class FeedForward(nn.Sequential):
     def __init__(
         self, d_model: int, d_ff: int, activation: Activation = "gelu", kernel: int = 1
     ) -> None:
-        super().__init__(nn.Linear(d_model, d_ff), Pointwise(activation), nn.Linear(d_ff, d_model))
+        super().__init__(nn.Linear(d_model, d_ff), MODULES[activation](), nn.Linear(d_ff, d_model))
         self.kernel = kernel
         if kernel > 1:
             self[0] = nn.Linear(kernel * d_model, d_ff)
@@ -68,18 +69,6 @@ class FeedForward(nn.Sequential):
     def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
         """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
-
-
-class Pointwise(nn.Module):
-    """An activation by name."""
-
-    def __init__(self, activation: Activation) -> None:
-        super().__init__()
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """φ(x), entry by entry."""
-        return ACTIVATIONS[self.activation](x)
 
 
 class FeedForwardWeights(NamedTuple):

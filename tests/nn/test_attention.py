@@ -13,8 +13,8 @@ from invformer.nn import (
     L2Attention,
     PaperContractiveL2Attention,
 )
-from invformer.nn.attention import head_gain
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.linear_map import dense_jacobian, linearise
 from invformer.numerics.norms import NORMS
 
@@ -184,7 +184,7 @@ def test_the_witness_nearly_attains_the_token_max_certificate() -> None:
         layer.w_g.weight.copy_(torch.eye(width))
     layer.eval()
     log_n = layer.position.log_mass()
-    g = (head_gain(layer.position.log_mass(), layer.certificate) - 1).item() / 4
+    g = phi_inverse_from_log(log_n).item()
     x = torch.zeros(seq_len, width)
     radius = math.sqrt((1 + g) * math.sqrt(width))
     x[0:-1:2, 0], x[1:-1:2, 0] = radius, -radius
