@@ -20,7 +20,6 @@ from benchmarks.tasks import Training, Work
 from benchmarks.timing import Spread, in_turns, paired
 from invformer.assemble.model import build_model
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.kernels.host import keep_freed_memory
 from invformer.numerics.precision import denormals_flushed
 from invformer.training.optimizers import build_optimizer
@@ -38,7 +37,7 @@ RECIPES = {
 
 def recipe(words: list[str], probe_length: int | None = None) -> Training:
     """The training step that a configuration describes."""
-    config = load_config(words, TrainConfig, ROOT)
+    config = load_config(words)
     torch.manual_seed(0)
     model = build_model(config.model, len(VOCABULARY), CASE.seq_len)
     step = Training(model, CASE, "float32", probe_length)

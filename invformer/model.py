@@ -22,12 +22,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.model import load_model, trained_configuration
+from invformer.assemble.model import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import HUB_NAME
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.export import WEIGHTS, download, read_export, write_export
@@ -236,10 +235,8 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
     if (folder / WEIGHTS).is_file():
         network, vocabulary, config, metadata = read_export(folder)
         return TrainedModel(network.to(pick_device(device, "device")), vocabulary, config, metadata)
-    checkpoint = read_checkpoint(os.fspath(source))
-    config = trained_configuration(checkpoint)
-    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    network = load_model(checkpoint, config, vocabulary).to(pick_device(device, "device"))
+    network, vocabulary, config, checkpoint = load_trained(os.fspath(source))
+    network.to(pick_device(device, "device"))
     evaluation = read_evaluation(checkpoint.evaluation, checkpoint.step)
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
 

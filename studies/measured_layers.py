@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.model import build_model, load_model, trained_configuration
+from invformer.assemble.model import build_model, load_trained, trained_configuration
 from invformer.config.schema import DataConfig, ModelConfig
 from invformer.data.corpora import Corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -64,11 +64,10 @@ def source(
 ) -> tuple[CharTransformer, Tensor]:
     """A fresh small model, or a checkpoint with the test split of its own text or another text."""
     if model == "checkpoint":
-        checkpoint = read_checkpoint(path)
-        trained = trained_configuration(checkpoint)
-        vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-        network = load_model(checkpoint, trained, vocabulary).to(DTYPE)
-        words = corpus_at(text).split("train") if text else read_corpus(trained.data).split("test")
+        trained = load_trained(path)
+        network, vocabulary = trained.model.to(DTYPE), trained.vocabulary
+        own = trained.config.data
+        words = corpus_at(text).split("train") if text else read_corpus(own).split("test")
     else:
         words = corpus_at(text).split("train")
         vocabulary = Vocabulary.from_text(words)

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.linear_map import dense_jacobian
@@ -113,7 +112,7 @@ def draw(found: dict[str, list[float]], steps: list[int], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Train, compare, print a row."""
-    config = load_config(argv, TrainConfig, Path.cwd())
+    config = load_config(argv)
     run = build_run(config)
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
     (monitor,) = (c for c in callbacks if isinstance(c, LipschitzMonitor))

@@ -19,7 +19,7 @@ import torch
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import DataConfig, TrainConfig
+from invformer.config.schema import DataConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import read_corpus
 from invformer.errors import CheckpointError, DataError
@@ -55,7 +55,7 @@ def options(tmp_path: Path, text_file: Path, *more: str) -> list[str]:
 
 
 def train(arguments: list[str]) -> Path:
-    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    run = build_run(load_config(arguments))
     fit(run)
     return run.directory.path
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_ends_at_the_same_bits(tmp_path: Path, text_file: Path, mo
         extra.append("model.dropout=0.1")
     whole = train([*options(tmp_path, text_file), *extra, "run.name=whole"])
     arguments = [*options(tmp_path, text_file), *extra, "run.name=parts"]
-    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    run = build_run(load_config(arguments))
     run.trainer.fit_loop.epoch_loop.max_steps = 4  # stops half-way, schedule unchanged
     fit(run)
     parts = train(arguments)
@@ -224,7 +224,7 @@ def test_a_tilde_is_the_home_folder(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     arguments = options(tmp_path, text_file, f"data.path=~/{text_file.name}", "run.root=~/runs")
-    run = build_run(load_config(arguments, TrainConfig, ROOT))
+    run = build_run(load_config(arguments))
     assert run.directory.path == tmp_path / "runs" / "a"
     with pytest.raises(CheckpointError, match=f"^{tmp_path / 'missing'} does not exist"):
         read_checkpoint("~/missing")

@@ -40,12 +40,12 @@ def commands(program: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("arguments", commands("train.py"), ids=" ".join)
 def test_every_training_command_is_valid(arguments: list[str]) -> None:
-    assert isinstance(load_config(arguments, TrainConfig, ROOT), TrainConfig)
+    assert isinstance(load_config(arguments), TrainConfig)
 
 
 @pytest.mark.parametrize("arguments", commands("evaluate.py"), ids=" ".join)
 def test_every_evaluation_command_is_valid(arguments: list[str]) -> None:
-    assert load_config(arguments, EvaluateConfig, ROOT).checkpoint[0] == "checkpoints/first"
+    assert load_config(arguments, EvaluateConfig).checkpoint[0] == "checkpoints/first"
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -3,12 +3,12 @@
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from invformer.config import from_dict
-from invformer.config.schema import RENAMED, ModelConfig, TrainConfig
+from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
@@ -32,12 +32,7 @@ from invformer.runs.checkpoint import PREFIX, Checkpoint
 from invformer.runs.encoding import Spec, specs_of
 from invformer.runs.machine import pick_device
 
-NORM_OF_CERTIFICATE: dict[str, Norm] = {
-    "token_max": "token_max",
-    "causal": "token_max",
-    "kim_entry_max": "entry_max",
-    "kim_frobenius": "frobenius",
-}
+KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
 FIRST_BLOCK = "stack.blocks.0."
 
 
@@ -82,7 +77,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
         d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
     kind = "causal" if config.certificate == "causal" else "global"
-    return InvertibleStack(blocks, seq_len, NORM_OF_CERTIFICATE[config.certificate], kind)
+    return InvertibleStack(blocks, seq_len, KIM_NORMS.get(config.certificate, "token_max"), kind)
 
 
 def build_contractive_attention(
@@ -111,21 +106,18 @@ def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
     """The blocks of a baseline."""
     attention = L2Attention if config.name == "l2" else DotProductAttention
     couples = config.name == "reversible"
-    make_block, make_stack = (
-        (CouplingBlock, CouplingStack) if couples else (PreNormBlock, PreNormStack)
-    )
-    width, hidden = config.d_model, config.feed_forward_width
-    blocks = []
-    for _ in range(config.num_layers):
-        position = build_position(config, seq_len)
-        block = make_block(
-            attention(width, config.num_heads, position, config.attention_kernel),
+    make_block = CouplingBlock if couples else PreNormBlock
+    width, hidden, kernel = config.d_model, config.feed_forward_width, config.attention_kernel
+    blocks = [
+        make_block(
+            attention(width, config.num_heads, build_position(config, seq_len), kernel),
             FeedForward(width, hidden, config.activation, config.feed_forward_kernel),
             width,
             config.dropout,
         )
-        blocks.append(block)
-    return make_stack(blocks)
+        for _ in range(config.num_layers)
+    ]
+    return CouplingStack(blocks) if couples else PreNormStack(blocks)
 
 
 def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
@@ -135,36 +127,45 @@ def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
     return RelativePositionBias(config.num_heads, seq_len, sees_itself=not config.strictly_causal)
 
 
+class Trained(NamedTuple):
+    """A trained model, in eval mode, and what belongs to it."""
+
+    model: CharTransformer
+    vocabulary: Vocabulary
+    config: TrainConfig
+    checkpoint: Checkpoint
+
+
+def load_trained(path: str) -> Trained:
+    """The model of a run folder or of one checkpoint in it.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    checkpoint = read_checkpoint(path)
+    config = trained_configuration(checkpoint)
+    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
+    return Trained(load_model(checkpoint, config, vocabulary), vocabulary, config, checkpoint)
+
+
 def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
     """The configuration a checkpoint was trained with; its data path is a :class:`.SavedPath`.
+
+    The monitor, whose keys change, is no part of a model.
 
     Raises:
         CheckpointError: it is no valid configuration.
     """
     try:
-        config = from_dict(as_it_was_meant(checkpoint.metadata["config"]))
+        config = from_dict({**checkpoint.metadata["config"], "monitor": {}})
     except ConfigurationError as error:
+        commit = checkpoint.metadata.get("commit")
         raise CheckpointError(
-            f"{checkpoint.path}: its configuration is invalid ({error})"
+            f"{checkpoint.path}: its configuration is invalid ({error}); commit {commit} wrote it"
         ) from None
     if config.data.path is None:
         return config
     return replace(config, data=replace(config.data, path=SavedPath(config.data.path)))
-
-
-def as_it_was_meant(config: Any) -> Any:
-    """A saved configuration in today's keys.
-
-    Before there were weighted norms there were none, and a position bias was always a table unless
-    the key said otherwise. The monitor, whose keys changed, is no part of a model.
-    """
-    model = config.get("model") if isinstance(config, dict) else None
-    if not isinstance(model, dict):
-        return config
-    today = {RENAMED.get(f"model.{k}", str(k)).removeprefix("model."): v for k, v in model.items()}
-    if today.get("position_bias_form") == "table":
-        del today["position_bias_form"]
-    return {**config, "model": {"diagonal_scaling": False, **today}, "monitor": {}}
 
 
 def load_model(
@@ -208,9 +209,7 @@ def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
     Returns:
         The report, and the file that holds the latest one of the run.
     """
-    checkpoint = read_checkpoint(config.checkpoint[0])
-    trained = trained_configuration(checkpoint)
-    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     device = pick_device(config.evaluate.device, "evaluate.device")
-    model = load_model(checkpoint, trained, vocabulary).to(device)
-    return evaluate(model, vocabulary, trained, checkpoint, config), checkpoint.evaluation
+    trained = load_trained(config.checkpoint[0])
+    trained.model.to(device)
+    return evaluate(*trained, config), trained.checkpoint.evaluation

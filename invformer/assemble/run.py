@@ -14,14 +14,13 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.assemble.model import build_model, load_model, trained_configuration
+from invformer.assemble.model import Trained, build_model, load_trained
 from invformer.config import command_line, to_dict, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import StorageError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
@@ -61,8 +60,11 @@ def build_run(config: TrainConfig) -> Run:
     if how.num_threads is not None:
         torch.set_num_threads(how.num_threads)
     refuse_missing_hardware(config)
-    start = None if config.init_from is None else read_checkpoint(config.init_from)
-    config = config if start is None else with_model_of(start, config)
+    start = None if config.init_from is None else load_trained(config.init_from)
+    if start is not None:  # its model, and what belongs to it
+        seq_len, vocabulary = start.config.data.seq_len, start.config.data.vocabulary
+        read = replace(config.data, seq_len=seq_len, vocabulary=vocabulary)
+        config = replace(config, model=start.config.model, data=read)
     data = build_data(config, start)
     directory = directory_of(config)
     metadata = build_metadata(config, data)
@@ -110,19 +112,11 @@ def build_run(config: TrainConfig) -> Run:
     return Run(config, directory, module, data, trainer, resume, is_finished)
 
 
-def with_model_of(start: Checkpoint, config: TrainConfig) -> TrainConfig:
-    """The configuration with the model of a checkpoint, and what belongs to it."""
-    trained = trained_configuration(start)
-    seq_len, vocabulary = trained.data.seq_len, trained.data.vocabulary
-    data = replace(config.data, seq_len=seq_len, vocabulary=vocabulary)
-    return replace(config, model=trained.model, data=data)
-
-
-def build_data(config: TrainConfig, start: Checkpoint | None = None) -> TextDataModule:
-    """The corpus, its vocabulary from the training split alone or of a checkpoint, its windows."""
+def build_data(config: TrainConfig, start: Trained | None = None) -> TextDataModule:
+    """The corpus, its vocabulary from the training split alone or of a model, its windows."""
     data, corpus = config.data, read_corpus(config.data)
     if start is not None:
-        vocabulary = Vocabulary.from_dict(start.metadata["vocabulary"])
+        vocabulary = start.vocabulary
         vocabulary.require(corpus.read("train"), corpus.source)
     elif data.vocabulary == "bytes":
         vocabulary = Vocabulary.of_bytes()
@@ -145,7 +139,7 @@ def build_module(
     config: TrainConfig,
     data: TextDataModule,
     metadata: dict[str, Any],
-    start: Checkpoint | None = None,
+    start: Trained | None = None,
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, max_steps = config.optim, config.trainer.max_steps
@@ -166,7 +160,7 @@ def build_module(
 
 
 def starting_model(
-    config: TrainConfig, data: TextDataModule, start: Checkpoint | None
+    config: TrainConfig, data: TextDataModule, start: Trained | None
 ) -> CharTransformer:
     """The model that training begins with, in the precision that its weights are kept in.
 
@@ -178,7 +172,7 @@ def starting_model(
         model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
         model.initialise(data.first_batch(trainer.accumulate)[0])
     else:
-        model = load_model(start, trained_configuration(start), data.vocabulary).train()
+        model = start.model.train()
     model.stack.checkpoint_activations = trainer.checkpoint_activations
     model.to(torch.float64 if trainer.precision == "64-true" else torch.float32)
     if trainer.compile:

@@ -9,8 +9,8 @@
 * Order: the schema's defaults, the experiment, the other groups, single fields. The last one wins.
 
 Every value, from a file or a command line, stays text until it meets the type of its field:
-``run.name=010`` keeps its letters, ``trainer.max_steps=010`` is ten. Files may refer to another
-field as ``${model.d_model}``.
+``run.name=010`` keeps its letters, ``trainer.max_steps=010`` is ten. ``${model.d_model}`` is the
+value of another field.
 """
 
 import json
@@ -18,14 +18,15 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict
+from dataclasses import MISSING, Field, asdict
+from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml  # OmegaConf's own parser, used here to keep scalars as text
 
-from invformer.config.schema import RENAMED, TrainConfig
+from invformer.config.schema import TrainConfig
 from invformer.config.section import (
     NULL_WORDS,
     Root,
@@ -43,6 +44,9 @@ from invformer.errors import ConfigurationError
 Config = TypeVar("Config", bound=Root)
 
 FIELD_REFERENCE = re.compile(r"\$\{\w+\.\w+\}")
+PACKAGE = Path(__file__).parents[1]
+# A wheel carries the presets inside the package, a checkout beside it.
+CONFIGS = (PACKAGE if (PACKAGE / "configs").is_dir() else PACKAGE.parent) / "configs"
 
 
 class Setting(NamedTuple):
@@ -53,9 +57,7 @@ class Setting(NamedTuple):
     source: str = ""
 
 
-def parse_or_exit(
-    argv: Sequence[str], schema: type[Config] = TrainConfig, config_root: Path | None = None
-) -> Config:
+def parse_or_exit(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     """The configuration a command line asks for, as :func:`load_config` returns it.
 
     ``--help`` and ``--print-config`` end the program with 0, an error ends it with one line and 2.
@@ -65,9 +67,9 @@ def parse_or_exit(
         words += [f"{key}=true" for key, _ in options(schema) if key.split(".")[-1] == "debug"]
     try:
         if {"-h", "--help"} & set(argv):
-            print(help_text(schema, config_root))
+            print(help_text(schema))
             raise SystemExit(0)
-        config = load_config(words, schema, config_root)
+        config = load_config(words, schema)
         if "--print-config" in argv:
             print(to_yaml(config), end="")
             raise SystemExit(0)
@@ -77,28 +79,20 @@ def parse_or_exit(
         raise SystemExit(error.exit_code) from None
 
 
-def load_config(
-    argv: Sequence[str], schema: type[Config] = TrainConfig, config_root: Path | None = None
-) -> Config:
+def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     """The validated dataclasses that ``group=name`` and ``key=value`` words ask for.
-
-    Args:
-        argv: the words.
-        schema: the command's schema.
-        config_root: folder that holds ``configs/``; None looks beside the package, inside it, then
-            in the working directory.
 
     Raises:
         ConfigurationError: one line that names the key, and the nearest one if it is unknown.
     """
-    words = [_parse_word(word, schema, config_root) for word in argv]
+    words = [_parse_word(word, schema) for word in argv]
     chosen = {word.key: word.value for word in words if word.key in schema.groups}
     if chosen.get("experiment") in NULL_WORDS:
         del chosen["experiment"]
     settings: list[Setting] = []
     for group in schema.groups:  # the experiment is the first of them
         if group in chosen:
-            settings += _read_preset(group, chosen[group], schema, config_root)
+            settings += _read_preset(group, chosen[group], schema)
     config = _build([*settings, *(w for w in words if w.key not in schema.groups)], schema)
     for key, why in config.ignored().items():
         if any(key == word.key for word in words):
@@ -122,32 +116,28 @@ def to_dict(config: Root) -> dict[str, Any]:
 
 def to_yaml(config: Root) -> str:
     """The resolved configuration as YAML; it can serve as an experiment file."""
-    from omegaconf import OmegaConf
-
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
 
 
 def command_line(config: Root) -> str:
     """The one command that repeats a run: every value that is not a default, shell-quoted."""
     words, ignored = ["python", config.program], config.ignored()
     for key, f in options(type(config)):
-        value: Any = config
-        for name in key.split("."):
-            value = getattr(value, name)
+        value = attrgetter(key)(config)
         if value != default_of(f) and key not in ignored:
             again = value if f.metadata.get("again") else [value]
             words += [f"{key}={_as_text(item)}" for item in again]
     return shlex.join(words)
 
 
-def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None) -> str:
+def help_text(schema: type[Root] = TrainConfig) -> str:
     """Usage, presets by group, and every field with type, interval, default and meaning."""
     presets = "[group=preset ...] " if schema.groups else ""
     usage = f"python {schema.program} {presets}[key=value ...] [--print-config] [--debug]"
     lines = [f"usage: {usage} [--help]", "", schema.__doc__ or ""]
     lines += ["", "presets (group=name):"] if schema.groups else []
     for group in schema.groups:
-        names = ", ".join(_presets(group, config_root)) or "none found"
+        names = ", ".join(_presets(group)) or "none found"
         lines += wrap(f"  {group:<12}{names}", 100, subsequent_indent=" " * 14)
     lines += ["", "fields (key=value), each with its default:"]
     for key, f in options(schema):
@@ -159,7 +149,7 @@ def help_text(schema: type[Root] = TrainConfig, config_root: Path | None = None)
     return "\n".join(lines)
 
 
-def _parse_word(word: str, schema: type[Root], config_root: Path | None) -> Setting:
+def _parse_word(word: str, schema: type[Root]) -> Setting:
     """``key=value`` or ``--key=value``."""
     key, equals, value = word.removeprefix("--").partition("=")
     if equals and key == "config" and "experiment" in schema.groups:
@@ -167,7 +157,7 @@ def _parse_word(word: str, schema: type[Root], config_root: Path | None) -> Sett
     if equals:
         return Setting(key, value)
     meant = {key: f"{key}=VALUE" for key, _ in options(schema)}
-    meant |= {name: f"{g}={name}" for g in schema.groups for name in _presets(g, config_root)}
+    meant |= {name: f"{g}={name}" for g in schema.groups for name in _presets(g)}
     near = nearest(key.lstrip("-"), meant)
     hint = f"did you mean {meant[near]}?" if near else "see --help"
     raise ConfigurationError(f"{shown(word)} is not key=value: {hint}")
@@ -178,18 +168,13 @@ def is_yaml(name: str) -> bool:
     return name.endswith((".yaml", ".yml"))
 
 
-def _presets(group: str, config_root: Path | None) -> dict[str, Path]:
+def _presets(group: str) -> dict[str, Path]:
     """The presets of one group by name; empty if there is no such folder."""
-    package = Path(__file__).parents[1]  # a wheel carries configs/ inside the package
-    roots = [package.parent, package, Path.cwd()] if config_root is None else [config_root]
-    for root in roots:
-        if files := sorted((root / "configs" / group).glob("*.yaml")):
-            return {path.stem: path for path in files}
-    return {}
+    return {path.stem: path for path in sorted((CONFIGS / group).glob("*.yaml"))}
 
 
 def _read_preset(
-    group: str, name: str, schema: type[Root], config_root: Path | None, above: tuple[str, ...] = ()
+    group: str, name: str, schema: type[Root], above: tuple[str, ...] = ()
 ) -> Iterator[Setting]:
     """The settings of a preset, after those of the experiment it extends.
 
@@ -198,7 +183,7 @@ def _read_preset(
     where = f"{above[-1]}: base" if above else group
     if group == "experiment" and is_yaml(name):
         path, source = Path(name).expanduser(), name
-    elif name in (known := _presets(group, config_root)):
+    elif name in (known := _presets(group)):
         path, source = known[name], f"configs/{group}/{name}.yaml"
     else:
         near = nearest(name, known)
@@ -215,7 +200,7 @@ def _read_preset(
         base = tree.pop("base")
         if not isinstance(base, str):
             refuse(f"{source}: base", f"{shown(base)} is not the name of an experiment")
-        yield from _read_preset(group, base, schema, config_root, (*above, source))
+        yield from _read_preset(group, base, schema, (*above, source))
     yield from _flatten(tree, "" if group == "experiment" else f"{group}.", schema, f"{source}: ")
 
 
@@ -250,8 +235,8 @@ def _flatten(tree: Any, prefix: str, schema: type[Root], source: str) -> Iterato
     for name, value in tree.items():
         if f"{prefix}{name}" in sections:
             yield from _flatten(value, f"{prefix}{name}.", schema, source)
-        else:
-            yield Setting(f"{prefix}{name}", value, source)
+        else:  # a field left blank is null
+            yield Setting(f"{prefix}{name}", "null" if value == "" else value, source)
 
 
 def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
@@ -262,8 +247,6 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
         if key not in known:
             if inside := [name for name in known if name.startswith(f"{key}.")]:
                 refuse(source + key, f"is a section: set a field of it, such as {inside[0]}=VALUE")
-            if key in RENAMED:
-                refuse(source + key, f"is now called {RENAMED[key]}")
             near = nearest(key, [*schema.groups, *known])
             hint = f"did you mean {near!r}?" if near else "see --help"
             refuse(f"{source}unknown key {shown(key)}", hint)
@@ -273,15 +256,15 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
 
     tree = OmegaConf.structured(schema)
     for setting in settings:
-        kind, again = known[setting.key].type, known[setting.key].metadata.get("again", False)
-        value = _prepared(setting, kind, again)
-        if again:  # a value joins those before
-            value = [*(OmegaConf.select(tree, setting.key) or []), *value]
+        field = known[setting.key]
+        value = _prepared(setting, field)
         try:
+            if field.metadata.get("again"):  # a value joins those before
+                value = [*(OmegaConf.select(tree, setting.key) or []), *value]
             OmegaConf.update(tree, setting.key, value)
         except OmegaConfBaseException:
-            why = f"{shown(setting.value)} is not {describe(kind)}{_hint(setting.value, kind)}"
-            refuse(setting.source + setting.key, why)
+            what = f"{describe(field.type)}{_hint(setting.value, field.type)}"
+            refuse(setting.source + setting.key, f"{shown(setting.value)} is not {what}")
     try:
         config: Any = OmegaConf.to_object(tree)
     except MissingMandatoryValue as error:
@@ -292,24 +275,19 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
     return config
 
 
-def _prepared(setting: Setting, kind: Any, again: bool) -> Any:
+def _prepared(setting: Setting, field: Field) -> Any:
     """A value as OmegaConf's typed field takes it: text for numbers, but null and lists as such."""
     value, where = setting.value, setting.source + setting.key
-    if "${" in str(value):
-        if setting.source and isinstance(value, str) and FIELD_REFERENCE.fullmatch(value):
-            return value
-        refuse(where, f"{shown(value)}: only a file may refer to a field, as ${{model.d_model}}")
+    if "${" in str(value) and not FIELD_REFERENCE.fullmatch(str(value)):
+        refuse(where, f"{shown(value)}: refer to another field as ${{model.d_model}}")
     if not isinstance(value, str):
         return value
-    if value in NULL_WORDS and is_optional(kind):
-        if value == "" and required_part(kind) is str and not setting.source:
-            refuse(where, "is empty; give at least one character")
+    if value in NULL_WORDS and is_optional(field.type):
         return None
-    if get_origin(required_part(kind)) is list:
-        items = value if again else _parse_yaml(value, where)
+    if get_origin(required_part(field.type)) is list:
+        items = value if field.metadata.get("again") else _parse_yaml(value, where)
         return [items] if isinstance(items, str) else items  # one word is a list of one
-    # OmegaConf takes every integer for a truth value.
-    return None if required_part(kind) is bool and value not in "01" and value.isdigit() else value
+    return value
 
 
 def _hint(value: Any, kind: Any) -> str:

@@ -15,7 +15,6 @@ SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
-NEEDS_PATH = "text_file needs one: data.path=FILE or data.path=FOLDER"
 
 AttentionName = Literal["dot_product", "l2", "reversible", "contractive_l2", "contractive_bounded"]
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
@@ -28,10 +27,6 @@ Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
 Unknown = Literal["symbol", "refuse"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]
-RENAMED = {
-    "model.channel_metric": "model.diagonal_scaling",
-    "model.loud_channels": "model.written_channels",
-}
 WITH_MODEL = ("data.seq_len", "data.vocabulary")
 CONTRACTIVE_ONLY = (
     "lipschitz_target", "diagonal_scaling", "written_channels", "activation_norm", "input_radius",
@@ -153,7 +148,8 @@ class DataConfig(Section):
         total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
         rest = 1 - self.val_fraction - self.test_fraction
         self.refuse_if(rest <= 0, "val_fraction", f"{total} leaves no text for training")
-        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
+        why = "text_file needs one: data.path=FILE or data.path=FOLDER"
+        self.refuse_if(self.name == "text_file" and self.path is None, "path", why)
 
 
 @dataclass(kw_only=True)

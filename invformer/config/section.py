@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 
 from invformer.errors import ConfigurationError
 
-NULL_WORDS = ("", "~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
+NULL_WORDS = ("~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
 
 
 def option(default: Any, help: str, within: str | re.Pattern[str] | None = None) -> Any:

@@ -6,7 +6,6 @@ from typing import ClassVar, Literal
 
 from invformer.config.schema import (
     MANY_CHARACTERS,
-    NEEDS_PATH,
     SEED,
     SIZE,
     CorpusName,
@@ -34,10 +33,6 @@ class EvaluateDataConfig(Section):
     max_val_characters: int | None = option(
         None, "score the beginning of the validation split, this long", MANY_CHARACTERS
     )
-
-    def check(self) -> None:
-        """A local corpus says where it is."""
-        self.refuse_if(self.name == "text_file" and self.path is None, "path", NEEDS_PATH)
 
 
 @dataclass(kw_only=True)

@@ -106,7 +106,7 @@ def test_a_random_command_line_is_valid_or_refused_by_name(
     for seed in range(LISTS // 2):
         words = random_words(seed, schema)
         try:
-            config = load_config(words, schema, ROOT)
+            config = load_config(words, schema)
         except ConfigurationError as error:
             refusals.append((seed, words, str(error)))
         else:
@@ -127,7 +127,7 @@ def test_a_refusal_ends_the_program_with_two_and_one_printable_line(
     for seed in range(100):
         words = [word for word in random_words(seed, TrainConfig) if word not in ("-h", "--help")]
         try:
-            parse_or_exit(words, TrainConfig, ROOT)
+            parse_or_exit(words)
         except SystemExit as end:
             codes.append(end.code)
     lines = capsys.readouterr().err.splitlines()

@@ -8,7 +8,7 @@ import torch
 
 from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weight_specs
 from invformer.config import load_config
-from invformer.config.schema import DataConfig, TrainConfig
+from invformer.config.schema import DataConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text(TEXT)
     words = ["data=text_file", f"data.path={tmp_path / 'text.txt'}", "data.seq_len=16",
              "model.d_model=12", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
-    config = load_config(words, TrainConfig, ROOT)
+    config = load_config(words)
     corpus = read_corpus(config.data)
     vocabulary = Vocabulary.from_text(corpus.read("train"))
     model = untrained(config, vocabulary.size)
@@ -128,7 +128,7 @@ def test_every_model_comes_back_from_its_checkpoint(
 ) -> None:
     """Which also says that blocks are alike, and within the sizes that are held against files."""
     words = [f"model={preset}", "model.num_layers=3", "data.seq_len=9"]
-    config = load_config([*words, f"trainer.precision={precision}"], TrainConfig, ROOT)
+    config = load_config([*words, f"trainer.precision={precision}"])
     vocabulary = Vocabulary.from_text("abcdefgh")
     model = untrained(config, vocabulary.size)
     checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))

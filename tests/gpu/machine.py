@@ -131,9 +131,8 @@ class Machine:
     def config(self, *words: str) -> Any:
         """A configuration as train.py would have it."""
         from invformer.config import load_config
-        from invformer.config.schema import TrainConfig
 
-        return load_config(list(words), TrainConfig, Path(__file__).parents[2])
+        return load_config(words)
 
     def model(self, name: str) -> tuple[nn.Module, torch.Tensor]:
         """A small model in float32 on the processor, and text for it."""

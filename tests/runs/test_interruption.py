@@ -14,7 +14,6 @@ from torch import Tensor
 import invformer.training.fit as fit_module
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
@@ -22,7 +21,6 @@ from invformer.runs.collective import backends
 from invformer.runs.interruption import check_everywhere
 from invformer.training.rows import Rows
 from tests.small_runs import StopAt, options, write_text
-from tests.zygote import ROOT
 
 BRANCH = "lipschitz_branches/block_00/attention"
 
@@ -38,7 +36,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run_of(folder: Path, stop_at: int | None = None) -> fit_module.Run:
     """Eight steps and two validations, with nothing flushed between these."""
     more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
-    run = build_run(load_config(options(folder, "a", *more), TrainConfig, ROOT))
+    run = build_run(load_config(options(folder, "a", *more)))
     if stop_at is not None:
         run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM, signal.SIGINT))  # type: ignore[attr-defined]
     return run

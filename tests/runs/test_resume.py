@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from invformer.assemble.model import weight_specs
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import (
@@ -36,7 +35,6 @@ from invformer.training.fit import fit
 from tests.runs.hostile import edit_json
 from tests.small_runs import StopAt
 
-ROOT = Path(__file__).parents[2]
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 
 
@@ -58,7 +56,7 @@ def options(folder: Path, *more: str) -> list[str]:
 
 
 def train(folder: Path, *more: str, until: int | None = None, stop_at: int | None = None) -> Path:
-    run = build_run(load_config(options(folder, *more), TrainConfig, ROOT))
+    run = build_run(load_config(options(folder, *more)))
     if stop_at is not None:
         run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM))  # type: ignore[attr-defined]
     if until is not None:
@@ -341,7 +339,7 @@ def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
 
 
 def run_specs(folder: Path) -> dict:
-    config = load_config(options(folder), TrainConfig, ROOT)
+    config = load_config(options(folder))
     specs = weight_specs(config, len(set(TEXT)) + 1)
     return {f"model.{name}": spec for name, spec in specs.items()}
 

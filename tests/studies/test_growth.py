@@ -8,7 +8,6 @@ import torch
 
 from invformer.assemble.model import build_model
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.nn.dot_product import DotProductAttention
@@ -209,7 +208,7 @@ def test_a_trained_model_of_ours_is_measured(
         "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
         "model.num_layers=2", "model.num_heads=2",
     ]  # fmt: skip
-    config = load_config(words, TrainConfig, Path(__file__).parents[2])
+    config = load_config(words)
     vocabulary = Vocabulary.from_text(TEXT)
     model = build_model(config.model, vocabulary.size, 16).float()
     save_run(tmp_path, config, vocabulary, model)
@@ -259,7 +258,7 @@ def test_another_checkpoint_under_the_same_name_is_another_case(
         "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
         "model.num_layers=1", "model.num_heads=2",
     ]  # fmt: skip
-    config = load_config(words, TrainConfig, Path(__file__).parents[2])
+    config = load_config(words)
     vocabulary = Vocabulary.from_text(TEXT)
     found = []
     for step in (3, 4):

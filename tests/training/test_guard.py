@@ -11,14 +11,12 @@ from torch import Tensor
 
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.errors import NonFiniteError
 from invformer.training.fit import fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
 from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
-from tests.zygote import ROOT
 
 BAD_STEP, LAST_SAVED = 9, 7
 NAN, INF = float("nan"), float("inf")
@@ -79,7 +77,7 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 def run_of(folder: Path, *more: str) -> Run:
     write_text(folder)
-    return build_run(load_config(options(folder, "a", *more, model=()), TrainConfig, ROOT))
+    return build_run(load_config(options(folder, "a", *more, model=())))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])

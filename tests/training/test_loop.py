@@ -46,7 +46,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
 
 def validation_bits(folder: Path, name: str, *more: str) -> float:
     """The bits per character after a short run."""
-    run = build_run(load_config(arguments(folder, name, *more), TrainConfig, ROOT))
+    run = build_run(load_config(arguments(folder, name, *more)))
     fit(run)
     return read_rows(run.directory.metrics)[-1]["val/bpc"]
 
@@ -100,7 +100,7 @@ def test_the_training_loss_of_accumulated_batches_is_that_of_one_batch_of_all_of
         ("one", ("data.batch_size=8",)),
         ("four", ("data.batch_size=2", "trainer.accumulate=4")),
     ):
-        run = build_run(load_config(arguments(tmp_path, name, *more), TrainConfig, ROOT))
+        run = build_run(load_config(arguments(tmp_path, name, *more)))
         fit(run)
         rows.append(read_rows(run.directory.metrics))
     for one, four in zip(*rows, strict=True):
@@ -113,7 +113,7 @@ def test_a_run_in_double_precision_has_losses_and_a_validation_in_double_precisi
 ) -> None:
     """Recomputed from the weights it starts with, which a learning rate of nothing leaves alone."""
     given = arguments(tmp_path, "double", "trainer.max_steps=1", "optim.lr=1e-300")
-    run = build_run(load_config(given, TrainConfig, ROOT))
+    run = build_run(load_config(given))
     fit(run)
     (row,) = read_rows(run.directory.metrics)
     model = run.module.model.eval()
@@ -131,9 +131,7 @@ def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:
     kept = {}
     for recompute in (False, True):
         switch = f"trainer.checkpoint_activations={str(recompute).lower()}"
-        run = build_run(
-            load_config(arguments(tmp_path, f"kept-{recompute}", switch), TrainConfig, ROOT)
-        )
+        run = build_run(load_config(arguments(tmp_path, f"kept-{recompute}", switch)))
         sizes: list[int] = []
 
         def note(t: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
@@ -167,7 +165,7 @@ def normalised(model: nn.Module) -> list[SpectralNormalised]:
 def test_a_loop_of_ones_own_after_a_run_trains_a_model_that_is_still_constrained(
     tmp_path: Path, fail: bool
 ) -> None:
-    run = build_run(load_config(arguments(tmp_path, "own"), TrainConfig, ROOT))
+    run = build_run(load_config(arguments(tmp_path, "own")))
     watch = Failing(fail)
     run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
     with pytest.raises(ArithmeticError) if fail else nullcontext():
@@ -215,7 +213,7 @@ def test_no_step_waits_for_the_device_between_flushes(
     monkeypatch.setattr(normaliser, "has_answer_at_hand", lambda number: False)
     more = (f"model={model}", f"trainer.accumulate={accumulate}", "monitor.flush_every=100")
     given = arguments(tmp_path, "syncs", *more)
-    run = build_run(load_config(given, TrainConfig, ROOT))
+    run = build_run(load_config(given))
     watch = BetweenFlushes()
     run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
     fit(run)
@@ -226,7 +224,7 @@ def test_no_step_waits_for_the_device_between_flushes(
 def test_the_cost_of_the_constraint_is_recorded_where_there_is_one(
     tmp_path: Path, model: str
 ) -> None:
-    run = build_run(load_config(arguments(tmp_path, "share", f"model={model}"), TrainConfig, ROOT))
+    run = build_run(load_config(arguments(tmp_path, "share", f"model={model}")))
     fit(run)
     last = read_rows(run.directory.metrics)[-1]
     if model == "dot_product":

@@ -9,14 +9,12 @@ import torch
 import invformer.training.fit as fit_module
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError
 from invformer.runs.run_log import read_rows
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.rows import Rows
 from invformer.training.stopwatch import Stopwatch
 
-ROOT = Path(__file__).parent.parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 
 
@@ -38,7 +36,7 @@ def run_with(text_file: Path, *more: str) -> Run:
         "logger.name=none", "monitor.flush_every=4", "monitor.inversion=false",
         f"run.root={text_file.parent / 'runs'}", "run.name=a", *more,
     ]  # fmt: skip
-    return build_run(load_config(arguments, TrainConfig, ROOT))
+    return build_run(load_config(arguments))
 
 
 def rows_of(run: Run) -> list[dict]:

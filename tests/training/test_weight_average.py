@@ -8,14 +8,13 @@ from torch import nn
 
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
 from invformer.runs.encoding import specs_of
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.weight_average import WeightAverage
-from tests.training.test_loop import ROOT, arguments
+from tests.training.test_loop import arguments
 
 
 def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
@@ -40,7 +39,7 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
 def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: str) -> None:
     torch.set_default_dtype(torch.float32)
     options = [f"model={model}", "optim.ema_decay=0.9", "trainer.val_every=3"]
-    run = build_run(load_config(arguments(tmp_path, "ema", *options), TrainConfig, ROOT))
+    run = build_run(load_config(arguments(tmp_path, "ema", *options)))
     fit(run)
     saved, _ = newest_checkpoint(run.directory.checkpoints)
     assert saved is not None
@@ -49,7 +48,7 @@ def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: 
     assert all(w.equal(weights[PREFIX + name]) for name, w in left.items())
     learning = saved.read_state()[LEARNING]
     assert any(not w.equal(left[name]) for name, w in learning.items())
-    plain = build_run(load_config(arguments(tmp_path, "plain", options[0]), TrainConfig, ROOT))
+    plain = build_run(load_config(arguments(tmp_path, "plain", options[0])))
     fit(plain)
     ours, theirs = (read_rows(r.directory.metrics) for r in (run, plain))
     assert [r["train/nats"] for r in ours] == [r["train/nats"] for r in theirs]
