@@ -33,7 +33,7 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import EvaluationWindows
-from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.evaluation.ngram import witten_bell_nats
@@ -227,12 +227,12 @@ def measure(case: Case, device: torch.device) -> Result:
     )
     if certificate is None:
         return result
-    _, report = invert_text(model, probe, certificate, dtype=torch.float64)
+    found = round_trip(model, probe, certificate, dtype=torch.float64).numbers()
     return replace(
         result, norm=certificate.norm, kind=certificate.kind, certified=certificate.bound_max,
         certified_token_max=bound, certified_total=certificate.total,
-        recovered=report.characters_recovered,
-        evaluations=[report.num_evaluations[name] for name in certificate.per_branch],
+        recovered=found["characters_recovered"],
+        evaluations=[found["num_evaluations"][name] for name in certificate.per_branch],
     )  # fmt: skip
 
 

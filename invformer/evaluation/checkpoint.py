@@ -17,22 +17,35 @@ from invformer.runs.checkpoint import (
 log = logging.getLogger(__name__)
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint a path means: itself, or the best (else the newest) of a run folder.
+def read_checkpoint(path: str) -> Checkpoint:
+    """Open a checkpoint: plain values now, tensors when they are asked for, code never.
 
     A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
 
+    Args:
+        path: the directory of one checkpoint, or a run folder, whose best one (else the newest) is
+            taken.
+
     Raises:
-        CheckpointError: there is none, or what there is is refused.
+        CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.
     """
-    if path.is_file() or (path / MANIFEST).exists():
-        return open_checkpoint(path)
-    newest, refused = newest_checkpoint(path / CHECKPOINTS)
-    if newest is None:
-        wanted = "holds no checkpoint" if path.is_dir() else "does not exist"
-        old = " (*.ckpt files are pickles and not opened)" if any(path.glob("*.ckpt")) else ""
-        raise CheckpointError(f"{path} {wanted}{old}: name a run folder or a checkpoint in it")
-    found = best_checkpoint(newest)
+    if "://" in path:
+        raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
+    folder = Path(os.path.expanduser(path))
+    try:
+        if folder.is_file() or (folder / MANIFEST).exists():
+            return open_checkpoint(folder)
+        newest, refused = newest_checkpoint(folder / CHECKPOINTS)
+        if newest is None:
+            wanted = "holds no checkpoint" if folder.is_dir() else "does not exist"
+            pickles = any(folder.glob("*.ckpt"))
+            old = " (*.ckpt files are pickles and not opened)" if pickles else ""
+            raise CheckpointError(
+                f"{folder} {wanted}{old}: name a run folder or a checkpoint in it"
+            )
+        found = best_checkpoint(newest)
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None
     for reason in refused:
         log.warning("%s; taking %s", reason, found.path.name)
     return found
@@ -49,38 +62,13 @@ def best_checkpoint(newest: Checkpoint) -> Checkpoint:
         return newest
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise CheckpointError(f"{newest.path}: {name!r:.80} is no name of a checkpoint")
+    path = newest.path.with_name(name)
     try:
-        return whole_checkpoint(newest.path.with_name(name))
+        if path.is_symlink() or not path.is_dir():
+            raise CheckpointError(f"{path}: the best checkpoint is not there any more")
+        best = open_checkpoint(path)
+        best.verify()
+        return best
     except CheckpointError as error:
         log.warning("%s; taking %s, the newest, not the best", error, newest.path.name)
         return newest
-
-
-def whole_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint of a run folder, verified to its last byte.
-
-    Raises:
-        CheckpointError: it is gone, elsewhere, or damaged.
-    """
-    if path.is_symlink() or not path.is_dir():
-        raise CheckpointError(f"{path}: the best checkpoint is not there any more")
-    checkpoint = open_checkpoint(path)
-    checkpoint.verify()
-    return checkpoint
-
-
-def read_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint: plain values now, tensors when they are asked for, code never.
-
-    Args:
-        path: a run folder, or the directory of one checkpoint.
-
-    Raises:
-        CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.
-    """
-    if "://" in path:
-        raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
-    try:
-        return find_checkpoint(Path(os.path.expanduser(path)))
-    except OSError as error:  # a name too long, a folder that may not be entered
-        raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None

@@ -30,7 +30,7 @@ from invformer.errors import (
     NonFiniteError,
     StorageError,
 )
-from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
@@ -49,7 +49,6 @@ MOST_GENERATED = 256
 TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
 MOSTLY = 0.5  # of another text may be unknown, no more
 
@@ -155,12 +154,9 @@ def evaluate(
         )
         rate = inversion["num_characters"] / inversion["seconds_inverse"]
         report["perf"]["inverse_characters_per_second"] = rate
-    report["perf"] |= {
-        "generate_characters_per_second": generation_rate(model, tokens, 1, device),
-        f"generate_{TEXTS_TOGETHER}_texts_characters_per_second": generation_rate(
-            model, tokens, TEXTS_TOGETHER, device
-        ),
-    }
+    for key, count in (("generate", 1), (f"generate_{TEXTS_TOGETHER}_texts", TEXTS_TOGETHER)):
+        rate = generation_rate(model, tokens, count, device)
+        report["perf"][f"{key}_characters_per_second"] = rate
     return report
 
 
@@ -254,15 +250,16 @@ def certify_model(
     certificate = certify(model, dtype=dtype)
     if certificate.holds:
         return certificate
-    excess = {n: bound / certificate.targets[n] for n, bound in certificate.per_branch.items()}
-    name = max(excess, key=lambda name: excess[name])
-    if not excess[name] <= 1 + torch.finfo(dtype).eps:
+    bounds, targets = certificate.per_branch, certificate.targets
+    name = max(bounds, key=lambda name: bounds[name] / targets[name])
+    excess = bounds[name] / targets[name] - 1
+    if not excess <= torch.finfo(dtype).eps:
         raise CertificateViolation(
-            f"{path}: {name} has the bound {certificate.per_branch[name]:.6g} in "
-            f"{certificate.norm}, its target is {certificate.targets[name]:.6g}: not what training "
-            "left; its weights were changed, or this is a bug"
+            f"{path}: {name} has the bound {bounds[name]:.6g} in {certificate.norm}, its target is "
+            f"{targets[name]:.6g}: not what training left; its weights were changed, or this is a "
+            "bug"
         )
-    log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess[name] - 1)
+    log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess)
     return enforce(model, dtype)
 
 
@@ -296,22 +293,27 @@ def inverted(
     measure: MeasureConfig,
 ) -> dict[str, Any]:
     """Round trip of some sequences: the report's numbers, and each text beside the recovered."""
-    decoded, report = invert_text(
-        model,
-        sequences,
-        certificate,
-        dtype=DTYPES[measure.inversion_dtype],
-        atol=measure.atol,
-        timed=True,
-    )
-    found = asdict(report)
-    texts = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, decoded))
-    found["texts"] = [
-        {"text": text, "recovered": recovered, "marks": marks(text, recovered, proven)}
-        for text, recovered, proven in zip(*texts, found.pop("proven"), strict=True)
-    ]
-    found["unknown_rate"] = (sequences == 0).double().mean().item()
-    return found
+    dtype = getattr(torch, measure.inversion_dtype)
+    trip = round_trip(model, sequences, certificate, dtype=dtype, atol=measure.atol)
+    start = time.perf_counter()
+    proof = trip.proof()
+    seconds = {"proof": time.perf_counter() - start, **trip.seconds()}
+    texts = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, trip.decoded))
+    return {
+        **trip.numbers(),
+        "characters_proven": proof.proven.double().mean().item(),
+        "margin": proof.margin.min().item(),
+        "arithmetic_error": proof.arithmetic_error.max().item(),
+        "distance": proof.distance.max().item(),
+        "radius": proof.radius.min().item(),
+        "unproven": proof.reason,
+        **{f"seconds_{what}": value for what, value in seconds.items()},
+        "texts": [
+            {"text": text, "recovered": recovered, "marks": marks(text, recovered, proven)}
+            for text, recovered, proven in zip(*texts, proof.proven.tolist(), strict=True)
+        ],
+        "unknown_rate": (sequences == 0).double().mean().item(),
+    }
 
 
 def sample_text(model: CharTransformer, vocabulary: Vocabulary, tokens: Tensor) -> dict[str, str]:

@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import lightning as L
@@ -12,7 +13,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.errors import CertificateViolation, NonFiniteError
-from invformer.evaluation.inversion import invert_text
+from invformer.evaluation.inversion import round_trip
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.runs.collective import largest_of_processes
 from invformer.runs.files import replace_file
@@ -139,31 +140,21 @@ class InversionMonitor(L.Callback):
         weight = next(pl_module.parameters())
         dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
         with torch.autocast(pl_module.device.type, enabled=False):
-            found, report = invert_text(
-                pl_module.model,
-                self.tokens.to(pl_module.device),
-                certificate,
-                dtype=dtype,
-                prove=False,
-            )
-        record(
-            trainer,
-            pl_module.step,
-            {
-                "inverse/residual_max": report.residual,
-                "inverse/error_bound_max": report.error_bound,
-                "inverse/reconstruction_max": report.reconstruction_error,
-                "inverse/num_steps_mean": sum(report.num_steps.values()) / len(report.num_steps),
-                "inverse/converged_fraction": report.converged_fraction,
-                "inverse/characters_recovered": report.characters_recovered,
-            },
-        )
-
+            tokens = self.tokens.to(pl_module.device)
+            trip = round_trip(pl_module.model, tokens, certificate, dtype=dtype)
+            found = trip.numbers()
+        row = {
+            "inverse/residual_max": found["residual"],
+            "inverse/error_bound_max": found["error_bound"],
+            "inverse/reconstruction_max": found["reconstruction_error"],
+            "inverse/num_steps_mean": fmean(found["num_steps"].values()),
+            "inverse/converged_fraction": found["converged_fraction"],
+            "inverse/characters_recovered": found["characters_recovered"],
+        }
+        record(trainer, pl_module.step, row)
         if self.decode is not None:
-            texts = [
-                [self.decode(a), self.decode(b)]
-                for a, b in zip(self.tokens, found.cpu(), strict=True)
-            ]
+            pairs = zip(self.tokens, trip.decoded.cpu(), strict=True)
+            texts = [[self.decode(text) for text in pair] for pair in pairs]
             log_table(trainer, "view/recovered", ["text", "recovered"], texts)
 
 

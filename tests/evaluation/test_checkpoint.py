@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from invformer.errors import CheckpointError
-from invformer.evaluation.checkpoint import find_checkpoint
+from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import MANIFEST, STATE_TENSORS, WEIGHTS, write_checkpoint
 from tests.saved_runs import NO_STATE
 
@@ -33,7 +33,7 @@ def damage(path: Path, name: str) -> None:
 
 def found(run: Path, caplog: pytest.LogCaptureFixture) -> tuple[str, list[str]]:
     with caplog.at_level(logging.WARNING):
-        name = find_checkpoint(run).path.name
+        name = read_checkpoint(str(run)).path.name
     return name, [record.getMessage() for record in caplog.records]
 
 
@@ -85,4 +85,4 @@ def test_a_damaged_checkpoint_that_was_named_itself_is_refused(run: Path) -> Non
     best = run / "checkpoints" / BEST
     damage(best, MANIFEST)
     with pytest.raises(CheckpointError, match=BEST):
-        find_checkpoint(best)
+        read_checkpoint(str(best))

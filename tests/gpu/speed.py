@@ -115,7 +115,7 @@ def validation(machine: Machine) -> Iterator[Row]:
     """Certificate, local bounds, an inversion and 100,000 characters, beside 250 steps."""
     from benchmarks.models import build, windows
     from benchmarks.tasks import Evaluation, Training
-    from invformer.evaluation.inversion import invert_text
+    from invformer.evaluation.inversion import round_trip
     from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
     from invformer.nn import certify
@@ -129,7 +129,7 @@ def validation(machine: Machine) -> Iterator[Row]:
     def validate() -> None:
         certificate = certify(model)
         local_bounds(probe)
-        invert_text(model, text[:4], certificate, dtype=torch.float64, prove=False)
+        round_trip(model, text[:4], certificate, dtype=torch.float64).numbers()
         for _ in range(batches):
             evaluation()
 
