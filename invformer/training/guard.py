@@ -1,5 +1,6 @@
 """Nothing that is not finite ever reaches a weight or the optimiser's memory."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -37,9 +38,7 @@ class UpdateGuard:
 
     def __init__(self) -> None:
         self.lost: Float[Tensor, ""] | None = None
-        self._step: Tensor
-        self._loss: Tensor
-        self._norms: Tensor
+        self._evidence: Float[Tensor, "numbers"]  # step, loss, norm of every gradient
 
     def inspect(
         self,
@@ -63,13 +62,11 @@ class UpdateGuard:
         norms = torch.stack(each) if combine is None else combine(torch.stack(each))
         norm = torch.linalg.vector_norm(norms)
         bad = (~(norm + loss).isfinite()).to(norm)
+        number = torch.full_like(loss, step, dtype=torch.float64)
+        evidence = torch.cat([torch.stack([number, loss.double()]), norms.double()])
         if self.lost is None:
-            self.lost, self._norms, self._loss = torch.zeros_like(bad), norms, loss
-            self._step = torch.full_like(bad, step, dtype=torch.int64)
-        before = self.lost.bool()
-        self._norms = norms.where(~before, self._norms)
-        self._loss = loss.where(~before, self._loss)
-        self._step = torch.where(before, self._step, step)
+            self.lost, self._evidence = torch.zeros_like(bad), evidence
+        self._evidence = torch.where(self.lost.bool(), self._evidence, evidence)
         self.lost = torch.maximum(self.lost, bad)
         return norm
 
@@ -77,5 +74,6 @@ class UpdateGuard:
         """The first update that was not finite; waits for the device."""
         if self.lost is None or not self.lost.item():
             return None
-        gradients = (~self._norms.isfinite()).nonzero().flatten().tolist()
-        return Culprit(int(self._step), gradients, float(self._loss))
+        step, loss, *norms = self._evidence.tolist()
+        gradients = [index for index, norm in enumerate(norms) if not math.isfinite(norm)]
+        return Culprit(int(step), gradients, loss)

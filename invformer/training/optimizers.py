@@ -1,7 +1,6 @@
 """Optimisers and the learning-rate schedule."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,77 +14,45 @@ from invformer.training.muon import Muon
 class MuonWithAdamW(Optimizer):
     """:class:`.muon.Muon` for weight matrices, AdamW for everything else.
 
-    One object with one state dict, so that a training loop sees an ordinary optimiser.
-
-    Args:
-        matrices: parameters of at least two dimensions that act as linear maps.
-        others: all other parameters.
-        fused: those of ``matrices`` that are queries, keys and values in one.
-        lr: learning rate of AdamW.
-        muon_lr: learning rate of Muon.
-        betas: of AdamW.
-        weight_decay: of Muon; AdamW has none here, as vectors and embeddings are not decayed.
+    One object with one state dict, so that a training loop sees an ordinary optimiser. It has a
+    group for each part, whose learning rate the part follows.
     """
 
-    def __init__(
-        self,
-        matrices: Iterable[nn.Parameter],
-        others: Iterable[nn.Parameter],
-        fused: Iterable[nn.Parameter] = (),
-        *,
-        lr: float,
-        muon_lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        matrices, others, three_in_one = list(matrices), list(others), {id(p) for p in fused}
-        whole = [p for p in matrices if id(p) not in three_in_one]
-        split = [p for p in matrices if id(p) in three_in_one]
+    def __init__(self, muon: Muon, adamw: AdamW) -> None:
+        self.parts: list[Optimizer] = [muon, adamw]
         groups = [
-            {"params": matrices, "lr": muon_lr, "kind": "muon"},
-            {"params": others, "lr": lr, "kind": "adamw"},
-        ]
-        super().__init__(groups, {"betas": betas, "weight_decay": weight_decay})
-        apart = [{"params": p, "parts": n} for p, n in ((whole, 1), (split, 3)) if p]
-        self.parts: list[Optimizer] = [
-            Muon(apart, lr=muon_lr, weight_decay=weight_decay),
-            AdamW(others, lr=lr, betas=betas, weight_decay=0.0),
-        ]
+            {"params": [p for group in part.param_groups for p in group["params"]],
+             "lr": part.defaults["lr"]}
+            for part in self.parts
+        ]  # fmt: skip
+        super().__init__(groups, {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both parts, or none where ``found_inf`` is 1.
+        """One update of both parts; where ``found_inf`` is 1, it leaves the weights as they are.
 
         ``found_inf`` is an attribute that a training loop may set, as PyTorch's fused optimisers
-        have it: a scalar on the device, which is not waited for.
+        have it: a scalar on the device, which is not waited for. What the optimiser remembers then
+        decays, as with a gradient of zero.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        tensors = [] if skip is None else self._tensors_on(skip.device)
-        before = [flat(some) for some in tensors]
+        before: dict[torch.Tensor, torch.Tensor] = {}
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if skip is not None and p.grad is not None:
+                before[p] = p.clone()
+                p.grad.masked_fill_(skip.bool(), 0)
         for part, group in zip(self.parts, self.param_groups, strict=True):
             for inner in part.param_groups:
                 inner["lr"] = group["lr"]
             part.step()
-        for some, kept in zip(tensors, before, strict=True):
+        for p, kept in before.items():
             assert skip is not None
-            chosen = torch.where(skip.bool(), kept, flat(some)).split([t.numel() for t in some])
-            values = [c.view_as(t) for c, t in zip(chosen, some, strict=True)]
-            torch._foreach_copy_(some, values)  # type: ignore  # torch's optimisers call it too
+            p.copy_(torch.where(skip.bool(), kept, p))
         return loss
-
-    def _tensors_on(self, device: torch.device) -> list[list[torch.Tensor]]:
-        """Weights and memory by dtype, without what is counted on the host."""
-        weights = [p for group in self.param_groups for p in group["params"]]
-        memory = [m for part in self.parts for s in part.state.values() for m in s.values()]
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for tensor in (*weights, *memory):
-            if torch.is_tensor(tensor) and tensor.device == device:
-                by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        return list(by_dtype.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The states of both parts and the present learning rates."""
@@ -102,11 +69,6 @@ class MuonWithAdamW(Optimizer):
         for key in ("lr", "initial_lr"):
             for group, value in zip(self.param_groups, state_dict[key], strict=True):
                 group[key] = value
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All entries in one vector."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -130,17 +92,23 @@ def build_optimizer(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> Optimizer:
-    """AdamW on everything, or Muon on the matrices and AdamW on the rest."""
+    """AdamW on everything, or Muon on the matrices and AdamW on the rest.
+
+    Vectors and embeddings are not decayed. Queries, keys and values in one weight are three
+    matrices for Muon.
+    """
+    matrices, others = split_matrices(model)
     if name == "muon":
-        matrices, others = split_matrices(model)
-        fused = [p for name, p in model.named_parameters() if name.endswith("qkv.weight")]
-        return MuonWithAdamW(
-            matrices, others, fused, lr=lr, muon_lr=muon_lr, betas=betas, weight_decay=weight_decay
-        )
-    decayed, plain = split_matrices(model)
+        fused = {id(p) for name, p in model.named_parameters() if name.endswith("qkv.weight")}
+        groups = [
+            {"params": [p for p in matrices if (id(p) in fused) == (parts == 3)], "parts": parts}
+            for parts in (1, 3)
+        ]
+        muon = Muon([g for g in groups if g["params"]], lr=muon_lr, weight_decay=weight_decay)
+        return MuonWithAdamW(muon, AdamW(others, lr=lr, betas=betas, weight_decay=0.0))
     groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=lr, betas=betas, fused=True)
 
