@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from invformer.evaluation.report import (
+    branch_cells,
     branch_constants,
     certificate_sentences,
     comparison,
@@ -19,7 +20,6 @@ from invformer.evaluation.report import (
     names_of,
     worst_constants,
 )
-from invformer.numerics.rounding import upwards
 from invformer.runs.checkpoint import EVALUATION
 from invformer.runs.console import printable
 from invformer.runs.files import replace_file
@@ -83,7 +83,12 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
         *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(certificate)),
-        f"<div class=two>{branch_tables(report)}</div>",
+        "<div class=two>",
+        *(
+            table(branch_cells(rows), (norm, "estimate ≤", "local bound ≤", "bound"))
+            for norm, rows in report["local_lipschitz"].items()
+        ),
+        "</div>",
     ]
     if inversion is not None:
         parts.append("<h2>The text that comes back</h2>")
@@ -139,8 +144,12 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
     return path
 
 
-def comparison_page(reports: Sequence[Mapping[str, Any]]) -> str:
-    """Several evaluations in one table and one figure, and the command behind each."""
+def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
+    """Write a page into a folder: several evaluations in one table and one figure.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     header, *rows = comparison(reports)
     names = names_of(reports)
     texts = {(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports}
@@ -153,18 +162,9 @@ def comparison_page(reports: Sequence[Mapping[str, Any]]) -> str:
         "<h2>How they were trained</h2>",
         table(commands),
     ]
-    return HEAD + "\n".join(parts) + "\n</html>\n"
-
-
-def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the page of several evaluations into a folder, under their names.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    names = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names_of(reports))
-    path = folder / f"comparison-{names[:100]}.html"
-    replace_file(path, comparison_page(reports))
+    name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names)[:100]
+    path = folder / f"comparison-{name}.html"
+    replace_file(path, HEAD + "\n".join(parts) + "\n</html>\n")
     return path
 
 
@@ -204,25 +204,6 @@ def table(rows: Iterable[Row], header: Row = ()) -> str:
     for name, *values in rows:
         lines.append(f"<tr><td>{shown(name)}" + "".join(f"<td{style}>{shown(v)}" for v in values))
     return "<table>\n" + "\n".join(lines) + "\n</table>"
-
-
-def branch_tables(report: Mapping[str, Any]) -> str:
-    """Estimate, local bound and bound of every branch, one table a norm."""
-    keys = ("local_bound", "bound")
-    return "\n".join(
-        table(
-            (
-                (
-                    name,
-                    f"{row['estimate']:.4f}",
-                    *("–" if row[key] is None else upwards(row[key], 4) for key in keys),
-                )
-                for name, row in rows.items()
-            ),
-            header=(norm, "estimate ≤", "local bound ≤", "bound"),
-        )
-        for norm, rows in report["local_lipschitz"].items()
-    )
 
 
 def side_by_side(text: str, recovered: str, marks: str) -> str:

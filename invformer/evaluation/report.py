@@ -42,18 +42,35 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
     """
     data = report["data"]
     print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
-    print_lines(headlines(report))
-    print()
-    print_lines(details(report, verbose))
-    norms = report["local_lipschitz"].items()
-    print_branches(dict(norms if verbose else list(norms)[:1]))
+    blocks = [columns(headlines(report)), columns(details(report, verbose))]
+    norms = list(report["local_lipschitz"].items())
+    for norm, rows in norms if verbose else norms[:1]:
+        blocks.append([f"  {norm:<24}   estimate ≤ local bound ≤      bound"])
+        for name, estimate, local, bound in branch_cells(rows):
+            row = rows[name]
+            note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"
+            line = f"    {name:<24} {estimate:>8}   {local:>11}   {bound:>11}{note}"
+            blocks[-1].append(line)
+    print("\n\n".join(map("\n".join, blocks)))
 
 
-def print_lines(lines: Sequence[tuple[str, str]]) -> None:
-    """Print names and values in two columns."""
+def columns(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """Names and values in two columns."""
     width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        print(f"  {name:<{width}}  {value}")
+    return [f"  {name:<{width}}  {value}" for name, value in lines]
+
+
+def branch_cells(rows: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """Name, estimate, local bound and bound of every branch."""
+    bounds = ("local_bound", "bound")
+    return [
+        [
+            name,
+            f"{row['estimate']:.4f}",
+            *("–" if row[key] is None else upwards(row[key], 4) for key in bounds),
+        ]
+        for name, row in rows.items()
+    ]
 
 
 def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -68,17 +85,13 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if certificate is None:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
-        bound = max(certificate["per_branch"].values())
-        lines.append(
-            ("every branch proven", f"≤ {upwards(bound, 6)} in {certified_norm(certificate)}")
-        )
+        proven = f"≤ {largest_bound(certificate)} in {certified_norm(certificate)}"
+        lines.append(("every branch proven", proven))
     if inversion is not None:
-        symbols = "symbols" if inversion["unknown_rate"] else "characters"
-        recovered = (
-            f"{downwards(inversion['characters_recovered'], 4):.2%} of the {symbols} recovered"
-        )
-        said = f"{recovered}, {downwards(inversion['characters_proven'], 4):.2%} proven"
-        lines.append(("inversion", f"{said}; {unknown}" if inversion["unknown_rate"] else said))
+        recovered, proven = shares(inversion)
+        more = f"; {unknown}" if inversion["unknown_rate"] else ""
+        recovered += f" of the {'symbols' if more else 'characters'} recovered"
+        lines.append(("inversion", f"{recovered}, {proven} proven{more}"))
     if measured := report["local_lipschitz"].get("token_max"):
         worst, name = max((row["estimate"], name) for name, row in measured.items())
         lines.append(("largest local estimate", f"{worst:.4f} in token_max ({name})"))
@@ -94,30 +107,51 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def details(report: Mapping[str, Any], verbose: bool = False) -> list[tuple[str, str]]:
     """The numbers behind the headlines."""
-    context = report["context"]
+    context, certificate, inversion = (report[k] for k in ("context", "certificate", "inversion"))
     scored, size = report["num_characters"], report["data"]["split_characters"]
     of_size = "" if scored == size else f" of {size:,}, the first ones,"
-    return [
+    lines = [
         ("nats per character", f"{report['nats']:.4f}"),
         ("characters scored", f"{scored:,}{of_size} in {report['precision']}"),
         ("context", f"{context['seq_len']} characters, stride {context['stride']}"),
         ("unknown symbols", f"{report['data']['unknown_rate']:.2%} of the text"),
-        *certificate_lines(report["certificate"], verbose),
-        *inversion_lines(report["inversion"], verbose),
     ]
+    if certificate is not None and certificate["total"] is not None:
+        why = "a product over all branches and scalings"
+        total = informative(certificate["total"], 1e4, why, verbose)
+        lines.append(("bound on the whole stack", total))
+    if inversion is not None:
+        steps, margin = inversion["num_steps"].values(), inversion["decoding_margin"]
+        why = f"larger than {margin:.2g}, half the distance of two symbols"
+        bound = informative(inversion["error_bound"], margin, why, verbose)
+        times = [inversion[f"seconds_{k}"] for k in ("inverse", "inverse_coarse")]
+        whole, coarse = (t / inversion["seconds_forward"] for t in times)
+        lines += [
+            ("proof", proof(inversion)),
+            ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
+            ("error bound by the rounding model", bound),
+            ("distance of two symbols", f"at least {2 * margin:.2e}"),
+            ("solver steps per layer", f"{min(steps)}–{max(steps)}"),
+            (
+                "inverse costs",
+                f"{whole:.1f} forward passes in {inversion['dtype']}, "
+                f"{coarse:.1f} to float32's accuracy (by the clock)",
+            ),
+        ]
+    return lines
 
 
 def certificate_sentences(certificate: Mapping[str, Any] | None) -> list[str]:
     """The certificate in words, and what it does not say."""
     if certificate is None:
         return ["Nothing: this is a baseline without a Lipschitz bound."]
-    bound = max(certificate["per_branch"].values())
     causal = certificate["kind"] == "causal"
     constant = "diagonal block of the Jacobian" if causal else "Lipschitz constant"
     weighted = "a learned weighted " if certificate["conditions"] else "the "
+    bound = f"{largest_bound(certificate)} in {weighted}{certificate['norm']} norm"
     return [
-        f"The {constant} of every residual branch is proven to be at most {upwards(bound, 6)} in "
-        f"{weighted}{certificate['norm']} norm (target {certificate['target']}), for sequences of "
+        f"The {constant} of every residual branch is proven to be at most {bound} "
+        f"(target {certificate['target']}), for sequences of "
         f"up to {certificate['seq_len']} tokens and weights in {certificate['dtype']}. The stack "
         "between embedding and final LayerNorm can therefore be inverted by fixed-point iteration.",
         "The certificate says nothing about the LayerNorm and head above the stack, and no small "
@@ -133,17 +167,14 @@ def comparison(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         certificate, inversion, ngram = (report[k] for k in ("certificate", "inversion", "ngram"))
         worst = worst_constants(report)
         cells = [
+            f"{report['bpc']:.4f}",
             f"{ngram['bpc']:.4f}" if ngram else "–",
-            upwards(max(certificate["per_branch"].values()), 6) if certificate else "–",
+            largest_bound(certificate) if certificate else "–",
             f"{worst['estimate']:.4f}" if worst else "–",
-            *(
-                f"{downwards(inversion[f'characters_{what}'], 4):.2%}" if inversion else "–"
-                for what in ("recovered", "proven")
-            ),
+            *(shares(inversion) if inversion else "––"),
             f"{report['perf']['forward_characters_per_second']:,.0f}",
         ]
-        model, step = report["model"]["name"], str(report["step"])
-        rows.append([name, model, step, f"{report['bpc']:.4f}", *cells])
+        rows.append([name, report["model"]["name"], str(report["step"]), *cells])
     return rows
 
 
@@ -155,6 +186,17 @@ def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
+
+
+def largest_bound(certificate: Mapping[str, Any]) -> str:
+    """The largest bound on a branch, rounded upwards."""
+    return upwards(max(certificate["per_branch"].values()), 6)
+
+
+def shares(inversion: Mapping[str, Any]) -> tuple[str, str]:
+    """Which share of the characters was recovered, and proven, rounded downwards."""
+    recovered, proven = inversion["characters_recovered"], inversion["characters_proven"]
+    return f"{downwards(recovered, 4):.2%}", f"{downwards(proven, 4):.2%}"
 
 
 def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -213,33 +255,6 @@ def informative(value: float, limit: float, why: str, verbose: bool) -> str:
     return f"{number}not informative: {why}"
 
 
-def certificate_lines(
-    certificate: Mapping[str, Any] | None, verbose: bool
-) -> list[tuple[str, str]]:
-    """The constant of the whole stack, if it is one."""
-    if certificate is None or certificate["total"] is None:
-        return []
-    why = "a product over all branches and scalings"
-    return [("bound on the whole stack", informative(certificate["total"], 1e4, why, verbose))]
-
-
-def inversion_lines(inversion: Mapping[str, Any] | None, verbose: bool) -> list[tuple[str, str]]:
-    """The inversion's part of the table."""
-    if inversion is None:
-        return []
-    steps, margin = inversion["num_steps"].values(), inversion["decoding_margin"]
-    why = f"larger than {margin:.2g}, half the distance of two symbols"
-    bound = informative(inversion["error_bound"], margin, why, verbose)
-    return [
-        ("proof", proof(inversion)),
-        ("reconstruction error", f"{inversion['reconstruction_error']:.2e}"),
-        ("error bound by the rounding model", bound),
-        ("distance of two symbols", f"at least {2 * margin:.2e}"),
-        ("solver steps per layer", f"{min(steps)}–{max(steps)}"),
-        ("inverse costs", inversion_cost(inversion)),
-    ]
-
-
 def proof(inversion: Mapping[str, Any]) -> str:
     """By which numbers the characters are proven, or are not."""
     if inversion["unproven"] is not None:
@@ -252,25 +267,3 @@ def proof(inversion: Mapping[str, Any]) -> str:
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
     return f"no other text has states within {inversion['radius']:.3g} ({numbers})"
-
-
-def inversion_cost(inversion: Mapping[str, Any]) -> str:
-    """Its time in forward passes of the stack."""
-    keys = ("seconds_inverse", "seconds_inverse_coarse")
-    whole, coarse = (inversion[key] / inversion["seconds_forward"] for key in keys)
-    dtype = inversion["dtype"]
-    words = f"{whole:.1f} forward passes in {dtype}, {coarse:.1f} to float32's accuracy"
-    return f"{words} (by the clock)"
-
-
-def print_branches(branches: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print estimate, local bound and bound of every branch, one norm at a time."""
-    for norm, rows in branches.items():
-        print(f"\n  {norm:<24}   estimate ≤ local bound ≤      bound")
-        for name, row in rows.items():
-            local, bound = (
-                f"{'–' if row[key] is None else upwards(row[key], 4):>11}"
-                for key in ("local_bound", "bound")
-            )
-            note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"
-            print(f"    {name:<24} {row['estimate']:8.4f}   {local}   {bound}{note}")

@@ -51,6 +51,11 @@ class Run:
         """The W&B logger, if there is one."""
         return next((x for x in self.trainer.loggers if isinstance(x, WandbLogger)), None)
 
+    def callback(self, kind: type[L.Callback]) -> Any:
+        """The trainer's callback of a kind; None if there is none."""
+        callbacks: list[L.Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        return next((c for c in callbacks if isinstance(c, kind)), None)
+
 
 def fit(run: Run) -> None:
     """Train from scratch or from where the run stopped; write sample, plots and W&B tables.
@@ -99,7 +104,7 @@ def train(run: Run) -> None:
         raise CheckpointError(f"{checkpoint}: not a state of this run ({error})") from None
     except REFUSALS as error:  # while a state is restored they mean that it is none of this run
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if checkpoint is None or checkpoints_of(run).started or out_of_memory:
+        if checkpoint is None or run.callback(Checkpoints).started or out_of_memory:
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
@@ -107,16 +112,6 @@ def train(run: Run) -> None:
         set_manual_refresh(run.module.model, manual=False)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()  # its threads may abort a process that ends
-
-
-def checkpoints_of(run: Run) -> Checkpoints:
-    """The callback that saves this run."""
-    return next(c for c in callbacks_of(run) if isinstance(c, Checkpoints))
-
-
-def callbacks_of(run: Run) -> list[L.Callback]:
-    """The callbacks of its trainer."""
-    return run.trainer.callbacks  # type: ignore[attr-defined]
 
 
 def announce(run: Run) -> None:
@@ -136,7 +131,7 @@ def announce(run: Run) -> None:
 
 def conclude(run: Run) -> None:
     """Write a sample and the summary, hand both to W&B, and print what came of it."""
-    sampler = next((c for c in callbacks_of(run) if isinstance(c, Sample)), None)
+    sampler = run.callback(Sample)
     sample = (sampler.text or sampler.generate(run.module.eval())) if sampler else ""
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
@@ -145,7 +140,7 @@ def conclude(run: Run) -> None:
     print_result(run)
     if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
         print(f"continue   {run.directory.command} ({left} steps are left)")
-    checkpoints = checkpoints_of(run)
+    checkpoints = run.callback(Checkpoints)
     if run.wandb is None or checkpoints.best_name is None:
         return
     run.wandb.log_image("view/summary", [picture], run.trainer.global_step - 1)
@@ -167,7 +162,8 @@ def print_result(run: Run) -> None:
     rows = [row for row in read_rows(run.directory.metrics) if "val/bpc" in row]
     best = min(rows, key=lambda row: float(row["val/bpc"]))
     print(f"val        {best['val/bpc']:.4f} bits per character (step {best['step'] + 1})")
-    if certificate := saved_certificate(run):
+    newest, _ = newest_checkpoint(run.directory.checkpoints)
+    if certificate := newest and newest.metadata.get("certificate"):
         bound = upwards(max(certificate["per_branch"].values()), 4)
         print(f"proven     every branch ≤ {bound} in {certified_norm(certificate)}")
     if "inverse/characters_recovered" in best:
@@ -179,9 +175,3 @@ def print_result(run: Run) -> None:
     if certificate:
         print(f'invert     python invert.py {checkpoint} text="Does this come back?"')
     print(f"evaluate   python evaluate.py {checkpoint}")
-
-
-def saved_certificate(run: Run) -> dict[str, Any] | None:
-    """The certificate of the final weights; None if the model has none."""
-    newest, _ = newest_checkpoint(run.directory.checkpoints)
-    return newest.metadata.get("certificate") if newest else None

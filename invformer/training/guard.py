@@ -38,7 +38,7 @@ class UpdateGuard:
 
     def __init__(self) -> None:
         self.lost: Float[Tensor, ""] | None = None
-        self._evidence: Float[Tensor, "numbers"]  # step, loss, norm of every gradient
+        self._evidence: Tensor  # step, loss, norm of every gradient
 
     def inspect(
         self,

@@ -6,9 +6,10 @@ import re
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import read_rows
@@ -98,17 +99,18 @@ def draw_bits_per_character(
 
 def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
     """Estimate, local bound, bound and target of every branch, as last measured."""
+    last = {key: values[-1] for key, (_, values) in curves.items()}
     names = sorted(
         key.removeprefix(PREFIX).removesuffix(SUFFIX)
         for key in curves
         if key.startswith(PREFIX) and key.endswith(SUFFIX)
     )
-    keys = {n: {what: f"{PREFIX}{n}/{what}" for what in BARS} for n in names}
-    for of_branch in keys.values():
-        of_branch["target"] = "lipschitz/target"
     return {
-        short(name): {what: curves[key][1][-1] for what, key in of_branch.items() if key in curves}
-        for name, of_branch in keys.items()
+        short(name): {
+            **{what: last.get(f"{PREFIX}{name}/{what}") for what in BARS},
+            "target": last.get("lipschitz/target"),
+        }
+        for name in names
     }
 
 
@@ -174,15 +176,14 @@ def short(name: str) -> str:
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
     """The mean of the finite ones among the last ``window`` values; NaN where there are none."""
-    sums = [0.0, *accumulate(value if math.isfinite(value) else 0.0 for value in values)]
-    counts = [0, *accumulate(math.isfinite(value) for value in values)]
-    spans = [(max(0, end - window), end) for end in range(1, len(values) + 1)]
-    return [
-        (sums[end] - sums[start]) / (counts[end] - counts[start])
-        if counts[end] > counts[start]
-        else math.nan
-        for start, end in spans
-    ]
+    finite = np.isfinite(values)
+    sums, counts = (
+        np.concatenate([[0], np.cumsum(c)]) for c in (np.where(finite, values, 0.0), finite)
+    )
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    with np.errstate(invalid="ignore"):
+        return ((sums[ends] - sums[starts]) / (counts[ends] - counts[starts])).tolist()
 
 
 def new_figure(num_rows: int) -> "tuple[Figure, list[Axes]]":

@@ -254,15 +254,18 @@ def test_the_sample_of_a_run_sends_a_terminal_no_commands(
     directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
     sampler = Sample(torch.zeros(1), 0, str)
     sampler.text = COLOURED
-    monkeypatch.setattr(fit, "callbacks_of", lambda _: [sampler])
     monkeypatch.setattr(fit, "plot_run", lambda *_: None)
     monkeypatch.setattr(fit, "print_result", lambda _: None)
     monkeypatch.setattr(fit, "five_gram", lambda _: None)
-    monkeypatch.setattr(fit, "checkpoints_of", lambda _: None)
     finished = SimpleNamespace(global_step=1, max_steps=1)
     config = SimpleNamespace(trainer=finished)
     run = SimpleNamespace(
-        directory=directory, wandb=None, data=None, trainer=finished, config=config
+        directory=directory,
+        wandb=None,
+        data=None,
+        trainer=finished,
+        config=config,
+        callback=lambda kind: sampler if kind is Sample else None,
     )
     fit.conclude(run)  # type: ignore[arg-type]
     assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
