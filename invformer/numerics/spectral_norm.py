@@ -11,6 +11,8 @@ produces clusters. The certificate therefore also tries a number b just above th
 and E, the residual of the factorisation, is of the size of rounding.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -87,11 +89,29 @@ def _flushed(weight: Tensor) -> Tensor:
     """
     if weight.dtype == torch.float16:
         return torch.zeros((), dtype=torch.float64, device=weight.device)
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    tiny = torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype).view(whole)
-    magnitude = weight.view(whole) & torch.iinfo(whole).max
+    bits = Bits.apply(weight)
+    magnitude = bits & torch.iinfo(bits.dtype).max
+    tiny = Bits.apply(torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype))
     count = ((magnitude > 0) & (magnitude < tiny)).sum((-2, -1))
     return _up(count.double().sqrt() * torch.finfo(weight.dtype).tiny, 2)
+
+
+class Bits(torch.autograd.Function):
+    """Floating-point numbers as integers; before torch 2.13 ``vmap`` has no rule for it."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The same bits."""
+        return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
+        """One call for the batch."""
+        return Bits.apply(*args), in_dims[0]
 
 
 def _up(value: Tensor, operations: int) -> Tensor:
@@ -100,9 +120,9 @@ def _up(value: Tensor, operations: int) -> Tensor:
 
 
 def _power_of_two_near(value: Tensor) -> Tensor:
-    """2^e with value/2^e in [1/2, 1) (e kept in range), exactly, by writing the exponent bits."""
-    exponent = torch.frexp(value).exponent.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT)
-    return ((exponent.to(torch.int64) + 1023) << 52).view(torch.float64)
+    """2^e with value/2^e in [1/2, 1), exactly (e kept in range); 1 for 0, ∞ and NaN."""
+    power = value / torch.frexp(value).mantissa
+    return power.clamp(2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT).nan_to_num(1.0)
 
 
 def _gram_bound(g: Tensor, num_steps: int) -> Tensor:
