@@ -6,8 +6,7 @@ Source: Behrmann et al. 2019, arXiv 1811.00995, Algorithm 1 and Theorem 1.
 """
 
 import math
-from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
@@ -157,10 +156,10 @@ def invert_residual(
         FixedPointError: ``throw`` and some sample did not converge.
         ValueError: an argument is impossible.
     """
-    if y.ndim < 2 or y.dtype not in RESIDUAL_FLOOR:
-        raise ValueError(f"y must be floating point (*batch, N, D), got {y.dtype} {tuple(y.shape)}")
-    if y.numel() == 0:
-        raise ValueError(f"there is nothing to invert: y is empty, of shape {tuple(y.shape)}")
+    if y.ndim < 2 or y.numel() == 0 or y.dtype not in RESIDUAL_FLOOR:
+        raise ValueError(
+            f"y must be floating point (*batch, N, D) and not empty, got {y.dtype} {tuple(y.shape)}"
+        )
     if lipschitz_bound is not None and not 0 <= lipschitz_bound < 1:
         raise ValueError(
             f"lipschitz_bound must be in [0, 1), got {lipschitz_bound}: scale f down, or pass None "
@@ -172,36 +171,63 @@ def invert_residual(
     model = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
     margin = 1.0 if lipschitz_bound is None else 1 - lipschitz_bound
     least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * model.relative) / margin
-    rows_per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
-    eq = _Equation(
-        f=f,
-        exact=exact,
-        model=model,
-        norm=norm,
-        margin=margin,
-        global_bound=lipschitz_bound if kind == "global" else None,
-        atol=atol,
-        rtol=comfortable_rtol(least_rtol, 1 - margin) if rtol is None else rtol,
-        least_rtol=least_rtol,
-        rows_per_sample=rows_per_sample,
-        num_rows=len(flat) * rows_per_sample,
+    rtol = comfortable_rtol(least_rtol, 1 - margin) if rtol is None else rtol
+    global_bound = lipschitz_bound if kind == "global" else None
+    eq = _Equation(exact, model, norm, margin, global_bound, atol, rtol)
+    fx, length = f(flat), eq.size(flat)
+    if fx.shape != flat.shape or fx.dtype != y.dtype:
+        raise ValueError(
+            f"f maps {y.dtype} {tuple(flat.shape)} to {fx.dtype} {tuple(fx.shape)}: it must keep "
+            "dtype and shape"
+        )
+    least = least_rtol * length + model.relative * inner_size / margin
+    status = torch.where(
+        atol + rtol * length < least, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING
     )
-    s = eq.start(flat, max_steps)
+
+    # Rows iterate: samples, or single tokens if f is token-wise.
+    per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
+    start = flat.reshape(len(flat) * per_sample, -1, y.shape[-1])
+    length, status = (t.repeat_interleave(per_sample) for t in (length, status))
+    x, fx = start.clone(), fx.reshape(start.shape).clone()
+    residual, num_steps = eq.size(fx), torch.zeros_like(status)
+    limit = num_steps + (eq.predicted_steps(residual, length) if max_steps is None else max_steps)
     measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
     num_evaluations = torch.ones(len(flat), dtype=torch.long, device=y.device)
     todo = torch.ones_like(num_evaluations, dtype=torch.bool)
     while bool(todo.any()):
-        _picard(eq, s)
-        x, fx = s.x.view_as(flat), s.fx.view_as(flat)
+        while bool((running := status == RUNNING).any()):
+            rows = slice(None) if bool(running.all()) else running.nonzero().squeeze(-1)
+            new = start[rows] - fx[rows]  # x ← y − f(x)
+            f_new = f(new)
+            change = eq.size(f_new - fx[rows])  # ‖y − x − f(x)‖, as long as the next step
+            disproved = eq.disproves(residual[rows], change, new, f_new)
+            x[rows], fx[rows], residual[rows], length[rows] = new, f_new, change, eq.size(new)
+            num_steps[rows] += 1
+            longest = length.view(-1, per_sample).amax(1).repeat_interleave(per_sample)[rows]
+            verdict = status[rows]
+            for outcome, applies in (  # of several the last one counts
+                (InversionStatus.MAX_STEPS, num_steps[rows] >= limit[rows]),
+                (InversionStatus.CONVERGED, eq.within_tolerance(change, longest)),
+                (InversionStatus.NOT_CONTRACTIVE, disproved),
+                (InversionStatus.NONFINITE, ~(change + longest).isfinite()),
+            ):
+                verdict = verdict.masked_fill(applies, outcome)
+            status[rows] = verdict
         some = slice(None) if bool(todo.all()) else todo
-        measured[:, some] = eq.measure(flat[some], x[some], fx[some])
+        value, f_value = x.view_as(flat), fx.view_as(flat)
+        measured[:, some] = eq.measure(flat[some], value[some], f_value[some])
         num_evaluations += todo & (exact is not None)
         # A residual that is small in y's format may be larger in float64: such samples go on.
-        todo &= ~eq.within_tolerance(measured[:2].sum(0), eq.size(x))
-        todo = s.resume(todo)
-    status, num_steps = (t.view(len(flat), -1).amax(1) for t in (s.status, s.num_steps))
+        of_sample = status.view(len(flat), -1)
+        todo &= (of_sample == InversionStatus.CONVERGED).all(1)
+        todo &= ~eq.within_tolerance(measured[:2].sum(0), eq.size(value))
+        tired = (num_steps >= limit).view_as(of_sample).any(1)
+        of_sample[todo], of_sample[todo & tired] = RUNNING, InversionStatus.MAX_STEPS
+        todo &= ~tired
+    status, num_steps = (t.view(len(flat), -1).amax(1) for t in (status, num_steps))
     solution = FixedPointSolution(
-        value=s.x.reshape(y.shape),
+        value=x.reshape(y.shape),
         residual=measured[0].reshape(y.shape[:-2]),
         error_bound=eq.error_bound(measured.sum(0), status).reshape(y.shape[:-2]),
         num_steps=num_steps.reshape(y.shape[:-2]),
@@ -214,58 +240,10 @@ def invert_residual(
     return solution
 
 
-def _picard(eq: "_Equation", s: "_Iterates") -> None:
-    """x ← y − f(x) for every running row until it has a verdict."""
-    now = s.take(s.status == RUNNING)
-    while len(now.row):
-        x = now.y - now.fx
-        fx = eq.f(x)
-        eq.move(now, x, fx)
-        done = now.status != RUNNING
-        if bool(done.any()):
-            s.put(now.take(done))
-            now = now.take(~done)
-
-
-@dataclass
-class _Iterates:
-    """The state of every row: a sample, or a single token if f is token-wise."""
-
-    row: Tensor
-    y: Tensor  # (rows, N, D)
-    x: Tensor
-    fx: Tensor
-    residual: Tensor  # ‖y − x − f(x)‖, and so the length of the next step
-    length: Tensor  # ‖x‖ of the sample
-    num_steps: Tensor
-    max_steps: Tensor
-    status: Tensor
-
-    def take(self, rows: Tensor) -> "_Iterates":
-        """Some of the rows."""
-        if bool(rows.all()):
-            return copy(self)
-        return _Iterates(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
-
-    def put(self, part: "_Iterates") -> None:
-        """Copy back the state of some rows."""
-        for name in ("x", "fx", "residual", "length", "num_steps", "status"):
-            getattr(self, name)[part.row] = getattr(part, name)
-
-    def resume(self, samples: Tensor) -> Tensor:
-        """Withdraw CONVERGED from some of the samples; which of them go on."""
-        status = self.status.view(len(samples), -1)
-        samples = samples & (status == InversionStatus.CONVERGED).all(1)
-        tired = self.num_steps.view_as(status).amax(1) >= self.max_steps.view_as(status).amin(1)
-        status[samples], status[samples & tired] = RUNNING, InversionStatus.MAX_STEPS
-        return samples & ~tired
-
-
 @dataclass(frozen=True)
 class _Equation:
-    """y = x + f(x): the map, its constant and the tolerance."""
+    """y = x + f(x): the constant of f, and the tolerance."""
 
-    f: SequenceMap
     exact: SequenceMap | None  # f in float64, where y is in less
     model: RoundingModel
     norm: Norm
@@ -273,9 +251,6 @@ class _Equation:
     global_bound: float | None  # c, if it is one of whole steps
     atol: float
     rtol: float
-    least_rtol: float  # what the format, the rounding model and c allow
-    rows_per_sample: int  # one, or N if f is token-wise
-    num_rows: int
 
     def size(self, x: Tensor) -> Tensor:
         """‖x‖ of every row."""
@@ -285,36 +260,6 @@ class _Equation:
         """True if residual/(1 − c) ≤ atol + rtol ‖x‖; False for NaN."""
         return residual <= self.margin * (self.atol + self.rtol * length)
 
-    def start(self, y: Tensor, max_steps: int | None) -> _Iterates:
-        """x₀ = y; samples are refused where no answer in this format can meet the tolerance."""
-        fx, length = self.f(y), self.size(y)
-        if fx.shape != y.shape or fx.dtype != y.dtype:
-            raise ValueError(
-                f"f maps {y.dtype} {tuple(y.shape)} to {fx.dtype} {tuple(fx.shape)}: it must keep "
-                "dtype and shape"
-            )
-        inside = self.model.relative * self.model.inner_size / self.margin
-        status = torch.full_like(length, RUNNING, dtype=torch.long).masked_fill(
-            self.atol + self.rtol * length < self.least_rtol * length + inside,
-            InversionStatus.TOLERANCE_BELOW_PRECISION,
-        )
-        if self.rows_per_sample > 1:
-            y, fx = (t.reshape(-1, 1, t.shape[-1]) for t in (y, fx))
-            length, status = (t.repeat_interleave(self.rows_per_sample) for t in (length, status))
-        residual = self.size(fx)
-        limit = self.predicted_steps(residual, length) if max_steps is None else max_steps
-        return _Iterates(
-            row=torch.arange(len(y), device=y.device),
-            y=y,
-            x=y.clone(),
-            fx=fx.clone(),
-            residual=residual,
-            length=length,
-            num_steps=torch.zeros_like(status),
-            max_steps=torch.zeros_like(status) + limit,
-            status=status,
-        )
-
     def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
         """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""
         c = self.global_bound
@@ -323,22 +268,6 @@ class _Equation:
         ratio = self.margin * (self.atol + self.rtol * length) / 4 / residual
         steps = ratio.log() / math.log(max(c, 1e-300))
         return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
-
-    def move(self, s: _Iterates, x: Tensor, fx: Tensor) -> None:
-        """Go to x = y − f(s.x) and give verdicts; of several the last one counts."""
-        residual, length = self.size(fx - s.fx), self.size(x)
-        disproved = self.disproves(s.residual, residual, x, fx)
-        if len(s.row) == self.num_rows or self.rows_per_sample == 1:  # later others hardly move
-            s.length = length.view(-1, self.rows_per_sample).amax(1)
-            s.length = s.length.repeat_interleave(self.rows_per_sample)
-        s.x, s.fx, s.residual, s.num_steps = x, fx, residual, s.num_steps + 1
-        for status, rows in (
-            (InversionStatus.MAX_STEPS, s.num_steps >= s.max_steps),
-            (InversionStatus.CONVERGED, self.within_tolerance(residual, s.length)),
-            (InversionStatus.NOT_CONTRACTIVE, disproved),
-            (InversionStatus.NONFINITE, ~(residual + length).isfinite()),
-        ):
-            s.status = s.status.masked_fill(rows, status)
 
     def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
         """True if f changed by more than c times the step to x, rounding subtracted."""

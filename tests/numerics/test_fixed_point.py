@@ -316,7 +316,7 @@ def test_a_constant_that_is_none_is_refused_and_no_constant_gives_no_bound(const
     [
         (torch.zeros(3), torch.tanh, "must be floating point"),
         (torch.zeros(2, 3, dtype=torch.int64), torch.tanh, "must be floating point"),
-        (torch.zeros(0, 2, 3), torch.tanh, r"nothing to invert: y is empty, of shape \(0, 2, 3\)"),
+        (torch.zeros(0, 2, 3), torch.tanh, "and not empty"),
         (torch.zeros(2, 3), lambda z: z[..., :1], "must keep dtype and shape"),
     ],
 )
