@@ -1,24 +1,19 @@
 """The token_max, frobenius and causal certificates: Jacobians, witnesses, ascent."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
 
 from invformer.bounds.contractive import causal_bound, frobenius_bound, token_max_bound
-from invformer.bounds.head_gain import diagonal_gains, mean_gaps
+from invformer.bounds.head_gain import diagonal_gains
 from invformer.numerics.norms import vector_norm
-from invformer.numerics.spectral_norm import spectral_norm_bound
 from tests.problems import (
     AttentionProblem,
     attention_problems,
     best_two_sided_gap,
     diagonal_norm,
-    jacobian,
-    matrix_with,
     norm_from_below,
     plain_bias,
     random_problem,
@@ -28,28 +23,14 @@ from tests.problems import (
 )
 
 
-def check_tied(problem: AttentionProblem) -> None:
+@given(attention_problems)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> None:
     jac = problem.jacobian()
     w_q, g, log_mass = problem.w_q, problem.g, problem.log_mass()
     assert norm_from_below(jac, "token_max") <= token_max_bound(w_q, g, log_mass)
     assert diagonal_norm(jac) <= causal_bound(w_q, g, log_mass)
     assert norm_from_below(jac, "frobenius") <= frobenius_bound(w_q, g, problem.log_mass_per_row())
-
-
-@given(attention_problems)
-@settings(max_examples=120, deadline=None, derandomize=True)
-def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> None:
-    check_tied(problem)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@given(attention_problems)
-@settings(max_examples=10_000, deadline=None, derandomize=True)
-def test_no_dense_jacobian_exceeds_a_certificate_in_ten_thousand_cases(
-    problem: AttentionProblem,
-) -> None:
-    check_tied(problem)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -78,14 +59,6 @@ def test_a_witness_reaches_85_percent_of_the_token_max_certificate(
     assert 0.85 * bound <= attained <= bound
     norms = torch.linalg.matrix_norm(problem.w_q[0], 2) * torch.linalg.matrix_norm(problem.g[0], 2)
     assert attained / norms.item() == pytest.approx(two_sided_gain(n, best_two_sided_gap(n)))
-
-
-def test_the_witness_gain_is_the_closed_form() -> None:
-    (g,) = mean_gaps(255, 1)
-    problem = two_sided_problem(255, 1 + g)
-    attained = norm_from_below(problem.last_row(), "token_max")
-    unit = (problem.w_q.abs() * problem.g.abs()).item()
-    assert attained / unit == pytest.approx(4 * g + 1 - 2 * g / (1 + g), rel=1e-9)
 
 
 @pytest.mark.parametrize(("num_heads", "d_head", "bias"), [(1, 1, 0.0), (3, 4, 0.0), (2, 2, 2.0)])
@@ -163,17 +136,6 @@ def test_one_token_that_every_row_weighs_against_itself_moves_them_all() -> None
     assert attained <= frobenius_bound(one, one, problem.log_mass_per_row())
 
 
-def test_the_normalised_layer_meets_its_target() -> None:
-    """G_h = c Ĝ_h/(√H κ_h σ_h) with ‖Ĝ‖₂ = 1 is certified at c, up to the excess of two norms."""
-    num_heads, d_head, c = 4, 8, 0.7
-    w_q = torch.randn(num_heads, 32, d_head)
-    unit = matrix_with(torch.ones(32), 32, 32).unflatten(0, (num_heads, d_head))
-    gain = 4 * mean_gaps(64, 1)[0] + 1
-    sigma = torch.linalg.matrix_norm(w_q, 2)
-    g = c * unit / (math.sqrt(num_heads) * gain * sigma[:, None, None])
-    assert c <= token_max_bound(w_q, g, 64) <= c * (1 + 1e-5)
-
-
 def test_heads_that_write_nothing_cost_nothing() -> None:
     w_q, g = torch.randn(4, 8, 2), torch.randn(4, 2, 8)
     g[1:] = 0
@@ -214,38 +176,5 @@ def test_masses_that_do_not_fit_the_heads_are_refused() -> None:
         frobenius_bound(w_q, g, torch.zeros(3, 7))
     with pytest.raises(ValueError, match="float64"):
         causal_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
-
-
-def ascend(gain: Callable[[Tensor], Tensor], x: Tensor, num_steps: int = 300) -> float:
-    """The largest gain that Adam on the tokens finds from x."""
-    x = x.clone().requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=0.05)
-    best = 0.0
-    for _ in range(num_steps):
-        optimizer.zero_grad()
-        value = gain(x)
-        (-value.log()).backward()
-        best = max(best, value.item())
-        optimizer.step()
-    return best
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", range(6))
-def test_ascending_the_jacobian_norm_stops_below_the_certificates(seed: int) -> None:
-    num_heads, d_head = [(1, 1), (1, 3), (2, 1), (2, 2), (3, 1), (1, 2)][seed]
-    problem = random_problem(seed, num_heads, d_head, 7, causal=True, bias_scale=1.0)
-
-    def blockwise(jac: Tensor) -> Tensor:
-        return torch.linalg.matrix_norm(jac.movedim(1, 2)[-1], 2).sum()
-
-    def tied(x: Tensor) -> Tensor:
-        return blockwise(jacobian(problem.map, x))
-
-    sigma, out = spectral_norm_bound(problem.w_q), spectral_norm_bound(problem.g)
-    mass = problem.log_mass()
-    summed = sum(
-        (4 * u + 1) * s * o for u, s, o in zip(mean_gaps(mass, num_heads), sigma, out, strict=True)
-    )
-    assert 0.3 * summed < ascend(tied, problem.x) <= summed
+    with pytest.raises(ValueError, match="always sees itself"):
+        token_max_bound(w_q, g, 0)

@@ -43,7 +43,9 @@ def test_the_folded_output_map_is_the_printed_formula() -> None:
     )
 
 
-def check_all(problem: AttentionProblem) -> None:
+@given(attention_problems)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
     w_q, w_v, w_o, g = paper_weights(problem)
     log_mass, num_tokens = problem.log_mass(), len(problem.x)
     jac = jacobian(lambda x: l2_attention(x, w_q, g, problem.bias), problem.x)
@@ -52,22 +54,6 @@ def check_all(problem: AttentionProblem) -> None:
     assert entry_max <= entry_max_bound(w_q, w_v, w_o, log_mass)
     assert entry_max <= entry_max_composite_bound(w_q, g, log_mass)
     assert frobenius <= frobenius_bound(w_q, w_v, w_o, log_mass, num_tokens)
-
-
-@given(attention_problems)
-@settings(max_examples=120, deadline=None, derandomize=True)
-def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
-    check_all(problem)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@given(attention_problems)
-@settings(max_examples=10_000, deadline=None, derandomize=True)
-def test_no_dense_jacobian_exceeds_a_bound_in_ten_thousand_cases(
-    problem: AttentionProblem,
-) -> None:
-    check_all(problem)
 
 
 @pytest.mark.parametrize(
@@ -166,12 +152,6 @@ def test_a_number_of_tokens_is_the_mass_without_a_bias() -> None:
     assert mean_gaps(torch.tensor([-math.inf]), 3) == [0, 0, 0]
 
 
-def test_more_visible_tokens_never_lower_a_bound() -> None:
-    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
-    bounds = [entry_max_composite_bound(w_q, g, n) for n in (1, 2, 3, 10, 100, 10_000)]
-    assert bounds == sorted(bounds)
-
-
 def test_what_is_not_finite_gets_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
     for unknown in (math.nan, math.inf):
@@ -180,14 +160,3 @@ def test_what_is_not_finite_gets_an_infinite_bound() -> None:
     assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf
     assert frobenius_bound(w_q, w_v, w_o, 5, 5) == math.inf
     assert entry_max_composite_bound(w_q, w_q.mT, 5) == math.inf
-
-
-@pytest.mark.wrong_shapes
-def test_misuse_is_refused_in_one_line() -> None:
-    w_q, g = torch.randn(2, 4, 2), torch.randn(2, 2, 4)
-    with pytest.raises(ValueError, match="always sees itself"):
-        entry_max_composite_bound(w_q, g, 0)
-    with pytest.raises(ValueError, match="float64"):
-        entry_max_composite_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
-    with pytest.raises(ValueError, match="one or 2"):
-        entry_max_composite_bound(w_q, g, torch.zeros(3))

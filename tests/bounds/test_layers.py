@@ -19,11 +19,7 @@ from tests.problems import jacobian, matrix_with, norm_from_below
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "tanh": torch.tanh,
-    "elu": F.elu,
-    "softplus": F.softplus,
-    "sigmoid": torch.sigmoid,
     "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
 }
 
@@ -32,19 +28,11 @@ def gelu(x: mpmath.mpf) -> mpmath.mpf:
     return x * mpmath.ncdf(x)
 
 
-def gelu_tanh(x: mpmath.mpf) -> mpmath.mpf:
-    inner = mpmath.sqrt(2 / mpmath.pi) * (x + mpmath.mpf("0.044715") * x**3)
-    return x / 2 * (1 + mpmath.tanh(inner))
-
-
 def silu(x: mpmath.mpf) -> mpmath.mpf:
     return x / (1 + mpmath.exp(-x))
 
 
-@pytest.mark.parametrize(
-    ("name", "function", "near"),
-    [("gelu", gelu, 1.4), ("gelu_tanh", gelu_tanh, 1.4), ("silu", silu, 2.4)],
-)
+@pytest.mark.parametrize(("name", "function", "near"), [("gelu", gelu, 1.4), ("silu", silu, 2.4)])
 def test_the_largest_slope_is_rounded_up_in_the_seventh_decimal(
     name: str, function: Callable[[mpmath.mpf], mpmath.mpf], near: float
 ) -> None:
@@ -85,10 +73,3 @@ def test_an_aligned_relu_attains_the_feed_forward_bound() -> None:
     for norm in ("token_max", "frobenius"):
         bound = feed_forward_bound(rotation, rotation.T, "relu", norm)
         assert (1 - 1e-5) * bound <= norm_from_below(jac, norm) <= bound
-
-
-def test_an_activation_without_a_known_slope_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"no largest slope is known for 'swoosh': choose one of relu"
-    ):
-        feed_forward_bound(torch.eye(2), torch.eye(2), "swoosh", "token_max")
