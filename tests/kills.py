@@ -20,7 +20,7 @@ PLACES = {
     "invformer.training.module:refresh_normalisers": 30,
     f"{MODULE}.validation_step": 16,
     f"{MODULE}.on_validation_epoch_end": 4,
-    "invformer.runs.run_log:MetricsFile.write": 28,
+    "invformer.runs.json_lines:JsonLinesLogger.save": 28,
     "invformer.runs.checkpoint:write_new": 20,
     f"{DIRECTORY}:sync_folder": 12,
     f"{DIRECTORY}:keep_only": 4,

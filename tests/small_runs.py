@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from invformer.runs.checkpoint import newest_checkpoint
-from invformer.runs.run_log import MetricsFile, Row, read_rows
+from invformer.runs.json_lines import JsonLinesLogger
+from invformer.runs.run_log import Row, read_rows
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(56))  # 7 steps an epoch
 STEPS, VAL_EVERY = 28, 7  # four epochs; a validation at the end as well
@@ -27,9 +28,10 @@ def write_text(folder: Path) -> Path:
 
 def write_rows(path: Path, rows: dict[int, Row], first_step: int = 0) -> None:
     """A metrics file, or more of it."""
-    file = MetricsFile(path, first_step)
+    logger = JsonLinesLogger(path, first_step)
     for step, row in rows.items():
-        file.write(step, row)
+        logger.log_metrics(row, step)
+    logger.save()
 
 
 def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIVE) -> list[str]:

@@ -68,11 +68,10 @@ def build_run(config: TrainConfig) -> Run:
     data = build_data(config, start)
     directory = directory_of(config)
     metadata = build_metadata(config, data)
-    resume = resume_point(directory.checkpoints, metadata)
+    resume = resume_point(directory, metadata)
     is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
     if is_first_process():
-        if directory.resumed:
-            write_config(directory.path, to_dict(config))
+        write_config(directory.path, to_dict(config))
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))
     is_logged = is_first_process() and not is_finished

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from invformer.errors import DataError
-from invformer.runs.checkpoint import MEMORY
 
 MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)  # it is in memory as bytes, text and tokens at once
 MOST_ENTRIES = 100_000  # files and folders looked at below a folder that was not typed
 CHUNK = 1 << 20

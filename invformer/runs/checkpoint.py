@@ -12,17 +12,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.runs.encoding import (
-    MAX_BYTES,
-    MAX_HEADER,
     Spec,
     dump,
     first_non_finite,
@@ -30,7 +28,6 @@ from invformer.runs.encoding import (
     num_bytes,
     pack,
     parse,
-    refuse_other_specs,
     specs_of,
     to_bytes,
     unpack,
@@ -41,22 +38,11 @@ CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 MANIFEST = "MANIFEST.json"
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
-FORMAT, VERSION = "invformer checkpoint", 1
+FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
-CHUNK = 1 << 20
 MAX_STEP = 10**9
-# Reading takes a file's size twice.
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-LIMITS = {
-    MODEL: 4 << 20, WEIGHTS: MEMORY // 3, STATE: MAX_BYTES, STATE_TENSORS: MEMORY // 3,
-}  # fmt: skip
-# Optimisers keep twice the weights; the monitor's vectors are small unless the probe text is long.
-STATE_PER_WEIGHT, STATE_SLACK = 64, 64 << 20
+MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 
-REQUIRED = {"step": int, "config": dict, "vocabulary": dict, "data_sha256": str}
-OPTIONAL = {
-    "epoch", "command", "commit", "data_source", "versions", "certificate", "best", "wandb_run_id",
-}  # fmt: skip
 STATE_KEYS = {
     "epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data",
 }  # fmt: skip
@@ -65,26 +51,19 @@ EVALUATION = "evaluation.json"
 PREFIX = "model."  # of the language model's weights in the module that was trained
 
 
-class FileRecord(NamedTuple):
-    """What the manifest says about one file."""
-
-    size: int
-    sha256: str
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint whose manifest fits its files and whose ``model.json`` was read.
 
     Attributes:
         path: its directory.
-        files: what the manifest says about them.
+        files: the manifest's record of each, see :func:`record_of`.
         sha256: of the manifest, and so of everything in the checkpoint.
         metadata: configuration, vocabulary and provenance, as saved with the run: plain values.
     """
 
     path: Path
-    files: Mapping[str, FileRecord]
+    files: Mapping[str, Any]
     sha256: str
     metadata: dict[str, Any]
 
@@ -108,77 +87,50 @@ class Checkpoint:
         return folder / f"{self.path.resolve().name}.{EVALUATION}"
 
     def verify(self) -> None:
-        """Compare every file with its hash, one megabyte at a time; raises CheckpointError."""
+        """Compare every file with its hash; raises CheckpointError."""
         for name in self.files:
-            for _ in self._chunks(name):
-                pass
+            self.read(name)
 
     def read(self, name: str) -> bytes:
         """The content of a file, verified; raises CheckpointError."""
-        return b"".join(self._chunks(name))
-
-    def _chunks(self, name: str) -> Iterator[bytes]:
-        """A file piece by piece; at the end it is refused unless size and hash fit."""
-        size, sha256 = self.files[name]
-        digest, left = hashlib.sha256(), size + 1
-        with _open(self.path / name) as file:
-            while left and (chunk := file.read(min(CHUNK, left))):
-                left -= len(chunk)
-                digest.update(chunk)
-                yield chunk
-        if left != 1 or digest.hexdigest() != sha256:
+        content = read_regular(self.path / name)
+        if record_of(content) != self.files[name]:
             raise CheckpointError(
                 f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
                 f"{MANIFEST})"
             )
+        return content
 
-    def read_weights(
-        self, wanted: Mapping[str, Spec], to_continue: bool = False
-    ) -> dict[str, Tensor]:
-        """The weights, on the CPU.
-
-        Args:
-            wanted: what they must be.
-            to_continue: whether training continues from them, with a state in the same order.
-
-        Raises:
-            CheckpointError: they are damaged, others than wanted, or not finite; or training would
-                continue from weights that have another order now.
-        """
-        where = str(self.path / WEIGHTS)
-        need, have = num_bytes(wanted), self.files[WEIGHTS].size
+    def read_weights(self, wanted: Mapping[str, Spec]) -> dict[str, Tensor]:
+        """The weights, on the CPU; raises CheckpointError if others are wanted, or not finite."""
+        where = f"{self.path / WEIGHTS}: its weights do not fit its configuration"
+        need, have = num_bytes(wanted), (self.path / WEIGHTS).stat().st_size
         if not need <= have <= need + MAX_HEADER:
-            raise CheckpointError(
-                f"{where}: its weights do not fit its configuration: {have} bytes, the model's "
-                f"weights take {need}"
-            )
-        saved = from_bytes(self.read(WEIGHTS), where)
+            raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
+        saved = from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
         weights = {present_name(name): w for name, w in saved.items()}
-        refuse_other_specs(specs_of(weights), wanted, where)
-        if to_continue and weights.keys() != saved.keys():
-            raise CheckpointError(
-                f"{where}: older than the present names of its weights: commit 7ad88a0 continues "
-                "training from it, this version evaluates it"
-            )
+        found = specs_of(weights)
+        for name in {**wanted, **found}:
+            have, want = found.get(name), wanted.get(name)
+            if have != want:
+                raise CheckpointError(
+                    f"{where}: {name!r:.80} is {have or 'absent'}, the model has {want or 'none'}"
+                )
         if name := first_non_finite(weights):
-            raise CheckpointError(f"{where}: weight {name} is not finite")
+            raise CheckpointError(f"{self.path / WEIGHTS}: weight {name} is not finite")
         return weights
 
     def read_state(self) -> dict[str, Any]:
         """Where training continues: plain values and tensors on the CPU.
 
         Raises:
-            CheckpointError: it is damaged, too large, not finite, or no state of a training run.
+            CheckpointError: it is damaged, not finite, or no state of a training run.
         """
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
-        size = self.files[STATE_TENSORS].size
-        if size > state_limit(self.files[WEIGHTS].size):
-            raise CheckpointError(f"{beside}: {size} bytes are too many for these weights")
-        plain = parse(self.read(STATE), where)
         tensors = from_bytes(self.read(STATE_TENSORS), beside)
         if name := first_non_finite(that_learn(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
-        state = unpack(plain, tensors, where)
+        state = unpack(parse(self.read(STATE), where), tensors, where)
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
@@ -189,7 +141,24 @@ def present_name(name: str) -> str:
     return re.sub(r"\b(attention|feed_forward)_metric\.", r"\1.scaling.", name)
 
 
-# --- writing -------------------------------------------------------------------------------------
+def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state that must be finite: a monitor may find that a vector is not."""
+    parts = ("optimizer_states", LEARNING)
+    return {name: t for name, t in tensors.items() if name.startswith(parts)}
+
+
+def record_of(content: bytes) -> dict[str, Any]:
+    """What the manifest says about a file."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file; raises CheckpointError if it is a link, a pipe or not there."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def write_checkpoint(
@@ -199,47 +168,29 @@ def write_checkpoint(
 
     Args:
         path: the directory to make.
-        metadata: see ``REQUIRED`` and ``OPTIONAL``.
+        metadata: what :func:`read_metadata` requires, and provenance.
         weights: the model's parameters and buffers by name.
         state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors.
 
     Raises:
         NonFiniteError: a weight or the optimiser's state is not finite; nothing is written.
-        StorageError: the directory cannot be written, or is too large; nothing is left of it.
+        StorageError: the directory cannot be written; nothing is left of it.
     """
-    parts = state.keys() - {LEARNING}
-    if unknown := metadata.keys() - REQUIRED.keys() - OPTIONAL | parts ^ STATE_KEYS:
-        raise ValueError(f"a checkpoint does not know, or lacks, {sorted(unknown)}")
     plain, tensors = pack(state)
     if name := first_non_finite(weights) or first_non_finite(that_learn(tensors)):
         raise NonFiniteError(
             f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
             "or set optim.grad_clip (the last good checkpoint is kept)"
         )
-    files = {
-        MODEL: dump(metadata),
-        WEIGHTS: to_bytes(weights),
-        STATE: dump(plain),
-        STATE_TENSORS: to_bytes(tensors),
-    }
-    limits = LIMITS | {STATE_TENSORS: state_limit(len(files[WEIGHTS]))}
-    for name, content in files.items():
-        if len(content) > limits[name]:
-            raise StorageError(
-                f"{path / name}: {len(content)} bytes, over the {limits[name]} that would be read "
-                "back; lower monitor.num_sequences"
-            )
-    write_directory(path, files)
+    contents = (dump(metadata), to_bytes(weights), dump(plain), to_bytes(tensors))
+    write_directory(path, dict(zip(FILES, contents, strict=True)))
 
 
 def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
     """Make a directory of files with a manifest: complete and on the disk, or not at all."""
     partial = target.with_name(PARTIAL + target.name)
-    records = {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in files.items()
-    }
-    manifest = dump({"format": FORMAT, "version": VERSION, "files": records})
+    records = {name: record_of(content) for name, content in files.items()}
+    manifest = dump({"format": "invformer checkpoint", "version": 1, "files": records})
     try:
         make_folder(target.parent)
         shutil.rmtree(partial, ignore_errors=True)
@@ -254,9 +205,6 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
         raise StorageError(
             f"{target}: cannot be written ({error.strerror}); earlier checkpoints are kept"
         ) from error
-
-
-# --- reading -------------------------------------------------------------------------------------
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -274,67 +222,33 @@ def open_checkpoint(path: Path) -> Checkpoint:
         names = set(os.listdir(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if differing := names ^ {*LIMITS, MANIFEST}:
+    if differing := names ^ {*FILES, MANIFEST}:
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )
-    with _open(path / MANIFEST) as file:
-        content = file.read(CHUNK)
-    files = read_manifest(parse(content, str(path / MANIFEST)), path)
-    checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
+    content = read_regular(path / MANIFEST)
+    match parse(content, str(path / MANIFEST)):
+        case {"format": "invformer checkpoint", "version": 1, "files": dict(files)} if (
+            files.keys() == set(FILES)
+        ):
+            checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
+        case _:
+            raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
     checkpoint.metadata.update(read_metadata(checkpoint.read(MODEL), path))
     return checkpoint
 
 
-def read_manifest(plain: Any, path: Path) -> dict[str, FileRecord]:
-    """The files that a manifest lists; raises CheckpointError."""
-    files = {}
-    match plain:
-        case {"format": "invformer checkpoint", "version": 1, "files": dict(listed)}:
-            for name, entry in listed.items():
-                match entry:
-                    case {"bytes": int(size), "sha256": str(sha256)}:
-                        files[name] = FileRecord(size, sha256)
-    if files.keys() != LIMITS.keys() or any(files[n].size > LIMITS[n] for n in LIMITS):
-        raise CheckpointError(
-            f"{path / MANIFEST}: no manifest of {FORMAT} {VERSION}, or of files beyond their limits"
-        )
-    return files
-
-
 def read_metadata(content: bytes, path: Path) -> dict[str, Any]:
     """The content of ``model.json``; raises CheckpointError if it does not describe a model."""
-    where = str(path / MODEL)
-    metadata = parse(content, where)
-    if not isinstance(metadata, dict) or metadata.keys() - REQUIRED.keys() - OPTIONAL:
-        raise CheckpointError(f"{where}: holds what no model is described by")
-    for key, kind in REQUIRED.items():
-        if type(metadata.get(key)) is not kind:
-            raise CheckpointError(f"{where}: {key} is missing or of another type")
-    if not 0 <= metadata["step"] <= MAX_STEP:
-        raise CheckpointError(f"{where}: step {metadata['step']:.3g} is out of range")
-    return metadata
-
-
-def _open(path: Path) -> Any:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-
-
-def state_limit(weights: int) -> int:
-    """Bytes that ``state.safetensors`` may have beside that many bytes of weights."""
-    return STATE_PER_WEIGHT * weights + STATE_SLACK
-
-
-def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state that must be finite: a monitor may find that a vector is not."""
-    parts = ("optimizer_states", LEARNING)
-    return {name: t for name, t in tensors.items() if name.startswith(parts)}
-
-
-# --- the folder that holds them ------------------------------------------------------------------
+    metadata = parse(content, str(path / MODEL))
+    match metadata:
+        case {"step": int(step), "config": dict(), "vocabulary": dict(), "data_sha256": str()} if (
+            0 <= step <= MAX_STEP
+        ):
+            return metadata
+    raise CheckpointError(
+        f"{path / MODEL}: a step, config, vocabulary or data_sha256 is missing or of another type"
+    )
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 
-from invformer.errors import CheckpointError, Interrupted, InvformerError, RankLost
+from invformer.errors import Interrupted, InvformerError, RankLost
 from invformer.runs.collective import Agreement, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
@@ -85,14 +85,8 @@ class Interruption(L.Callback):
         return {"validating": self.validating}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave.
-
-        Raises:
-            CheckpointError: it is not that.
-        """
+        """Restore what :meth:`state_dict` gave."""
         self.validating = state_dict["validating"]
-        if type(self.validating) is not bool:
-            raise CheckpointError("whether a validation is due is neither true nor false")
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number

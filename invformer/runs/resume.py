@@ -6,8 +6,7 @@ compared with the one that this program would have at that step.
 """
 
 import logging
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -15,39 +14,94 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from invformer.config import to_dict
+from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
-from invformer.runs.run_directory import differing_keys
+from invformer.runs.run_directory import RunDirectory, is_begun, saved_configuration
 
+# These may differ between a run and its continuation, since they change no number; devices and
+# strategy change the rounding. Another path has to lead to the same text, which is checked apart.
+MAY_CHANGE = (
+    "data.path", "logger.", "run.", "trainer.devices", "trainer.max_steps", "trainer.max_time",
+    "trainer.progress", "trainer.rank_timeout", "trainer.sample_length", "trainer.strategy",
+)  # fmt: skip
+MUST_STAY = ("run.seed",)
 # The tensors an optimiser keeps for each parameter, all of which have gradients.
 MEMORY_OF = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
 RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
-MOST = 1 << 48  # that a counter reaches
 DATA = "TextDataModule"  # Lightning's key for the sampler's position
 
 log = logging.getLogger(__name__)
 
 
-def resume_point(folder: Path, metadata: Mapping[str, Any]) -> Checkpoint | None:
-    """The checkpoint a run continues from: the newest that verifies; None for a new run.
+def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint | None:
+    """The checkpoint a run continues from: the newest that verifies; None where there is none.
 
     A damaged one is passed over with a warning.
 
     Args:
-        folder: the run's checkpoints.
+        run: its folder.
         metadata: what this run would write into its checkpoints.
 
     Raises:
-        CheckpointError: none verifies, or it belongs to another run.
+        CheckpointError: none verifies, or the run has another configuration or vocabulary.
         DataError: the text is not what the run was started with.
     """
-    newest, refused = newest_checkpoint(folder)
+    newest, refused = newest_checkpoint(run.checkpoints)
+    if newest is None and not is_begun(run.path):
+        return None
+    before = saved_configuration(run.path) if newest is None else newest.metadata["config"]
+    if differing := differing_keys(before or {}, metadata["config"]):
+        raise CheckpointError(
+            f"{run.path} was started with another configuration ({'; '.join(differing)}): "
+            "choose another run.name, or repeat the old values to continue it"
+        )
     if newest is None:
         return None
     for reason in refused:
         log.warning("%s; continuing from %s", reason, newest.path.name)
-    require_same_run(newest, metadata)
+    saved, asked = newest.metadata, metadata["config"]["trainer"]["max_steps"]
+    if newest.step > asked:
+        raise CheckpointError(
+            f"{newest.path}: the run is at step {newest.step}, past trainer.max_steps={asked}: ask "
+            "for more steps, or choose another run.name"
+        )
+    if saved["data_sha256"] != metadata["data_sha256"]:
+        raise DataError(
+            f"the text changed since the run began: {metadata['data_source']} has SHA-256 "
+            f"{metadata['data_sha256'][:12]}…, {newest.path} was trained on "
+            f"{saved['data_sha256'][:12]}…; restore the text or choose another run.name"
+        )
+    if saved["vocabulary"] != metadata["vocabulary"]:
+        raise CheckpointError(f"{newest.path}: its vocabulary is not that of the run's text")
     return newest
+
+
+def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Differences between two configurations that one run may not have, in words.
+
+    A key that did not exist when the run began counts with its default, which changes nothing.
+    """
+    new = dict(flatten(now))
+    old = {key: default for key, default in DEFAULTS.items() if key in new} | dict(flatten(before))
+    return [
+        f"{key} was {old.get(key)!r:.60}, now {new.get(key)!r:.60}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
+    ]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested dict with their dotted keys."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+DEFAULTS = dict(flatten(to_dict(TrainConfig())))
 
 
 def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
@@ -60,41 +114,12 @@ def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
         return False
 
 
-def require_same_run(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
-    """Compare text, vocabulary and configuration with those of this run.
-
-    Raises:
-        CheckpointError: another configuration or vocabulary.
-        DataError: another text.
-    """
-    saved = checkpoint.metadata
-    if differing := differing_keys(saved["config"], metadata["config"]):
-        raise CheckpointError(
-            f"{checkpoint.path}: of a run with another configuration ({'; '.join(differing)})"
-        )
-    step, asked = saved["step"], metadata["config"]["trainer"]["max_steps"]
-    if step > asked:
-        raise CheckpointError(
-            f"{checkpoint.path}: the run is at step {step}, past trainer.max_steps={asked}: ask "
-            "for more steps, or choose another run.name"
-        )
-    if saved["data_sha256"] != metadata["data_sha256"]:
-        raise DataError(
-            f"the text changed since the run began: {metadata['data_source']} has SHA-256 "
-            f"{metadata['data_sha256'][:12]}…, {checkpoint.path} was trained on "
-            f"{saved['data_sha256'][:12]}…; restore the text or choose another run.name"
-        )
-    if saved["vocabulary"] != metadata["vocabulary"]:
-        raise CheckpointError(f"{checkpoint.path}: its vocabulary is not that of the run's text")
-
-
 def require_own_state(
     trainer: L.Trainer, saved: Mapping[str, Any], fresh: Optimizer, schedule: LRScheduler
 ) -> None:
     """Compare a state with the one that this program has after as many steps.
 
-    Counters, tensors and rates change as a run goes on: of them the kind, the number and the shape
-    must be the same. Hyper-parameters must be equal. Callbacks check their own memory.
+    Callbacks check their own memory.
 
     Args:
         trainer: about to restore its state.
@@ -103,57 +128,52 @@ def require_own_state(
         schedule: of ``fresh``.
 
     Raises:
-        CheckpointError: naming what differs.
+        CheckpointError: naming the part that differs.
     """
     step = saved["global_step"]
     batches = step * trainer.accumulate_grad_batches
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     names = {c.state_key for c in callbacks if type(c).state_dict is not L.Callback.state_dict}
     position = trainer.datamodule.state_dict()  # type: ignore[attr-defined]
-    loop, saved_loop = trainer.fit_loop.state_dict(), saved["loops"].get("fit_loop")
-    wanted_schedule = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}
-    differing = (
-        first_difference(sorted(saved["callbacks"]), sorted(names), "callbacks")
-        or first_difference(saved_loop, loop, "loops", counting=True)
-        or first_difference(saved[DATA], position, "position", counting=True)
-        or first_difference(saved["optimizer_states"], [with_memory(fresh, step)], "optimiser")
-        or first_difference(saved["lr_schedulers"], [wanted_schedule], "schedule")
-    )
-    if not differing:
-        steps = saved_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-        counted = saved_loop["epoch_loop.batch_progress"]
+    loop = saved["loops"].get("fit_loop")
+    at_step = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}
+    parts = {
+        "callbacks": (sorted(saved["callbacks"]), sorted(names)),
+        "loops": (types_in(loop), types_in(trainer.fit_loop.state_dict())),
+        "position": (types_in(saved[DATA]), types_in(position)),
+        "optimiser": (outline(saved["optimizer_states"]), outline([with_memory(fresh, step)])),
+        "schedule": (outline(saved["lr_schedulers"]), outline([at_step])),
+    }
+    differing = next((name for name, (there, here) in parts.items() if there != here), None)
+    if differing is None:
+        steps = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+        counted = loop["epoch_loop.batch_progress"]
         at = (
             steps["total"]["completed"], saved[DATA]["global_step"],
             counted["total"]["completed"], counted["current"]["completed"],
         )  # fmt: skip
-        differing = "" if at == (step, step, batches, batches) else "the step of its loops"
+        differing = None if at == (step, step, batches, batches) else "the step of its loops"
     if differing:
-        raise CheckpointError(f"{trainer.ckpt_path}: not a state of this run ({differing:.80})")
+        raise CheckpointError(f"{trainer.ckpt_path}: not a state of this run ({differing})")
 
 
-def first_difference(saved: Any, wanted: Any, path: str, *, counting: bool = False) -> str:
-    """Where a nested state differs from the wanted one; empty if it does not.
+def outline(tree: Any) -> Any:
+    """What stays the same in a nested state as a run goes on: all but rates and tensors' values."""
+    match tree:
+        case Mapping():
+            return {key: outline(value) for key, value in tree.items() if key not in RATES}
+        case list() | tuple():
+            return [outline(value) for value in tree]
+        case torch.Tensor():
+            return tree.shape
+    return tree
 
-    Tensors need the same shape, and numbers the same value or, if they count, the same type.
-    """
-    if isinstance(wanted, Mapping):
-        if not isinstance(saved, Mapping) or saved.keys() - RATES != wanted.keys() - RATES:
-            return path
-        parts = [(key, saved[key], wanted[key]) for key in wanted.keys() - RATES]
-    elif isinstance(wanted, list | tuple):
-        if type(saved) is not type(wanted) or len(saved) != len(wanted):
-            return path
-        parts = [(key, *pair) for key, pair in enumerate(zip(saved, wanted, strict=True))]
-    elif isinstance(wanted, torch.Tensor):
-        return "" if isinstance(saved, torch.Tensor) and saved.shape == wanted.shape else path
-    elif type(saved) is not type(wanted):
-        return path
-    elif counting:
-        return "" if type(saved) is not int or 0 <= saved < MOST else path
-    else:
-        return "" if saved == wanted else path
-    found = (first_difference(s, w, f"{path}/{key}", counting=counting) for key, s, w in parts)
-    return next(filter(None, found), "")
+
+def types_in(tree: Any) -> Any:
+    """The structure of a nested state, with the types of its counters."""
+    if isinstance(tree, Mapping):
+        return {key: types_in(value) for key, value in tree.items()}
+    return type(tree)
 
 
 def with_memory(optimizer: Optimizer, step: int) -> dict[str, Any]:

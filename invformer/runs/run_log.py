@@ -1,96 +1,14 @@
-"""metrics.jsonl: the record of a run, how it is written and read."""
+"""Reading metrics.jsonl: one JSON object per line, one line per optimiser step."""
 
-import bisect
 import json
-import logging
-import math
-import os
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from invformer.errors import StorageError
-from invformer.runs.files import open_kept, open_regular, replace_file
-from invformer.runs.run_lock import require_lock
+from invformer.runs.files import open_regular
 
 MAX_STEP = 10**9
-MOST_GAPS = 5  # that one warning names
-DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no rows
-
-log = logging.getLogger(__name__)
 
 Row = dict[str, float]
-
-
-class MetricsFile:
-    """``metrics.jsonl``, the record of the run: one JSON object per line, one line per step.
-
-    A resumed run writes the rows from ``first_step`` on again, so the old ones are dropped first.
-    Lines that are no rows, or whose step is out of order, are moved to ``metrics.damaged``, and a
-    warning names the steps without a row.
-
-    Raises:
-        StorageError: the file cannot be read or written.
-    """
-
-    def __init__(self, path: Path, first_step: int = 0) -> None:
-        self.path = path
-        self.newest = -1  # step in the file
-        self._begin = 0  # of its row
-        try:
-            self._take_up(first_step)
-        except FileNotFoundError:
-            report_gaps(path, [], first_step)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
-
-    def write(self, step: int, row: Row) -> None:
-        """Append a row, or replace the newest by one with these numbers too.
-
-        Non-finite numbers become the strings JSON lacks a literal for.
-        """
-        require_lock(self.path.parent)
-        finite = {k: v if math.isfinite(v) else str(v) for k, v in sorted(row.items())}
-        try:
-            if step == self.newest:
-                content = read_all(self.path)
-                last = read_row(content[self._begin :]) or {"step": step}
-                joined = json.dumps(last | finite).encode() + b"\n"
-                replace_file(self.path, content[: self._begin] + joined)
-                return
-            with open_kept(self.path) as file:
-                self._begin = file.seek(0, os.SEEK_END)
-                file.write(json.dumps({"step": step, **finite}).encode() + b"\n")
-        except OSError as error:
-            raise StorageError(f"{self.path}: cannot write metrics ({error.strerror})") from error
-        self.newest = step
-
-    def _take_up(self, first_step: int) -> None:
-        """Keep the rows before a step, move away what is damaged, say what is missing."""
-        content = read_all(self.path)
-        *lines, torn = content.split(b"\n")
-        if read_row(torn) is not None:
-            lines.append(torn)
-        steps = {n: row["step"] for n, line in enumerate(lines) if (row := read_row(line))}
-        ordered = longest_increase(steps)
-        kept = [n for n in ordered if steps[n] < first_step]
-        is_missing = report_gaps(self.path, [steps[n] for n in kept], first_step)
-        damaged = [line for n, line in enumerate(lines) if line and n not in set(ordered)]
-        if is_missing and torn:  # else it was being written when the process was killed
-            damaged.append(torn)
-        if damaged:
-            with open_kept(self.path.with_name(DAMAGED)) as file:
-                file.write(b"\n".join(damaged) + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-            log.warning("%s: %d damaged lines are now in %s", self.path, len(damaged), DAMAGED)
-        whole = b"".join(lines[n] + b"\n" for n in kept)
-        if whole != content:
-            replace_file(self.path, whole)
-        if kept:
-            self.newest = steps[kept[-1]]
-            self._begin = len(whole) - len(lines[kept[-1]]) - 1
 
 
 def read_all(path: Path) -> bytes:
@@ -114,30 +32,3 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return row if type(step) is int and 0 <= step <= MAX_STEP else None
-
-
-def longest_increase(steps: Mapping[int, int]) -> list[int]:
-    """The keys of the longest subsequence of increasing steps."""
-    ends: list[int] = []  # the smallest step at which a subsequence of each length ends
-    keys: list[int] = []  # of these steps
-    before: dict[int, int | None] = {}
-    for key, step in steps.items():
-        length = bisect.bisect_left(ends, step)
-        before[key] = keys[length - 1] if length else None
-        ends[length : length + 1], keys[length : length + 1] = [step], [key]
-    found: list[int] = []
-    last = keys[-1] if keys else None
-    while last is not None:
-        found.append(last)
-        last = before[last]
-    return found[::-1]
-
-
-def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> bool:
-    """Warn about the steps before ``first_step`` that have no row; whether there are any."""
-    gaps = [(a + 1, b - 1) for a, b in pairwise([-1, *steps, first_step]) if b - a > 1]
-    if gaps:
-        named = ", ".join(f"{a} to {b}" for a, b in gaps[:MOST_GAPS])
-        more = f" and {len(gaps) - MOST_GAPS} more gaps" if len(gaps) > MOST_GAPS else ""
-        log.warning("%s: there are no rows for steps %s%s", path, named, more)
-    return bool(gaps)

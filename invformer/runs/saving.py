@@ -10,13 +10,7 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
-from invformer.runs.checkpoint import (
-    NAME,
-    keep_only,
-    name_for,
-    open_checkpoint,
-    write_checkpoint,
-)
+from invformer.runs.checkpoint import keep_only, name_for, open_checkpoint, write_checkpoint
 from invformer.runs.encoding import Spec
 from invformer.runs.resume import DATA, follow_schedule, require_own_state
 from invformer.runs.run_lock import require_lock
@@ -111,16 +105,8 @@ class Checkpoints(L.Callback):
         return {"best": self.best, "best_name": self.best_name}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on comparing with the best value so far.
-
-        Raises:
-            CheckpointError: it is no such value, or its place no name of a checkpoint.
-        """
-        best, name = state_dict["best"], state_dict["best_name"]
-        is_found = isinstance(name, str) and NAME.fullmatch(name) and math.isfinite(best)
-        if type(best) is not float or not (is_found or (name is None and best == math.inf)):
-            raise CheckpointError(f"{best!r:.40} in {name!r:.40} is no best value so far")
-        self.best, self.best_name = best, name
+        """Go on comparing with the best value so far."""
+        self.best, self.best_name = state_dict["best"], state_dict["best_name"]
 
 
 class RandomState(L.Callback):
@@ -182,7 +168,7 @@ class DirectoryCheckpointIO(CheckpointIO):
             CheckpointError: not a whole checkpoint of this module.
         """
         saved = open_checkpoint(Path(path))
-        weights, state = saved.read_weights(self.wanted, to_continue=True), saved.read_state()
+        weights, state = saved.read_weights(self.wanted), saved.read_state()
         state[DATA] = state.pop("data")
         return {
             **state,

@@ -12,9 +12,8 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from invformer.runs.checkpoint import MANIFEST, MODEL, STATE, STATE_TENSORS, WEIGHTS
+from invformer.runs.checkpoint import FILES, MANIFEST, MODEL, STATE, STATE_TENSORS, WEIGHTS
 
-FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
 Attack = Callable[[Path, Path], str | None]  # (checkpoint, canary) -> another path to open
 
 
@@ -110,14 +109,14 @@ def tensors_file(header: Any, data: bytes = b"", length: int | None = None) -> b
     return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
-def with_header(change: Callable[[dict, dict], Any], more: bytes = b"", less: int = 0) -> Attack:
+def with_header(change: Callable[[dict, dict], Any], more: bytes = b"") -> Attack:
     """Change the header of the weights, given it and the first two tensors in it, or the data."""
 
     def changed(content: bytes) -> bytes:
         length = struct.unpack("<Q", content[:8])[0]
         header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
         change(*[entry for entry in header.values() if len(entry["shape"]) == 2][:2])
-        return tensors_file(header, data[: len(data) - less] + more)
+        return tensors_file(header, data + more)
 
     return put(WEIGHTS, changed)
 
@@ -158,16 +157,11 @@ def linked_directory(path: Path, canary: Path) -> str:
     return str(path.parent.parent)
 
 
-def sparse(name: str, size: int) -> Attack:
-    """A file that takes no room on the disk and all of it in memory."""
-
-    def attack(path: Path, canary: Path) -> None:
-        os.truncate(path / name, size)
-        if name != MANIFEST:
-            listed = {"bytes": size, "sha256": ZERO}
-            edit_json(path, MANIFEST, lambda m: m["files"].update({name: listed}))
-
-    return attack
+def terabyte(path: Path, canary: Path) -> None:
+    """Weights that take no room on the disk and all of it in memory."""
+    os.truncate(path / WEIGHTS, 1 << 40)
+    listed = {"bytes": 1 << 40, "sha256": ZERO}
+    edit_json(path, MANIFEST, lambda m: m["files"].update({WEIGHTS: listed}))
 
 
 def best(name: Any) -> Attack:
@@ -188,7 +182,6 @@ def in_manifest(**changed: Any) -> Attack:
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 BIG = 10**30
 ZERO = "0" * 64
-EMPTY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
 
 ATTACKS: dict[str, Attack] = {
     **{f"a pickle as {name}": put_pickle(name) for name in (*FILES, MANIFEST, "data.pkl")},
@@ -198,8 +191,8 @@ ATTACKS: dict[str, Attack] = {
     "an address": lambda path, canary: "https://example.org/x",
     "an address of a file": lambda path, canary: f"file://{path}",
     **{
-        f"code in {where or MODEL}": set_key(f"{where}._target_".lstrip("."), "os.system")
-        for where in ("", "config", "config.model", "vocabulary")
+        f"code in {where}": set_key(f"{where}._target_", "os.system")
+        for where in ("config", "config.model", "vocabulary")
     },
     "an object in state.json": edited(STATE, lambda s: s.update(loops={"$": "object"})),
     "a tensor that is not there": edited(
@@ -207,37 +200,17 @@ ATTACKS: dict[str, Attack] = {
     ),
     "a state without its callbacks": edited(STATE, lambda s: s.pop("callbacks")),
     "a state that is a list": put(STATE, b"[]"),
-    # --- what takes memory ---
     **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
-    "a million values": put(STATE, b"[" + b"[]," * 1_000_000 + b"[]]"),
-    "five megabytes of model.json": put(MODEL, b'"' + b"x" * (5 << 20) + b'"'),
-    **{f"gigabytes of {name}": sparse(name, 8 << 30) for name in (*FILES, MANIFEST)},
-    "a terabyte of weights": sparse(WEIGHTS, 1 << 40),
+    "a terabyte of weights": terabyte,
     # --- headers of tensors that lie ---
     "a header of 2^63 bytes": put(WEIGHTS, tensors_file({}, length=1 << 63)),
-    "a header longer than the file": put(WEIGHTS, tensors_file({}, length=100)),
     "a header of 16 megabytes": put(WEIGHTS, tensors_file(b" " * (16 << 20))),
-    "a header of 20,000 tensors": put(
-        WEIGHTS, tensors_file({f"t{i}": EMPTY for i in range(20_000)}, bytes(3000))
-    ),
     "a deep header": put(STATE_TENSORS, tensors_file(DEEP)),
-    "seven bytes": put(STATE_TENSORS, bytes(7)),
-    "a header that is a list": put(STATE_TENSORS, tensors_file([])),
     "overlapping tensors": with_header(lambda one, two: two.update(one)),
     "bytes that no tensor has": with_header(lambda *_: None, more=bytes(4)),
-    "bytes that are missing": with_header(lambda *_: None, less=4),
     **{
         f"a tensor with {changed}": with_header(lambda one, _, changed=changed: one.update(changed))
-        for changed in (
-            {"shape": [-1, -8]},
-            {"shape": [1 << 31, 1 << 31]},
-            {"shape": [1 << 40, 1 << 40, 0]},
-            {"shape": [2.0, 2.0]},
-            {"data_offsets": [-8, 0]},
-            {"data_offsets": [64, 0]},
-            {"data_offsets": [0, 1 << 62]},
-            {"dtype": "OBJ"},
-        )
+        for changed in ({"shape": [1 << 31, 1 << 31]}, {"data_offsets": [64, 0]}, {"dtype": "OBJ"})
     },
     # --- weights of another model ---
     "weights in double precision": with_weights(
@@ -254,20 +227,15 @@ ATTACKS: dict[str, Attack] = {
     **{
         f"{key} = {value!r:.20}": set_key(key, value)
         for key, values in {
-            "vocabulary.characters": ("abcdefg", "abcdefghi", "hgfedcba", "aabcdefg", 8),
+            "vocabulary.characters": ("abcdefg", "hgfedcba", "aabcdefg", 8),
             "vocabulary": (list("abcdefgh"), {}),
-            "config": ([],),
             "config.model": ([], None, {"d_modl": 12}),
-            "config.model.d_model": (96_000, BIG, -1, "x", None, True),
-            "config.model.num_layers": (10_000, BIG, 0, 3),
-            "config.model.num_heads": (5, 10_000),
-            "config.model.d_ff": (1_000_000, 7),
-            "config.model.d_embedding": (100_000, 5),
+            "config.model.d_model": (96_000, BIG, "x"),
+            "config.model.num_layers": (10_000, 0, 3),
             "config.model.name": ("dot_product", "os.system"),
-            "config.model.lipschitz_target": (1.0, 1e308),
-            "config.data.seq_len": (1_000_000, BIG, 11, 0),
+            "config.data.seq_len": (1_000_000, 11),
             "config.trainer.precision": ("64-true",),
-            "step": (-1, BIG, True, "3", 3.0, None),
+            "step": (-1, BIG, "3", 3.0, None),
             "data_sha256": ([1],),
         }.items()
         for value in values
@@ -278,9 +246,7 @@ ATTACKS: dict[str, Attack] = {
             "a key twice": b'{"step": 1, "step": 2}',
             "NaN": b'{"step": NaN}',
             "1e999": b'{"step": 1e999}',
-            "ten thousand digits": b'{"step": ' + b"9" * 10_000 + b"}",
             "bytes that are no text": b"\xff\xfe{}",
-            "a byte order mark": b"\xef\xbb\xbf{}",
             "nothing": b"",
             "null": b"null",
         }.items()
@@ -288,7 +254,7 @@ ATTACKS: dict[str, Attack] = {
     # --- files that are something else ---
     **{
         f"{what} as {name}": replaced(name, make)
-        for name in (WEIGHTS, STATE, MANIFEST)
+        for name in (WEIGHTS, MANIFEST)
         for what, make in {
             "a link": lambda path: path.symlink_to(path.parent.parent / path.name),
             "a pipe": os.mkfifo,
@@ -301,19 +267,10 @@ ATTACKS: dict[str, Attack] = {
         f"best is {n!r}": best(n) for n in ("../../elsewhere", "/etc", "step-00000003/../..", 3, "")
     },
     # --- manifests ---
-    **{
-        f"a manifest that lists {name}": edited(
-            MANIFEST, lambda m, name=name: m["files"].update({name: m["files"].pop(STATE)})
-        )
-        for name in ("../outside.json", "/etc/hostname", "..")
-    },
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),
-    "a manifest with a negative size": in_manifest(bytes=-1),
-    "a manifest with an exabyte": in_manifest(bytes=1 << 60),
     "a manifest with another hash": in_manifest(sha256=ZERO),
-    "a manifest with no hash": in_manifest(sha256=None),
+    "a manifest with no size": in_manifest(bytes=None),
     "a manifest of version 2": edited(MANIFEST, lambda m: m.update(version=2)),
     "a manifest of another format": edited(MANIFEST, lambda m: m.update(format="pickle")),
-    "a manifest that is null": put(MANIFEST, b"null"),
     "a manifest of files in a list": edited(MANIFEST, lambda m: m.update(files=list(m["files"]))),
 }

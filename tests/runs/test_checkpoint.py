@@ -20,7 +20,7 @@ from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.transformer import CharTransformer
 from invformer.runs import checkpoint as directory
 from invformer.runs.checkpoint import (
-    LIMITS,
+    FILES,
     MANIFEST,
     PARTIAL,
     Checkpoint,
@@ -34,7 +34,7 @@ from invformer.runs.checkpoint import (
     write_directory,
 )
 from invformer.runs.encoding import Spec
-from tests.runs.hostile import ATTACKS, FILES, Attack, seal
+from tests.runs.hostile import ATTACKS, Attack, seal
 from tests.saved_runs import NO_STATE, save_run
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
@@ -176,7 +176,7 @@ def test_a_state_that_is_not_finite_is_never_written(folder: Path, where: str) -
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("name", [*LIMITS, MANIFEST])
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "append", "empty", "remove"])
 def test_any_damage_to_any_file_is_found_and_the_one_before_is_taken(
     folder: Path, name: str, damage: str

@@ -14,28 +14,29 @@ import pytest
 from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
 from invformer.evaluation.report import write_json
 from invformer.runs.files import open_kept, open_regular, replace_file
+from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_directory import expand_home, open_run, write_config
 from invformer.runs.run_lock import LOCK, require_lock
-from invformer.runs.run_log import MetricsFile
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
 from invformer.training.plots import new_figure, save
+from tests.small_runs import write_rows
 
 CONFIG = {"model": {"d_model": 8}}
 WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.json": lambda run: write_config(run, CONFIG),
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
-    "metrics.jsonl": lambda run: MetricsFile(run / "metrics.jsonl").write(0, {"x": 1.0}),
+    "metrics.jsonl": lambda run: write_rows(run / "metrics.jsonl", {0: {"x": 1.0}}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
     "summary.png": lambda run: save(new_figure(1)[0], run / "summary.png"),
     "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
-    LOCK: lambda run: open_run(run.parent, run.name, "x", CONFIG, True),
+    LOCK: lambda run: open_run(run.parent, run.name, "x", True),
 }
 
 
 def with_damage(path: Path) -> None:
     path.write_text("damaged\n")
-    MetricsFile(path)
+    JsonLinesLogger(path)
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -80,7 +81,7 @@ def test_a_file_that_cannot_take_its_name_leaves_nothing(tmp_path: Path) -> None
 HOLDER = """
 import pathlib, sys, time
 from invformer.runs.run_directory import open_run
-open_run(pathlib.Path(sys.argv[1]), "a", "x", {"model": {"d_model": 8}}, True)
+open_run(pathlib.Path(sys.argv[1]), "a", "x", True)
 print("open", flush=True)
 time.sleep(600)
 """
@@ -94,28 +95,26 @@ def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_
     )
     assert other.stdout is not None
     assert other.stdout.readline() == "open\n"
-    before = (tmp_path / "a" / "config.json").read_bytes()
     with pytest.raises(CheckpointError, match=f"in use by another process.*{other.pid}"):
-        open_run(tmp_path, "a", "x", CONFIG, True)
-    assert (tmp_path / "a" / "config.json").read_bytes() == before
+        open_run(tmp_path, "a", "x", True)
     other.kill()
     other.communicate()
-    MetricsFile(tmp_path / "a" / "metrics.jsonl").write(0, {"x": 1.0})
-    assert open_run(tmp_path, "a", "x", CONFIG, True).resumed
+    write_rows(tmp_path / "a" / "metrics.jsonl", {0: {"x": 1.0}})
+    write_config(tmp_path / "a", CONFIG)
+    assert open_run(tmp_path, "a", "x", True)
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again: bool) -> None:
-    path = open_run(tmp_path, "a", "x", CONFIG, True).path
-    metrics = MetricsFile(path / "metrics.jsonl")
-    metrics.write(0, {"x": 1.0})
+    path = open_run(tmp_path, "a", "x", True).path
+    write_rows(path / "metrics.jsonl", {0: {"x": 1.0}})
     require_lock(path)
     (path / LOCK).unlink()
     if again:
         (path / LOCK).write_text("another process")
     trainer: Any = SimpleNamespace(save_checkpoint=lambda path: pytest.fail("saved"))
     for write in (
-        lambda: metrics.write(1, {"x": 1.0}),
+        lambda: write_rows(path / "metrics.jsonl", {1: {"x": 1.0}}, first_step=1),
         lambda: Checkpoints(path / "checkpoints").save(trainer, "step-00000001", set()),
     ):
         with pytest.raises(CheckpointError, match="was deleted or replaced while this run was on"):

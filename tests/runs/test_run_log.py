@@ -11,7 +11,7 @@ import pytest
 
 from invformer.errors import StorageError
 from invformer.runs.json_lines import JsonLinesLogger
-from invformer.runs.run_log import MetricsFile, read_rows
+from invformer.runs.run_log import read_rows
 from tests.small_runs import write_rows
 
 
@@ -54,7 +54,7 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     damaged = LINES[12].replace(*DAMAGES[how])
     assert damaged != LINES[12]
     path.write_bytes(b"\n".join([*LINES[:12], damaged, *LINES[13:]]) + b"\n")
-    MetricsFile(path, first_step=25)
+    JsonLinesLogger(path, first_step=25)
     steps = [row["step"] for row in read_rows(path)]
     assert steps == [step for step in range(25) if step != 12]
     assert (tmp_path / "metrics.damaged").read_bytes() == damaged + b"\n"
@@ -68,7 +68,7 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path:
         flipped = bytearray(content)
         flipped[place] ^= 1 << bit
         path.write_bytes(flipped)
-        MetricsFile(path, first_step=30)
+        JsonLinesLogger(path, first_step=30)
         kept = {row["step"] for row in read_rows(path)}
         assert len(kept) >= 28
         aside = tmp_path / "metrics.damaged"
@@ -80,7 +80,7 @@ def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path:
 def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
-    MetricsFile(path, first_step=30)
+    JsonLinesLogger(path, first_step=30)
     assert [row["step"] for row in read_rows(path)] == list(range(30))
 
 
@@ -89,12 +89,12 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
-    MetricsFile(path, first_step=4)
+    JsonLinesLogger(path, first_step=4)
     assert not caplog.records
     path.write_bytes(path.read_bytes()[:-5])  # the end of the file is lost
-    MetricsFile(path, first_step=4)
+    JsonLinesLogger(path, first_step=4)
     path.unlink()
-    MetricsFile(path, first_step=2)
+    JsonLinesLogger(path, first_step=2)
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: there are no rows for steps 3 to 3",
         f"{path}: 1 damaged lines are now in metrics.damaged",
@@ -113,7 +113,7 @@ def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Pat
 def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read"):
-        MetricsFile(tmp_path / "metrics.jsonl")
+        JsonLinesLogger(tmp_path / "metrics.jsonl")
 
 
 def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
