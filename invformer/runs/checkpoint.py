@@ -107,8 +107,7 @@ class Checkpoint:
         need, have = num_bytes(wanted), (self.path / WEIGHTS).stat().st_size
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
-        saved = from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
-        weights = {present_name(name): w for name, w in saved.items()}
+        weights = from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
         found = specs_of(weights)
         for name in {**wanted, **found}:
             have, want = found.get(name), wanted.get(name)
@@ -134,11 +133,6 @@ class Checkpoint:
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
-
-
-def present_name(name: str) -> str:
-    """The name that a weight has today: the scaling of a branch once lay beside the branch."""
-    return re.sub(r"\b(attention|feed_forward)_metric\.", r"\1.scaling.", name)
 
 
 def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def report(message: str, exit_code: int) -> int:
     return exit_code
 
 
-class Interrupted(KeyboardInterrupt):
+class ControlC(KeyboardInterrupt):
     """SIGINT, as a type of its own.
 
     If a plain KeyboardInterrupt passes through code executed from a string (importing torch
@@ -91,8 +91,8 @@ class Interrupted(KeyboardInterrupt):
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler of SIGINT that raises :class:`Interrupted`."""
-    raise Interrupted
+    """A handler of SIGINT that raises :class:`ControlC`."""
+    raise ControlC
 
 
 def stop_on_signals() -> None:

@@ -10,7 +10,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Collection, Mapping
@@ -34,7 +33,6 @@ START_SECONDS = 15.0
 ONLINE_SECONDS = 12.0  # of these, for getting online
 SERVER_SECONDS = 6.0  # of these, for the server's answers
 FINISH_SECONDS = 60.0
-FULL_DISK = 1 << 20  # bytes left
 
 Mode = Literal["auto", "online", "offline", "disabled"]
 
@@ -185,9 +183,6 @@ class WandbLogger(loggers.WandbLogger):
             abandon_service()
         if lost := self.calls.failed + self.calls.dropped:
             warn(f"{lost} calls were lost; metrics.jsonl has every row, {self.folder} what W&B got")
-        with contextlib.suppress(OSError):
-            if shutil.disk_usage(self.directory).free < FULL_DISK:
-                warn(f"the disk is full ({self.directory}); its copy of the run may be incomplete")
 
 
 def add_to_summary(directory: Path, values: Mapping[str, Any], **run: Any) -> None:

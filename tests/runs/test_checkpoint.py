@@ -218,23 +218,6 @@ def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path)
     assert [path.name for path in saved_in(folder)] == names[:-3:-1]
 
 
-def test_steps_are_ordered_as_numbers(folder: Path) -> None:
-    for step in (99_999_999, 100_000_000):
-        save(folder, step)
-    assert newest(folder).step == 100_000_000
-
-
-def test_links_and_foreign_names_are_no_checkpoints(folder: Path, tmp_path: Path) -> None:
-    save(folder, 1)
-    (tmp_path / "elsewhere").mkdir()
-    (folder / "step-00000009").symlink_to(tmp_path / "elsewhere")
-    (folder / "step-9").mkdir()
-    (folder / "notes.txt").write_text("mine")
-    assert newest(folder).step == 1
-    keep_only(folder, set())
-    assert {path.name for path in folder.iterdir()} == {"step-00000009", "step-9", "notes.txt"}
-
-
 # --- which folder the results go to --------------------------------------------------------------
 
 

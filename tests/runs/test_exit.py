@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,6 @@ from invformer.assemble import model as evaluation
 from invformer.evaluation import report
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
-from invformer.training import fit
-from invformer.training.callbacks import Sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,15 +100,6 @@ def test_whatever_happens_has_its_exit_code_and_at_most_one_line(
     assert captured.startswith("error: " if code else "")
 
 
-@pytest.mark.parametrize("what", ["a bug", "data", "the host's memory"])
-def test_debugging_adds_the_traceback(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    work, code, _ = FAILURES[what]
-    assert guarded(work, debug=True) == code
-    captured = capsys.readouterr().err
-    assert captured.startswith("Traceback")
-    assert captured.splitlines()[-1].startswith("error: ")
-
-
 def test_a_connection_error_outside_a_rank_is_no_lost_rank(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,21 +179,6 @@ def test_a_disk_that_takes_no_more_of_the_output_ends_nothing_and_is_told(
     )
 
 
-@pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
-def test_a_lasting_stream_is_what_the_stream_was(
-    open_pair: Callable[[], tuple[int, int]],
-) -> None:
-    reader, writer = open_pair()
-    with open(writer, "w", encoding="latin-1", errors="backslashreplace") as stream:
-        same = lasting(stream)
-        for name in ("encoding", "errors", "line_buffering", "write_through"):
-            assert getattr(same, name) == getattr(stream, name)
-        assert same.isatty() == stream.isatty()
-        assert same.fileno() == stream.fileno()
-        same.close()
-    os.close(reader)
-
-
 def test_a_console_without_a_character_shows_its_number() -> None:
     reader, writer = os.pipe()
     with open(writer, "w", encoding="latin-1") as stream:
@@ -242,31 +215,3 @@ def test_the_report_is_on_disk_before_anything_is_printed(
         commands.evaluate()
     assert path.exists()
     assert (tmp_path / "evaluation" / "ptb-val-1.json").exists()
-
-
-COLOURED = "\x1b[31mred\x07 \x9b2J\r\x7f\tπ\n"
-SHOWN = r"\x1b[31mred\x07 \x9b2J\x0d\x7f" + "\tπ\n"
-
-
-def test_the_sample_of_a_run_sends_a_terminal_no_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    directory = SimpleNamespace(path=tmp_path, metrics=tmp_path / "metrics.jsonl")
-    sampler = Sample(torch.zeros(1), 0, str)
-    sampler.text = COLOURED
-    monkeypatch.setattr(fit, "plot_run", lambda *_: None)
-    monkeypatch.setattr(fit, "print_result", lambda _: None)
-    monkeypatch.setattr(fit, "five_gram", lambda _: None)
-    finished = SimpleNamespace(global_step=1, max_steps=1)
-    config = SimpleNamespace(trainer=finished)
-    run = SimpleNamespace(
-        directory=directory,
-        wandb=None,
-        data=None,
-        trainer=finished,
-        config=config,
-        callback=lambda kind: sampler if kind is Sample else None,
-    )
-    fit.conclude(run)  # type: ignore[arg-type]
-    assert f"---\n{SHOWN}\n---" in capsys.readouterr().out
-    assert (tmp_path / "sample.txt").read_bytes().decode() == COLOURED

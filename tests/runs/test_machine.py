@@ -1,6 +1,5 @@
 """What this machine cannot do is refused before anything is made."""
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
-from invformer.kernels.host import compiler_complaint
 from invformer.runs.machine import (
     pick_device,
     refuse_missing_hardware,
@@ -80,12 +78,6 @@ def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
     with pytest.raises(ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
         build_run(load_config(words))
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of torch's own
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_a_compiler_that_works_is_no_reason_to_complain() -> None:
-    assert compiler_complaint(torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize(
