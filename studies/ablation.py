@@ -20,7 +20,8 @@ import torch
 
 from invformer.config.section import option
 from invformer.errors import InvformerError
-from studies.study import Figure, Rows, Study, StudyOptions, Summary, grouped, main, panels
+from studies.report import Figure, Rows, Summary, grouped, panels
+from studies.study import Study, StudyOptions, main
 
 ROOT = Path(__file__).parents[1]
 NO_ACTNORM = "model.activation_norm=false"

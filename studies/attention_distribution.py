@@ -41,7 +41,8 @@ from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
-from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
+from studies.report import Figure, Outcome, Rows, Summary, grouped, panels
+from studies.study import Study, case_of, main
 from studies.training import (
     AdamOptions,
     ModelCase,

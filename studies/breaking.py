@@ -26,7 +26,8 @@ from invformer.bounds import kim
 from invformer.config.section import option
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
-from studies.study import Figure, Outcome, Rows, Study, StudyOptions, Summary, main, panels
+from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.study import Study, StudyOptions, main
 
 Variant = Literal["dot_product", "dot_product_causal", "untied", "self_hidden", "without_a"]
 

@@ -10,7 +10,6 @@ it gives back as many characters or more.
 """
 
 import copy
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,33 +29,36 @@ from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
-from invformer.training.optimizers import build_optimizer, warmup_cosine
-from studies.states import trained, windows
-from studies.study import (
+from studies.price import validations
+from studies.report import (
     Figure,
     Finding,
     Rows,
-    Study,
-    StudyOptions,
     Summary,
     as_cell,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
+    by,
+    curves,
+    judged,
     panels,
+    table,
 )
+from studies.states import trained, windows
+from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     TextCase,
     TextConfig,
     mean_nats,
     text_fields,
     text_of,
-    train,
+    train_by_recipe,
     validation_windows,
 )
 
 CHARACTERS = 16  # of the dense Jacobian
+INVERSE = (
+    "forward", "inverse", "error_float32", "error_bfloat16", "recovered_float32",
+    "recovered_bfloat16",
+)  # fmt: skip
 WARMUP = 20
 # As many parameters each: the shapes of experiment=nanogpt_cpu_causal and its baselines, a quarter.
 SMALL: dict[str, dict[str, Any]] = {
@@ -92,6 +94,8 @@ class Case(TextCase):
     """A run folder, or a kind and a depth."""
 
     model: str
+    lr: ClassVar[float] = 5e-3
+    batch_size: ClassVar[int] = 12
     num_layers: int | None
     num_steps: int
     muon_lr: float
@@ -131,14 +135,14 @@ def measure(case: Case, device: torch.device) -> Result:
     """Take or train the model, and measure its inverse."""
     del device
     if case.num_layers is None:
-        model, tokens = trained(case.model).network, windows(case.model, case.num_windows)
-        name, nats = trained(case.model).config.model.name, last_nats(case.model)
+        found = trained(case.model)
+        model, name = found.network, found.config.model.name
+        tokens = windows(case.model, case.num_windows)
+        nats = validations(Path(case.model))[-1]["val/nats"]
     else:
         model, tokens, nats = trained_here(case)
         name = case.model
-    inverse = Inverse()
-    if name != "dot_product":
-        inverse = inverse_of(model, tokens)
+    inverse = dict.fromkeys(INVERSE) if name == "dot_product" else inverse_of(model, tokens)
     values = [singular_values(model, t[:CHARACTERS]) for t in tokens[: case.num_jacobians]]
     return Result(
         name=name,
@@ -146,26 +150,14 @@ def measure(case: Case, device: torch.device) -> Result:
         nats=nats,
         largest=max((v.max().item() for v in values), default=float("nan")),
         smallest=min((v.min().item() for v in values), default=float("nan")),
-        **vars(inverse),
+        **inverse,
     )
 
 
-@dataclass
-class Inverse:
-    """What :class:`Result` says of an inverse."""
-
-    forward: float | None = None
-    inverse: float | None = None
-    error_float32: float | None = None
-    error_bfloat16: float | None = None
-    recovered_float32: float | None = None
-    recovered_bfloat16: float | None = None
-
-
 @torch.no_grad()
-def inverse_of(model: CharTransformer, tokens: Tensor) -> Inverse:
+def inverse_of(model: CharTransformer, tokens: Tensor) -> dict[str, Any]:
     """Time in float32, error in float32 and bfloat16."""
-    found = Inverse()
+    found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         network = copy.deepcopy(model).to(dtype)
         x, undo = network.embedding(tokens), undoing(network, dtype)
@@ -173,11 +165,10 @@ def inverse_of(model: CharTransformer, tokens: Tensor) -> Inverse:
         back, name = undo(z), str(dtype).removeprefix("torch.")
         error = (back - x).double().norm() / x.double().norm()
         recovered = (network.embedding.nearest_tokens(back) == tokens).double().mean()
-        setattr(found, f"error_{name}", error.item())
-        setattr(found, f"recovered_{name}", recovered.item())
+        found |= {f"error_{name}": error.item(), f"recovered_{name}": recovered.item()}
         if dtype == torch.float32:
             work = {"forward": lambda: network.stack(x), "inverse": lambda: undo(z)}  # noqa: B023
-            vars(found).update(in_turns(work, 5))
+            found |= in_turns(work, 5)
     return found
 
 
@@ -200,12 +191,6 @@ def singular_values(model: CharTransformer, tokens: Tensor) -> Tensor:
     return torch.linalg.svdvals(jacobian.detach().reshape(x.numel(), x.numel()))
 
 
-def last_nats(folder: str) -> float:
-    """The last validation of a run."""
-    lines = (Path(folder).expanduser() / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row["val/nats"] for row in map(json.loads, lines) if "val/nats" in row][-1]
-
-
 @lru_cache(maxsize=1)
 def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     """A small model after training, validation windows and their nats per character."""
@@ -214,13 +199,7 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     torch.manual_seed(case.seed)
     shape = {"name": case.model, "num_layers": case.num_layers, **SMALL[case.model]}
     model = build_model(ModelConfig(**shape), text.vocab_size, 64)
-    rates: dict[str, Any] = {"lr": 5e-3, "muon_lr": case.muon_lr, "weight_decay": 0.1}
-    optimiser = build_optimizer(model, "muon", betas=(0.9, 0.99), **rates)
-    train(
-        model, text.train, optimiser, num_steps=case.num_steps, batch_size=12, seed=case.seed,
-        schedule=warmup_cosine(optimiser, min(WARMUP, case.num_steps), case.num_steps),
-        grad_clip=1.0,
-    )  # fmt: skip
+    train_by_recipe(model, case, weight_decay=0.1, warmup_steps=min(WARMUP, case.num_steps))
     model.eval()
     inputs, targets = validation_windows(text, 64, torch.device("cpu"))
     with torch.no_grad():
@@ -228,66 +207,42 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per model, and the comparison at every depth."""
-    table: list[dict[str, Any]] = [
-        {
-            "model": result.name,
-            "layers": case.num_layers or "run folder",
-            "parameters": result.parameters,
-            "nats": result.nats,
-            "inverse / forward": result.inverse and result.inverse / (result.forward or 1.0),
-            "error, float32": result.error_float32,
-            "error, bfloat16": result.error_bfloat16,
-            "back, float32": result.recovered_float32,
-            "back, bfloat16": result.recovered_bfloat16,
-            "σ_max": result.largest,
-            "1/σ_min": 1 / result.smallest,
-        }
-        for case, result in rows
-    ]
+    """Certified against coupling, at every depth."""
     findings: list[Finding] = []
-    for depth, group in grouped(rows, lambda row: row[0].num_layers).items():
-        by_name = {r.name: r for _, r in group}
-        if not {"contractive_bounded", "reversible"} <= by_name.keys():
+    for depth, group in by(rows, "num_layers").items():
+        found = {r.name: r for _, r in group}
+        if not {"contractive_bounded", "reversible"} <= found.keys():
             continue
-        ours, theirs = by_name["contractive_bounded"], by_name["reversible"]
+        ours, theirs = found["contractive_bounded"], found["reversible"]
         where = "run folders" if depth is None else f"{depth} layers"
         factors = [as_cell(1 / r.smallest) for r in (ours, theirs)]
         shares = [as_cell(r.recovered_bfloat16) for r in (ours, theirs)]
+        more = (ours.recovered_bfloat16 or 0) >= (theirs.recovered_bfloat16 or 0)
         findings += [
             (ours.smallest > theirs.smallest, f"{where}: 1/σ_min {' against '.join(factors)}"),
-            (
-                (ours.recovered_bfloat16 or 0) >= (theirs.recovered_bfloat16 or 0),
-                f"{where}: back in bfloat16 {' against '.join(shares)}",
-            ),
+            (more, f"{where}: back in bfloat16 {' against '.join(shares)}"),
         ]
     paper = "such inverses can explode (Behrmann et al. 2021, images)"
     why = "certified against coupling at every depth, one seed"
-    words = "; ".join(words for _, words in findings)
-    return Summary(table, paper, words, outcome_of(findings), why)
+    return judged(findings, table(rows, more={"1/σ_min": amplification}), paper, why)
+
+
+def amplification(case: Case, result: Result) -> float:
+    """1/σ_min: the Lipschitz constant of the inverse at the texts."""
+    return 1 / result.smallest
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """The inverse's constant, errors and loss against depth."""
-    small = [(c, r) for c, r in rows if c.num_layers is not None]
+    small = [row for row in rows if row[0].num_layers is not None]
     figure, axes = panels(1, 3)
-    for (name, group), style in zip(
-        grouped(small, lambda row: row[1].name).items(), ("-o", "-.x", "--s", ":^"), strict=False
-    ):
-        depths = [c.num_layers or 0 for c, _ in group]
-        axes[0].plot(depths, [1 / r.smallest for _, r in group], style, color="0", label=name)
-        axes[2].plot(depths, [r.nats for _, r in group], style, color="0", label=name)
-        if name != "dot_product":
-            for field, color in (("error_float32", "0"), ("error_bfloat16", "0.6")):
-                words = f"{name}, {field.removeprefix('error_')}"
-                errors = [getattr(r, field) for _, r in group]
-                axes[1].plot(depths, errors, style, color=color, label=words)
+    curves(axes[0], small, "num_layers", amplification, ("name",))
+    curves(axes[1], small, "num_layers", "error_float32", ("name",), "float32")
+    curves(axes[1], small, "num_layers", "error_bfloat16", ("name",), "bfloat16", color="0.6")
+    curves(axes[2], small, "num_layers", "nats", ("name",))
     titles = ("1/σ_min of the stack, 16 characters", "relative error of the inverse", "nats")
-    for one, title in zip(axes, titles, strict=True):
-        one.set(title=title, xlabel="layers", xscale="log")
-        one.legend()
-    axes[0].set_yscale("log")
-    axes[1].set_yscale("log")
+    for one, title, scale in zip(axes, titles, ("log", "log", "linear"), strict=True):
+        one.set(title=title, xlabel="layers", xscale="log", yscale=scale)
     return figure
 
 

@@ -24,7 +24,7 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,20 +32,20 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.round_trip import perturb
-from studies.states import decode, margins, trained, whole_inverse, windows
-from studies.study import (
+from studies.report import (
     Figure,
     Finding,
     Rows,
-    Study,
-    StudyOptions,
     Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
+    by,
+    curves,
+    judged,
+    look_of,
     panels,
+    table,
 )
+from studies.states import decode, margins, trained, whole_inverse, windows
+from studies.study import Study, StudyOptions, case_of, main
 
 ALL = 0.99  # of the characters
 
@@ -99,9 +99,8 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """Every damage of every model."""
     damages = [(kind, float(b)) for kind in ("bits", "channel bits") for b in options.bits]
-    damages += [("noise", n) for n in options.noise] + [
-        ("dropped", float(d)) for d in options.dropped
-    ]
+    damages += [("noise", n) for n in options.noise]
+    damages += [("dropped", float(d)) for d in options.dropped]
     return [
         case_of(Case, options, model=model, damage=damage, level=level)
         for model in options.models
@@ -148,14 +147,10 @@ def measure(case: Case, device: torch.device) -> Result:
     if name != "dot_product":
         at_once = network.embedding.nearest_tokens(whole_inverse(network, z))
         start = time.perf_counter()
+        cells = [None] * len(z) if cell is None else cell.split(1)
         few = [
-            decode(
-                network,
-                z[i : i + 1],
-                case.num_candidates,
-                None if cell is None else cell[i : i + 1],
-            )
-            for i in range(len(z))
+            decode(network, one, case.num_candidates, of_one)
+            for one, of_one in zip(z.split(1), cells, strict=True)
         ]
         seconds["few"] = time.perf_counter() - start
     moved = (z - clean).norm(dim=-1)
@@ -192,67 +187,45 @@ def share(which: Tensor) -> float:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per model and damage."""
-    table: list[dict[str, Any]] = [
-        {
-            "model": result.name,
-            "damage": f"{case.damage} {case.level:g}",
-            "at once": result.at_once,
-            "few candidates": result.few,
-            "every symbol": result.search,
-            "by margins": result.by_margins,
-            "proven": result.proven,
-            "only text in the cells": result.unique,
-            "within radius": result.within_radius,
-            "damage / length": result.moved,
-            "margin / length": result.margin,
-            "passes, few": result.passes_few,
-            "passes, every": result.passes_search,
-        }
-        for case, result in rows
-    ]
+    """For every model what is wrong, and what few candidates lose."""
     findings: list[Finding] = []
-    for name, group in grouped(rows, lambda row: row[1].name).items():
+    for name, group in by(rows, "name").items():
         results = [r for _, r in group]
         wrong = sum(r.wrong for r in results)
         findings.append((wrong == 0, f"{name}: share of characters proven and wrong {wrong:g}"))
         if few := [r for r in results if r.few is not None and r.search >= ALL]:
             lost = max(r.search - (r.few or 0.0) for r in few)
             passes = fmean(r.passes_few or math.nan for r in few)
-            words = (
-                f"{name}: few candidates lose {lost:.2%} at most, {passes:.1f} passes a character"
-            )
-            findings.append((lost <= 0.01, words))
-    ours = "; ".join(words for _, words in findings)
+            words = f"few candidates lose {lost:.2%} at most, {passes:.1f} passes a character"
+            findings.append((lost <= 0.01, f"{name}: {words}"))
     why = "few candidates within 1 % where every symbol recovers 99 %; no proven character wrong"
-    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+    return judged(findings, table(rows), "no paper: our own claim", why)
+
+
+SHARES = {
+    "at_once": "recovered, all positions at once",
+    "few": "recovered, few candidates a position",
+    "search": "recovered, every symbol tried",
+    "by_margins": "half its margin away, float64",
+    "proven": "proven by margins",
+    "unique": "no other text rounds to these states",
+}
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Recovered and proven against bits, a panel per model."""
-    kinds = ("bits", "channel bits")
-    models = grouped(rows, lambda row: row[1].name)
-    figure, axes = panels(len(kinds), len(models))
-    grid = [(kind, *model) for kind in kinds for model in models.items()]
+    """Recovered and proven against bits, a column per model."""
+    scales = {"bits": "one scale a window", "channel bits": "a scale a channel"}
+    models = by(rows, "name")
+    figure, axes = panels(len(scales), len(models))
+    grid = [(kind, *model) for kind in scales for model in models.items()]
     for one, (kind, name, group) in zip(axes, grid, strict=True):
-        some = [(c.level, r) for c, r in group if c.damage == kind]
-        bits = [level for level, _ in some]
-        for field, words, style in (
-            ("at_once", "recovered, all positions at once", ":s"),
-            ("few", "recovered, few candidates a position", "-o"),
-            ("search", "recovered, every symbol tried", "--^"),
-            ("by_margins", "half its margin away, float64", ":x"),
-            ("proven", "proven by margins", "-x"),
-            ("unique", "no other text rounds to these states", "-+"),
-        ):
-            values = [getattr(r, field) for _, r in some]
-            if None not in values:
-                color = "0.5" if field in ("by_margins", "proven", "unique") else "0"
-                one.plot(bits, values, style, label=words, color=color)
-        scale = "one scale a window" if kind == "bits" else "a scale a channel"
-        one.set(title=f"{name}, {scale}", xlabel="bits", ylabel="share of characters")
-        one.set_ylim(-0.03, 1.03)
-        one.legend()
+        some = [row for row in group if row[0].damage == kind]
+        for index, (field, words) in enumerate(SHARES.items()):
+            curves(one, some, "level", field, label=words, **look_of(index))
+        one.set(
+            title=f"{name}, {scales[kind]}", xlabel="bits", ylabel="share of characters",
+            ylim=(-0.03, 1.03),
+        )  # fmt: skip
     return figure
 
 

@@ -33,7 +33,8 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, main, panels
+from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.study import Study, case_of, main
 from studies.training import AdamOptions, ModelCase, text_fields, text_of, train_by_adam
 
 Kind = Literal[

@@ -41,7 +41,8 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.study import Figure, Rows, Study, StudyOptions, Summary, case_of, grouped, main, panels
+from studies.report import Figure, Rows, Summary, grouped, panels
+from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     RecipeCase,
     Text,
@@ -248,7 +249,7 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
     )  # fmt: skip
     model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
     what = f"{case.model}, {case.num_layers} layers"
-    return model, train_by_recipe(model, case, case.weight_decay, what)
+    return model, train_by_recipe(model, case, case.weight_decay, what=what)
 
 
 @lru_cache(maxsize=2)

@@ -51,19 +51,8 @@ from studies.measured_layers import (
     source,
 )
 from studies.power_law import Fit, fit
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.report import Figure, Finding, Rows, Summary, grouped, outcome_of, panels
+from studies.study import Study, StudyOptions, case_of, main
 
 Model = Literal["small", "checkpoint", "two_cluster"]
 Attention = Literal["dot_product", "l2", "contractive_l2"]

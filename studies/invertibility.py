@@ -40,18 +40,8 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability
-from studies.study import (
-    Figure,
-    Outcome,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    main,
-    panels,
-    progress,
-)
+from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.study import Study, StudyOptions, case_of, main, progress
 from studies.training import text_of, train_by_adam
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]

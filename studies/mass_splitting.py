@@ -32,18 +32,8 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
-from studies.study import (
-    Axes,
-    Figure,
-    Outcome,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    main,
-    panels,
-    progress,
-)
+from studies.report import Axes, Figure, Outcome, Rows, Summary, panels
+from studies.study import Study, StudyOptions, main, progress
 
 Part = Literal["random", "grid", "finite"]
 Kind = Literal["dot_product", "l2"]

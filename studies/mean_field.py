@@ -30,18 +30,8 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.numerics.linear_map import dense_jacobian
 from studies import castin
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    main,
-    outcome_of,
-    panels,
-    progress,
-)
+from studies.report import Figure, Finding, Rows, Summary, outcome_of, panels
+from studies.study import Study, StudyOptions, main, progress
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
 LARGEST_EXPONENT = 350.0  # 2γR²: squares of e^{2γR²} must stay finite in float64

@@ -26,19 +26,8 @@ from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.transformer import CharTransformer
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
+from studies.study import Study, StudyOptions, case_of, main
 
 Strategy = Literal["store", "checkpoint", "inverse"]
 VOCAB, SEQ_LEN = 51, 64
@@ -182,44 +171,27 @@ def undoing(model: CharTransformer) -> Any:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per case, and who wins at each depth."""
-    table: list[dict[str, Any]] = [
-        {
-            "model": case.kind,
-            "layers": case.num_layers,
-            "strategy": case.strategy,
-            "peak, MiB": result.peak,
-            "seconds a step": result.time,
-            "error of the gradient": result.gradient_error,
-        }
-        for case, result in rows
-    ]
+    """Who wins at each depth."""
     findings: list[Finding] = []
-    for (kind, depth), group in grouped(rows, lambda r: (r[0].kind, r[0].num_layers)).items():
-        by = {case.strategy: result for case, result in group}
-        saved, inverse = by["checkpoint"], by["inverse"]
+    for (kind, depth), group in by(rows, "kind", "num_layers").items():
+        found = {case.strategy: result for case, result in group}
+        saved, inverse = found["checkpoint"], found["inverse"]
         time_ratio, memory_ratio = inverse.time / saved.time, inverse.peak / max(1.0, saved.peak)
         words = f"{kind}, {depth} layers: the inverse takes {time_ratio:.2f} times the time and "
         words += f"{memory_ratio:.2f} times the memory of checkpointing"
         wins = saved.time < inverse.time and saved.peak < 1.2 * inverse.peak
         findings.append((wins if kind == "contractive_bounded" else None, words))
-    ours = "; ".join(words for _, words in findings)
     why = "checkpointing against the inverse, for the certified model"
-    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+    return judged(findings, table(rows), "no paper: our own claim", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Peak memory against time of a step."""
     figure, (axes,) = panels(1, 1)
-    styles = {"store": "s", "checkpoint": "o", "inverse": "^"}
-    for (kind, strategy), group in grouped(rows, lambda r: (r[0].kind, r[0].strategy)).items():
-        color = "0" if kind == "contractive_bounded" else "0.6"
-        x, y = [r.time for _, r in group], [r.peak for _, r in group]
-        axes.plot(x, y, styles[strategy] + "-", color=color, label=f"{kind}, {strategy}")
+    curves(axes, rows, "time", "peak", ("kind", "strategy"))
     axes.set(
         xlabel="seconds a training step", ylabel="peak memory, MiB", xscale="log", yscale="log"
     )
-    axes.legend()
     return figure
 
 

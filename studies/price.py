@@ -11,7 +11,6 @@ Verdict: at every budget each certified kind is at most ``allowed`` nats behind 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -21,18 +20,9 @@ import torch
 
 from invformer.config.section import option
 from invformer.errors import InvformerError
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from invformer.runs.run_log import read_rows
+from studies.report import Figure, Finding, Rows, Summary, grouped, outcome_of, panels
+from studies.study import Study, StudyOptions, main
 
 ROOT = Path(__file__).parents[1]
 ALLOWED = 0.01  # nats
@@ -133,7 +123,7 @@ def measure(case: Case, device: torch.device) -> Result:
         call("evaluate.py", f"checkpoint={case.run}", *asked)
         file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
         reports[split] = json.loads(file.read_text(encoding="utf-8"))
-    return result_of(reports["val"], reports["test"], list(validations(case.run)))
+    return result_of(reports["val"], reports["test"], validations(case.run))
 
 
 def call(program: str, *words: str) -> None:
@@ -143,11 +133,9 @@ def call(program: str, *words: str) -> None:
         raise InvformerError(f"{program} {' '.join(words)} ended with exit code {code}")
 
 
-def validations(run: Path) -> Iterator[dict[str, Any]]:
-    """The rows of validations."""
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        if "val/nats" in (row := json.loads(line)):
-            yield row
+def validations(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run folder's validations."""
+    return [row for row in read_rows(run.expanduser() / "metrics.jsonl") if "val/nats" in row]
 
 
 def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, Any]]) -> Result:

@@ -14,7 +14,7 @@ import math
 import sys
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,20 +26,9 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
 from invformer.nn.transformer import CharTransformer
+from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
 from studies.states import decode, trained, whole_inverse, windows
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.study import Study, StudyOptions, case_of, main
 
 FLOAT_BITS = 32
 SHRINKS = 40  # scales tried for a channel
@@ -156,54 +145,35 @@ def measure(case: Case, device: torch.device) -> Result:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per model and number of bits."""
-    table: list[dict[str, Any]] = []
+    """What every number of bits loses, and whether the certificate holds there."""
+    largest = max(values(rows, "bits"))
+    whole = {r.name: r.bpc for c, r in rows if c.bits == largest}
+
+    def lost(case: Case, result: Result) -> float:
+        return result.bpc - whole[result.name]
+
     findings: list[Finding] = []
-    for name, group in grouped(rows, lambda row: row[1].name).items():
-        whole = min(r.bpc for c, r in group if c.bits == max(c.bits for c, _ in group))
-        for case, result in group:
-            lost = result.bpc - whole
-            table.append(
-                {
-                    "model": name,
-                    "bits": case.bits,
-                    "size, KiB": result.size,
-                    "bpc": result.bpc,
-                    "lost": lost,
-                    "largest bound": result.bound,
-                    "target": result.target,
-                    "recovered": result.recovered,
-                    "proven": result.proven,
-                }
-            )
-            words = f"{name}, {case.bits} bits: {lost:+.4f} bpc"
-            if result.bound is None or result.target is None:
-                findings.append((None, words))
-                continue
-            holds = result.bound <= result.target
-            if case.bits >= 4:
-                holds = holds and result.recovered == result.proven == 1 and lost <= 0.05
-            findings.append((holds, f"{words}, {result.proven:.1%} proven"))
-    ours = "; ".join(words for _, words in findings)
+    for case, r in rows:
+        words = f"{r.name}, {case.bits} bits: {lost(case, r):+.4f} bpc"
+        if r.bound is None or r.target is None:
+            findings.append((None, words))
+            continue
+        back = case.bits < 4 or (r.recovered == r.proven == 1 and lost(case, r) <= 0.05)
+        findings.append((r.bound <= r.target and back, f"{words}, {r.proven:.1%} proven"))
     why = (
         "the certificate is proven for the rounded weights; one seed, the split chosen for neither"
     )
-    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+    lines = table(rows, more={"lost": lost})
+    return judged(findings, lines, "no paper: our own claim", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against size."""
     figure, (axes,) = panels(1, 1)
-    styles = ("-o", "--s", ":^")
-    groups = grouped(rows, lambda row: row[1].name)
-    for (name, group), style in zip(groups.items(), styles, strict=False):
-        axes.plot(
-            [r.size for _, r in group], [r.bpc for _, r in group], style, color="0", label=name
-        )
-        for case, result in group:
-            axes.annotate(f"{case.bits} bits", (result.size, result.bpc), fontsize=8)
+    curves(axes, rows, "size", "bpc", ("name",))
+    for case, result in rows:
+        axes.annotate(f"{case.bits} bits", (result.size, result.bpc), fontsize=8)
     axes.set(xlabel="size, KiB", ylabel="bits per character", xscale="log")
-    axes.legend()
     return figure
 
 

@@ -48,7 +48,8 @@ from studies.certified_radius import (
     feature_constants,
     head_norm,
 )
-from studies.study import Figure, Outcome, Rows, Study, Summary, case_of, grouped, main, panels
+from studies.report import Figure, Outcome, Rows, Summary, grouped, panels
+from studies.study import Study, case_of, main
 from studies.training import (
     AdamOptions,
     ModelCase,

@@ -32,20 +32,9 @@ from invformer.config.section import option
 from invformer.nn.certificate import certify
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
+from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table, values
 from studies.states import Prefix, smallest
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.study import Study, StudyOptions, case_of, main
 
 Method = Literal["inverse", "random", "gradient"]
 TOGETHER = 256  # candidates of one batch
@@ -220,52 +209,36 @@ def by_gradient(prefix: Prefix, target: Tensor, generator: torch.Generator) -> T
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per size and method."""
-    table: list[dict[str, Any]] = [
-        {
-            "symbols": case.vocab_size,
-            "length": case.length,
-            "method": case.method,
-            "seconds": result.time,
-            "of them decoding": result.decoding,
-            "passes a character": result.passes / case.length,
-            "recovered": result.recovered,
-            "proven without a search": result.proven,
-        }
-        for case, result in rows
-    ]
+    """The inverse against the faster order of search at every length."""
     findings: list[Finding] = []
-    largest, least = (f(c.vocab_size for c, _ in rows) for f in (max, min))
-    for length, group in grouped(rows, lambda row: row[0].length).items():
-        by = {(c.vocab_size, c.method): r for c, r in group}
-        growth = by[largest, "inverse"].passes / by[least, "inverse"].passes
+    largest, least = (f(values(rows, "vocab_size")) for f in (max, min))
+    for length, group in by(rows, "length").items():
+        found = {(c.vocab_size, c.method): r for c, r in group}
+        growth = found[largest, "inverse"].passes / found[least, "inverse"].passes
         findings.append((growth < 1.1, f"{length}: passes grow {growth:.2f} times"))
-        others = [r.time for (v, m), r in by.items() if v == largest and m != "inverse"]
-        gain = min(others) / by[largest, "inverse"].time
+        others = [r.time for (v, m), r in found.items() if v == largest and m != "inverse"]
+        gain = min(others) / found[largest, "inverse"].time
         findings.append((gain > 1, f"{length}, {largest:,} symbols: {gain:.3g} times as fast"))
-        small = [(m, r.time) for (v, m), r in by.items() if v == least]
-        fastest = min(small, key=lambda pair: pair[1])[0]
+        fastest = min((r.time, m) for (v, m), r in found.items() if v == least)[1]
         findings.append((None, f"{length}, {least} symbols: {fastest} is fastest"))
-    ours = "; ".join(words for _, words in findings)
     paper = "SipIt recovers every prompt, in time linear in its length"
     why = "the inverse against the faster order of search, one thread, in one run"
-    return Summary(table, paper, ours, outcome_of(findings), why)
+    lines = table(rows, more={"passes a character": passes_each}, without=("passes",))
+    return judged(findings, lines, paper, why)
+
+
+def passes_each(case: Case, result: Result) -> float:
+    """Passes a character."""
+    return result.passes / case.length
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Seconds and passes against the vocabulary, a line per length and method."""
-    figure, axes = panels(1, 2)
-    lengths = sorted({c.length for c, _ in rows})
-    styles = {"inverse": "-o", "random": "--s", "gradient": ":^"}
-    for (length, method), group in grouped(rows, lambda r: (r[0].length, r[0].method)).items():
-        color = str(0.7 * (1 - (lengths.index(length) + 1) / len(lengths)))
-        x, label = [c.vocab_size for c, _ in group], f"{method}, {length} characters"
-        style: dict[str, Any] = {"color": color, "label": label}
-        axes[0].plot(x, [r.time for _, r in group], styles[method], **style)
-        axes[1].plot(x, [r.passes / length for _, r in group], styles[method], **style)
-    for one, words in zip(axes, ("seconds a text", "forward passes a character"), strict=True):
-        one.set(xlabel="symbols", ylabel=words, xscale="log", yscale="log")
-    axes[0].legend(fontsize=7)
+    figure, (seconds, passes) = panels(1, 2)
+    curves(seconds, rows, "vocab_size", "time", ("method", "length"))
+    curves(passes, rows, "vocab_size", passes_each, ("method", "length"))
+    seconds.set(xlabel="symbols", ylabel="seconds a text", xscale="log", yscale="log")
+    passes.set(xlabel="symbols", ylabel="passes a character", xscale="log", yscale="log")
     return figure
 
 

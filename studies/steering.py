@@ -15,27 +15,16 @@ farther the stronger they are.
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
+from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
 from studies.states import trained, whole_inverse, windows
-from studies.study import (
-    Figure,
-    Finding,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.study import Study, StudyOptions, case_of, main
 
 Vector = Literal["mean difference", "random", "text"]
 MET = 1e-3  # half distances of two symbols: nearer than this is a text
@@ -150,22 +139,9 @@ def mean_difference(case: Case, network: CharTransformer) -> Tensor:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line per model, vector and strength."""
-    table: list[dict[str, Any]] = [
-        {
-            "model": result.name,
-            "vector": case.vector,
-            "strength": case.strength,
-            "median distance": result.median,
-            "least farthest": result.least,
-            "farthest": result.largest,
-            "symbols changed": result.changed,
-            "residual": result.residual,
-        }
-        for case, result in rows
-    ]
+    """Which vectors meet a text, at which strengths."""
     findings: list[Finding] = []
-    for (name, vector), group in grouped(rows, lambda r: (r[1].name, r[0].vector)).items():
+    for (name, vector), group in by(rows, "name", "vector").items():
         met = [c.strength for c, r in group if r.largest < MET]
         left = [c.strength for c, r in group if c.strength and r.least < MET]
         where = f"{name}, {vector}: "
@@ -176,33 +152,23 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         by_strength = [r.median for _, r in sorted(group, key=lambda row: row[0].strength)]
         findings.append((not left, f"{where}a text at strengths {left} above 0"))
         findings.append((by_strength == sorted(by_strength), f"{where}the farther the stronger"))
-    ours = "; ".join(words for _, words in findings)
     why = "one seed; distances in half the least distance of two symbols' embeddings"
-    return Summary(table, "no paper: our own claim", ours, outcome_of(findings), why)
+    return judged(findings, table(rows), "no paper: our own claim", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Distance from texts and changed symbols against strength."""
-    models = grouped(rows, lambda row: row[1].name)
+    """Distance from texts and changed symbols against strength, a column per model."""
+    models = by(rows, "name")
     figure, axes = panels(2, len(models))
-    styles = {"mean difference": "-o", "random": "--s", "text": ":^"}
-    for column, (name, group) in enumerate(models.items()):
-        top, bottom = axes[column], axes[column + len(models)]
-        for vector, some in grouped(group, lambda row: row[0].vector).items():
-            t = [c.strength for c, _ in some]
-            style: dict[str, Any] = {"color": "0", "label": vector}
-            top.plot(t, [r.least for _, r in some], styles[vector], **style)
-            bottom.plot(t, [r.changed for _, r in some], styles[vector], **style)
+    for top, bottom, (name, group) in zip(axes, axes[len(models) :], models.items(), strict=False):
+        curves(top, group, "strength", "least", ("vector",))
+        curves(bottom, group, "strength", "changed", ("vector",))
         top.axhline(1, color="0.6")
-        top.set(
-            title=name,
-            xlabel="strength",
-            ylabel="farthest position from a text, least of all windows",
-        )
+        ylabel = "farthest position from a text, least of all windows"
+        top.set(title=name, xlabel="strength", ylabel=ylabel)
         top.set_yscale("symlog", linthresh=0.01)
         top.set_ylim(bottom=0)
         bottom.set(xlabel="strength", ylabel="share of symbols changed")
-        top.legend()
     return figure
 
 

@@ -11,12 +11,13 @@ A study is a module of this package with its cases, its measurement, its verdict
     @dataclass(frozen=True)
     class Case: ...                # everything the numbers depend on, and nothing else
     @dataclass(frozen=True)
-    class Result: ...              # what is measured; a list becomes one cell of the CSV, as JSON
+    class Result: ...              # what is measured; a list becomes one cell of the CSV, as JSON;
+                                   # no field has the name of one of the case's
 
     def cases(options: Options) -> list[Case]: ...
     def measure(case: Case, device: torch.device) -> Result: ...
     def summarise(rows: Rows[Case, Result]) -> Summary: ...
-    def draw(rows: Rows[Case, Result]) -> Figure: ...    # starts from panels(...) below
+    def draw(rows: Rows[Case, Result]) -> Figure: ...    # starts from report.panels(...)
 
     STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
@@ -53,26 +54,21 @@ from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
 from invformer.runs.exit import guarded, interrupt
 from invformer.runs.machine import commit, hardware, pick_device
-from invformer.training.plots import new_figure, save
+from invformer.training.plots import save
+from studies.report import Figure, Item, Rows, Summary, differing, with_legends
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
-if TYPE_CHECKING:  # matplotlib and wandb are slow to load, and wandb is not always wanted
+if TYPE_CHECKING:  # slow to load, and not always wanted
     from invformer.runs.wandb_logger import WandbLogger
-    from invformer.training.plots import Axes, Figure
 else:
-    Axes = Figure = WandbLogger = Any
+    WandbLogger = Any
 
 SEED = "[0, 4294967295]"
 SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
 NOT_IN_COMMAND = ("scale", "wandb", "project", "debug")  # change no number
 
 Scale = Literal["default", "paper"]
-Outcome = Literal["reproduced", "partly reproduced", "not reproduced", "not in the paper"]
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
-Item = TypeVar("Item")
-Key = TypeVar("Key")
-Rows = Sequence[tuple[AnyCase, AnyResult]]
-Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no claim), in words
 
 
 @dataclass(kw_only=True)
@@ -121,43 +117,6 @@ class StudyOptions(Root):
             heads, width = attrgetter("num_heads", name)(self)
             if width % heads:
                 self.refuse("num_heads", f"{heads} heads do not divide {name}={width}")
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a study found."""
-
-    table: list[dict[str, Any]]  # lines, the paper's value beside ours
-    paper: str  # what the paper reports, in a few words
-    ours: str  # the same of this run
-    outcome: Outcome
-    why: str  # what agrees, what does not, and what could not be compared
-
-    @property
-    def verdict(self) -> str:
-        """Outcome and reason."""
-        return f"{self.outcome}: {self.why}"
-
-    @property
-    def columns(self) -> list[str]:
-        """The keys of all lines of the table, in the order of their first appearance."""
-        return list(dict.fromkeys(key for line in self.table for key in line))
-
-
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their key, in the order of their first appearance."""
-    found: dict[Key, list[Item]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
-def outcome_of(findings: Iterable[Finding]) -> Outcome:
-    """All claims hold, some, or none; without a claim there is nothing to reproduce."""
-    held = [holds for holds, _ in findings if holds is not None]
-    if not held:
-        return "not in the paper"
-    return "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
 
 
 @dataclass(frozen=True)
@@ -250,11 +209,10 @@ def measure_missing(
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
     circumstances = (hardware(device), commit() or "unknown")
-    values = [plain(case) for case in wanted]
-    differing = [name for name in values[0] if len({value[name] for value in values}) > 1]
+    names = differing(wanted) or list(plain(wanted[0]))
     with tqdm(total=len(wanted), unit="case", disable=None) as bar:
         for number, case in enumerate(wanted):
-            words = " ".join(f"{n}={as_word(getattr(case, n))}" for n in differing or values[0])
+            words = " ".join(f"{name}={as_word(getattr(case, name))}" for name in names)
             bar.set_description(words)
             if case not in known:
                 start = time.perf_counter()
@@ -279,7 +237,7 @@ def report(
     measured = [known[case] for case in wanted]
     rows = [(case, row.result) for case, row in zip(wanted, measured, strict=True)]
     summary = study.summarise(rows)
-    picture = save(study.draw(rows), chosen.folder / f"{chosen.name}.png")
+    picture = save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
     provenance = {
         "command": chosen.command(),
         "commit": ", ".join(dict.fromkeys(row.commit for row in measured)),
@@ -303,20 +261,6 @@ def progress(items: Iterable[Item], what: str) -> Iterator[Item]:
     return iter(tqdm(items, desc=what, leave=False, disable=None))
 
 
-def panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
-    """A figure with a grid of axes, row by row, for :attr:`Study.draw`.
-
-    Greys, line styles and markers tell curves apart, never colours; every axis says its unit.
-    """
-    figure, _ = new_figure(num_rows)
-    figure.clear()
-    figure.set_size_inches(1 + 6 * num_columns, 1 + 4 * num_rows)
-    axes = [axes for row in figure.subplots(num_rows, num_columns, squeeze=False) for axes in row]
-    for one in axes:
-        one.grid(color="0.9")
-    return figure, axes
-
-
 def numbers_of(result: Any) -> dict[str, float]:
     """The numbers among a result's fields, as a chart can show them."""
     return {
@@ -328,23 +272,7 @@ def numbers_of(result: Any) -> dict[str, float]:
 
 def print_summary(summary: Summary, chosen: StudyOptions) -> None:
     """Print the table, both values and the verdict for people."""
-    columns = summary.columns
-    lines = [
-        columns,
-        *([as_cell(line.get(column)) for column in columns] for line in summary.table),
-    ]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    print(f"paper:   {summary.paper}\nours:    {summary.ours}\nverdict: {summary.verdict}")
-    print(f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}")
-
-
-def as_cell(value: Any) -> str:
-    """A table's value: five digits of a number, a dash for what does not exist."""
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return "–"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    print(f"{summary}\nfiles:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}")
 
 
 def as_word(value: Any) -> str:

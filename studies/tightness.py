@@ -30,17 +30,8 @@ from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from studies.layer_bounds import attention_jacobian, project, unproject
-from studies.study import (
-    Figure,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    main,
-    panels,
-    progress,
-)
+from studies.report import Figure, Rows, Summary, panels
+from studies.study import Study, StudyOptions, case_of, main, progress
 
 SHAPE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
 NUM_DIRECTION_STEPS = 5  # of the power method that finds a row's worst output direction

@@ -282,14 +282,21 @@ def train_by_adam(
 
 
 def train_by_recipe(
-    model: CharTransformer, case: RecipeCase, weight_decay: float = 0.0, what: str = "training"
+    model: CharTransformer,
+    case: Any,
+    weight_decay: float = 0.0,
+    warmup_steps: int | None = None,
+    what: str = "training",
 ) -> Training:
-    """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients."""
+    """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients.
+
+    ``case`` is a :class:`RecipeCase`, or has of its fields those of the text and the training.
+    """
     optimiser = build_optimizer(
         model, "adamw" if case.muon_lr is None else "muon", lr=case.lr,
         muon_lr=case.muon_lr or 0.0, betas=BETAS, weight_decay=weight_decay,
     )  # fmt: skip
-    warmup_steps = min(100, case.num_steps // 10 + 1)
+    warmup_steps = warmup_steps or min(100, case.num_steps // 10 + 1)
     return train(
         model, text_of(case).train, optimiser, num_steps=case.num_steps,
         batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP, what=what,

@@ -40,18 +40,8 @@ from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.attacks import attack_at_radius, logits_of
 from studies.certified_radius import certified_radii
-from studies.study import (
-    Figure,
-    Rows,
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    grouped,
-    main,
-    outcome_of,
-    panels,
-)
+from studies.report import Figure, Rows, Summary, grouped, outcome_of, panels
+from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     RecipeCase,
     WholeTextConfig,

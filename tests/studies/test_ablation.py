@@ -55,14 +55,6 @@ def test_only_what_is_asked_for_is_trained_beside_the_unchanged_model() -> None:
     assert len(cases(Options())) == len(VARIANTS)
 
 
-def test_a_variant_that_does_not_exist_is_answered_with_the_nearest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(STUDY, ["only=[no_bia]"])
-    assert "did you mean 'no_bias'?" in capsys.readouterr().err
-
-
 def test_train_py_makes_the_numbers(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a fox. " * 400)
     words = [*TINY, f"data.path={tmp_path / 'text.txt'}"]

@@ -1,6 +1,5 @@
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -16,7 +15,6 @@ from invformer.numerics.linear_map import dense_jacobian
 from studies import attention_distribution, jasmin
 from studies.attention_distribution import (
     SCALES,
-    STUDY,
     Case,
     Options,
     Result,
@@ -42,7 +40,6 @@ from studies.layer_bounds import (
     l2_jasmin_bound,
     sensitivity,
 )
-from studies.study import main
 from studies.training import recorded_inputs, text_of
 
 CPU = torch.device("cpu")
@@ -265,13 +262,6 @@ def test_a_training_that_failed_is_reported_and_not_compared() -> None:
     assert equal == [1.0]
 
 
-def test_windows_that_the_text_does_not_have_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(STUDY, [*TINY, "num_sequences=13", f"out={tmp_path}"]) == 3
-    assert "make 12 windows of 16, 13 are asked for" in capsys.readouterr().err
-
-
 def test_a_violated_bound_is_called_a_bug() -> None:
     case = tiny_case("none", "dot_product")
     for bound in (1.9, math.nan):
@@ -291,32 +281,3 @@ def test_a_bound_that_was_never_compared_is_not_in_the_paper() -> None:
 def test_a_bound_is_called_loose_only_where_it_is(bound: float, said: str) -> None:
     found = Result(2.0, [1.0], 1e-7, {"g1": [bound]})
     assert said in summarise([(tiny_case("none", "dot_product"), found)]).why
-
-
-def test_a_small_study_runs_from_start_to_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = [*TINY, "layer_sizes=[5]", f"out={tmp_path}", "wandb=false"]
-    assert main(STUDY, words) == 0
-    assert "0 violations" in capsys.readouterr().out
-    assert (tmp_path / "attention_distribution.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("num_heads=5", "num_heads"),
-        ("weights=[0]", "weights"),
-        ("seq_len=11", "seq_len"),
-        ("regularisers=[dropout]", "regularisers"),
-    ],
-)
-def test_bad_arguments_are_one_line(
-    word: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(STUDY, [word])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert named in error
-    assert "\n" not in error

@@ -1,4 +1,3 @@
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import depth_stability, training
 from studies.depth_stability import (
-    STUDY,
     Case,
     Kind,
     Options,
@@ -27,7 +25,6 @@ from studies.depth_stability import (
     summarise,
     verdict,
 )  # fmt: skip
-from studies.study import main
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -153,19 +150,3 @@ def test_another_text_is_another_case(tmp_path: Path) -> None:
     assert first != second
     assert replace(first, sha256=second.sha256) == second
     training.read_text.cache_clear()
-
-
-def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
-    argv = [
-        f"out={tmp_path}",
-        "wandb=false",
-        "num_steps=3",
-        "depths=[1, 2]",
-        "kinds=[dot_product, l2_post]",
-        *TINY,
-    ]
-    assert main(STUDY, argv) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["table"]) == 4
-    assert result["outcome"] == "not in the paper"
-    assert (tmp_path / "depth_stability.png").stat().st_size > 10_000

@@ -1,8 +1,6 @@
-import json
 import math
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -17,7 +15,6 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.frontier import (
-    STUDY,
     Case,
     Options,
     Result,
@@ -29,7 +26,7 @@ from studies.frontier import (
     summarise,
     train,
 )  # fmt: skip
-from studies.study import main, scale_words
+from studies.study import scale_words
 from studies.training import BETAS, GRAD_CLIP, text_of
 
 CPU = torch.device("cpu")
@@ -306,34 +303,3 @@ def test_a_training_that_loses_its_numbers_stops_there() -> None:
     result = measure(only("models=[dot_product]", *words), CPU)
     assert result.failed
     assert result.steps_taken < 20
-
-
-def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
-    argv = [f"out={tmp_path}", "wandb=false", *TINY, "models=[l2, contractive_bounded]",
-            "certificates=[token_max, causal]"]  # fmt: skip
-    assert main(STUDY, argv) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert len(result["table"]) == 3
-    assert result["outcome"] == "not in the paper"
-    assert "gap" in result["ours"]
-    assert (tmp_path / "frontier.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("word", "code", "message"),
-    [
-        ("num_heads=5", 2, "5 heads do not divide d_model=12"),
-        ("data.val_fraction=0.97", 2, "leaves no text for training"),
-        ("seq_len=5000", 3, "seq_len=5000: the validation text has"),
-    ],
-)
-def test_what_cannot_be_asked_for_is_one_line(
-    word: str, code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [f"out={tmp_path}", *TINY, word]
-    try:
-        found = main(STUDY, argv)
-    except SystemExit as end:
-        found = end.code
-    assert found == code
-    assert message in capsys.readouterr().err

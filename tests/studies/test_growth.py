@@ -16,7 +16,7 @@ from invformer.numerics.linear_map import dense_jacobian
 from studies import growth, measured_layers
 from studies.growth import STUDY, Attention, Case, Options, cases, measure
 from studies.power_law import fit
-from studies.study import main, run
+from studies.study import main
 from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")
@@ -227,17 +227,6 @@ def test_a_trained_model_of_ours_is_measured(
     assert 0 < max(result.constants) <= config.model.lipschitz_target * math.sqrt(4)
 
 
-def test_the_study_runs_from_start_to_figure(tmp_path: Path, text_file: str) -> None:
-    options = Options(
-        out=str(tmp_path / "out"), text=text_file, sizes=[4, 8, 12], num_sequences=2, layers=[0],
-        attack_sizes=[], num_threads=1, wandb=False,
-    )  # fmt: skip
-    summary = run(STUDY, options)
-    assert len(summary.table) == 6
-    assert summary.outcome == "not in the paper"
-    assert (tmp_path / "out" / "growth.png").stat().st_size > 10_000
-
-
 def few_lengths(**changed: object) -> Options:
     chosen = {"sizes": [4], "num_sequences": 2, "attack_sizes": []}
     return Options(**(chosen | changed))  # pyright: ignore[reportArgumentType]
@@ -268,16 +257,6 @@ def test_another_checkpoint_under_the_same_name_is_another_case(
     before, after = found
     assert not set(before) & set(after)
     assert [replace(case, digest=after[0].digest) for case in before] == after
-
-
-def test_a_text_that_is_not_there_is_named_by_the_option_of_this_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    missing = tmp_path / "nowhere.txt"
-    assert main(STUDY, [f"out={tmp_path / 'out'}", f"text={missing}"]) == 3
-    assert (
-        capsys.readouterr().err.strip() == f"error: {missing}: no such file or folder; check text"
-    )
 
 
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.errors import ConfigurationError
 from studies import castin, mean_field
 from studies.mean_field import STUDY, Case, Options, cases, measure
-from studies.study import main, run
+from studies.study import run
 
 CPU = torch.device("cpu")
 
@@ -129,11 +128,3 @@ def test_a_bound_is_exceeded_by_more_than_rounding() -> None:
     assert mean_field.bound_findings([(case, good)]) == []
     (finding,) = mean_field.bound_findings([(case, replace(good, value=1.0 + 1e-9))])
     assert finding == (False, "1 values exceed their bound or are no number")
-
-
-def test_radii_that_overflow_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigurationError, match=r"radii: must be at most 13\.23"):
-        Options(radii=[50.0])
-    with pytest.raises(SystemExit, match="2"):
-        main(STUDY, ["eigenvalues=[0.0]"])
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -220,34 +220,3 @@ def test_trainings_that_lost_their_numbers_are_named_and_no_error(
     assert said.count("training failed") == 2
     assert "no training stayed finite" in said
     assert "count nowhere: l2 (2), contractive_linear (2)" in said
-
-
-def test_a_small_study_runs_from_start_to_figure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ["num_steps=5", "num_windows=2", "pgd_steps=2"]
-    words = [*TINY, *small, f"out={tmp_path}", "wandb=false"]
-    assert main(STUDY, words) == 0
-    said = capsys.readouterr().out
-    assert all(kind in said for kind in KINDS)
-    assert (tmp_path / "robustness.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    ("word", "named"),
-    [
-        ("num_heads=5", "num_heads"),
-        ("frobenius_radii=[]", "frobenius_radii"),
-        ("token_max_radii=[0]", "token_max_radii"),
-        ("kinds=[gru]", "kinds"),
-    ],
-)
-def test_bad_arguments_are_one_line(
-    word: str, named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(STUDY, [word])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip()
-    assert named in error
-    assert "\n" not in error

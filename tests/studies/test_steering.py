@@ -1,7 +1,5 @@
 """Preimages of steered states."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -9,8 +7,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.model import TrainedModel
 from studies import steering
-from studies.steering import STUDY, Case, measure
-from studies.study import main
+from studies.steering import Case, measure
 from tests.nn.builders import random_tokens, scaled_model, trained_a_little
 
 
@@ -29,8 +26,3 @@ def test_a_change_of_text_meets_texts_at_both_ends_and_no_random_one_does() -> N
     assert farthest("text", 0.0) < 1e-3
     assert farthest("text", 1.0) < 1e-3 < farthest("text", 0.5)
     assert 1e-3 < farthest("random", 0.1) < farthest("random", 1.0)
-
-
-def test_the_study_reports(tmp_path: Path) -> None:
-    words = ["models=[ours]", "strengths=[0,0.5,1]", "num_windows=2", "num_averaged=8", "mark=a"]
-    assert main(STUDY, [*words, f"out={tmp_path}", "wandb=false"]) == 0

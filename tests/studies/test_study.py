@@ -1,4 +1,3 @@
-import importlib
 import json
 import math
 import shlex
@@ -6,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,18 +19,9 @@ from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
 from studies import study as runner
+from studies.report import Summary, outcome_of, panels
 from studies.rows import Measured, RowFile
-from studies.study import (
-    Study,
-    StudyOptions,
-    Summary,
-    case_of,
-    main,
-    outcome_of,
-    panels,
-    run,
-    scale_words,
-)
+from studies.study import Study, StudyOptions, case_of, main, run, scale_words
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
@@ -426,22 +416,6 @@ def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[st
 def test_a_misspelt_study_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main(["tightnes"]) == 2
     assert "run python -m studies.tightness" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
-    module = importlib.import_module(f"studies.{name}")
-    schema = module.STUDY.options
-    assert load_config([], schema).folder == Path("checkpoints", "studies", name)
-    published = ["scale=paper"]
-    assert load_config([*scale_words(schema, published), *published], schema).scale == "paper"
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
-    study = importlib.import_module(f"studies.{name}").STUDY
-    columns = [f.name for part in (study.case, study.result) for f in fields(part)]
-    assert len(set(columns)) == len(columns)
 
 
 @pytest.mark.parametrize(

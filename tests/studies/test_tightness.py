@@ -1,19 +1,15 @@
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from invformer.config import load_config
-from invformer.errors import ConfigurationError
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
 from studies.layer_bounds import project
-from studies.study import main
 from studies.tightness import (
-    STUDY,
     Case,
     Gain,
     Options,
@@ -167,22 +163,3 @@ def test_the_verdict_speaks_of_the_cases_that_ran_and_of_no_other() -> None:
         assert "elsewhere" not in summarise(rows).why
     assert "elsewhere: frobenius 0.83 to 0.83;" in summarise([(SMALL, good), (other, good)]).why
     assert "stays below the closed form by up to 60.08 %" in summarise([(SMALL, far)]).why
-
-
-@pytest.mark.parametrize("shape", ["4", "4x3", "0x1", "x", "4X2"])
-def test_a_shape_that_is_none_is_refused(shape: str) -> None:
-    with pytest.raises(ConfigurationError, match="shapes"):
-        load_config([f"shapes=[{shape}]"], Options)
-
-
-def test_a_small_study_runs_from_start_to_figure(tmp_path: Path) -> None:
-    words = [
-        "sizes=[10, 20]",
-        "frobenius_sizes=[5]",
-        "shapes=[2x1]",
-        "shape_tokens=6",
-        "wandb=false",
-    ]
-    assert main(STUDY, [f"out={tmp_path}", "num_starts=4", "num_steps=50", *words]) == 0
-    assert (tmp_path / "tightness.png").stat().st_size > 10_000
-    assert len((tmp_path / "rows.csv").read_text().splitlines()) == 1 + 2 + 1 + 3

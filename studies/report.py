@@ -1,0 +1,205 @@
+"""What studies share after their measurements: groups of rows, tables, curves and verdicts.
+
+A row is a case and its result. ``name`` is that of a field or property of either, or a function of
+both.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from invformer.training.plots import empty_figure
+from studies.rows import AnyCase, AnyResult, plain
+
+if TYPE_CHECKING:  # matplotlib is slow to load
+    from invformer.training.plots import Axes, Figure
+else:
+    Axes = Figure = Any
+
+Outcome = Literal["reproduced", "partly reproduced", "not reproduced", "not in the paper"]
+Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no claim), in words
+Rows = Sequence[tuple[AnyCase, AnyResult]]
+Name = str | Callable[[Any, Any], Any]
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a study found."""
+
+    table: list[dict[str, Any]]  # lines, the paper's value beside ours
+    paper: str  # what the paper reports, in a few words
+    ours: str  # the same of this run
+    outcome: Outcome
+    why: str  # what agrees, what does not, and what could not be compared
+
+    @property
+    def verdict(self) -> str:
+        """Outcome and reason."""
+        return f"{self.outcome}: {self.why}"
+
+    @property
+    def columns(self) -> list[str]:
+        """The keys of all lines of the table, in the order of their first appearance."""
+        return list(dict.fromkeys(key for line in self.table for key in line))
+
+    def __str__(self) -> str:
+        cells = [[as_cell(line.get(column)) for column in self.columns] for line in self.table]
+        lines = [self.columns, *cells]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        pairs = [zip(line, widths, strict=True) for line in lines]
+        said = f"paper:   {self.paper}\nours:    {self.ours}\nverdict: {self.verdict}"
+        return "\n".join([*("  ".join(c.rjust(w) for c, w in line) for line in pairs), said])
+
+
+def outcome_of(findings: Iterable[Finding]) -> Outcome:
+    """All claims hold, some, or none; without a claim there is nothing to reproduce."""
+    held = [holds for holds, _ in findings if holds is not None]
+    if not held:
+        return "not in the paper"
+    return "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
+
+
+def judged(
+    findings: Sequence[Finding], table: list[dict[str, Any]], paper: str, why: str
+) -> Summary:
+    """The summary whose outcome follows from findings, in their words."""
+    ours = "; ".join(words for _, words in findings) or "not run"
+    return Summary(table, paper, ours, outcome_of(findings), why)
+
+
+def of(row: tuple[Any, Any], name: Name) -> Any:
+    """A value of a row."""
+    if callable(name):
+        return name(*row)
+    return getattr(row[0] if hasattr(row[0], name) else row[1], name)
+
+
+def values(rows: Iterable[tuple[Any, Any]], name: Name) -> list[Any]:
+    """A value of every row."""
+    return [of(row, name) for row in rows]
+
+
+def mean(rows: Iterable[tuple[Any, Any]], name: Name) -> float:
+    """The mean of a value over rows."""
+    return fmean(values(rows, name))
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by their key, in the order of their first appearance."""
+    found: dict[Key, list[Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def by(
+    rows: Iterable[tuple[AnyCase, AnyResult]], *names: Name
+) -> dict[Any, list[tuple[AnyCase, AnyResult]]]:
+    """The rows by a value, or by a tuple of several, in the order of their first appearance."""
+    groups = alike(rows, names)
+    return {key[0]: group for key, group in groups.items()} if len(names) == 1 else groups
+
+
+def alike(
+    rows: Iterable[tuple[AnyCase, AnyResult]], names: Sequence[Name]
+) -> dict[tuple[Any, ...], list[tuple[AnyCase, AnyResult]]]:
+    """The rows by a tuple of any number of values."""
+    return grouped(rows, lambda row: tuple(of(row, name) for name in names))
+
+
+def differing(cases: Iterable[Any]) -> list[str]:
+    """The fields in which cases differ."""
+    found = [plain(case) for case in cases]
+    return [name for name in found[0] if any(one[name] != found[0][name] for one in found)]
+
+
+def table(
+    rows: Rows[Any, Any],
+    names: Sequence[str] | None = None,
+    more: Mapping[str, Name] | None = None,
+    without: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """A line for each value of some fields, or for each case.
+
+    A line has these fields, then those of the results and ``more``: the mean where rows differ.
+    Lists and dicts are left out.
+    """
+    names = differing(case for case, _ in rows) if names is None else names
+    fields = {name: name for name in plain(rows[0][1]) if name not in without}
+    lines = []
+    for group in alike(rows, names).values():
+        line = {name.replace("_", " "): of(group[0], name) for name in names}
+        for name, field in {**fields, **(more or {})}.items():
+            found = values(group, field)
+            if not isinstance(found[0], list | dict):
+                line[name.replace("_", " ")] = averaged(found)
+        lines.append(line)
+    return lines
+
+
+def averaged(found: Sequence[Any]) -> Any:
+    """The mean of numbers; what is the same in all rows as it is; None if one of them is None."""
+    if all(value == found[0] for value in found):
+        return found[0]
+    return None if None in found else fmean(found)
+
+
+def as_cell(value: Any) -> str:
+    """A table's value: five digits of a number, a dash for what does not exist."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def panels(num_rows: int, num_columns: int) -> tuple[Figure, list[Axes]]:
+    """A figure with a grid of axes, row by row.
+
+    Greys, line styles and markers tell curves apart, never colours; every axis says its unit.
+    """
+    figure = empty_figure(1 + 6 * num_columns, 1 + 4 * num_rows)
+    axes = [one for row in figure.subplots(num_rows, num_columns, squeeze=False) for one in row]
+    for one in axes:
+        one.grid(color="0.9")
+    return figure, axes
+
+
+def curves(
+    axes: Axes,
+    rows: Rows[Any, Any],
+    x: Name,
+    y: Name,
+    group: Sequence[Name] = (),
+    label: str | None = None,
+    **style: Any,
+) -> None:
+    """A curve for each value of some fields: the mean of y against x.
+
+    Curves of which a value is None are left out. ``label`` stands before the values of the fields.
+    """
+    for index, (key, part) in enumerate(alike(rows, group).items()):
+        points = sorted(by(part, x).items())
+        if None in values(part, y):
+            continue
+        words = [*([label] if label else []), *map(str, key)]
+        look = {"label": ", ".join(words), **look_of(index), **style}
+        axes.plot([at for at, _ in points], [mean(some, y) for _, some in points], **look)
+
+
+def look_of(index: int) -> dict[str, Any]:
+    """Grey, marker and line of a curve."""
+    return {
+        "color": str(0.12 * (index % 6)), "marker": "os^vDPX<>*"[index % 10],
+        "linestyle": ("-", "--", "-.", ":")[index % 4], "fillstyle": "none",
+    }  # fmt: skip
+
+
+def with_legends(figure: Figure) -> Figure:
+    """The figure, with a legend in all axes that have labels and none yet."""
+    for axes in figure.axes:
+        if axes.get_legend_handles_labels()[0] and axes.get_legend() is None and not figure.legends:
+            axes.legend(fontsize="small")
+    return figure

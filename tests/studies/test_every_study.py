@@ -1,0 +1,150 @@
+"""Every study at its smallest size: rows, table, figure and verdict, and a start that resumes."""
+
+import importlib
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+
+from invformer.assemble.model import build_model
+from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.data.vocabulary import Vocabulary
+from studies import __main__ as listing
+from studies.report import Outcome
+from studies.study import main, scale_words
+from tests.saved_runs import save_run
+
+ROOT = Path(__file__).parents[2]
+STUDIES = listing.find_studies(ROOT / "studies")
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
+MODEL = "d_model=12 num_heads=2 num_layers=1 seq_len=16 batch_size=4 num_steps=3"
+SHORT = "data.name=text_file data.path=TEXT data.max_characters=4000"
+RUN = "data=text_file,data.path=TEXT,model.num_layers=1,model.d_model=16,model.num_heads=2"
+
+# The words of each study; TEXT is a file, CERTIFIED and TWIN are run folders, FEW steps of a run.
+SMALL = {
+    "ablation": f"only=[nothing] overrides=[{RUN},model.d_head=8,trainer.max_steps=2,"
+    "trainer.val_every=2,logger=none]",
+    "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
+    "layer_width=8 num_sequences=2 num_seeds=2 weights=[0.1,1.0]",
+    "breaking": "distances=[1,100,1000]",
+    "coupling": f"models=[CERTIFIED] depths=[1,2] num_steps=2 num_windows=2 num_jacobians=1 "
+    f"{SHORT} data.val_characters=190",
+    "damage": "models=[CERTIFIED,TWIN] bits=[12,4] noise=[2] dropped=[1] num_windows=2",
+    "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
+    "data.val_characters=200",
+    "frontier": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} num_windows=2 "
+    "probe_steps=20 certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
+    "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",
+    "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 layers=[0] attack_sizes=[7,15,31]",
+    "invertibility": "tokens=[8] widths=[8] num_heads=2 batch_size=2 num_steps=30 train_steps=5",
+    "mass_splitting": "num_measures=9 grid=17",
+    "mean_field": "radii=[2.0,4.0,6.0] num_measures=6 bound_radii=[1.0] scales=[1.0,1e4] "
+    "num_tokens=6 lengths=[2,5]",
+    "memory": "depths=[1] batch_size=2 repeats=1",
+    "price": f"budgets=[2] rates=[0.01] val_every=1 overrides=[{RUN},model.d_ff=16,data.seq_len=8,"
+    "data.batch_size=2,data.test_fraction=0.1]",
+    "quantised": "models=[CERTIFIED,TWIN] bits=[32,4] num_windows=2 scored=1000",
+    "robustness": f"{MODEL} {SHORT} data.val_characters=200 num_seeds=2 num_windows=2 pgd_steps=2",
+    "search": "lengths=[8,12] vocabularies=[9,30] num_places=2 d_model=16",
+    "steering": "models=[CERTIFIED] strengths=[0,0.5,1] num_windows=2 num_averaged=8 mark=7",
+    "tightness": "sizes=[10,20] frobenius_sizes=[5] shapes=[2x1] shape_tokens=6 num_starts=4 "
+    "num_steps=50",
+    "whole_network": f"{MODEL.replace('d_model=12', 'd_model=24')} {SHORT} totals=[2,10] "
+    "c=[0.2,0.3] num_windows=3 pgd_steps=3",
+}
+CERTIFIED = "model.name=contractive_bounded model.certificate=causal model.strictly_causal=true"
+TWIN = "model.name=dot_product model.certificate=null"
+NETWORK = "model.num_layers=1 model.d_model=16 model.num_heads=2 data.seq_len=12"
+
+
+def words_in(folder: Path, name: str) -> list[str]:
+    """The words of a study, with the text and the run folders that they name."""
+    text = folder / "text.txt"
+    if not text.exists():
+        text.write_text(TEXT)
+        for run, kind in (("certified", CERTIFIED), ("twin", TWIN)):
+            words = f"data=text_file data.path={text} {NETWORK} {kind}".split()
+            config = load_config(words, TrainConfig)
+            vocabulary = Vocabulary.from_text(TEXT)
+            model = build_model(config.model, vocabulary.size, 12).float()
+            model.initialise(vocabulary.encode(TEXT[:12]).long()[None])
+            (folder / run).mkdir()
+            save_run(folder / run, config, vocabulary, model)
+            row = {"step": 3, "val/nats": 2.5}
+            (folder / run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    found = SMALL[name].replace("TEXT", str(text)).replace("TWIN", str(folder / "twin"))
+    return found.replace("CERTIFIED", str(folder / "certified")).split()
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.set_default_dtype(torch.float32)
+    study, out = importlib.import_module(f"studies.{name}").STUDY, tmp_path / "out"
+    argv = [*words_in(tmp_path, name), f"out={out}", "wandb=false", "num_threads=1"]
+    assert main(study, argv) == 0
+    assert "verdict: " in capfd.readouterr().out
+    result, rows = json.loads((out / "result.json").read_text()), (out / "rows.csv").read_text()
+    assert result["outcome"] in get_args(Outcome)
+    assert result["table"]
+    assert (out / f"{name}.png").stat().st_size > 10_000
+    assert main(replace(study, measure=None), argv) == 0
+    again = json.loads((out / "result.json").read_text())
+    assert (again["ours"], again["why"]) == (result["ours"], result["why"])
+    assert (out / "rows.csv").read_text() == rows
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
+    schema = importlib.import_module(f"studies.{name}").STUDY.options
+    assert load_config([], schema).folder == Path("checkpoints", "studies", name)
+    published = ["scale=paper"]
+    assert load_config([*scale_words(schema, published), *published], schema).scale == "paper"
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
+    study = importlib.import_module(f"studies.{name}").STUDY
+    columns = [f.name for part in (study.case, study.result) for f in fields(part)]
+    assert len(set(columns)) == len(columns)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "code", "message"),
+    [
+        ("attention_distribution", "num_heads=5", 2, "5 heads do not divide d_model=32"),
+        ("attention_distribution", "seq_len=11", 2, "seq_len: 11 is not in [12, 1e4]"),
+        ("attention_distribution", "data.val_characters=200", 3, "4 are asked for; raise"),
+        ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
+        ("frontier", "data.max_characters=9000 seq_len=5000", 3, "seq_len=5000: the"),
+        ("growth", "text=/nowhere.txt", 3, "no such file or folder; check text"),
+        ("growth", "model=checkpoint", 2, "set it together with model=checkpoint"),
+        ("growth", "model=checkpoint checkpoint=/nowhere", 4, "/nowhere"),
+        ("growth", "layers=[9]", 2, "9 does not exist"),
+        ("mass_splitting", "first_atoms=[9.0]", 2, "9.0 is not within the radius 4"),
+        ("mean_field", "radii=[50.0]", 2, "must be at most 13.23 with the eigenvalue -1"),
+        ("mean_field", "eigenvalues=[0.0]", 2, "0.0 is nearer to 0"),
+        ("price", "kinds=[other]", 2, "no kind 'other'"),
+        ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
+        ("robustness", "frobenius_radii=[]", 2, "frobenius_radii: give at least one"),
+        ("tightness", "shapes=[4x3]", 2, "'4x3' is not DxH"),
+        ("tightness", "shapes=[0x1]", 2, "'0x1' is not DxH"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_one_line(
+    name: str, words: str, code: int, message: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    study = importlib.import_module(f"studies.{name}").STUDY
+    try:
+        found = main(study, [f"out={tmp_path}", "wandb=false", *words.split()])
+    except SystemExit as end:
+        found = end.code
+    error = capsys.readouterr().err
+    assert (found, error.count("\n"), message in error) == (code, 1, True), error
