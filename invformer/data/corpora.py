@@ -249,7 +249,7 @@ def text_files(name: str, path: str) -> list[Path]:
         found = sorted(map(Path, glob.glob(path, recursive=True))) if is_pattern else []
         return [match for match in found if not match.is_dir()] or [file]
     known = [file / named for named in (name, f"{name}.zip") if (file / named).is_file()]
-    if files := known[:1] or texts_below(path):
+    if files := known[:1] or texts_below(file):
         return files
     raise DataError(
         f"{path}: no *.txt in this folder and no train.txt; give data.path a file, or a pattern "

@@ -1,8 +1,8 @@
 """Files of text: all of what somebody typed, little on a checkpoint's word, nothing without end.
 
 Whoever types a path means all of a file, or a pipe. A checkpoint may name regular files only, of so
-many bytes together: a pipe may never begin, and a folder may be that of the system. Devices, which
-may never end, are nobody's text. Every refusal is a DataError of one line.
+many bytes together: a pipe may never begin. Devices, which may never end, are nobody's text. Every
+refusal is a DataError of one line.
 """
 
 import lzma
@@ -20,7 +20,6 @@ from invformer.errors import DataError
 MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)  # it is in memory as bytes, text and tokens at once
-MOST_ENTRIES = 100_000  # files and folders looked at below a folder that was not typed
 CHUNK = 1 << 20
 ARCHIVE_ERRORS = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError, OSError,
@@ -32,25 +31,20 @@ class SavedPath(str):
     """A path that nobody typed: it stood in a checkpoint, which may come from anywhere."""
 
 
-def texts_below(path: str) -> list[Path]:
+def texts_below(path: Path) -> list[Path]:
     """The ``*.txt`` of a folder and its folders, in any case, in the order of their paths.
 
     What is hidden is left out, as shells do: ``.git``, and the ``._x.txt`` of macOS.
     """
-    root = Path(os.path.expanduser(path))
     found: list[Path] = []
-    entries = 0
-    for parent, folders, names in os.walk(root):
-        entries += len(folders) + len(names)
-        if isinstance(path, SavedPath) and entries > MOST_ENTRIES:
-            refuse(root, f"more than {MOST_ENTRIES:,} files and folders", path)
+    for parent, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
         found += [
             Path(parent, name)
             for name in names
             if name.lower().endswith(".txt") and not name.startswith(".")
         ]
-    return sorted(found, key=lambda file: file.relative_to(root).parts)
+    return sorted(found, key=lambda file: file.relative_to(path).parts)
 
 
 def require_texts(files: Iterable[Path], path: str) -> None:

@@ -136,9 +136,9 @@ class EvaluationWindows:
     scored.
 
     Attributes:
-        tokens: the text, n tokens.
+        tokens: the text, n ≥ 2 tokens.
         seq_len: N, the length of a window.
-        stride: s, how far one window is from the next; None is N.
+        stride: s in [1, N], how far one window is from the next; None is N.
         batch_size: windows per batch.
         rank: this process; it takes every ``world_size``-th batch.
         world_size: number of processes.
@@ -152,12 +152,6 @@ class EvaluationWindows:
     rank: int = 0
     world_size: int = 1
     pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.step <= self.seq_len:
-            raise ValueError(f"stride {self.step} is not in [1, seq_len={self.seq_len}]")
-        if len(self.tokens) < 2:
-            raise ValueError(f"a text of {len(self.tokens)} characters predicts nothing")
 
     @property
     def step(self) -> int:

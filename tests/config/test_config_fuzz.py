@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from invformer.config import from_dict, load_config, parse_or_exit, to_dict
+from invformer.config import from_dict, load_config, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, options
 from invformer.config.trained import EvaluateConfig
@@ -118,19 +118,3 @@ def test_a_random_command_line_is_valid_or_refused_by_name(
         assert len(message) < 1000, refusal
         assert names_what_is_wrong(refusal[1], message), refusal
     assert valid > LISTS // 200
-
-
-def test_a_refusal_ends_the_program_with_two_and_one_printable_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    codes = []
-    for seed in range(100):
-        words = [word for word in random_words(seed, TrainConfig) if word not in ("-h", "--help")]
-        try:
-            parse_or_exit(words)
-        except SystemExit as end:
-            codes.append(end.code)
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(codes) > 50
-    assert set(codes) == {ConfigurationError.exit_code} == {2}
-    assert all(line.startswith("error: ") for line in lines)

@@ -143,27 +143,15 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
     assert len(lengths) == 1  # the same number of batches for every process
 
 
-def test_windows_do_not_overlap_unless_asked_to() -> None:
+def test_windows_do_not_overlap_unless_asked_to_and_then_score_only_what_is_new() -> None:
     ((inputs, targets, scored),) = EvaluationWindows(positions_as_tokens(12) + 1, 4)
     assert inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert targets.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 0]]
     assert scored.tolist() == [[True] * 4, [True] * 4, [True] * 3 + [False]]
-
-
-def test_a_stride_reads_context_again_and_scores_only_what_is_new() -> None:
     ((inputs, _, scored),) = EvaluationWindows(positions_as_tokens(10) + 1, 4, 2)
     assert inputs.tolist() == [[1, 2, 3, 4], [3, 4, 5, 6], [5, 6, 7, 8], [7, 8, 9, 10]]
-    assert scored.tolist() == [[True] * 4, *[[False, False, True, True]] * 2,
-                               [False, False, True, False]]  # fmt: skip
-
-
-@pytest.mark.parametrize(("n", "stride", "match"), [(9, 0, "stride 0"), (9, 5, "stride 5"),
-                                                    (1, 4, "1 characters")])  # fmt: skip
-def test_strides_that_skip_characters_and_texts_without_any_are_refused(
-    n: int, stride: int, match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        EvaluationWindows(positions_as_tokens(n), 4, stride)
+    new = [False, False, True, True]
+    assert scored.tolist() == [[True] * 4, new, new, [False, False, True, False]]
 
 
 def test_iterating_leaves_the_global_random_generator_alone() -> None:
