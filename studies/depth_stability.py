@@ -128,7 +128,7 @@ def measure(case: Case, device: torch.device) -> Result:
     torch.manual_seed(case.seed)
     model = build_kind(case, text.vocab_size).to(device)
     trained = train_by_adam(model, case)
-    windows = EvaluationWindows(text.val, case.seq_len, batch_size=case.batch_size)
+    windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     return Result(
         val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
         train_nats=trained.final_nats,

@@ -22,7 +22,6 @@ from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import StorageError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
-from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.collective import backends
 from invformer.runs.encoding import specs_of
@@ -141,43 +140,32 @@ def build_module(
     start: Trained | None = None,
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
-    optim, max_steps = config.optim, config.trainer.max_steps
-    return CharLanguageModel(
-        starting_model(config, data, start),
-        lambda model: build_optimizer(
-            model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
-            betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
-        ),
-        lambda optimizer: warmup_cosine(
-            optimizer, config.warmup_steps, max_steps, optim.min_lr_fraction
-        ),
-        metadata,
-        optim.grad_clip,
-        optim.ema_decay,
-        config.run.seed,
-    )  # fmt: skip
-
-
-def starting_model(
-    config: TrainConfig, data: TextDataModule, start: Trained | None
-) -> CharTransformer:
-    """The model that training begins with, in the precision that its weights are kept in.
-
-    Lightning's plugin converts it only after a checkpoint was restored, which would round the
-    checkpoint's weights to single precision first.
-    """
-    trainer = config.trainer
+    optim, trainer = config.optim, config.trainer
     if start is None:
         model = build_model(config.model, data.vocabulary.size, config.data.seq_len)
         model.initialise(data.first_batch(trainer.accumulate)[0])
     else:
         model = start.model.train()
     model.stack.checkpoint_activations = trainer.checkpoint_activations
+    # Lightning's plugin would convert it only after a checkpoint was restored, and so rounded.
     model.to(torch.float64 if trainer.precision == "64-true" else torch.float32)
     if trainer.compile:
         for block in model.stack.blocks:
             block.compile()
-    return model
+    return CharLanguageModel(
+        model,
+        lambda model: build_optimizer(
+            model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
+            betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
+        ),
+        lambda optimizer: warmup_cosine(
+            optimizer, config.warmup_steps, trainer.max_steps, optim.min_lr_fraction
+        ),
+        metadata,
+        optim.grad_clip,
+        optim.ema_decay,
+        config.run.seed,
+    )  # fmt: skip
 
 
 def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | str:

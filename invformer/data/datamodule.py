@@ -118,7 +118,7 @@ class TextDataModule(L.LightningDataModule):
     def val_dataloader(self) -> EvaluationWindows:
         """The validation split, every character once."""
         return EvaluationWindows(
-            self.tokens("val"), self.seq_len, None, self.eval_batch_size, *self._process
+            self.tokens("val"), self.seq_len, self.seq_len, self.eval_batch_size, *self._process
         )
 
     def state_dict(self) -> dict[str, Any]:

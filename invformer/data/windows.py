@@ -138,7 +138,7 @@ class EvaluationWindows:
     Attributes:
         tokens: the text, n ≥ 2 tokens.
         seq_len: N, the length of a window.
-        stride: s in [1, N], how far one window is from the next; None is N.
+        stride: s in [1, N], how far one window is from the next.
         batch_size: windows per batch.
         rank: this process; it takes every ``world_size``-th batch.
         world_size: number of processes.
@@ -147,21 +147,16 @@ class EvaluationWindows:
 
     tokens: Tokens
     seq_len: int
-    stride: int | None = None
+    stride: int
     batch_size: int = 64
     rank: int = 0
     world_size: int = 1
     pin_memory: bool = False
 
     @property
-    def step(self) -> int:
-        """The stride s as a number."""
-        return self.seq_len if self.stride is None else self.stride
-
-    @property
     def num_windows(self) -> int:
         """1 + ⌈(n − 1 − N) / s⌉, or 1 for a text that fits into one window."""
-        return 1 + max(0, -(-(len(self.tokens) - 1 - self.seq_len) // self.step))
+        return 1 + max(0, -(-(len(self.tokens) - 1 - self.seq_len) // self.stride))
 
     def __len__(self) -> int:
         """Batches per process, the same for all."""
@@ -176,9 +171,9 @@ class EvaluationWindows:
             yield pinned(windows, self.pin_memory)
 
     def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
-        positions = numbers[:, None] * self.step + torch.arange(self.seq_len + 1)
+        positions = numbers[:, None] * self.stride + torch.arange(self.seq_len + 1)
         inside = (positions < len(self.tokens)) & (numbers < self.num_windows)[:, None]
         windows = self.tokens[positions.where(inside, 0)].long().where(inside, 0)
-        read_before = torch.where(numbers == 0, 0, self.seq_len - self.step)
+        read_before = torch.where(numbers == 0, 0, self.seq_len - self.stride)
         scored = inside[:, 1:] & (torch.arange(self.seq_len) >= read_before[:, None])
         return windows[:, :-1], windows[:, 1:], scored

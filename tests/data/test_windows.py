@@ -144,7 +144,7 @@ def test_evaluation_predicts_every_character_but_the_first_exactly_once(
 
 
 def test_windows_do_not_overlap_unless_asked_to_and_then_score_only_what_is_new() -> None:
-    ((inputs, targets, scored),) = EvaluationWindows(positions_as_tokens(12) + 1, 4)
+    ((inputs, targets, scored),) = EvaluationWindows(positions_as_tokens(12) + 1, 4, 4)
     assert inputs.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
     assert targets.tolist() == [[2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 0]]
     assert scored.tolist() == [[True] * 4, [True] * 4, [True] * 3 + [False]]
@@ -157,5 +157,5 @@ def test_windows_do_not_overlap_unless_asked_to_and_then_score_only_what_is_new(
 def test_iterating_leaves_the_global_random_generator_alone() -> None:
     before = torch.get_rng_state()
     next(iter(TrainingWindows(positions_as_tokens(100), 8, 4, 0)))
-    list(EvaluationWindows(positions_as_tokens(100), 8))
+    list(EvaluationWindows(positions_as_tokens(100), 8, 8))
     assert torch.equal(torch.get_rng_state(), before)
