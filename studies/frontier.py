@@ -281,11 +281,10 @@ def local_constant(
     if model.is_invertible:
         dtype = model.embedding.position.dtype
         bounds = certify(model, "token_max", dtype, "global").per_branch
-    for name, estimate in estimates.items():
-        pair = {"estimate": estimate.value.max().item(), "bound": bounds.get(name)}
+    for name, (value, _) in estimates.items():
+        pair = {"estimate": value.max().item(), "bound": bounds.get(name)}
         require_sandwich(f"token_max/{name}", pair)
-    values = torch.stack([estimate.value for estimate in estimates.values()])
-    residuals = torch.stack([estimate.residual for estimate in estimates.values()])
+    values, residuals = (torch.stack(each) for each in zip(*estimates.values(), strict=True))
     largest = values.argmax()
     bound = max(bounds.values()) if bounds else None
     return values.flatten()[largest].item(), residuals.flatten()[largest].item(), bound

@@ -4,33 +4,44 @@ Everything here has a leading dimension of branches: one launch serves all of th
 Products with a Jacobian take a further dimension after the sequences, of K vectors.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from invformer.kernels.attention import only
-from invformer.nn.branch import LipschitzBranch
-from invformer.nn.feed_forward import ACTIVATIONS, FeedForward, activation_slope
-from invformer.nn.residual import ResidualWeights
+from invformer.kernels.blocked import toeplitz
+from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
+from invformer.nn.bounded_attention import BoundedAttention, split
+from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
+from invformer.nn.position_bias import RelativePositionBias
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
-from invformer.numerics.ball import into_ball, to_ball
-from invformer.numerics.linear_map import LinearMap, SequenceMap, linearise
+from invformer.numerics.attention_rows import AttentionRows
+from invformer.numerics.ball import BallPoint, into_ball, to_ball
+from invformer.numerics.bounded_attention import attention_point
+from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
-Branch = LipschitzBranch | PreNormBranch
 # Output tokens, one for each vector.
 Chosen = Integer[Tensor, "branches sequences K"]
 
 
-def acts_per_token(branch: Branch) -> bool:
-    """Whether f acts token by token."""
-    if isinstance(branch, LipschitzBranch):
-        return branch.is_token_wise
-    return isinstance(branch.inner, FeedForward) and branch.inner.kernel == 1
+class Products(NamedTuple):
+    """Products with rows J_i· = ∂f_i/∂X of R output tokens i, or with all of J.
+
+    Attributes:
+        push: dX ↦ J_i· dX, from (branches, R, M, D) to (branches, R, D), with M = N tokens, or with
+            the token i alone; it may overwrite dX. All of J: R sequences, N tokens on both sides.
+        pull: its adjoint, which leaves its argument alone.
+    """
+
+    push: Callable[[Tensor], Tensor]
+    pull: Callable[[Tensor], Tensor]
 
 
 class StackedBranches:
@@ -40,34 +51,47 @@ class StackedBranches:
     automatically; the others know the products of theirs.
 
     Args:
-        branches: of one kind and shape.
-        layers: the weights of their residual layers. Those of D⁻¹ f(D ·), D folded in, have the
-            Jacobian D⁻¹ J D; the products below are with J.
+        layers: residual layers of one kind and shape, or branches of baselines.
+        weights: of the layers.
         num_tokens: N.
-        input_radius: R, if the branches see ψ_R(u) instead of u.
-        scale: D of each layer, if it is folded in.
+        memory: where stacked weights go; empty at first.
     """
 
     def __init__(
         self,
-        branches: Sequence[Any],
-        layers: Sequence[ResidualWeights],
+        layers: Sequence[InvertibleResidual | PreNormBranch],
+        weights: Sequence[ResidualWeights],
         num_tokens: int,
-        input_radius: float | None = None,
-        scale: Float[Tensor, "branches width"] | None = None,
+        memory: list[list[Tensor]],
     ) -> None:
-        self.branches, self.layers, self.num_tokens = branches, layers, num_tokens
-        self.weights = [layer.branch for layer in layers]
-        self.input_radius, self.scale = input_radius, scale
-        centres = [layer.centre for layer in layers if layer.centre is not None]
-        self.centre = torch.stack(centres).unsqueeze(1) if centres else None
+        residual = [layer for layer in layers if isinstance(layer, InvertibleResidual)]
+        self.branches: Sequence[Any] = [layer.branch for layer in residual] or layers
+        self.input_radius = residual[0].input_radius if residual else None
+        self.layers, self.weights = weights, [layer.branch for layer in weights]
+        self.num_tokens = num_tokens
         self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
         self.points: list[tuple[Tensor, ...]] = []
+        # D⁻¹ f(D ·) with D folded in has the Jacobian D⁻¹ J D.
+        scalings = [layer.scaling for layer in residual if weights[0].centre is not None]
+        tensors = [self.maps(*one) for one in zip(self.branches, self.weights, strict=True)]
+        if scalings:
+            more = [(s.log_scale, w.centre) for s, w in zip(scalings, weights, strict=True)]
+            tensors = [(*a, *b) for a, b in zip(more, tensors, strict=True)]
+        kinds = copied(tensors, memory)
+        self.scale = self.centre = None
+        if scalings:
+            self.scale, self.centre = kinds.pop(0).exp().unsqueeze(1), kinds.pop(0).unsqueeze(1)
+        self.kinds = kinds
+
+    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+        """What of each branch is needed with that of the others."""
+        return tuple(state_of(branch).values()) if isinstance(branch, PreNormBranch) else ()
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
-        """x + D⁻¹ f(ψ_R(D x + b)) of the next layer."""
-        index = len(self.inputs)
-        u = self.enter(x)
+        """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
+        index, u = len(self.inputs), self.enter(x)
+        if isinstance(self.branches[index], PreNormBranch):
+            return self.branches[index](u)
         u = u if self.centre is None else u + self.centre[index]
         return x + self.layers[index].leave(self.branches[index](u, self.weights[index]))
 
@@ -77,13 +101,6 @@ class StackedBranches:
         self.inputs.append(x if scaling is None else scaling.apply(x))
         return self.seen(self.inputs[-1])
 
-    def leave(self, x: Tensor, hidden: Tensor, w_out: Tensor) -> Tensor:
-        """x + D⁻¹ h W of the layer that was entered."""
-        layer = self.layers[len(self.inputs) - 1]
-        if layer.scaling is None:
-            return plus_product(x.flatten(0, -2), hidden, w_out)
-        return x + layer.leave(hidden @ w_out)
-
     def seen(self, u: Tensor) -> Tensor:
         """ψ_R(u)."""
         return u if self.input_radius is None else into_ball(u, self.input_radius)
@@ -92,151 +109,321 @@ class StackedBranches:
         """What derivatives and local bounds are made of, branch first."""
         return [torch.stack(each) for each in zip(*self.points, strict=True)]
 
-    def whole(self, num_vectors: int = 1) -> LinearMap:
-        """J; vectors are (branches, sequences, K, N, D)."""
+    def whole(self, num_vectors: int = 1) -> Products:
+        """J of every sequence, so many times, by automatic differentiation."""
         u = torch.stack(self.inputs)
-        u = self.seen(u if self.centre is None else u + self.centre.unsqueeze(1)).unsqueeze(2)
+        u = u if self.centre is None else u + self.centre.unsqueeze(1)
+        u = u.repeat_interleave(num_vectors, 1)
         with only("math"):  # fused attention has no second derivative
-            j = linearise(self.together, u.expand(-1, -1, num_vectors, -1, -1))
-        return self.of_inputs(self.unfolded(j))
+            j = linearise(self.together, u)
+        if self.scale is None:
+            return Products(j.jvp, j.vjp)
+        d = self.scale.unsqueeze(1)
+        return Products(lambda dx: j.jvp(dx / d) * d, lambda dy: j.vjp(dy * d) / d)
 
     def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
         """All branches, each at inputs of its own."""
-        each = zip(self.branches, u, self.weights, strict=True)
-        return torch.stack([branch(at, weights) for branch, at, weights in each])
+        first = self.branches[0]
+        if not isinstance(first, PreNormBranch):
+            each = zip(self.branches, self.seen(u), self.weights, strict=True)
+            return torch.stack([branch(at, weights) for branch, at, weights in each])
+        state = dict(zip(state_of(first), self.kinds, strict=True))
+        return torch.func.vmap(lambda s, x: torch.func.functional_call(first, s, (x,)))(state, u)
 
-    def rows(self, chosen: Chosen) -> LinearMap:
-        """The rows J_i· = ∂f_i/∂X of K output tokens i.
+    def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
+        """The rows of K output tokens i, or only the diagonal blocks ∂f_i/∂x_i in them."""
+        tokens = torch.arange(self.num_tokens, device=chosen.device)
+        here = (chosen.flatten(1, 2).unsqueeze(-1) == tokens).unsqueeze(-1)
+        push, pull = self.products(chosen, here.to(self.inputs[0].dtype))
+        if not diagonal:
+            return Products(push, pull)
+        return Products(lambda dx: push(here * dx), lambda dy: own(pull(dy), chosen))
 
-        They map (branches, sequences, K, N, D) to (branches, sequences, K, D).
-        """
-        whole, here = self.whole(chosen.shape[-1]), self.marked(chosen)
-        return replace(
-            whole,
-            jvp=lambda dx: (whole.jvp(dx) * here).sum(-2),
-            vjp=lambda dy: whole.vjp(dy.unsqueeze(-2) * here),
+    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+        """The rows of K output tokens of every sequence, which are one in ``here``."""
+        push, pull = self.whole(chosen.shape[-1])
+        return Products(
+            lambda dx: (push(dx) * here).sum(-2), lambda dy: pull(dy.unsqueeze(-2) * here)
         )
 
-    def diagonal(self) -> LinearMap:
-        """The diagonal blocks ∂f_i/∂x_i, as one map."""
-        raise NotImplementedError(f"no diagonal blocks of {type(self.branches[0]).__name__}")
 
-    def marked(self, chosen: Chosen) -> Float[Tensor, "branches sequences K tokens 1"]:
-        """One at the chosen token."""
-        here = chosen.unsqueeze(-1) == torch.arange(self.num_tokens, device=chosen.device)
-        return here.to(self.inputs[0].dtype).unsqueeze(-1)
+class StackedMaps(StackedBranches):
+    """Branches h(x W + b) V with W, (branches, D, inner), and V, the first two of :meth:`maps`."""
 
-    def of_inputs(self, j: LinearMap) -> LinearMap:
-        """The Jacobian of f ∘ ψ_R at u from that of f at ψ_R(u)."""
-        if self.input_radius is None:
-            return j
-        u = torch.stack(self.inputs).unsqueeze(2)
-        return between(lambda y: y, j, to_ball(u / self.input_radius).derivative)
-
-    def unfolded(self, j: LinearMap) -> LinearMap:
-        """D J D⁻¹, if D is folded in."""
-        if self.scale is None:
-            return j
-        d = self.scale[:, None, None, None]
-        return between(lambda y: y * d, j, lambda x: x / d)
-
-    def linear(self, push: SequenceMap, pull: SequenceMap) -> LinearMap:
-        """A pair of products."""
-        x = self.inputs[0]
-        shape = torch.Size((len(self.inputs), *x.shape))
-        return LinearMap(push, pull, shape, x.dtype, x.device)
-
-
-class StackedModules(StackedBranches):
-    """Modules that hold their parameters, which are stacked."""
-
-    def __init__(self, branches: Sequence[Any], num_tokens: int) -> None:
-        super().__init__(branches, [ResidualWeights(None)] * len(branches), num_tokens)
-        parameters, buffers = torch.func.stack_module_state(list(branches))
-        self.state = {name: t.detach() for name, t in (parameters | buffers).items()}
-
-    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
-        """f(x) of the next module, which its block adds to a stream."""
-        self.inputs.append(x)
-        return self.branches[len(self.inputs) - 1](x)
-
-    def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
-        """All modules, each at inputs of its own."""
-
-        def one(state: dict[str, Tensor], x: Tensor) -> Tensor:
-            return torch.func.functional_call(self.branches[0], state, (x,))
-
-        return torch.func.vmap(one)(self.state, u)
-
-
-class StackedFeedForward(StackedBranches):
-    """φ(x W + b) V, x with the tokens before it where the kernel sees them."""
-
-    def __init__(
-        self, branches: Sequence[Any], layers: Sequence[ResidualWeights], *at: Any
-    ) -> None:
-        super().__init__(branches, layers, *at)
-        self.kernel = self.weights[0].kernel
-        w_in, b_in, w_out, _ = zip(*self.weights, strict=True)
-        self.w_in, self.w_out = torch.stack(w_in), torch.stack(w_out)
-        self.bias = torch.stack(b_in).unsqueeze(1)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.w, self.v, *self.others = self.kinds
+        self.b = self.biases()
         if self.centre is not None:
-            self.bias = torch.baddbmm(self.bias, self.centre, self.w_in)
+            self.b = torch.baddbmm(self.b, self.centre, self.w)
+        self.each = list(zip(self.w, self.b.expand(len(self.w), 1, -1), self.v, strict=True))
+
+    def biases(self) -> Float[Tensor, "#branches 1 #inner"]:
+        """b."""
+        return self.w.new_zeros(1, 1, 1)
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
-        """The layer; x W + b is kept."""
+        """The layer; what its Jacobian is made of is kept."""
         index = len(self.inputs)
-        u = windows(self.enter(x), self.kernel)
-        hidden = plus_product(self.bias[index], u, self.w_in[index])
-        self.points.append((hidden,))
-        activation = ACTIVATIONS[self.branches[0].activation]
-        return self.leave(x, activation(hidden), self.w_out[index])
+        u, (w, b, v), layer = self.enter(x), self.each[index], self.layers[index]
+        z = torch.addmm(b, u.flatten(0, -2), w).view(*x.shape[:-1], -1)
+        hidden = self.inner(index, z).flatten(0, -2)
+        if layer.scaling is None:
+            return torch.addmm(x.flatten(0, -2), hidden, v).view(x.shape)
+        return x + layer.leave(hidden @ v).view(x.shape)
 
-    def evidence(self) -> list[Tensor]:
-        """φ′ and the weights."""
-        return [self.slopes(), *(torch.stack(each) for each in zip(*self.weights, strict=True))]
+    def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
+        """h(z) of a branch."""
+        raise NotImplementedError
 
-    def slopes(self) -> Float[Tensor, "branches sequences tokens hidden"]:
-        """φ′ of every hidden unit."""
-        (hidden,) = super().evidence()
-        return activation_slope(self.branches[0].activation, hidden)
+    def of_maps(self, inner: Products, w: Tensor | None = None) -> Products:
+        """D V h′ W D⁻¹ from h′, D if it is folded in; W may be a part."""
+        w, v, d = self.w if w is None else w, self.v, self.scale
+        inverse, count = None if d is None else d.reciprocal(), len(v)
 
-    def whole(self, num_vectors: int = 1) -> LinearMap:
-        """Sums over the tokens that a token sees."""
-        return self.of_windows(self.kernel)
-
-    def diagonal(self) -> LinearMap:
-        """The token itself."""
-        return self.of_windows(1)
-
-    def of_windows(self, kernel: int) -> LinearMap:
-        """What ``kernel`` tokens do to the row of the last of them."""
-        slope, w_out = self.slopes().unsqueeze(2), self.w_out
-        w_in = self.w_in[:, : kernel * w_out.shape[-1]]
-
+        # In place where that can be: new memory, not yet in the cache, costs more than arithmetic.
         def push(dx: Tensor) -> Tensor:
-            return by_branch(by_branch(windows(dx, kernel), w_in) * slope, w_out)
+            rows = dx.view(count, -1, dx.shape[-1])
+            dz = torch.bmm(rows if inverse is None else rows.mul_(inverse), w)
+            dy = torch.bmm(inner.push(dz.view(*dx.shape[:-1], -1)), v)
+            return dy if d is None else dy.mul_(d)
 
         def pull(dy: Tensor) -> Tensor:
-            return windows_adjoint(by_branch(by_branch(dy, w_out.mT) * slope, w_in.mT), kernel)
+            dz = inner.pull(torch.bmm(dy if d is None else dy * d, v.mT))
+            dx = torch.bmm(dz.view(count, -1, dz.shape[-1]), w.mT)
+            return (dx if inverse is None else dx.mul_(inverse)).view(*dz.shape[:-1], -1)
 
-        return self.of_inputs(self.unfolded(self.linear(push, pull)))
+        return Products(push, pull)
+
+    def of_inputs(self, products: Products, chosen: Chosen, alone: bool = False) -> Products:
+        """The Jacobian of f ∘ ψ_R at the inputs from that of f, of rows or of tokens alone."""
+        if self.input_radius is None:
+            return products
+        u = torch.stack(self.inputs) / self.input_radius
+        u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
+        inner = to_ball(u).derivative
+        return Products(lambda dx: products.push(inner(dx)), lambda dy: inner(products.pull(dy)))
 
 
-def between(left: SequenceMap, j: LinearMap, right: SequenceMap) -> LinearMap:
-    """A J B with symmetric A and B."""
-    return replace(j, jvp=lambda x: left(j.jvp(right(x))), vjp=lambda y: right(j.vjp(left(y))))
+class StackedFeedForward(StackedMaps):
+    """φ(x W + b) V, x with the tokens before it where the kernel sees them."""
+
+    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+        """W, V and b."""
+        return weights.w_in, weights.w_out, weights.b_in
+
+    def biases(self) -> Float[Tensor, "branches 1 inner"]:
+        """b."""
+        return self.others[0].unsqueeze(1)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The tokens that hidden units see."""
+        return windows(super().enter(x), self.weights[0].kernel)
+
+    def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
+        """φ(z); z is kept."""
+        self.points.append((z,))
+        return ACTIVATIONS[self.branches[0].activation](z)
+
+    def evidence(self) -> list[Tensor]:
+        """φ′ of every hidden unit, and the weights."""
+        (z,) = super().evidence()
+        slope = activation_slope(self.branches[0].activation, z)
+        return [slope, *(torch.stack(each) for each in zip(*self.weights, strict=True))]
+
+    def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
+        """Of the token alone, unless hidden units see others that count."""
+        if self.weights[0].kernel > 1 and not diagonal:
+            return super().rows(chosen)
+        return self.of_inputs(self.of_windows(chosen, 1), chosen, alone=True)
+
+    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+        """Sums over the tokens that a token sees."""
+        kernel = self.weights[0].kernel
+        push, pull = self.of_windows(chosen, kernel)
+        rows = Products(
+            lambda dx: push(own(windows(dx, kernel), chosen)),
+            lambda dy: windows_adjoint(here * pull(dy), kernel),
+        )
+        return self.of_inputs(rows, chosen)
+
+    def of_windows(self, chosen: Chosen, kernel: int) -> Products:
+        """V diag(φ′) W of the chosen tokens, where they see so many."""
+        (z,) = super().evidence()
+        slope = activation_slope(self.branches[0].activation, take(z, chosen).flatten(1, 2))
+        inner = Products(
+            lambda dz: dz.squeeze(2).mul_(slope), lambda dh: dh.mul_(slope).unsqueeze(2)
+        )
+        return self.of_maps(inner, self.w[:, : kernel * self.v.shape[-1]])
 
 
-def by_branch(
-    x: Float[Tensor, "branches *batch m"], w: Float[Tensor, "branches m n"]
-) -> Float[Tensor, "branches *batch n"]:
-    """x W of every branch, without a copy of W for every vector and sequence."""
-    return torch.bmm(x.flatten(1, -2), w).view(*x.shape[:-1], -1)
+class StackedAttention(StackedMaps):
+    """Input maps of all heads side by side, output maps below one another, and position biases."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.num_heads = len(self.weights[0].g)
+        self.bias = stacked_biases([b.position for b in self.branches], self.num_tokens)
+
+    def heads(self, z: Float[Tensor, "*batch channels"]) -> Float[Tensor, "*batch heads d"]:
+        """Every head's channels of a token."""
+        return z.view(*z.shape[:-1], self.num_heads, -1)
 
 
-def plus_product(
-    b: Float[Tensor, "#rows n"], x: Float[Tensor, "*batch m"], w: Float[Tensor, "m n"]
-) -> Float[Tensor, "*batch n"]:
-    """b + x W of one branch."""
-    return torch.addmm(b, x.flatten(0, -2), w).view(*x.shape[:-1], -1)
+class StackedL2Attention(StackedAttention):
+    """Σ_h (P^h q^h) G_h with q = X W_h."""
+
+    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+        """W and G of all heads."""
+        return side_by_side(weights.w_q), weights.g.flatten(0, 1)
+
+    def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
+        """P q by few operations; q and P are kept."""
+        q = self.heads(z).transpose(1, 2)
+        k = q - q[:, :, :1]
+        # b_ij + (2 k_i·k_j − ‖k_j‖²)/√d, where the diagonal of b is zero
+        logits = torch.add(self.bias[index], k @ k.mT, alpha=2 / math.sqrt(k.shape[-1]))
+        lengths = logits.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
+        p = torch.sub(logits, lengths, alpha=0.5).softmax(-1)
+        self.points.append((z, p))
+        return merge_heads(p @ q)
+
+    def evidence(self) -> list[Tensor]:
+        """q relative to the first token, P, W and G."""
+        z, p = super().evidence()
+        w_q, g = (torch.stack(each) for each in zip(*self.weights, strict=True))
+        return [split_heads(z - z[..., :1, :], self.num_heads), p, w_q, g]
+
+    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+        """dY_i = Σ_j P_ij dq_j − s_ij e_ij with s = C_i (e_ij·(dq_j − dq_i)) for each head,
+        e_ij = q_i − q_j and C_i = (2/√d)(diag P_i − P_i P_iᵀ).
+        """
+        z, p = super().evidence()
+        e = self.heads((take(z, chosen).unsqueeze(3) - z.unsqueeze(2)).flatten(1, 2))
+        p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)  # (branches, R, tokens, heads)
+        minus, weight = p * (-2 / math.sqrt(e.shape[-1])), p.unsqueeze(-1)
+        here = here.unsqueeze(-1)
+
+        def minus_of_softmax(a: Tensor) -> Tensor:
+            return (minus * (a - (p * a).sum(2, keepdim=True))).unsqueeze(-1)
+
+        def push(dq: Tensor) -> Tensor:
+            s = minus_of_softmax((dq - own(dq, chosen)).view(e.shape).mul_(e).sum(-1))
+            return dq.view(e.shape).mul_(weight).addcmul_(s, e).sum(2).flatten(-2)
+
+        def pull(dy: Tensor) -> Tensor:
+            a = self.heads(dy).unsqueeze(2)
+            dq = a * e
+            torch.mul(minus_of_softmax(dq.sum(-1)), e, out=dq)
+            others = dq.sum(2, keepdim=True)
+            dq.addcmul_(weight, a).addcmul_(here, others, value=-1)
+            return dq.flatten(-2)
+
+        return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
+
+
+class StackedBoundedAttention(StackedAttention):
+    """[P_h v_h]_h G; queries, keys and values are in the unit ball."""
+
+    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+        """W of queries, keys and values, and G, of all heads."""
+        return side_by_side(weights.w_qkv.flatten(0, 1)), weights.g.flatten(0, 1)
+
+    def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
+        """P v; the points in the ball and P are kept."""
+        q, k, v = self.branches[0].delayed(split(z, self.num_heads))
+        at = attention_point(q, k, v, self.weights[index].temperature, self.bias[index])
+        self.points.append(at.tensors())
+        return merge_heads(at.p @ at.v.u)
+
+    def evidence(self) -> list[Tensor]:
+        """Points, P, τ, W and G."""
+        w_qkv, _, g = (torch.stack(each) for each in zip(*self.weights, strict=True))
+        return [*super().evidence(), w_qkv, g]
+
+    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+        """dS_ij = τ (dq_i·k_j + q_i·dk_j)."""
+        *points, p, temperature = super().evidence()
+        q, q_rho, *others = (t.transpose(2, 3) for t in points)
+        at_q = BallPoint(*(take(t, chosen).flatten(1, 2) for t in (q, q_rho)))
+        k, k_rho, v, v_rho = (by_row(t, chosen) for t in others)
+        at_k, at_v = BallPoint(k, k_rho), BallPoint(v, v_rho)
+        p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)
+        scaled = p * temperature[:, None, None, :, 0, 0]
+        rows, like = AttentionRows(p, scaled, k, at_q.u.unsqueeze(2), v), self.branches[0]
+
+        def push(dz: Tensor) -> Tensor:
+            dq, dk, dv = like.delayed(dz.chunk(3, -1))
+            dq, dk, dv = own(dq, chosen).squeeze(2), dk, dv
+            dq, dk, dv = (t.unflatten(-1, (self.num_heads, -1)) for t in (dq, dk, dv))
+            return rows.jvp(at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)).flatten(
+                -2
+            )
+
+        def pull(dy: Tensor) -> Tensor:
+            dq, dk, dv = rows.vjp(self.heads(dy))
+            dq = here * at_q.derivative(dq).flatten(-2).unsqueeze(2)
+            dz = dq, at_k.derivative(dk).flatten(-2), at_v.derivative(dv).flatten(-2)
+            return torch.cat(like.delayed_adjoint(dz), -1)
+
+        return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
+
+
+STACKED: dict[type, type[StackedBranches]] = {
+    TiedL2Attention: StackedL2Attention,
+    BoundedAttention: StackedBoundedAttention,
+    ContractiveFeedForward: StackedFeedForward,
+}
+
+
+def stacked_class(branch: Any) -> type[StackedBranches]:
+    """The class that knows the products of branches like this one."""
+    known = (STACKED[kind] for kind in STACKED if isinstance(branch, kind))
+    return next(known, StackedBranches)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: t.detach() for name, t in state.items()}
+
+
+def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) -> list[Tensor]:
+    """The tensors of all branches stacked by kind, in the same memory each time, by one launch."""
+    flat = [tensor for one in tensors for tensor in one]
+    if not memory or len(memory[1]) != len(flat):
+        with torch.inference_mode(False), torch.no_grad():
+            kinds = [torch.stack(kind) for kind in zip(*tensors, strict=True)]
+        memory[:] = kinds, [kind[i] for i in range(len(tensors)) for kind in kinds]
+    else:
+        torch._foreach_copy_(memory[1], flat)  # type: ignore  # torch's optimisers call it too
+    return list(memory[0])
+
+
+def stacked_biases(
+    positions: Sequence[Any], num_tokens: int
+) -> Float[Tensor, "branches heads tokens tokens"]:
+    """The numbers that are added to the logits of every branch."""
+    if not all(type(position) is RelativePositionBias for position in positions):
+        return torch.stack([position(num_tokens) for position in positions])
+    tables = torch.stack([position.table[:, : num_tokens - 1] for position in positions])
+    return toeplitz(F.pad(tables, (1, 0)), num_tokens)
+
+
+def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:
+    """The chosen tokens of each, (branches, sequences, K, *rest); as many as there are: all."""
+    if chosen.shape[-1] == t.shape[2]:
+        return t
+    index = chosen.view(*chosen.shape, *[1] * (t.ndim - 3))
+    return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
+
+
+def own(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
+    """The chosen token of each row, (branches, R, 1, m)."""
+    index = chosen.flatten(1)[..., None, None]
+    return x.gather(2, index.expand(-1, -1, 1, x.shape[-1]))
+
+
+def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tensor:
+    """Those of the sequence of each row, (branches, R, *rest) if that is not one sequence."""
+    return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)

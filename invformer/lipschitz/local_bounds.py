@@ -7,12 +7,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds import bounded, local
-from invformer.lipschitz.attention_jacobians import StackedBoundedAttention, StackedL2Attention
-from invformer.lipschitz.jacobians import StackedBranches, StackedFeedForward
-from invformer.lipschitz.probe import LipschitzProbe, Measured, stacked_class
+from invformer.lipschitz.jacobians import (
+    StackedBoundedAttention,
+    StackedBranches,
+    StackedFeedForward,
+    StackedL2Attention,
+    stacked_class,
+)
+from invformer.lipschitz.probe import LipschitzProbe, Measured
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import FeedForwardWeights, without_sharpness
-from invformer.nn.residual import ResidualWeights
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.numerics.bounded_attention import AttentionPoint
 
 # Multiplications in float64 that a tight bound of one branch may take: some seconds.
@@ -31,8 +36,8 @@ def local_bounds(probe: LipschitzProbe, tight: bool = False) -> Float[Tensor, "b
     matrices per token, branch by branch, unless that takes too long.
     """
     bounds = torch.full_like(probe.targets, torch.inf)
-    for part, stacked in zip(probe.parts, probe.stacked(), strict=True):
-        bounds[part.layers] = bounds_of(stacked, probe.measured, tight)
+    for part, at_text in zip(probe.parts, probe.stacked(), strict=True):
+        bounds[part.at] = bounds_of(at_text, probe.measured, tight)
     return bounds
 
 
@@ -43,18 +48,19 @@ def local_bound(
     tight: bool = False,
 ) -> float:
     """The same for one branch at an input of its own, and never above its Lipschitz bound."""
-    stacked = stacked_class(branch)([branch], [ResidualWeights(branch.weights())], x.shape[-2])
-    stacked.forward(x)
-    bound = bounds_of(stacked, measured, tight).item()
+    layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
+    alone = stacked_class(branch)(layers, weights, x.shape[-2], [])
+    alone.forward(x)
+    bound = bounds_of(alone, measured, tight).item()
     # What holds everywhere holds here.
     return bound if measured == "diagonal_block" else min(bound, branch.lipschitz_bound(measured))
 
 
-def bounds_of(stacked: StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
+def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
     """The local bounds of stacked branches, the largest over the sequences."""
     diagonal = measured == "diagonal_block"
     if measured == "entry_max":
-        return torch.full((len(stacked.inputs),), torch.inf)
+        return torch.full((len(at.inputs),), torch.inf)
 
     def of_l2(q: Tensor, p: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
         if measured != "frobenius":
@@ -63,9 +69,9 @@ def bounds_of(stacked: StackedBranches, measured: Measured, tight: bool = False)
         bound = local.tight_local_bound if affordable(work) else local.fast_local_bound
         return bound(q, p, w_q, g)
 
-    def of_bounded(*at: Tensor) -> Tensor:
-        *point, w_qkv, g = at
-        strict = stacked.branches[0].strictly_causal
+    def of_bounded(*evidence: Tensor) -> Tensor:
+        *point, w_qkv, g = evidence
+        strict = at.branches[0].strictly_causal
         return bounded.local_bound(AttentionPoint.of(*point), w_qkv, g, measured, strict, tight)
 
     def of_feed_forward(slope: Tensor, *weights: Tensor) -> Tensor:
@@ -78,10 +84,10 @@ def bounds_of(stacked: StackedBranches, measured: Measured, tight: bool = False)
         return torch.stack([bound(slope, w, w_out) for w in lags]).sum(0)
 
     def affordable(per_token: float) -> bool:
-        return tight and per_token * stacked.inputs[0][..., 0].numel() <= MOST_TIGHT
+        return tight and per_token * at.inputs[0][..., 0].numel() <= MOST_TIGHT
 
     bound: Callable[..., Tensor]
-    match stacked:
+    match at:
         case StackedL2Attention():
             bound = of_l2
         case StackedBoundedAttention():
@@ -89,9 +95,7 @@ def bounds_of(stacked: StackedBranches, measured: Measured, tight: bool = False)
         case StackedFeedForward():
             bound = of_feed_forward
         case _:
-            return torch.full((len(stacked.inputs),), torch.inf)
+            return torch.full((len(at.inputs),), torch.inf)
     if tight:
-        return torch.stack([bound(*each) for each in zip(*stacked.evidence(), strict=True)]).amax(
-            -1
-        )
-    return torch.vmap(bound)(*stacked.evidence()).amax(-1)
+        return torch.stack([bound(*each) for each in zip(*at.evidence(), strict=True)]).amax(-1)
+    return torch.vmap(bound)(*at.evidence()).amax(-1)

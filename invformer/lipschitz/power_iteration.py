@@ -15,10 +15,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from invformer.lipschitz.jacobians import Products
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm, divide, dual_vector, stationarity, vector_norm
 
-# Output tokens that one step of a RowIteration advances.
+# Output tokens that one step of a PowerIteration advances.
 TOKENS_AT_ONCE = 8
 
 
@@ -142,13 +143,12 @@ def least_length(w: Tensor) -> float:
 
 
 class Step(NamedTuple):
-    """The gains ‖Jx‖ of K vectors x of norm one, (branches, sequences, K), and these vectors.
+    """The gains ‖Jx‖ of K vectors of norm one, (branches, sequences, K).
 
-    ``residual`` computes how far each is from stationary.
+    ``residual`` computes how far each vector is from stationary.
     """
 
     gains: Tensor
-    vectors: Tensor
     residual: Callable[[], Tensor]
 
 
@@ -156,15 +156,17 @@ class PowerIteration:
     """‖J‖ from below, step by step, while J moves slowly under it.
 
     A step takes one product with Jᵀ and one with J. It starts from the left vectors of the step
-    before and keeps them in place, on the device. Where J acts token by token, every token has a
-    left vector of its own. The gains are lower bounds at every step; they lag by what J moved
-    meanwhile.
+    before and keeps them in place, on the device. The gains are lower bounds at every step, up to
+    the rounding of both products; they lag by what J moved meanwhile.
+
+    In token_max ‖J‖ is the largest ‖J_i·‖ of an output token's row, and every token has a left
+    vector of its own: an iteration that only follows the largest token stays in a local maximum, 10
+    to 40 % too low. A step advances ``TOKENS_AT_ONCE`` tokens: the one that was largest when last
+    visited, and others in turn. Of other norms there is one left vector for each sequence.
 
     Args:
-        shape: of J, (branches, sequences, N, D). Products take a further dimension after the
-            sequences, of one vector here.
+        shape: of J, (branches, sequences, N, D).
         norm: of input and output.
-        per_token: whether J = diag(J_1, …, J_N); token_max needs it.
         seed: of the first left vectors.
     """
 
@@ -172,97 +174,62 @@ class PowerIteration:
         self,
         shape: torch.Size,
         norm: Norm,
-        per_token: bool = False,
         *,
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
     ) -> None:
         self.norm: Norm = norm
-        self.per_token = per_token
-        self.rows: Norm = "token_max" if per_token else norm
-        self.left = first_vectors(shape, self.rows, seed).to(device, dtype)
-
-    def step(self, jacobian: LinearMap) -> Step:
-        """One step, of one vector for each branch and sequence."""
-        x, o = power_step(jacobian, self.left.unsqueeze(2), self.rows)
-        if self.per_token:
-            lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-            turned = o / lengths.clamp_min(least_length(o))
-        else:
-            lengths, turned = vector_norm(o, self.rows)[..., None, None], dual_vector(o, self.rows)
-        moved = lengths > least_length(o)
-        self.left.copy_(torch.where(moved, turned, self.left.unsqueeze(2)).squeeze(2))
-        if self.norm == "frobenius" and self.per_token:  # in which the largest stands alone
-            x = torch.where(lengths == lengths.amax(-2, keepdim=True), x, 0)
-        gains = lengths.amax((-2, -1))
-
-        def residual() -> Tensor:
-            w = jacobian.vjp(dual_vector(jacobian.jvp(x), self.norm))
-            return stationarity(x, w, gains, self.norm)
-
-        return Step(gains, x, residual)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The buffers; loading is copying into them."""
-        return {"left": self.left}
-
-
-class RowIteration:
-    """The same in token_max for a J that mixes tokens: ‖J‖ is the largest ‖J_i·‖ of a token's row.
-
-    Every output token i has a left vector a_i of its own: an iteration that only follows the
-    largest token stays in a local maximum, 10 to 40 % too low. A step advances ``TOKENS_AT_ONCE``
-    tokens: the one that was largest when last visited, and others in turn.
-
-    Args:
-        shape: of J, (branches, sequences, N, D).
-        seed: of the first left vectors.
-    """
-
-    def __init__(
-        self, shape: torch.Size, *, dtype: torch.dtype, device: torch.device, seed: int = 0
-    ) -> None:
-        self.num_tokens = shape[-2]
-        self.left = first_vectors(shape, "token_max", seed).to(device, dtype)
+        generator = torch.Generator().manual_seed(seed)
+        left = torch.randn(shape, generator=generator, dtype=torch.float64)
+        self.left = unit(left, "frobenius" if norm == "frobenius" else "token_max").to(
+            device, dtype
+        )
         self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖J_i·x‖, last seen
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
-        num_vectors = min(TOKENS_AT_ONCE, self.num_tokens)
+        num_vectors = min(TOKENS_AT_ONCE, shape[-2])
         self.others = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
 
-    def step(self, rows: Callable[[Tensor], LinearMap]) -> Step:
-        """One step, of one vector for each chosen token; ``rows`` makes J_i· of them."""
-        chosen, left, width = self.others, self.left, self.left.shape[-1]
-        if chosen.shape[-1] < self.num_tokens:
-            others = (chosen[..., 1:] + self.turn) % self.num_tokens
+    def step(self, products: Callable[[Tensor], Products]) -> Step:
+        """One step of every branch and sequence; ``products`` are those of chosen tokens' rows."""
+        by_rows, (*sizes, num_tokens, width) = self.norm == "token_max", self.left.shape
+        chosen, left, index = self.others, self.left, None
+        if by_rows and chosen.shape[-1] < num_tokens:
+            others = (chosen[..., 1:] + self.turn) % num_tokens
             self.turn += others.shape[-1]
             chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
-            left = left.gather(2, chosen.unsqueeze(-1).expand(-1, -1, -1, width))
-        jacobian = rows(chosen)
-        x = unit(jacobian.vjp(left), "token_max")
-        o = jacobian.jvp(x)
-        gains = torch.linalg.vector_norm(o, dim=-1)
-        shortest = least_length(o)
-        turned = o / gains.clamp_min(shortest).unsqueeze(-1)
-        turned = torch.where((gains > shortest).unsqueeze(-1), turned, left)
-        if chosen is self.others:  # all of them
-            self.left.copy_(turned)
+            index = chosen.unsqueeze(-1).expand(-1, -1, -1, width)
+            left = left.gather(2, index)
+        push, pull = products(chosen)
+        w = pull(left.flatten(1, 2) if by_rows else left)
+        shortest = least_length(w)
+        if by_rows:  # in place, while it is in the cache
+            x = w.div_(torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min_(shortest))
         else:
-            self.left.scatter_(2, chosen.unsqueeze(-1).expand(-1, -1, -1, width), turned)
+            x = unit(w, self.norm)
+        o = push(x)
+        if by_rows:
+            gains = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
+            turned = o / gains.clamp_min(shortest)
+        else:
+            gains, turned = vector_norm(o, self.norm)[..., None, None], dual_vector(o, self.norm)
+        turned = torch.where(gains > shortest, turned, left.view(o.shape))
+        gains = gains.view(*sizes, -1)
+        if index is None:
+            self.left.copy_(turned.view(left.shape))
+        else:
+            self.left.scatter_(2, index, turned.view(left.shape))
             self.lengths.scatter_(2, chosen, gains)
 
         def residual() -> Tensor:
-            further = torch.linalg.vector_norm(jacobian.vjp(turned), dim=-1).sum(-1) - gains
-            return torch.where(gains == 0, 0, divide(further, gains))
+            w, value = pull(turned), gains.flatten(1)
+            if by_rows:
+                further = torch.linalg.vector_norm(w, dim=-1).sum(-1) - value
+                return torch.where(value == 0, 0, divide(further, value)).view(gains.shape)
+            return stationarity(x, w, value, self.norm).view(gains.shape)
 
-        return Step(gains, x, residual)
+        return Step(gains, residual)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers; loading is copying into them."""
         return {"left": self.left, "lengths": self.lengths, "turn": self.turn}
-
-
-def first_vectors(shape: torch.Size, norm: Norm, seed: int) -> Tensor:
-    """Random left vectors in float64: one of norm one, or a unit vector for each token."""
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return unit(noise, "frobenius" if norm == "frobenius" else "token_max")

@@ -3,34 +3,20 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor
+from torch import Tensor, nn
 
-from invformer.lipschitz.attention_jacobians import StackedBoundedAttention, StackedL2Attention
-from invformer.lipschitz.jacobians import (
-    Branch,
-    StackedBranches,
-    StackedFeedForward,
-    StackedModules,
-    acts_per_token,
-)
-from invformer.lipschitz.power_iteration import (
-    LipschitzEstimate,
-    PowerIteration,
-    RowIteration,
-    Step,
-)
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
+from invformer.lipschitz.jacobians import StackedBranches, stacked_class
+from invformer.lipschitz.power_iteration import PowerIteration, Step
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingStack
-from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.residual import InvertibleResidual
+from invformer.nn.residual import ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.nn.transformer import CharTransformer, PreNormBlock
+from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics.norms import Norm
 
 # The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
@@ -40,16 +26,18 @@ PARTS = ("attention", "feed_forward")
 FIRST_STEPS = 16
 # Up to this many tokens an estimate takes one thread.
 SHORT = 32
+# Estimates are lowered by so many ε of their format.
+ROUNDINGS = 16
 
 
 class Part(NamedTuple):
     """The attentions or the feed-forwards of all blocks, and the iteration that follows them."""
 
-    layers: slice
-    branches: list[Branch]
-    residual_layers: list[InvertibleResidual]
-    input_radius: float | None
-    iteration: PowerIteration | RowIteration
+    at: slice
+    layers: list[Any]
+    branches: list[Any]
+    iteration: PowerIteration
+    memory: list[list[Tensor]]
 
 
 class LipschitzProbe:
@@ -78,42 +66,40 @@ class LipschitzProbe:
     ) -> None:
         self.model, self.tokens = model, tokens
         self.measured: Measured = measured or certified_in(model)
-        self.blocks = list(model.stack.blocks)
-        self.names = [f"block_{i:02d}/{part}" for i in range(len(self.blocks)) for part in PARTS]
+        blocks = list(model.stack.blocks)
+        self.names = [f"block_{i:02d}/{part}" for i in range(len(blocks)) for part in PARTS]
         weight = model.embedding.position
-        like = {"dtype": weight.dtype, "device": weight.device}
-        self.has_started = False
         streams = 2 if isinstance(model.stack, CouplingStack) else 1
-        size = (*tokens.shape, model.head.in_features // streams)
-        self.norm: Norm = "token_max" if self.measured == "diagonal_block" else self.measured
+        shape = torch.Size((len(blocks), *tokens.shape, model.head.in_features // streams))
         self.parts: list[Part] = []
         for index, part in enumerate(PARTS):
-            layers = [getattr(block, part) for block in self.blocks]
+            layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
-            per_token = self.measured == "diagonal_block" or acts_per_token(branches[0])
-            shape = torch.Size((len(branches), *size))
-            if self.norm == "token_max" and not per_token:
-                iteration = RowIteration(shape, seed=seed, **like)
-            else:
-                per_token = per_token and self.norm != "entry_max"
-                iteration = PowerIteration(shape, self.norm, per_token, seed=seed, **like)
-            radius = getattr(layers[0], "input_radius", None)
-            residual = layers if model.is_invertible else []
+            # A map of single tokens is as large in frobenius as its largest token.
+            alone = acts_per_token(branches[0]) and self.measured == "frobenius"
+            rows = alone or self.measured == "diagonal_block"
+            norm: Norm = "token_max" if rows else self.measured
+            like = {"dtype": weight.dtype, "device": weight.device}
+            iteration = PowerIteration(shape, norm, seed=seed, **like)
             at = slice(index, None, len(PARTS))
-            self.parts.append(Part(at, branches, residual, radius, iteration))
+            self.parts.append(Part(at, layers, branches, iteration, []))
         pairs = zip(*(part.branches for part in self.parts), strict=True)
         self.branches = [branch for pair in pairs for branch in pair]
-        self.knows_products = all(isinstance(branch, tuple(STACKED)) for branch in self.branches)
         targets = [getattr(branch, "lipschitz_target", math.inf) for branch in self.branches]
         self.target = max(targets)
         self.targets = torch.tensor(targets, dtype=torch.float64, device=weight.device)
+        self.has_started = False
 
     @torch.no_grad()
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
-        parts = [self.empty(part, weights) for part in self.parts]
-        x, stack = self.model.embedding(self.tokens), self.model.stack
+        stack, parts = self.model.stack, []
+        for _, layers, branches, _, memory in self.parts:
+            names = self.names[len(parts) :: len(PARTS)]
+            own = [ResidualWeights(None) if weights is None else weights[n] for n in names]
+            parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1], memory))
+        x = self.model.embedding(self.tokens)
         if not isinstance(stack, InvertibleStack) or weights is None:
             for block in stack.blocks:
                 assert isinstance(block, PreNormBlock)
@@ -126,34 +112,22 @@ class LipschitzProbe:
             x = of_name[name].forward(x) if name in of_name else layer(x, weights[name])
         return parts
 
-    def empty(self, part: Part, weights: StackWeights | None) -> StackedBranches:
-        """The branches of a part before they have seen their inputs."""
-        num_tokens = self.tokens.shape[-1]
-        if weights is None:
-            return StackedModules(part.branches, num_tokens)
-        layers = [weights[name] for name in self.names[part.layers]]
-        scale = None
-        if layers[0].centre is not None:  # D is folded into the weights
-            scalings = [layer.scaling for layer in part.residual_layers]
-            scale = torch.stack([s.log_scale for s in scalings if s is not None]).exp()
-        stacked = stacked_class(part.branches[0])
-        return stacked(part.branches, layers, num_tokens, part.input_radius, scale)
-
     def inputs(self) -> list[Float[Tensor, "sequences tokens width"]]:
         """What every branch sees at the text, in the order of ``names``."""
-        parts = [[stacked.seen(u) for u in stacked.inputs] for stacked in self.stacked()]
+        parts = [[at.seen(u) for u in at.inputs] for at in self.stacked()]
         return [x for pair in zip(*parts, strict=True) for x in pair]
 
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""
-        for part, stacked in zip(self.parts, self.stacked(weights), strict=True):
-            jacobian: Any = stacked.rows
-            if isinstance(part.iteration, PowerIteration):
-                diagonal = self.measured == "diagonal_block"
-                jacobian = stacked.diagonal() if diagonal else stacked.whole()
+        for part, at in zip(self.parts, self.stacked(weights), strict=True):
+            if part.iteration.norm == "token_max":
+                products = partial(at.rows, diagonal=self.measured == "diagonal_block")
+            else:
+                whole = at.whole()
+                products = lambda _, whole=whole: whole  # noqa: E731
             for _ in range(num_steps - 1):
-                part.iteration.step(jacobian)
-            yield part.iteration.step(jacobian)
+                part.iteration.step(products)
+            yield part.iteration.step(products)
 
     def values(
         self, num_steps: int = 1, weights: StackWeights | None = None
@@ -167,22 +141,21 @@ class LipschitzProbe:
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
         # Less for every operation, but nothing can be differentiated.
-        known = weights is not None and self.norm == "token_max" and self.knows_products
-        mode = torch.inference_mode() if known else torch.no_grad()
-        with mode, one_thread() if self.tokens.numel() <= SHORT else nullcontext():
+        known = all(stacked_class(part.branches[0]) is not StackedBranches for part in self.parts)
+        by_rows = all(part.iteration.norm == "token_max" for part in self.parts)
+        mode = torch.inference_mode if known and by_rows and weights is not None else torch.no_grad
+        with mode(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
-            return torch.stack(parts, -1).flatten()
+            return torch.stack(parts, -1).flatten() * lowered(parts[0])
 
     @torch.no_grad()
-    def estimate(self, num_steps: int = 1, rtol: float = 0.1) -> dict[str, LipschitzEstimate]:
-        """An estimate per branch with its evidence, (sequences,)."""
-        found: dict[str, LipschitzEstimate] = {}
-        for part, (gains, x, residual) in zip(self.parts, self.steps(num_steps), strict=True):
+    def estimate(self, num_steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
+        """An estimate per branch, and how far its vector is from stationary, (sequences,)."""
+        found = {}
+        for part, (gains, residual) in zip(self.parts, self.steps(num_steps), strict=True):
             best = gains.argmax(-1, keepdim=True)
-            vectors = x.gather(2, best[..., None, None].expand(-1, -1, 1, *x.shape[-2:])).squeeze(2)
-            each = gains.amax(-1), residual().gather(2, best).squeeze(2), vectors
-            for name, value, left, vector in zip(self.names[part.layers], *each, strict=True):
-                found[name] = LipschitzEstimate(value, left, left <= rtol, self.norm, vector)
+            each = (t.gather(2, best).squeeze(2) for t in (gains * lowered(gains), residual()))
+            found |= zip(self.names[part.at], zip(*each, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
     def bounds(self) -> Float[Tensor, "branches"]:
@@ -201,33 +174,31 @@ class LipschitzProbe:
         return held
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from saved tensors.
+        """Continue from saved tensors; what an earlier version did not save begins anew.
 
         Raises:
             ValueError: they are not those of this probe.
         """
         held = self.state_dict()
-        if differing := held.keys() ^ state.keys():
-            raise ValueError(f"{min(differing):.60} is missing or unknown")
-        for name, tensor in held.items():
-            given = state[name]
-            if (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
+        for name, given in state.items():
+            if name not in held:
+                raise ValueError(f"{name:.60} is unknown")
+            if (given.shape, given.dtype) != (held[name].shape, held[name].dtype):
                 raise ValueError(f"{name} does not fit the model")
-            tensor.copy_(given)
+            held[name].copy_(given)
         self.has_started = True
 
 
-STACKED: dict[type, type[StackedBranches]] = {
-    TiedL2Attention: StackedL2Attention,
-    BoundedAttention: StackedBoundedAttention,
-    ContractiveFeedForward: StackedFeedForward,
-}
+def lowered(gains: Tensor) -> float:
+    """1 − 16 ε: a float32 gain may exceed the exact one by its rounding, 0.3 ε in measurements."""
+    return 1 - ROUNDINGS * torch.finfo(gains.dtype).eps
 
 
-def stacked_class(branch: Branch) -> type[StackedBranches]:
-    """The class that knows the products of branches like this one."""
-    known = (STACKED[kind] for kind in STACKED if isinstance(branch, kind))
-    return next(known, StackedBranches)
+def acts_per_token(branch: nn.Module) -> bool:
+    """Whether f acts token by token."""
+    if isinstance(branch, LipschitzBranch):
+        return branch.is_token_wise
+    return isinstance(branch, PreNormBranch) and getattr(branch.inner, "kernel", 0) == 1
 
 
 @contextmanager

@@ -188,11 +188,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         q, k, v = parts
         return (q, advance(k), advance(v)) if self.strictly_causal else parts
 
-    def delayed_diagonal(self, parts: Projections) -> Projections:
-        """:meth:`delayed` if only row i's own projections count; its own adjoint."""
-        q, k, v = parts
-        return (q, torch.zeros_like(k), torch.zeros_like(v)) if self.strictly_causal else parts
-
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
     ) -> float:

@@ -269,8 +269,7 @@ def activation_slope(activation: Activation, h: Tensor) -> Tensor:
     """φ′(h), entry by entry."""
     match activation:
         case "silu":
-            gate = torch.sigmoid(h)
-            return gate * (1 + h * (1 - gate))
+            return torch.ops.aten.silu_backward(h.new_ones(1), h)
         case "gelu":
             density = torch.exp(-h.square() / 2) / math.sqrt(2 * math.pi)
             return torch.special.ndtr(h) + h * density

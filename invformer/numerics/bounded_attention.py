@@ -5,18 +5,15 @@ Per head, with z the projections of X and ψ(z) = z/√(1 + ‖z‖²) the map i
     q, k, v = ψ(z_Q), ψ(z_K), ψ(z_V),    P = softmax_j(τ q_i·k_j + b_ij),    Y = P v
 
 ψ has the Jacobian ρ (I − ψψᵀ) with ρ = √(1 − ‖ψ‖²) = 1/√(1 + ‖z‖²), whose norm is ρ ≤ 1: what lies
-near the sphere hardly moves. ``bounds/bounded.py`` makes a Lipschitz constant of that. Products
-with the Jacobian are analytic and use P only, as in ``numerics/l2_attention.py``.
+near the sphere hardly moves. ``bounds/bounded.py`` makes a Lipschitz constant of that.
 """
 
 from typing import NamedTuple
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.ball import BallPoint, to_ball
-from invformer.numerics.l2_attention import diagonal_column, softmax_jacobian
 
 
 class AttentionPoint(NamedTuple):
@@ -57,21 +54,3 @@ def attention_point(
     scale = temperature[..., None, None].to(z_q)
     p = (scale * q.u @ k.u.mT + bias).softmax(-1)
     return AttentionPoint(q, k, v, p, scale)
-
-
-def diagonal_block_jvp(at: AttentionPoint, dz_q: Tensor, dz_k: Tensor, dz_v: Tensor) -> Tensor:
-    """dY_i as token i alone moves: P_ii dv_i and dS_ij = τ (dq_i·k_j + δ_ij q_i·dk_i) are left."""
-    dq, dk, dv = at.q.derivative(dz_q), at.k.derivative(dz_k), at.v.derivative(dz_v)
-    own_key = torch.diag_embed((at.q.u * dk).sum(-1))
-    ds = at.temperature * (dq @ at.k.u.mT + own_key)
-    return diagonal_column(at.p) * dv + softmax_jacobian(at.p, ds) @ at.v.u
-
-
-def diagonal_block_vjp(at: AttentionPoint, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The adjoint of :func:`diagonal_block_jvp`: what the cotangent of row i says about x_i."""
-    ds = at.temperature * softmax_jacobian(at.p, g @ at.v.u.mT)
-    return (
-        at.q.derivative(ds @ at.k.u),
-        at.k.derivative(diagonal_column(ds) * at.q.u),
-        at.v.derivative(diagonal_column(at.p) * g),
-    )

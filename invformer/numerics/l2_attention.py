@@ -107,25 +107,6 @@ def l2_attention_vjp(
     return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
 
 
-def diagonal_block_product(
-    q: Float[Tensor, "*#batch heads tokens d_head"],
-    p: Float[Tensor, "*#batch heads tokens tokens"],
-    dq: Float[Tensor, "*#batch heads tokens d_head"],
-) -> Float[Tensor, "*_batch heads tokens d_head"]:
-    """dY_i as token i alone moves: [P_ii I + (2/√d) C_i] dq_i, C_i the P_i-covariance of q.
-
-    Symmetric, so it is its own adjoint.
-    """
-    k = _shifted(q)
-    spread = softmax_jacobian(p, dq @ k.mT) @ k
-    return diagonal_column(p) * dq + (2 / math.sqrt(q.shape[-1])) * spread
-
-
-def diagonal_column(p: Float[Tensor, "*batch tokens tokens"]) -> Float[Tensor, "*batch tokens 1"]:
-    """The diagonal, as a column."""
-    return p.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-
-
 def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
     """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
     return p * (a - (p * a).sum(-1, keepdim=True))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
-from invformer.lipschitz.power_iteration import RowIteration
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn import ContractiveFeedForward, ContractiveL2Attention, RelativePositionBias
 from invformer.nn.branch import LipschitzBranch
@@ -105,21 +104,25 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
     chosen = torch.tensor([0, 4, SEQ_LEN - 1])
     for part, stacked in zip(probe.parts, probe.stacked(), strict=True):
         count = len(part.branches)
-        j = torch.stack([true[branch] for branch in probe.names[part.layers]])
-        v = torch.randn(count, 1, len(chosen), SEQ_LEN, WIDTH)
-        cases = [(stacked.rows(chosen.expand(count, 1, -1)), "bkdje,blkje->blkd", j[:, chosen])]
-        if not isinstance(part.iteration, RowIteration):
-            cases += [(stacked.whole(len(chosen)), "bidje,blkje->blkid", j)]
+        j = torch.stack([true[branch] for branch in probe.names[part.at]])
+        v = torch.randn(count, len(chosen), SEQ_LEN, WIDTH)
+        k = chosen.expand(count, 1, -1)
+        cases = [(stacked.rows(k), "bkdje,bkje->bkd", j[:, chosen], v)]
         if certified_in(model) == "diagonal_block":
-            blocks = j.diagonal(dim1=1, dim2=3)
-            cases += [(stacked.diagonal(), "bdei,blkie->blkid", blocks)]
-        for product, equation, matrix in cases:
-            pushed = product.jvp(v)
-            torch.testing.assert_close(
-                pushed, torch.einsum(equation, matrix, v), rtol=1e-6, atol=1e-9
-            )
+            own = v[:, torch.arange(3), chosen].unsqueeze(2)
+            blocks = j.diagonal(dim1=1, dim2=3)[..., chosen]
+            cases += [(stacked.rows(k, diagonal=True), "bdek,bkje->bkd", blocks, own)]
+        for products, equation, matrix, vectors in cases:
+            if products.pull(torch.zeros(count, 3, WIDTH)).shape[2] == 1:  # the token itself
+                vectors = v[:, torch.arange(3), chosen].unsqueeze(2)
+                if matrix.ndim == 5:
+                    matrix = torch.stack([matrix[:, i, :, t] for i, t in enumerate(chosen)], -1)
+                    equation = "bdek,bkje->bkd"
+            expected = torch.einsum(equation, matrix, vectors)
+            pushed = products.push(vectors.clone())
+            torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-9)
             w = torch.randn(pushed.shape)
-            torch.testing.assert_close((product.vjp(w) * v).sum(), (w * pushed).sum())
+            torch.testing.assert_close((products.pull(w) * vectors).sum(), (w * pushed).sum())
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,10 +139,10 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
         probe = LipschitzProbe(model, tokens, measured)
         estimates = probe.estimate(num_steps=150)
         bounds = dict(zip(probe.names, local_bounds(probe).tolist(), strict=True))
-        for branch, estimate in estimates.items():
+        for branch, (value, _) in estimates.items():
             expected = norm(true[branch])
-            assert estimate.value.item() <= expected * (1 + 1e-9)
-            assert estimate.value.item() == pytest.approx(expected, rel=1e-2)
+            assert value.item() <= expected
+            assert value.item() == pytest.approx(expected, rel=1e-2)
             if measured == certified_in(model):
                 assert expected <= bounds[branch] * (1 + 1e-9)
     if model.is_invertible:
@@ -180,8 +183,8 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
     assert torch.equal(probe.values(), other.values())
     with pytest.raises(ValueError, match="does not fit"):
         LipschitzProbe(model, random_tokens(2)).load_state_dict(probe.state_dict())
-    with pytest.raises(ValueError, match="missing or unknown"):
-        other.load_state_dict({})
+    with pytest.raises(ValueError, match="others is unknown"):
+        other.load_state_dict({"others": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])
@@ -228,7 +231,7 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
             true = dense(copy.deepcopy(model).double().eval(), tokens)
             for name, value in zip(probe.names, values.tolist(), strict=True):
                 exact = token_max(true[name])
-                assert value <= exact * (1 + 1e-5)
+                assert value <= exact
                 errors.append(1 - value / exact)
     assert statistics.median(errors) < 0.01
 
@@ -266,5 +269,5 @@ def test_a_branch_without_products_of_its_own_is_estimated_by_autograd() -> None
         block.attention.branch = TanhOfMean(0.5)
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
-    for name, estimate in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
-        assert estimate.value.item() == pytest.approx(token_max(true[name]), rel=1e-2)
+    for name, (value, _) in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
+        assert value.item() == pytest.approx(token_max(true[name]), rel=1e-2)
