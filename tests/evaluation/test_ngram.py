@@ -60,21 +60,6 @@ def test_probabilities_sum_to_one_after_any_context(context: list[int], order: i
     assert total == pytest.approx(1, rel=1e-12)
 
 
-def test_without_training_text_it_is_uniform() -> None:
-    nats = witten_bell_nats(
-        torch.empty(0, dtype=torch.uint8), random_text(9, 0), 3, vocab_size=VOCAB
-    )
-    assert nats == pytest.approx(math.log(VOCAB))
-
-
-def test_context_pays_on_text_that_repeats() -> None:
-    period = torch.tensor([0, 1, 0, 2, 0, 3]).repeat(50)
-    by_order = [witten_bell_nats(period, period, n, vocab_size=VOCAB) for n in (1, 2, 3)]
-    assert by_order[0] > 1.1  # close to the entropy 1.24 nats of the single characters
-    assert by_order[1] > 0.5
-    assert by_order[2] < 0.1
-
-
 @pytest.mark.parametrize(("order", "text"), [(0, [1]), (3, [])])
 def test_nothing_to_do_is_refused(order: int, text: list[int]) -> None:
     tokens = torch.tensor(text, dtype=torch.int64)

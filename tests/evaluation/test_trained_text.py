@@ -18,11 +18,11 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL
 from invformer.runs.encoding import specs_of
+from tests.evaluation.test_evaluate import TEXT_FILE, Saved
 from tests.runs.hostile import edit_json
 from tests.saved_runs import save_run
 
 ROOT = Path(__file__).parents[2]
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +33,7 @@ def _single_precision() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run on a text that lies in its folder."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    words = ["data=text_file", f"data.path={tmp_path / 'text.txt'}", "data.seq_len=16",
-             "model.d_model=12", "model.num_layers=1", "model.num_heads=2"]  # fmt: skip
-    config = load_config(words)
-    corpus = read_corpus(config.data)
-    vocabulary = Vocabulary.from_text(corpus.read("train"))
-    model = untrained(config, vocabulary.size)
-    save_run(tmp_path, config, vocabulary, model, data_sha256=corpus.sha256)
+    Saved(tmp_path).save()
     return tmp_path
 
 
@@ -69,7 +62,7 @@ def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) 
         with pytest.raises(DataError, match=r"it was the checkpoint .* data\.path=PATH") as error:
             evaluate(folder)
         assert error.value.exit_code == 3
-        text = f"data.path={folder / 'text.txt'}"
+        text = f"data.path={folder / TEXT_FILE}"
         assert evaluate(folder, text)["data"]["same_as_training"]
         report = evaluate(folder, text, "data.max_characters=1000")  # needs the rest for the n-gram
         assert report["ngram"] is None
@@ -98,10 +91,10 @@ def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
     other = folder / "other.txt"
     other.write_text("9 is 9 times 1; 16 is 2 times 8; 81 is 3 times 27; " * 20)
     elsewhere = "data.name=text_file", f"data.path={other}"
-    learnt = read_corpus(text_file(folder / "text.txt"))
+    learnt = read_corpus(text_file(folder / TEXT_FILE))
     expected = five_gram(learnt.split("train"), read_corpus(text_file(other)).split("val"))
     assert evaluate(folder, *elsewhere)["ngram"]["nats"] == expected
-    short = read_corpus(text_file(folder / "text.txt", max_characters=1000)).split("val")
+    short = read_corpus(text_file(folder / TEXT_FILE, max_characters=1000)).split("val")
     assert learnt.split("val").startswith(short)
     report = evaluate(folder, "data.max_characters=1000")
     assert report["num_characters"] == len(short)
@@ -110,7 +103,7 @@ def test_the_ngram_has_learnt_what_the_model_has_learnt_or_is_left_out(
     assert report["ngram"] is None
     print_table(report)
     assert "-gram" not in capsys.readouterr().out
-    (folder / "text.txt").write_text("another text by now")
+    (folder / TEXT_FILE).write_text("another text by now")
     assert evaluate(folder, *elsewhere)["ngram"] is None
 
 

@@ -72,14 +72,6 @@ def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
         assert all(inside.contains(*corner) for corner in axes.get_tightbbox().corners())
 
 
-def test_axes_are_named(tmp_path: Path) -> None:
-    figure = draw_summary(read_curves(write_metrics(tmp_path / "metrics.jsonl")), "sample")
-    assert all(axes.get_ylabel() for axes in figure.axes[:3])
-    (words,) = figure.axes[3].texts
-    assert "recovered  100.0 %" in words.get_text()
-    assert "  sample" in words.get_text()
-
-
 def test_the_running_mean_is_that_of_the_last_finite_values() -> None:
     values = [math.nan, 1.0, 2.0, math.nan, 6.0, *torch.arange(5.0).tolist()]
     naive = []
