@@ -63,16 +63,13 @@ class Branch:
     # What is done to the input first, token by token.
     prepare: Callable[[Enclosure], Enclosure] | None = None
     num_reads = 1
-    # Whether products are more accurate than float64's own.
-    split = True
 
     def __init__(self, reads: list[Tensor], output: Tensor, bias: Tensor | None = None) -> None:
         self.weights = [constant(w) for w in (*reads, output)]
-        self.set_split(True)
         self.terms = [] if bias is None else [constant(bias)]
 
-    def set_split(self, split: bool) -> None:
-        """Make products accurate, or fast."""
+    def make_matrices(self, split: bool) -> None:
+        """Get ready to multiply, more accurately than in float64 if split."""
         self.split = split
         *self.reads, self.output = (matrix(w, split) for w in self.weights)
 

@@ -55,12 +55,14 @@ class Network:
     Args:
         model: with the weights it has now.
         length: tokens of a text.
+        split: whether products are more accurate than float64's own, which takes longer.
 
     Raises:
         NotEnclosed: the model has a layer whose rounding is not bounded here.
     """
 
-    def __init__(self, model: CharTransformer, length: int) -> None:
+    def __init__(self, model: CharTransformer, length: int, split: bool = True) -> None:
+        self.split = split
         self.embedding = model.embedding
         self.vocab_size = model.embedding.token.num_embeddings
         require_normal(model.embedding.token.weight, model.embedding.position)
@@ -77,20 +79,10 @@ class Network:
             if branch is None:
                 factor, shift = inside
                 continue
+            branch.make_matrices(split)
             self.steps.append(Step(branch, *inside, writes))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].high])
         self.top = Step(None, factor, shift, writes)
-
-    @property
-    def split(self) -> bool:
-        """Whether products are more accurate than float64's own."""
-        return all(step.branch is None or step.branch.split for step in self.steps)
-
-    def set_split(self, split: bool) -> None:
-        """Make products accurate, or fast."""
-        for step in self.steps:
-            if step.branch is not None:
-                step.branch.set_split(split)
 
     def __call__(
         self,
@@ -223,7 +215,6 @@ def couple(branch: Branch, norm: nn.LayerNorm, adds_to: int) -> None:
     branch.weights = [*reads, output.map(widened)]
     branch.terms = [term.map(widened) for term in branch.terms]
     branch.prepare = lambda x: layer_norm(x.map(lambda t: t.chunk(2, -1)[1 - adds_to]), norm)
-    branch.set_split(branch.split)
 
 
 def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> Branch:

@@ -5,7 +5,6 @@ import math
 import re
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,8 @@ def evaluate(
     windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
     print(f"{checkpoint.path}: evaluating {len(tokens):,} characters of {corpus.name}, {split}")
     sys.stdout.flush()
-    with arithmetic(trained, device):
+    mixed = trained.trainer.precision == "bf16-mixed"  # as in training, and in the certificate
+    with torch.autocast(device.type, torch.bfloat16, mixed):
         shown = tqdm(windows, "likelihood", unit=" batches", leave=False, disable=None)
         likelihood = score(model, shown, device)
     if not math.isfinite(likelihood.nats):
@@ -108,11 +108,12 @@ def evaluate(
     own = corpus.sha256 == checkpoint.metadata["data_sha256"]
     by_heart = split == "train" or (own and split == "all")
     learnt = None if by_heart else training_tokens(checkpoint, vocabulary, trained.data, corpus)
+    logger, run_id = trained.logger, checkpoint.metadata.get("wandb_run_id")  # if it was online
     report: dict[str, Any] = {
         "checkpoint": str(checkpoint.path if checkpoint.path.name else checkpoint.path.resolve()),
         "step": checkpoint.step,
         "command": checkpoint.metadata.get("command"),
-        "wandb": wandb_run(trained, checkpoint),
+        "wandb": run_id and {"id": run_id, "project": logger.project, "entity": logger.entity},
         "commit": checkpoint.metadata.get("commit"),
         "evaluated_with": command_line(config),
         "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
@@ -158,12 +159,6 @@ def evaluate(
         rate = generation_rate(model, tokens, count, device)
         report["perf"][f"{key}_characters_per_second"] = rate
     return report
-
-
-def wandb_run(trained: TrainConfig, checkpoint: Checkpoint) -> dict[str, str | None] | None:
-    """Where W&B has the run, if it was online."""
-    logger, run_id = trained.logger, checkpoint.metadata.get("wandb_run_id")
-    return run_id and {"id": run_id, "project": logger.project, "entity": logger.entity}
 
 
 def keep_report(report: dict[str, Any], latest: Path) -> Path:
@@ -224,13 +219,6 @@ def ngram_baseline(vocabulary: Vocabulary, learnt: Tensor, tokens: Tensor) -> di
     nats = witten_bell_nats(learnt, tokens, NGRAM_ORDER, vocab_size=vocabulary.size)
     baseline = {"order": NGRAM_ORDER, "nats": nats, "bpc": nats / math.log(2)}
     return {**baseline, "num_characters": len(learnt)}
-
-
-def arithmetic(config: TrainConfig, device: torch.device) -> AbstractContextManager[object]:
-    """That of training's forward pass, which the certificate is for."""
-    if config.trainer.precision == "bf16-mixed":
-        return torch.autocast(device.type, torch.bfloat16)
-    return nullcontext()
 
 
 def certify_model(

@@ -81,13 +81,12 @@ def prefix_margins(
     """
     try:
         with ieee_products(tokens.device):
-            network = Network(model, tokens.shape[-1])
-            network.set_split(False)
+            network = Network(model, tokens.shape[-1], split=False)
             found = []
             for pair in zip(tokens, states, strict=True):
-                evidence = None if network.split else evidence_of(network, *pair)
+                evidence = evidence_of(network, *pair)
                 if evidence is None:
-                    network.set_split(True)  # also for the texts that follow
+                    network = Network(model, tokens.shape[-1])  # also for the texts that follow
                     evidence = evidence_of(network, *pair)
                 found.append(evidence)
     except NotEnclosed as error:

@@ -219,21 +219,21 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_model_eval(self) -> None:
         """What is validated, and then certified and saved, is the average if there is one."""
-        if self.average is not None:
-            self.average.swap()
-            refresh_normalisers(self.model)
+        self.swap_average()
         super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
-        """Back to the weights that learn, and to their constants."""
-        if self.average is not None:
-            self.average.swap()
-            refresh_normalisers(self.model)
+        """Back to the weights that learn."""
+        self.swap_average()
 
     def on_train_end(self) -> None:
         """The average is what came of it."""
         self.gather()
         set_sample_keys(self.model, None)
+        self.swap_average()
+
+    def swap_average(self) -> None:
+        """Exchange the weights that learn and their average, if there is one."""
         if self.average is not None:
             self.average.swap()
             refresh_normalisers(self.model)

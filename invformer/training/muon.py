@@ -5,7 +5,7 @@ heads of an attention are one matrix: a step of a small model takes one core fiv
 the batched products here, and longer than the model itself.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,11 +60,10 @@ class Muon(Optimizer):
                 for p in group["params"]
                 if p.grad is not None
             ]
-            directions = orthogonalised_together([m for _, matrices in momenta for m in matrices])
-            for p, matrices in momenta:
-                of_p = [next(directions) for _ in matrices]
+            directions = orthogonalised_together([matrices for _, matrices in momenta])
+            for (p, _), direction in zip(momenta, directions, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(part_like(as_parameter(of_p, p.shape), p), alpha=group["lr"])
+                p.sub_(part_like(as_parameter(direction, p.shape), p), alpha=group["lr"])
         return loss
 
     def _momentum(self, p: Tensor, gradient: Tensor, momentum: float) -> Tensor:
@@ -76,7 +75,7 @@ class Muon(Optimizer):
         return whole(gradient.lerp(memory, momentum))
 
 
-def as_matrices(p: Tensor, parts: int = 1) -> list[Tensor]:
+def as_matrices(p: Tensor, parts: int = 1) -> Float[Tensor, "matrices rows columns"]:
     """The matrices that a parameter consists of.
 
     The ``parts`` of a matrix lie below each other. Of a stack (…, H, m, n) the H matrices of the
@@ -84,20 +83,16 @@ def as_matrices(p: Tensor, parts: int = 1) -> list[Tensor]:
     of the whole are orthonormal in every head; whatever comes before H are matrices apart.
     """
     if p.dim() == 2:
-        return list(p.chunk(parts))
+        return p.unflatten(0, (parts, -1))
     heads = p.flatten(0, -4) if p.dim() > 3 else p.unsqueeze(0)
-    joined = heads.transpose(1, 2).flatten(2) if side_by_side(p.shape) else heads.flatten(1, 2)
-    return list(joined)
+    return heads.transpose(1, 2).flatten(2) if side_by_side(p.shape) else heads.flatten(1, 2)
 
 
-def as_parameter(matrices: list[Tensor], shape: torch.Size) -> Tensor:
+def as_parameter(matrices: Float[Tensor, "matrices rows columns"], shape: torch.Size) -> Tensor:
     """The inverse of :func:`as_matrices`, for a parameter of this shape."""
-    if len(shape) == 2:
-        return torch.cat(matrices)
-    joined = torch.stack(matrices)
-    if side_by_side(shape):
-        joined = joined.unflatten(2, (-1, shape[-1])).transpose(1, 2)
-    return joined.reshape(shape)
+    if len(shape) > 2 and side_by_side(shape):
+        matrices = matrices.unflatten(2, (-1, shape[-1])).transpose(1, 2)
+    return matrices.reshape(shape)
 
 
 def side_by_side(shape: torch.Size) -> bool:
@@ -105,19 +100,18 @@ def side_by_side(shape: torch.Size) -> bool:
     return shape[-2] >= shape[-1]
 
 
-def orthogonalised_together(matrices: list[Tensor]) -> Iterator[Tensor]:
+def orthogonalised_together(batches: list[Tensor]) -> list[Tensor]:
     """0.2 √max(m, n) times :func:`orthogonalised` of every matrix, those of one shape at once."""
     by_shape: dict[tuple[int, ...], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(index)
+    for index, batch in enumerate(batches):
+        by_shape.setdefault(tuple(sorted(batch.shape[1:])), []).append(index)
     found: dict[int, Tensor] = {}
     for (_, longer), indices in by_shape.items():
-        wide = [m if m.shape[0] <= m.shape[1] else m.mT for m in (matrices[i] for i in indices)]
-        directions = orthogonalised(torch.stack(wide)) * (UPDATE_RMS * longer**0.5)
-        for index, direction in zip(indices, directions, strict=True):
-            transposed = direction.shape != matrices[index].shape
-            found[index] = direction.mT if transposed else direction
-    return iter([found[index] for index in range(len(matrices))])
+        wide = [b if b.shape[1] <= b.shape[2] else b.mT for b in (batches[i] for i in indices)]
+        directions = orthogonalised(torch.cat(wide)) * (UPDATE_RMS * longer**0.5)
+        for index, d in zip(indices, directions.split([len(b) for b in wide]), strict=True):
+            found[index] = d if d.shape == batches[index].shape else d.mT
+    return [found[index] for index in range(len(batches))]
 
 
 def orthogonalised(x: Float[Tensor, "*batch rows columns"]) -> Float[Tensor, "*batch rows columns"]:

@@ -1,7 +1,6 @@
 """Metrics of a run: one row per optimiser step, kept on the device and logged now and then."""
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,12 +94,14 @@ class Rows(L.Callback):
         return rows
 
     def send(self, trainer: L.Trainer, before: int | None = None) -> None:
-        """Send the pending rows before a step (or all of them), checked."""
+        """Send the pending rows before a step (or all of them), if estimates are below bounds.
+
+        A loss or gradient that is not finite is refused by the module, which can say what it was.
+        """
         refuse = getattr(trainer.lightning_module, "refuse_lost_update", None)
         if refuse is not None:
             refuse()
         for step, row in self.flush(trainer, before).items():
-            check_finite(step, row)
             try:
                 check_sandwich(step, row)
             except CertificateViolation as violation:
@@ -180,17 +181,6 @@ def non_finite(step: int, what: str) -> NonFiniteError:
         f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
         "(the last good checkpoint is kept)"
     )
-
-
-def check_finite(step: int, row: Row) -> None:
-    """Stop on a loss or gradient that is no number, naming both.
-
-    Raises:
-        NonFiniteError: naming the step and the metric.
-    """
-    for key in ("train/nats", "optim/grad_norm"):
-        if key in row and not math.isfinite(row[key]):
-            raise non_finite(step, f"{key} is {row[key]}")
 
 
 def check_sandwich(step: int, row: Row) -> None:

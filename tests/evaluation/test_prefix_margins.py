@@ -132,8 +132,7 @@ def test_enclosures_of_states_contain_those_in_200_bits(
 ) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
     with torch.no_grad():
-        network = Network(model, SEQ_LEN)
-        network.set_split(split)
+        network = Network(model, SEQ_LEN, split)
         own, past = network(tokens, places, None)
         other = (tokens + 1) % VOCAB
         state, _ = network(other, places, past)

@@ -12,9 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import deterministic
 
-from invformer.assemble.run import build_run
+from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
 from invformer.kernels import normaliser
 from invformer.nn.spectral import SpectralNormalised
 from invformer.runs.run_log import read_rows
@@ -44,25 +43,30 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
     ]  # fmt: skip
 
 
-def validation_bits(folder: Path, name: str, *more: str) -> float:
-    """The bits per character after a short run."""
+def fitted(folder: Path, name: str, *more: str) -> Run:
+    """A short run."""
     run = build_run(load_config(arguments(folder, name, *more)))
     fit(run)
-    return read_rows(run.directory.metrics)[-1]["val/bpc"]
+    return run
 
 
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
-def test_checkpointed_and_accumulated_runs_end_where_the_plain_run_does(
+def test_checkpointed_and_accumulated_runs_have_the_losses_of_the_plain_run(
     tmp_path: Path, model: str
 ) -> None:
-    plain = validation_bits(tmp_path, "plain", f"model={model}")
-    for name, *more in (
-        ("checkpointed", "trainer.checkpoint_activations=true"),
-        ("accumulated", "trainer.accumulate=2", "data.batch_size=4"),
-    ):
-        assert validation_bits(tmp_path, name, f"model={model}", *more) == pytest.approx(
-            plain, rel=1e-9
-        )
+    runs = {
+        "plain": (),
+        "checkpointed": ("trainer.checkpoint_activations=true",),
+        "accumulated": ("trainer.accumulate=4", "data.batch_size=2"),
+    }
+    plain, *others = (
+        read_rows(fitted(tmp_path, name, f"model={model}", *more).directory.metrics)
+        for name, more in runs.items()
+    )
+    for rows in others:
+        for row, expected in zip(rows, plain, strict=True):
+            for key in ("train/nats", "train/bpc", "val/bpc"):
+                assert row.get(key) == pytest.approx(expected.get(key), rel=1e-9)
 
 
 @pytest.mark.parametrize("model", ["contractive_l2", "contractive_bounded", "dot_product"])
@@ -73,18 +77,9 @@ def test_nothing_reads_memory_that_was_never_written(
     rows = []
     for fill in (True, False):
         monkeypatch.setattr(deterministic, "fill_uninitialized_memory", fill)
-        run = build_run(
-            load_config(
-                arguments(
-                    tmp_path, f"fill-{fill}", f"model={model}", f"data.seq_len={seq_len}",
-                    "trainer.precision=32-true", "monitor.enabled=true",
-                ),
-                TrainConfig,
-                ROOT,
-            )
-        )  # fmt: skip
+        words = ("trainer.precision=32-true", "monitor.enabled=true", f"data.seq_len={seq_len}")
+        run = fitted(tmp_path, f"fill-{fill}", f"model={model}", *words)
         assert torch.are_deterministic_algorithms_enabled()
-        fit(run)
         weights = [p.detach().clone() for p in run.module.model.parameters()]
         rows.append((losses(run.directory.path), weights))
     (filled, weights), (unfilled, same) = rows
@@ -92,29 +87,11 @@ def test_nothing_reads_memory_that_was_never_written(
     assert all(torch.equal(a, b) for a, b in zip(weights, same, strict=True))
 
 
-def test_the_training_loss_of_accumulated_batches_is_that_of_one_batch_of_all_of_them(
-    tmp_path: Path,
-) -> None:
-    rows = []
-    for name, more in (
-        ("one", ("data.batch_size=8",)),
-        ("four", ("data.batch_size=2", "trainer.accumulate=4")),
-    ):
-        run = build_run(load_config(arguments(tmp_path, name, *more)))
-        fit(run)
-        rows.append(read_rows(run.directory.metrics))
-    for one, four in zip(*rows, strict=True):
-        assert one["train/nats"] == pytest.approx(four["train/nats"], rel=1e-9)
-        assert four["train/bpc"] == pytest.approx(four["train/nats"] / math.log(2), rel=1e-15)
-
-
 def test_a_run_in_double_precision_has_losses_and_a_validation_in_double_precision(
     tmp_path: Path,
 ) -> None:
     """Recomputed from the weights it starts with, which a learning rate of nothing leaves alone."""
-    given = arguments(tmp_path, "double", "trainer.max_steps=1", "optim.lr=1e-300")
-    run = build_run(load_config(given))
-    fit(run)
+    run = fitted(tmp_path, "double", "trainer.max_steps=1", "optim.lr=1e-300")
     (row,) = read_rows(run.directory.metrics)
     model = run.module.model.eval()
     inputs, targets = run.data.first_batch()
@@ -224,8 +201,7 @@ def test_no_step_waits_for_the_device_between_flushes(
 def test_the_cost_of_the_constraint_is_recorded_where_there_is_one(
     tmp_path: Path, model: str
 ) -> None:
-    run = build_run(load_config(arguments(tmp_path, "share", f"model={model}")))
-    fit(run)
+    run = fitted(tmp_path, "share", f"model={model}")
     last = read_rows(run.directory.metrics)[-1]
     if model == "dot_product":
         assert "perf/normalisation_share" not in last
