@@ -47,14 +47,11 @@ def window_nats(
     return (nats.double() * scored.flatten()).sum()
 
 
-def first_character_nats(vocab_size: int) -> float:
-    """Code length of a text's first character, which no context predicts: uniform, ln V."""
-    return math.log(vocab_size)
-
-
 @torch.no_grad()
 def score(model: CharTransformer, windows: Iterable[Window], device: torch.device) -> Likelihood:
     """Mean nats per character over windows that cover a split, its first character included.
+
+    That one, which no context predicts, costs ln V.
 
     Args:
         model: in eval mode.
@@ -62,8 +59,7 @@ def score(model: CharTransformer, windows: Iterable[Window], device: torch.devic
             exactly once.
         device: where the model lives.
     """
-    total = torch.zeros((), dtype=torch.float64)
-    total += first_character_nats(model.head.out_features)
+    total = torch.tensor(math.log(model.head.out_features), dtype=torch.float64)
     count = 1
     start = time.perf_counter()
     weights = model.weights()

@@ -143,7 +143,7 @@ class InversionMonitor(L.Callback):
             tokens = self.tokens.to(pl_module.device)
             trip = round_trip(pl_module.model, tokens, certificate, dtype=dtype)
             found = trip.numbers()
-        row = {
+        row: dict[str | tuple[str, ...], Tensor | float] = {
             "inverse/residual_max": found["residual"],
             "inverse/error_bound_max": found["error_bound"],
             "inverse/reconstruction_max": found["reconstruction_error"],
@@ -213,13 +213,8 @@ class LastValidation(L.Callback):
         batch_idx: int,
     ) -> None:
         """Ask for the end, before which Lightning validates; at its own limit it does not."""
-        is_last = is_last_step(trainer)
+        is_last = trainer.global_step >= trainer.max_steps
         if self.max_seconds is not None and is_step_boundary(trainer, batch_idx):
             is_over = time.monotonic() - self.start >= self.max_seconds
             is_last = is_last or bool(largest_of_processes(int(is_over)))
         trainer.should_stop = trainer.should_stop or is_last
-
-
-def is_last_step(trainer: L.Trainer) -> bool:
-    """Whether all optimiser steps of the run are done."""
-    return trainer.global_step >= trainer.max_steps

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.evaluation.likelihood import first_character_nats, window_nats
+from invformer.evaluation.likelihood import window_nats
 from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
@@ -242,7 +242,7 @@ class CharLanguageModel(L.LightningModule):
         """Charge the split's first character, which has no context, at ln V nats."""
         if self.is_normalised and (share := self.watch.share()) is not None:
             record(self.trainer, self.step, {"perf/normalisation_share": share})
-        first = first_character_nats(self.model.head.out_features), 1
+        first = math.log(self.model.head.out_features), 1
         once = first if self.trainer.is_global_zero else (0, 0)
         self.scored = torch.tensor(once, dtype=torch.float64, device=self.device)
 

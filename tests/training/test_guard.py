@@ -36,15 +36,9 @@ def state_of(run: Run) -> dict[str, object]:
     )
 
 
-def same(one: object, other: object) -> bool:
-    """Whether two nested states are equal bit for bit."""
-    if isinstance(one, dict):
-        assert isinstance(other, dict)
-        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
-    if isinstance(one, list):
-        assert isinstance(other, list)
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, Tensor) else one == other  # type: ignore[arg-type]
+def require_same(one: object, other: object) -> None:
+    """Nested states must be equal bit for bit."""
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def break_gradient(run: Run, value: float, name: str) -> None:
@@ -99,7 +93,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
     each = 16 if "trainer.accumulate=2" in more else 8
     assert f"in windows {BAD_STEP * each}–{(BAD_STEP + 1) * each - 1}; " in message
     assert before
-    assert same(before, state_of(run))
+    require_same(before, state_of(run))
     assert newest_step(run) == LAST_SAVED
 
 
@@ -115,7 +109,7 @@ def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_lat
         fit(run)
     after = state_of(run)
     assert run.trainer.global_step > BAD_STEP + 1
-    assert same(before["weights"], after["weights"])
+    require_same(before["weights"], after["weights"])
     assert newest_step(run) == LAST_SAVED
 
 
@@ -129,7 +123,7 @@ def test_the_skipping_itself_changes_no_bit(
         fit(run)
         weights.append(run.module.model.state_dict())
         monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
-    assert same(*weights)
+    require_same(*weights)
 
 
 def newest_step(run: Run) -> int:
@@ -158,7 +152,7 @@ def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
     monkeypatch.setattr(CharLanguageModel, "training_step", spoiled)
     with pytest.raises(NonFiniteError, match=rf"step {BAD_STEP}: the loss \(inf\) is not finite"):
         fit(run)
-    assert same(before, state_of(run))
+    require_same(before, state_of(run))
 
 
 def inspect(guard: UpdateGuard, step: int, loss: float, *gradients: float) -> Tensor:

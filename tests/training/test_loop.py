@@ -22,7 +22,6 @@ from invformer.training.module import CharLanguageModel
 from tests.host_syncs import HostSyncs
 from tests.small_runs import losses
 
-ROOT = Path(__file__).parent.parent.parent
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 
 
