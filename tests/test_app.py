@@ -16,9 +16,7 @@ import torch
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.schema import DataConfig
 from invformer.config.trained import EvaluateConfig
-from invformer.data.corpora import read_corpus
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
@@ -152,15 +150,6 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
         assert report["inversion"]["characters_proven"] == 1
 
 
-def test_every_character_of_the_split_is_scored_once(tmp_path: Path, text_file: Path) -> None:
-    run = train(options(tmp_path, text_file, "trainer.max_steps=2"))
-    val = read_corpus(DataConfig(name="text_file", path=str(text_file))).split("val")
-    for stride in (16, 5):
-        config = load_config([f"checkpoint={run}", f"evaluate.stride={stride}"], EvaluateConfig)
-        report, _ = evaluate_checkpoint(config)
-        assert report["num_characters"] == len(val)
-
-
 def test_a_tilde_is_the_home_folder(
     tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,22 +189,6 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
     assert done.stdout.splitlines()[-1] == f"written to {written} and {run / 'report.html'}"
     assert json.loads(written.read_text()) == report
     assert all(rate > 0 for rate in report["perf"].values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["train.py", "model.d_modl=3"], 2, "did you mean 'model.d_model'"),
-        (["evaluate.py", "checkpoint=missing"], 4, "does not exist"),
-    ],
-)
-def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
-    tmp_path: Path, arguments: list[str], code: int, message: str
-) -> None:
-    done = command(str(ROOT / arguments[0]), *arguments[1:], cwd=tmp_path)
-    assert done.returncode == code
-    assert message in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
     ],
 )
-def test_a_mistake_is_answered_in_one_line(
+def test_a_value_that_does_not_fit_is_named(
     typed: Typed, command: str, words: list[str], code: int, says: str
 ) -> None:
     said = typed(command, *words, code=code)
@@ -146,9 +146,10 @@ def test_a_mistake_is_answered_in_one_line(
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
-def test_a_mistake_is_answered_before_torch_is_loaded(
+def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
     words: list[str], code: int, says: str
 ) -> None:
+    """Before torch is loaded."""
     script = (
         "import sys; from invformer import commands\n"
         "try: commands.COMMANDS[sys.argv[1]](sys.argv[2:])\n"
@@ -159,6 +160,7 @@ def test_a_mistake_is_answered_before_torch_is_loaded(
     )
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
 
 
 def test_sampling_and_inverting_load_no_training_framework(run: Path) -> None:

@@ -147,18 +147,24 @@ def evaluate(
     }
     if measure.lipschitz_sequences:
         probe = first_sequences(tokens, seq_len, measure.lipschitz_sequences).to(device)
-        report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
+        with shown_at_work("local Lipschitz constants"):
+            report["local_lipschitz"] = measured_branches(model, probe, measure.lipschitz_steps)
     if certificate is not None and measure.inversion_sequences:
         sequences = first_sequences(tokens, seq_len, measure.inversion_sequences).to(device)
-        report["inversion"] = inversion = inverted(
-            model, vocabulary, sequences, certificate, measure
-        )
+        with shown_at_work("inversion and proof"):
+            inversion = inverted(model, vocabulary, sequences, certificate, measure)
+        report["inversion"] = inversion
         rate = inversion["num_characters"] / inversion["seconds_inverse"]
         report["perf"]["inverse_characters_per_second"] = rate
     for key, count in (("generate", 1), (f"generate_{TEXTS_TOGETHER}_texts", TEXTS_TOGETHER)):
         rate = generation_rate(model, tokens, count, device)
         report["perf"][f"{key}_characters_per_second"] = rate
     return report
+
+
+def shown_at_work(what: str) -> tqdm:
+    """Shows on a terminal what the program is doing."""
+    return tqdm(desc=what, bar_format="{desc} …", leave=False, disable=None)
 
 
 def keep_report(report: dict[str, Any], latest: Path) -> Path:
