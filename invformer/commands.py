@@ -172,7 +172,7 @@ def invert(argv: Sequence[str] | None = None) -> None:
     def work(config: InvertConfig) -> None:
         text = None if config.states else text_to_invert(config)
 
-        from invformer.evaluation.round_trip import as_characters, perturb, print_side_by_side
+        from invformer.evaluation.side_by_side import as_characters, perturb, print_side_by_side
         from invformer.model import load, read_states, write_states
 
         model = load(config.checkpoint, config.device)

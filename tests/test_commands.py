@@ -24,7 +24,7 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
 )
-from invformer.evaluation.round_trip import as_characters, perturb
+from invformer.evaluation.side_by_side import as_characters, perturb
 from invformer.training.fit import fit
 from tests.fake_hub import fake_hub
 

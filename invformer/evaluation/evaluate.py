@@ -34,7 +34,7 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import write_json
-from invformer.evaluation.round_trip import marks
+from invformer.evaluation.side_by_side import marks
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
