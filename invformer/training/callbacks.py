@@ -52,7 +52,7 @@ class Speed(L.Callback):
     ) -> None:
         """Count, and record every few optimiser steps."""
         self.characters += batch[0].numel() * trainer.world_size
-        if trainer.global_step % self.every == 0 and is_step_boundary(trainer, batch_idx):
+        if trainer.global_step % self.every == 0 and is_step_boundary(trainer):
             self.record(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -204,17 +204,10 @@ class LastValidation(L.Callback):
         """Start the clock, anew when a run continues."""
         self.start = time.monotonic()
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Ask for the end, before which Lightning validates; at its own limit it does not."""
         is_last = trainer.global_step >= trainer.max_steps
-        if self.max_seconds is not None and is_step_boundary(trainer, batch_idx):
+        if self.max_seconds is not None and is_step_boundary(trainer):
             is_over = time.monotonic() - self.start >= self.max_seconds
             is_last = is_last or bool(largest_of_processes(int(is_over)))
         trainer.should_stop = trainer.should_stop or is_last

@@ -82,17 +82,10 @@ class LipschitzMonitor(L.Callback):
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Estimate with the weights after the update, and bound, where a validation follows."""
         step = trainer.global_step - 1
-        is_boundary = is_step_boundary(trainer, batch_idx)
+        is_boundary = is_step_boundary(trainer)
         if self.probe is None or not is_boundary or not self.validates(trainer, step):
             return
         with self.watch:

@@ -116,16 +116,9 @@ class Rows(L.Callback):
         replace_file(self.evidence, content + "\n")
         return f" (evidence in {self.evidence})"
 
-    def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Send rows every few steps; the newest one waits for a validation to join it."""
-        if trainer.global_step % self.every == 0 and is_step_boundary(trainer, batch_idx):
+        if trainer.global_step % self.every == 0 and is_step_boundary(trainer):
             self.send(trainer, before=trainer.global_step - 1)
             self.save(trainer)
 
@@ -170,9 +163,10 @@ def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
     return rows
 
 
-def is_step_boundary(trainer: L.Trainer, batch_idx: int) -> bool:
+def is_step_boundary(trainer: L.Trainer) -> bool:
     """Whether the batch that just ended also ended an optimiser step."""
-    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
+    num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
+    return num_batches % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
 
 
 def non_finite(step: int, what: str) -> NonFiniteError:
