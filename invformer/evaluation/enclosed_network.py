@@ -229,7 +229,8 @@ def enclosed_branch(name: str, branch: nn.Module, length: int, weights: Any) -> 
             return FeedForwardBranch(w_in, b_in, w_out, None, branch.activation)
         case FeedForward():
             w_in, b_in, w_out, b_out = branch.parameters()
-            return FeedForwardBranch(w_in.mT, b_in, w_out.mT, b_out, branch[1].activation)
+            activation = type(branch[1]).__name__.lower()  # nn.GELU → gelu
+            return FeedForwardBranch(w_in.mT, b_in, w_out.mT, b_out, activation)
         case TiedL2Attention():
             return L2AttentionBranch(branch.position, weights, length)
         case BoundedAttention():
