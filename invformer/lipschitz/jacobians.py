@@ -282,9 +282,10 @@ class StackedL2Attention(StackedAttention):
         q = self.heads(z).transpose(1, 2)
         k = q - q[:, :, :1]
         # b_ij + (2 k_i·k_j − ‖k_j‖²)/√d, where the diagonal of b is zero
-        logits = torch.add(self.bias[index], k @ k.mT, alpha=2 / math.sqrt(k.shape[-1]))
+        bias, k = self.bias[index].expand(*k.shape[:3], -1).flatten(0, 1), k.flatten(0, 1)
+        logits = torch.baddbmm(bias, k, k.mT, alpha=2 / math.sqrt(k.shape[-1]))
         lengths = logits.diagonal(dim1=-2, dim2=-1).unsqueeze(-2)
-        p = torch.sub(logits, lengths, alpha=0.5).softmax(-1)
+        p = torch.sub(logits, lengths, alpha=0.5).softmax(-1).view(*q.shape[:3], -1)
         self.points.append((z, p))
         return merge_heads(p @ q)
 
