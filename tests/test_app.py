@@ -20,6 +20,7 @@ from invformer.config.trained import EvaluateConfig
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
+from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 
@@ -220,6 +221,5 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
 
 def saved_tensors(run: Path) -> dict[str, torch.Tensor]:
     """Weights and the optimiser's memory in the newest checkpoint; probes know no processes."""
-    files = sorted(newest(run).path.glob("*.safetensors"))
-    named = {f"{f.name}/{k}": v for f in files for k, v in safetensors.torch.load_file(f).items()}
-    return {name: tensor for name, tensor in named.items() if "cuda" not in name}
+    _, state = pack(newest(run).read_state())
+    return final_weights(run) | {name: t for name, t in state.items() if "cuda" not in name}

@@ -1,8 +1,9 @@
-"""A checkpoint: a directory of four files and their manifest, complete under its name or not there.
+"""A checkpoint: a directory of files and their manifest, complete under its name or not there.
 
 ``model.json`` and ``weights.safetensors`` are the model: what evaluating needs. ``state.json`` and
 ``state.safetensors`` are where training continues: optimiser, schedule, random generators, loop and
-sampler positions, the callbacks' memory. ``MANIFEST.json`` holds the size and SHA-256 of the four.
+sampler positions, the callbacks' memory. If the optimiser's memory is sharded, each process writes
+its part, ``state-00001.safetensors``. ``MANIFEST.json`` holds the size and SHA-256 of each file.
 
 A checkpoint is written beside its final place, file by file, the manifest last, and renamed. It is
 read only after it was verified.
@@ -12,12 +13,13 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, cat
 
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.runs.encoding import (
@@ -32,15 +34,25 @@ from invformer.runs.encoding import (
     to_bytes,
     unpack,
 )
-from invformer.runs.files import PARTIAL, make_folder, open_regular, sync_folder, write_new
+from invformer.runs.files import (
+    PARTIAL,
+    make_folder,
+    open_regular,
+    replace_file,
+    sync_folder,
+    write_new,
+)
 
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 MANIFEST = "MANIFEST.json"
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
+PART = "state-{:05d}.safetensors"  # of the optimiser's memory, by the process that keeps it
+PARTS = re.compile(r"state-\d{5}\.safetensors")
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
 MAX_STEP = 10**9
+POLL = 0.05  # seconds between looks at what other processes write
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 
 STATE_KEYS = {
@@ -127,6 +139,12 @@ class Checkpoint:
         """
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
         tensors = from_bytes(self.read(STATE_TENSORS), beside)
+        parts = [
+            from_bytes(self.read(name), str(self.path / name))
+            for name in sorted(filter(PARTS.fullmatch, self.files))
+        ]
+        for name in parts[0] if parts else ():
+            tensors[name] = cat([part[name] for part in parts])  # along the first axis
         if name := first_non_finite(that_learn(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
         state = unpack(parse(self.read(STATE), where), tensors, where)
@@ -158,39 +176,65 @@ def read_regular(path: Path) -> bytes:
 def write_checkpoint(
     path: Path, metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any]
 ) -> None:
-    """Save a model and where its training continues.
+    """Save a model and where its training continues, see :func:`encode`."""
+    write_directory(path, encode(metadata, weights, state))
+
+
+def encode(
+    metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any], rank: int = 0
+) -> dict[str, bytes]:
+    """The files that a process contributes to a checkpoint: all but the others' parts, or its part.
 
     Args:
-        path: the directory to make.
         metadata: what :func:`read_metadata` requires, and provenance.
         weights: the model's parameters and buffers by name.
-        state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors.
+        state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors, some of them sharded
+            along their first axis.
+        rank: of the process.
 
     Raises:
-        NonFiniteError: a weight or the optimiser's state is not finite; nothing is written.
-        StorageError: the directory cannot be written; nothing is left of it.
+        NonFiniteError: a weight or the optimiser's state is not finite.
     """
-    plain, tensors = pack(state)
-    if name := first_non_finite(weights) or first_non_finite(that_learn(tensors)):
+    plain, found = pack(state)
+    sharded: dict[str, Any] = {n: t for n, t in found.items() if hasattr(t, "to_local")}
+    parts = {n: t.to_local() for n, t in sharded.items()}
+    tensors = {n: t for n, t in found.items() if n not in parts}
+    if name := first_non_finite({**weights, **that_learn({**tensors, **parts})}):
         raise NonFiniteError(
             f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
             "or set optim.grad_clip (the last good checkpoint is kept)"
         )
+    own = {PART.format(rank): to_bytes(parts)} if parts else {}
+    if rank:
+        return own
     contents = (dump(metadata), to_bytes(weights), dump(plain), to_bytes(tensors))
-    write_directory(path, dict(zip(FILES, contents, strict=True)))
+    return dict(zip(FILES, contents, strict=True)) | own
 
 
-def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
-    """Make a directory of files with a manifest: complete and on the disk, or not at all."""
+def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[str] = ()) -> None:
+    """Make a directory of files with a manifest: complete and on the disk, or not at all.
+
+    Args:
+        target: the directory.
+        files: names and contents.
+        others: names of files that other processes add by :func:`write_part`; waits for them.
+
+    Raises:
+        StorageError: it cannot be written; nothing is left of it.
+    """
     partial = target.with_name(PARTIAL + target.name)
-    records = {name: record_of(content) for name, content in files.items()}
-    manifest = dump({"format": "invformer checkpoint", "version": 1, "files": records})
     try:
         make_folder(target.parent)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        for name, content in {**files, MANIFEST: manifest}.items():
+        partial.mkdir(exist_ok=True)
+        for name, content in files.items():
             write_new(partial / name, content)
+        while not all((partial / name).exists() for name in others):
+            partial.stat()  # gone if another process could not write its part
+            time.sleep(POLL)
+        everything = {**files, **{name: (partial / name).read_bytes() for name in others}}
+        records = {name: record_of(content) for name, content in everything.items()}
+        manifest = dump({"format": "invformer checkpoint", "version": 1, "files": records})
+        write_new(partial / MANIFEST, manifest)
         sync_folder(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
@@ -199,6 +243,22 @@ def write_directory(target: Path, files: Mapping[str, bytes]) -> None:
         raise StorageError(
             f"{target}: cannot be written ({error.strerror}); earlier checkpoints are kept"
         ) from error
+
+
+def write_part(target: Path, files: Mapping[str, bytes]) -> None:
+    """Add files, each complete under its name, to a directory that another process makes.
+
+    Raises:
+        StorageError: they cannot be written; nothing is left of the directory.
+    """
+    partial = target.with_name(PARTIAL + target.name)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            replace_file(partial / name, content)
+    except (OSError, StorageError):
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -216,18 +276,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
         names = set(os.listdir(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    if differing := names ^ {*FILES, MANIFEST}:
-        raise CheckpointError(
-            f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
-        )
     content = read_regular(path / MANIFEST)
     match parse(content, str(path / MANIFEST)):
-        case {"format": "invformer checkpoint", "version": 1, "files": dict(files)} if (
-            files.keys() == set(FILES)
-        ):
+        case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
             checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
         case _:
             raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
+    parts = set(filter(PARTS.fullmatch, files))
+    if differing := names - {MANIFEST} ^ files.keys() | files.keys() - parts ^ set(FILES):
+        raise CheckpointError(
+            f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
+        )
     checkpoint.metadata.update(read_metadata(checkpoint.read(MODEL), path))
     return checkpoint
 

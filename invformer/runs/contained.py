@@ -61,22 +61,29 @@ class ContainedCalls:
                     warn(f"{what} failed ({one_line(error)}); the run goes on")
 
 
+def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
+    """Make a call in a thread of its own, which does not keep the program from ending."""
+    made: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            made.set_result(call())
+        except Exception as error:
+            made.set_exception(error)
+        except BaseException as error:  # not to end the program where the result is taken
+            made.set_exception(RuntimeError(one_line(error)))
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return made
+
+
 def within(seconds: float, call: Callable[[], Any]) -> Any:
     """The run that a call opens; a run that opens too late is closed again.
 
     Raises:
         TimeoutError: it took longer.
-        RuntimeError: the call failed.
     """
-    opened: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            opened.set_result(call())
-        except BaseException as error:
-            opened.set_exception(RuntimeError(one_line(error)))
-
-    threading.Thread(target=work, name="wandb-start", daemon=True).start()
+    opened = in_background(call, "wandb-start")
     try:
         return opened.result(seconds)
     except TimeoutError:

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,30 @@ import torch
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
-from invformer.runs.checkpoint import keep_only, name_for, open_checkpoint, write_checkpoint
+from invformer.runs.checkpoint import (
+    PART,
+    encode,
+    keep_only,
+    name_for,
+    open_checkpoint,
+    write_directory,
+    write_part,
+)
+from invformer.runs.contained import in_background
 from invformer.runs.encoding import Spec
+from invformer.runs.ranks import launcher_value
 from invformer.runs.resume import DATA, follow_schedule, require_own_state
 from invformer.runs.run_lock import require_lock
 
+GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says
 
 
 class Checkpoints(L.Callback):
     """Saves at every validation and interruption; keeps the last two and the best (lowest bpc).
 
-    Every checkpoint carries the name of the best one so far. Nothing is deleted before the
+    Training goes on while files are written; the next save, an interruption and the end wait for
+    that. Every checkpoint carries the name of the best one so far. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
     because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``
     and ``make_schedule``.
@@ -47,6 +61,7 @@ class Checkpoints(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save what was just validated (the metrics were flushed, hence checked, before)."""
+        self.wait(trainer)
         bpc = float(trainer.callback_metrics["val/bpc"])
         name = name_for(self.folder, trainer.global_step)
         kept = {self.previous, self.best_name}  # the previous one names the best so far
@@ -59,30 +74,36 @@ class Checkpoints(L.Callback):
     ) -> None:
         """Save the state at an interruption, from which the same command continues."""
         if isinstance(exception, Interrupted) and self.started:
+            self.wait(trainer)
             self.save(trainer, name_for(self.folder, trainer.global_step), {self.previous})
+            self.wait(trainer)
+        else:  # let what is being written become whole, but wait for no process that is gone
+            io: Any = trainer.strategy.checkpoint_io
+            with suppress(StorageError, TimeoutError):
+                io.wait(GRACE)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last checkpoint is whole before :class:`.Interruption` stops for the last time."""
+        self.wait(trainer)
+
+    def wait(self, trainer: L.Trainer) -> None:
+        """Wait until all processes have written what was saved before.
+
+        Raises:
+            StorageError: it could not be written, or was not read back.
+        """
+        io: Any = trainer.strategy.checkpoint_io
+        io.wait()
+        trainer.strategy.barrier()
 
     def save(self, trainer: L.Trainer, name: str, kept: set[str | None]) -> None:
-        """Write a checkpoint, read it back, and only then delete what is no longer needed.
-
-        Args:
-            trainer: whose state it is.
-            name: of the new checkpoint.
-            kept: names of checkpoints to keep besides the new and the best one.
+        """Begin to write a checkpoint, after which no more than the named ones are kept.
 
         Raises:
             CheckpointError: another process may be at the run.
-            StorageError: the folder cannot be written, or does not give back what was written.
         """
         require_lock(self.folder.parent)
-        trainer.save_checkpoint(self.folder / name)  # all processes take part
-        if trainer.is_global_zero:
-            try:
-                open_checkpoint(self.folder / name).verify()
-                keep_only(self.folder, {name, self.best_name, *kept})
-            except CheckpointError as error:
-                raise StorageError(f"just written, and not read back: {error}") from None
-            except OSError as error:
-                raise StorageError(f"{self.folder}: cannot delete ({error.strerror})") from error
+        trainer.save_checkpoint(self.folder / name, storage_options={name, self.best_name, *kept})
         self.previous = name
 
     def on_save_checkpoint(
@@ -131,7 +152,7 @@ class RandomState(L.Callback):
 
 
 class DirectoryCheckpointIO(CheckpointIO):
-    """Lightning's plugin for checkpoints as directories.
+    """Lightning's plugin for checkpoints as directories, which a thread writes.
 
     Lightning hands over one nested dict, and gets the same one back, but for its own version: it
     has nothing to migrate.
@@ -142,22 +163,59 @@ class DirectoryCheckpointIO(CheckpointIO):
 
     def __init__(self, wanted: Mapping[str, Spec]) -> None:
         self.wanted = wanted
+        self.writing: Future[None] | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None
     ) -> None:
-        """Write a directory; Lightning calls this in the first process only.
+        """Copy the state, and begin to write it.
+
+        Lightning calls this in the first process only, :class:`.ShardedStrategy` in every one.
+
+        Args:
+            checkpoint: the state.
+            path: the directory to make.
+            storage_options: names of the checkpoints in its folder to keep; None keeps all.
 
         Raises:
             NonFiniteError: the state is not finite; nothing is written.
-            StorageError: it cannot be written; nothing is left of it.
         """
         state = dict(checkpoint)
         state["data"] = state.pop(DATA)
         metadata = {**state.pop(METADATA), "step": state.pop("global_step")}
         weights = state.pop("state_dict")
         del state["pytorch-lightning_version"]
-        write_checkpoint(Path(path), metadata, weights, state)
+        rank = launcher_value("RANK", 0)
+        files = encode(metadata, weights, state, rank)
+
+        def write() -> None:
+            if rank:
+                write_part(Path(path), files)
+                return
+            is_sharded = PART.format(0) in files
+            count = launcher_value("WORLD_SIZE", 1) if is_sharded else 1
+            write_directory(Path(path), files, [PART.format(n) for n in range(1, count)])
+            try:
+                open_checkpoint(Path(path)).verify()
+                if storage_options is not None:
+                    keep_only(Path(path).parent, storage_options)
+            except CheckpointError as error:
+                raise StorageError(f"just written, and not read back: {error}") from None
+            except OSError as error:
+                raise StorageError(f"{path}: cannot delete ({error.strerror})") from error
+
+        self.writing = in_background(write, "checkpoint")
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until everything is written and read back.
+
+        Raises:
+            StorageError: it cannot be.
+            TimeoutError: it took longer.
+        """
+        writing, self.writing = self.writing, None
+        if writing is not None:
+            writing.result(seconds)
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None

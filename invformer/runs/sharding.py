@@ -3,7 +3,8 @@
 Every process updates its part of every weight and keeps the optimiser's memory of that part. A
 block's gradients are exchanged while those of the block below are computed. Between two steps all
 weights are whole everywhere, because normalisation, monitor, certificate and inversion are
-functions of whole matrices. Checkpoints hold whole tensors, as one process saves them.
+functions of whole matrices. In a checkpoint weights are whole, and every process writes its part of
+the optimiser's memory.
 """
 
 import warnings
@@ -76,7 +77,7 @@ def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """Lightning's strategy for FSDP2, with checkpoints of whole tensors through the run's own IO.
+    """Lightning's strategy for FSDP2, with checkpoints through the run's own IO.
 
     The module shards its model in ``configure_model`` and has a method ``gather``.
 
@@ -129,10 +130,8 @@ class ShardedStrategy(ModelParallelStrategy):
         self.lightning_module.load_state_dict(weights, strict=strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Its state as one process would have it."""
-        return map_memory(
-            optimizer, Strategy.optimizer_state(self, optimizer), lambda v, _: whole(v)
-        )
+        """Its state in parts."""
+        return Strategy.optimizer_state(self, optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every process takes its parts."""
@@ -143,12 +142,8 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
-        """Through the run's own IO, in the first process.
-
-        Lightning's version refuses a directory that exists: a late process would refuse the one
-        that the first process has just written.
-        """
-        Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
+        """Through the run's own IO, in every process."""
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Through the run's own IO, in every process."""

@@ -112,7 +112,7 @@ def test_a_run_whose_lock_was_deleted_writes_nothing_more(tmp_path: Path, again:
     (path / LOCK).unlink()
     if again:
         (path / LOCK).write_text("another process")
-    trainer: Any = SimpleNamespace(save_checkpoint=lambda path: pytest.fail("saved"))
+    trainer: Any = SimpleNamespace(save_checkpoint=lambda *_, **__: pytest.fail("saved"))
     for write in (
         lambda: write_rows(path / "metrics.jsonl", {1: {"x": 1.0}}, first_step=1),
         lambda: Checkpoints(path / "checkpoints").save(trainer, "step-00000001", set()),

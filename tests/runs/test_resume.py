@@ -277,8 +277,8 @@ def test_the_best_checkpoint_is_the_one_of_the_lowest_bpc(tmp_path: Path) -> Non
     callback, module = Checkpoints(tmp_path), Mock(spec=L.LightningModule)
     for step, bpc in enumerate([3.0, 2.0, 4.0, 2.5, math.nan]):
         trainer: Any = SimpleNamespace(
-            global_step=step, callback_metrics={"val/bpc": bpc}, is_global_zero=False,
-            save_checkpoint=lambda path: saved.append(path.name),
+            global_step=step, callback_metrics={"val/bpc": bpc}, strategy=Mock(),
+            save_checkpoint=lambda path, storage_options: saved.append(path.name),
         )  # fmt: skip
         callback.on_validation_end(trainer, module)
     assert len(saved) == 5

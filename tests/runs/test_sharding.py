@@ -1,9 +1,7 @@
 """FSDP2 as the run uses it, in one process: the parts are the whole, the code is the same."""
 
 from collections.abc import Iterator
-from datetime import timedelta
-from pathlib import Path
-from unittest.mock import Mock, PropertyMock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,9 +13,7 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.runs.saving import DirectoryCheckpointIO
 from invformer.runs.sharding import (
-    ShardedStrategy,
     clip_parts,
     gather,
     is_sharded,
@@ -140,16 +136,3 @@ def tensors(state: dict) -> list[torch.Tensor]:
     inner = state.get("parts", [state])
     memories = [memory for part in inner for memory in part["state"].values()]
     return [value for memory in memories for value in memory.values() if torch.is_tensor(value)]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_comes_late_to_a_checkpoint_finds_it_there_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
-) -> None:
-    monkeypatch.setattr(ShardedStrategy, "global_rank", PropertyMock(return_value=rank))
-    monkeypatch.setattr(ShardedStrategy, "broadcast", lambda self, path, src=0: path)
-    strategy = ShardedStrategy(2, [], timedelta(seconds=1))
-    io = Mock(spec=DirectoryCheckpointIO)
-    strategy.checkpoint_io = io
-    strategy.save_checkpoint({}, tmp_path)  # a directory that the first process has begun
-    assert io.save_checkpoint.call_count == (1 if rank == 0 else 0)
