@@ -29,7 +29,6 @@ from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
 from invformer.runs.checkpoint import PREFIX, Checkpoint
-from invformer.runs.encoding import Spec, specs_of
 from invformer.runs.machine import pick_device
 
 KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
@@ -177,22 +176,22 @@ def load_model(
         CheckpointError: the weights do not fit the configuration or are not finite, or the state
             beside the weights, which is not used here, is damaged.
     """
-    wanted = weight_specs(config, vocabulary.size)
-    weights = checkpoint.read_weights({PREFIX + name: spec for name, spec in wanted.items()})
+    wanted = weights_on_meta(config, vocabulary.size)
+    weights = checkpoint.read_weights({PREFIX + name: w for name, w in wanted.items()})
     checkpoint.read_state()  # a checkpoint is taken whole or not at all
     model = untrained(config, vocabulary.size)
     model.load_state_dict({name.removeprefix(PREFIX): w for name, w in weights.items()})
     return model.eval()
 
 
-def weight_specs(config: TrainConfig, vocab_size: int) -> dict[str, Spec]:
-    """Type and shape of every weight of a model, without making one: all blocks are alike."""
+def weights_on_meta(config: TrainConfig, vocab_size: int) -> dict[str, torch.Tensor]:
+    """The weights of a model, on ``meta`` and without making one: all blocks are alike."""
     one_block = replace(config, model=replace(config.model, num_layers=1))
     with torch.device("meta"):
-        specs = specs_of(untrained(one_block, vocab_size).state_dict())
+        weights = untrained(one_block, vocab_size).state_dict()
     return {
-        name.replace(FIRST_BLOCK, f"stack.blocks.{index}.", 1): spec
-        for name, spec in specs.items()
+        name.replace(FIRST_BLOCK, f"stack.blocks.{index}.", 1): weight
+        for name, weight in weights.items()
         for index in range(config.model.num_layers if name.startswith(FIRST_BLOCK) else 1)
     }
 

@@ -24,7 +24,6 @@ from invformer.errors import StorageError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.collective import backends
-from invformer.runs.encoding import specs_of
 from invformer.runs.files import LINK, replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.json_lines import JsonLinesLogger
@@ -81,7 +80,7 @@ def build_run(config: TrainConfig) -> Run:
     for logger in loggers:
         words = {key: metadata[key] for key in ("command", "commit")}
         logger.log_hyperparams({**to_dict(config), **words, "parameters": parameters})
-    saved = specs_of(module.state_dict())
+    saved = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     trainer = L.Trainer(
         max_steps=how.max_steps,
         val_check_interval=how.val_every * how.accumulate,

@@ -23,14 +23,12 @@ from torch import Tensor, cat
 
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.runs.encoding import (
-    Spec,
+    described,
     dump,
     first_non_finite,
     from_bytes,
-    num_bytes,
     pack,
     parse,
-    specs_of,
     to_bytes,
     unpack,
 )
@@ -113,19 +111,27 @@ class Checkpoint:
             )
         return content
 
-    def read_weights(self, wanted: Mapping[str, Spec]) -> dict[str, Tensor]:
-        """The weights, on the CPU; raises CheckpointError if others are wanted, or not finite."""
+    def read_weights(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights, on the CPU.
+
+        Args:
+            wanted: tensors of the names, types and shapes that they must have; may be on ``meta``.
+
+        Raises:
+            CheckpointError: they have others, are damaged, or not finite.
+        """
         where = f"{self.path / WEIGHTS}: its weights do not fit its configuration"
-        need, have = num_bytes(wanted), (self.path / WEIGHTS).stat().st_size
+        need = sum(tensor.nbytes for tensor in wanted.values())
+        have = (self.path / WEIGHTS).stat().st_size
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
         weights = from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
-        found = specs_of(weights)
-        for name in {**wanted, **found}:
-            have, want = found.get(name), wanted.get(name)
-            if have != want:
+        found, asked = described(weights), described(wanted)
+        for name in {**asked, **found}:
+            if found.get(name) != asked.get(name):
                 raise CheckpointError(
-                    f"{where}: {name!r:.80} is {have or 'absent'}, the model has {want or 'none'}"
+                    f"{where}: {name!r:.80} is {found.get(name, 'absent')}, the model has "
+                    f"{asked.get(name, 'none')}"
                 )
         if name := first_non_finite(weights):
             raise CheckpointError(f"{self.path / WEIGHTS}: weight {name} is not finite")

@@ -9,9 +9,8 @@ which the JSON refers to: ``{"$": "tensor", "name": …}``.
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
@@ -21,24 +20,9 @@ from invformer.errors import CheckpointError
 TAG = "$"
 
 
-class Spec(NamedTuple):
-    """What a tensor is before it is there."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def specs_of(tensors: Mapping[str, Tensor]) -> dict[str, Spec]:
-    """Type and shape of every tensor."""
-    return {name: Spec(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
-
-
-def num_bytes(specs: Mapping[str, Spec]) -> int:
-    """Memory that all of them take."""
-    return sum(spec.dtype.itemsize * math.prod(spec.shape) for spec in specs.values())
+def described(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Type and shape of every tensor, such as ``float32[3, 4]``."""
+    return {n: f"{str(t.dtype)[len('torch.') :]}{list(t.shape)}" for n, t in tensors.items()}
 
 
 def dump(value: Any) -> bytes:

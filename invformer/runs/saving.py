@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.plugins.io import CheckpointIO
+from torch import Tensor
 
 from invformer.errors import CheckpointError, Interrupted, StorageError
 from invformer.runs.checkpoint import (
@@ -22,7 +23,6 @@ from invformer.runs.checkpoint import (
     write_part,
 )
 from invformer.runs.contained import in_background
-from invformer.runs.encoding import Spec
 from invformer.runs.ranks import launcher_value
 from invformer.runs.resume import DATA, follow_schedule, require_own_state
 from invformer.runs.run_lock import require_lock
@@ -161,7 +161,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         wanted: the module's parameters and buffers, to which a file's weights are compared.
     """
 
-    def __init__(self, wanted: Mapping[str, Spec]) -> None:
+    def __init__(self, wanted: Mapping[str, Tensor]) -> None:
         self.wanted = wanted
         self.writing: Future[None] | None = None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weight_specs
+from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weights_on_meta
 from invformer.config import load_config
 from invformer.config.schema import DataConfig
 from invformer.config.trained import EvaluateConfig
@@ -17,7 +17,7 @@ from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL
-from invformer.runs.encoding import specs_of
+from invformer.runs.encoding import described
 from tests.evaluation.test_evaluate import TEXT_FILE, Saved
 from tests.runs.hostile import edit_json
 from tests.saved_runs import save_run
@@ -126,5 +126,5 @@ def test_every_model_comes_back_from_its_checkpoint(
     model = untrained(config, vocabulary.size)
     checkpoint = read_checkpoint(str(save_run(tmp_path, config, vocabulary, model)))
     restored = load_model(checkpoint, config, vocabulary).state_dict()
-    assert weight_specs(config, vocabulary.size) == specs_of(restored)
+    assert described(weights_on_meta(config, vocabulary.size)) == described(restored)
     assert all(torch.equal(restored[name], value) for name, value in model.state_dict().items())

@@ -38,12 +38,11 @@ from invformer.runs.checkpoint import (
     write_part,
 )
 from invformer.runs.contained import in_background
-from invformer.runs.encoding import Spec
 from tests.runs.hostile import ATTACKS, Attack, seal
 from tests.saved_runs import NO_STATE, save_run
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
-WANTED = {"w": Spec(torch.float64, (100,))}
+WANTED = {"w": torch.empty(100, dtype=torch.float64)}
 INTERVALS = 3
 
 

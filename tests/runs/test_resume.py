@@ -16,7 +16,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from invformer.assemble.model import weight_specs
+from invformer.assemble.model import weights_on_meta
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
@@ -340,7 +340,7 @@ def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
 
 def run_specs(folder: Path) -> dict:
     config = load_config(options(folder))
-    specs = weight_specs(config, len(set(TEXT)) + 1)
+    specs = weights_on_meta(config, len(set(TEXT)) + 1)
     return {f"model.{name}": spec for name, spec in specs.items()}
 
 

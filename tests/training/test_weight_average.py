@@ -10,7 +10,6 @@ from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
-from invformer.runs.encoding import specs_of
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.weight_average import WeightAverage
@@ -43,7 +42,7 @@ def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: 
     fit(run)
     saved, _ = newest_checkpoint(run.directory.checkpoints)
     assert saved is not None
-    weights = saved.read_weights(specs_of(run.module.state_dict()))
+    weights = saved.read_weights(run.module.state_dict())
     left = run.module.model.state_dict()
     assert all(w.equal(weights[PREFIX + name]) for name, w in left.items())
     learning = saved.read_state()[LEARNING]
