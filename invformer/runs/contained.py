@@ -77,20 +77,6 @@ def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
     return made
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """The run that a call opens; a run that opens too late is closed again.
-
-    Raises:
-        TimeoutError: it took longer.
-    """
-    opened = in_background(call, "wandb-start")
-    try:
-        return opened.result(seconds)
-    except TimeoutError:
-        opened.add_done_callback(lambda late: late.exception() or late.result().finish(exit_code=1))
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-
-
 def one_line(error: BaseException) -> str:
     """An exception as one short line."""
     return " ".join(f"{error}".split())[:160] or type(error).__name__

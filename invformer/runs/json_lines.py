@@ -17,7 +17,6 @@ from invformer.runs.files import open_kept, replace_file
 from invformer.runs.run_lock import require_lock
 from invformer.runs.run_log import Row, read_all, read_row
 
-MOST_GAPS = 5  # that one warning names
 DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no rows
 
 log = logging.getLogger(__name__)
@@ -139,7 +138,6 @@ def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> bool:
     """Warn about the steps before ``first_step`` that have no row; whether there are any."""
     gaps = [(a + 1, b - 1) for a, b in pairwise([-1, *steps, first_step]) if b - a > 1]
     if gaps:
-        named = ", ".join(f"{a} to {b}" for a, b in gaps[:MOST_GAPS])
-        more = f" and {len(gaps) - MOST_GAPS} more gaps" if len(gaps) > MOST_GAPS else ""
-        log.warning("%s: there are no rows for steps %s%s", path, named, more)
+        named = ", ".join(f"{a} to {b}" for a, b in gaps)
+        log.warning("%s: there are no rows for steps %.200s", path, named)
     return bool(gaps)

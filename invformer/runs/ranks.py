@@ -21,13 +21,8 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     try:
-        if (cgroup / "cpu.max").exists():
-            quota, period = (cgroup / "cpu.max").read_text().split()
-        else:
-            files = (cgroup / "cpu" / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
-            quota, period = (file.read_text() for file in files)
-        if int(quota) > 0:
-            cores = min(cores, math.ceil(int(quota) / int(period)))
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
     except (OSError, ValueError):  # no cgroup, or "max": no quota
         pass
     return max(1, cores)

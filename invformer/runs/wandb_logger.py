@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import loggers
 
-from invformer.runs.contained import ContainedCalls, one_line, warn, within
+from invformer.runs.contained import ContainedCalls, in_background, one_line, warn
 
 STEP = "trainer/global_step"
 # The charts of a run. All other numbers get a prefix by which they are sorted last, and are hidden.
@@ -203,12 +203,19 @@ def add_to_summary(directory: Path, values: Mapping[str, Any], **run: Any) -> No
 
 
 def open_within(seconds: float, options: dict[str, Any], otherwise: str) -> Any:
-    """Open a W&B run, or say in one line why there is none and what happens instead."""
+    """Open a W&B run, or say in one line why there is none and what happens instead.
+
+    A run that opens too late is closed again.
+    """
+    opened = in_background(lambda: start(options), "wandb-start")
     try:
-        return within(seconds, lambda: start(options))
+        return opened.result(seconds)
     except Exception as error:
-        warn(f"{one_line(error)}; {otherwise}")
-        return None
+        is_late = not opened.done()
+        warn(f"{f'no answer within {seconds:.0f} s' if is_late else one_line(error)}; {otherwise}")
+    if is_late:
+        opened.add_done_callback(lambda late: late.exception() or late.result().finish(exit_code=1))
+    return None
 
 
 def start(options: dict[str, Any]) -> Any:

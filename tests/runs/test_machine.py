@@ -87,8 +87,6 @@ def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
         ({"cpu.max": "max 100000"}, 6),
         ({"cpu.max": "150000 100000"}, 2),
         ({"cpu.max": "1000 100000"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 6),
-        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3),
     ],
 )
 def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
