@@ -23,7 +23,6 @@ from invformer.numerics.enclosure import (
     constant,
     divide,
     exp,
-    has_denormal,
     into_ball,
     inverse_root,
     joined,
@@ -38,6 +37,7 @@ from invformer.numerics.enclosure import (
     sum_last,
     with_one,
 )
+from invformer.numerics.precision import is_denormal
 from invformer.numerics.token_shift import delay
 
 # ≥ sup |φ″|, and ≥ sup |φ′|.
@@ -298,6 +298,6 @@ def require_normal(*weights: Tensor | None) -> None:
         NotEnclosed: there is one.
     """
     for weight in weights:
-        if weight is not None and has_denormal(weight):
+        if weight is not None and bool(is_denormal(weight).any()):
             least = torch.finfo(weight.dtype).tiny
             raise NotEnclosed(f"there are weights below {least:.2g}, which may be read as zero")

@@ -298,7 +298,12 @@ class CharTransformer(nn.Module):
             ValueError: the prompt is empty, or one of the numbers is out of its range.
         """
         keep = max(1, self.seq_len // 2) if keep is None else keep
-        self._require_possible(prompt, length, temperature, keep)
+        if not prompt.shape[-1]:
+            raise ValueError("the prompt is empty: it needs at least one symbol")
+        if length < 0 or not temperature >= 0:  # nor NaN
+            raise ValueError(f"negative: length {length} or temperature {temperature}")
+        if not 1 <= keep <= self.seq_len:
+            raise ValueError(f"keep must be from 1 to the seq_len of {self.seq_len}, got {keep}")
         text = prompt[..., -self.seq_len :]
         past: dict[nn.Module, AttentionCache] = {}
         new, in_view = text, 0
@@ -313,17 +318,6 @@ class CharTransformer(nn.Module):
                 if in_view == self.seq_len:
                     past, in_view = {}, 0
                     new = text[..., -keep:]
-
-    def _require_possible(self, prompt: Tensor, length: int, temperature: float, keep: int) -> None:
-        """Check the arguments of :meth:`stream`."""
-        if not prompt.shape[-1]:
-            raise ValueError("the prompt is empty: it needs at least one symbol")
-        if length < 0:
-            raise ValueError(f"length must not be negative, got {length}")
-        if not temperature >= 0:  # nor NaN
-            raise ValueError(f"temperature must not be negative, got {temperature}")
-        if not 1 <= keep <= self.seq_len:
-            raise ValueError(f"keep must be from 1 to the seq_len of {self.seq_len}, got {keep}")
 
 
 def sampled(

@@ -268,14 +268,6 @@ def length_up(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.double(), dim=-1) * (1 + 2.0**-30) + UNDERFLOW
 
 
-def has_denormal(weight: Tensor) -> bool:
-    """True if some number is denormal, so that a processor may read it as zero; by its bits."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weight.element_size()]
-    least = torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype).view(integer).item()
-    bits = weight.detach().contiguous().view(integer) & torch.iinfo(integer).max
-    return bool(((bits > 0) & (bits < least)).any())
-
-
 @contextmanager
 def ieee_products(device: torch.device) -> Iterator[None]:
     """Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32."""

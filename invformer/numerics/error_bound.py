@@ -133,17 +133,6 @@ def scale_step(
     return ErrorStep(amplification, amplification * rounded, log_scale.detach().double())
 
 
-class ErrorPart(NamedTuple):
-    """A part d of an error with ‖e^{S} d‖ ≤ radius, S the scales of where it came in."""
-
-    log_scales: Tensor
-    radius: Tensor
-
-    def length(self, log_scales: Tensor) -> Tensor:
-        """A bound on ‖e^{S'} d‖: its length where channels are scaled by S'."""
-        return (log_scales - self.log_scales).max().exp() * self.radius
-
-
 def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
     """Bound on the error of a whole stack's recovered input, from the top layer down.
 
@@ -162,7 +151,7 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
     """
     error = torch.zeros((), dtype=torch.float64)
     scales = torch.zeros((), dtype=torch.float64)  # relative to those at the top
-    parts: list[ErrorPart] = []
+    parts: list[tuple[Tensor, Tensor]] = []  # (S, r): a part d with ‖e^S d‖ ≤ r
     outward = 1 + 2.0**-40  # of exponentials and sums of parts
     for step in steps:
         # Nothing is proven below a layer that amplifies without bound, not even of no error.
@@ -171,12 +160,13 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         added = torch.as_tensor(step.added, dtype=torch.float64)
         if step.log_scale is not None:
             # Its rounding is relative to each channel of y, so in the scales of y.
-            parts.append(ErrorPart(scales, added / step.amplification))
+            parts.append((scales, added / step.amplification))
             scales = scales - step.log_scale
-            in_parts = sum((part.length(scales) for part in parts), torch.zeros_like(error))
+            lengths = ((scales - s).max().exp() * radius for s, radius in parts)
+            in_parts = sum(lengths, torch.zeros_like(error))
             error = torch.fmin(carried + added, in_parts * outward)
         else:
             error = carried + added
             new_part = added + step.lipschitz_bound * carried if known else carried
-            parts.append(ErrorPart(scales, new_part))
+            parts.append((scales, new_part))
     return error * (1 + 2.0**-50 * max(len(steps), 1))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,32 @@ def denormals_flushed() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
+
+
+def is_denormal(x: Tensor) -> Tensor:
+    """Which entries are denormal, so that a processor may read them as zero; by their bits."""
+    bits = Bits.apply(x.detach().contiguous())
+    magnitude = bits & torch.iinfo(bits.dtype).max
+    tiny = Bits.apply(torch.tensor(torch.finfo(x.dtype).tiny, dtype=x.dtype))
+    return (magnitude > 0) & (magnitude < tiny)
+
+
+class Bits(torch.autograd.Function):
+    """Floating-point numbers as integers; before torch 2.13 ``vmap`` has no rule for it."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        """The same bits."""
+        return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Nothing is differentiated."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
+        """One call for the batch."""
+        return Bits.apply(*args), in_dims[0]
 
 
 def has_answer_at_hand(number: Tensor) -> bool:

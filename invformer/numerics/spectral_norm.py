@@ -11,12 +11,11 @@ produces clusters. The certificate therefore also tries a number b just above th
 and E, the residual of the factorisation, is of the size of rounding.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.precision import is_denormal
 from invformer.numerics.rounding import UNIT_ROUNDOFF
 
 # b is this much above the computed λ₁, per row: room for the factorisation's own rounding.
@@ -89,29 +88,8 @@ def _flushed(weight: Tensor) -> Tensor:
     """
     if weight.dtype == torch.float16:
         return torch.zeros((), dtype=torch.float64, device=weight.device)
-    bits = Bits.apply(weight)
-    magnitude = bits & torch.iinfo(bits.dtype).max
-    tiny = Bits.apply(torch.tensor(torch.finfo(weight.dtype).tiny, dtype=weight.dtype))
-    count = ((magnitude > 0) & (magnitude < tiny)).sum((-2, -1))
-    return _up(count.double().sqrt() * torch.finfo(weight.dtype).tiny, 2)
-
-
-class Bits(torch.autograd.Function):
-    """Floating-point numbers as integers; before torch 2.13 ``vmap`` has no rule for it."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        """The same bits."""
-        return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Nothing is differentiated."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
-        """One call for the batch."""
-        return Bits.apply(*args), in_dims[0]
+    count = is_denormal(weight).sum((-2, -1)).double()
+    return _up(count.sqrt() * torch.finfo(weight.dtype).tiny, 2)
 
 
 def _up(value: Tensor, operations: int) -> Tensor:
