@@ -17,11 +17,7 @@ from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import (
-    attention_weights,
-    l2_attention_jvp,
-    l2_attention_vjp,
-)
+from invformer.numerics.l2_attention import attention_weights, l2_attention
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin
@@ -195,16 +191,8 @@ def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> Linea
     Leading dimensions of the weights broadcast against those of X, so that one call serves several
     layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
     """
-    q = project(x, w_q)
-    p = attention_weights(q, bias)
     output = g.flatten(-3, -2)
-    return LinearMap(
-        jvp=lambda dx: merge_heads(l2_attention_jvp(q, p, project(dx, w_q))) @ output,
-        vjp=lambda dy: unproject(l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
-        shape=x.shape,
-        dtype=x.dtype,
-        device=x.device,
-    )
+    return linearise(lambda x: merge_heads(l2_attention(project(x, w_q), bias)) @ output, x)
 
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

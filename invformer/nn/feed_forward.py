@@ -22,7 +22,7 @@ from invformer.nn.spectral import (
     scaled_weights,
     write_to,
 )
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, vector_norm
 from invformer.numerics.rounding import sum_up
 from invformer.numerics.token_shift import windows
 
@@ -202,14 +202,8 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         """‖diag(b) V‖_F of a token: the size of the biases before they cancel."""
         weights = weights or self.weights()
         terms = (weights.b_in.detach()[:, None] * weights.w_out.detach()).double()
-        per_channel = terms.square().sum(0)
-        match norm:
-            case "entry_max":
-                return per_channel.max().sqrt().item()
-            case "token_max":
-                return per_channel.sum().sqrt().item()
-            case "frobenius":
-                return math.sqrt(num_tokens) * per_channel.sum().sqrt().item()
+        per_channel = torch.linalg.vector_norm(terms, dim=0)
+        return vector_norm(per_channel.expand(num_tokens, -1), norm).item()
 
     def lipschitz_bound(
         self,

@@ -78,35 +78,6 @@ def l2_attention_rows(
     return (p @ keys[..., :-1]).to(queries.dtype)
 
 
-def l2_attention_jvp(
-    q: Float[Tensor, "*#batch heads tokens d_head"],
-    p: Float[Tensor, "*#batch heads tokens tokens"],
-    dq: Float[Tensor, "*#batch heads tokens d_head"],
-) -> Float[Tensor, "*_batch heads tokens d_head"]:
-    """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
-
-    T is dS up to a term constant in j, which the row sum removes.
-    """
-    k = _shifted(q)
-    t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
-    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (softmax_jacobian(p, t) @ k)
-
-
-def l2_attention_vjp(
-    q: Float[Tensor, "*#batch heads tokens d_head"],
-    p: Float[Tensor, "*#batch heads tokens tokens"],
-    g: Float[Tensor, "*#batch heads tokens d_head"],
-) -> Float[Tensor, "*_batch heads tokens d_head"]:
-    """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ)).
-
-    The adjoint of :func:`l2_attention_jvp`: ⟨g, dY⟩ = ⟨q̄, dq⟩.
-    """
-    k = _shifted(q)
-    t = softmax_jacobian(p, g @ k.mT)
-    pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
-    return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
-
-
 def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
     """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
     return p * (a - (p * a).sum(-1, keepdim=True))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from invformer.numerics import l2_attention as core
-from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.linear_map import LinearMap, linearise
 
 MASKS = ("none", "causal", "causal and relative")
 OUTPUT_MAPS = ("orthogonal", "gaussian", "paper")
@@ -46,16 +46,7 @@ class AttentionCase:
         return (core.l2_attention(x.unsqueeze(-3) @ self.w_q, self.bias) @ self.g).sum(-3)
 
     def jacobian(self) -> LinearMap:
-        q, p = self.q, self.p
-
-        def jvp(dx: Tensor) -> Tensor:
-            return (core.l2_attention_jvp(q, p, dx.unsqueeze(-3) @ self.w_q) @ self.g).sum(-3)
-
-        def vjp(dy: Tensor) -> Tensor:
-            dq = core.l2_attention_vjp(q, p, dy.unsqueeze(-3) @ self.g.mT)
-            return (dq @ self.w_q.mT).sum(-3)
-
-        return LinearMap(jvp, vjp, self.x.shape, self.x.dtype, self.x.device)
+        return linearise(self.f, self.x)
 
 
 def attention_case(

@@ -9,8 +9,6 @@ from torch import Tensor
 from invformer.numerics.l2_attention import (
     attention_weights,
     l2_attention,
-    l2_attention_jvp,
-    l2_attention_vjp,
 )
 from invformer.numerics.linear_map import dense_jacobian
 
@@ -50,18 +48,6 @@ def test_attention_weights_agree_with_a_naive_loop(kind: str) -> None:
     torch.testing.assert_close(l2_attention(q, bias), p @ q)
 
 
-@pytest.mark.parametrize("kind", BIASES)
-def test_analytic_products_agree_with_automatic_differentiation(kind: str) -> None:
-    q, bias = 1.5 * torch.randn(2, H, N, D_HEAD), BIASES[kind]()
-    dq, g = torch.randn_like(q), torch.randn_like(q)
-    p = attention_weights(q, bias)
-    pulled, pull_back = torch.func.vjp(lambda z: l2_attention(z, bias), q)[0:2]
-    torch.testing.assert_close(pulled, p @ q)
-    torch.testing.assert_close(l2_attention_vjp(q, p, g), pull_back(g)[0])
-    push_forward = torch.func.vjp(lambda c: pull_back(c)[0], torch.zeros_like(q))[1]
-    torch.testing.assert_close(l2_attention_jvp(q, p, dq), push_forward(dq)[0])
-
-
 def test_the_jacobian_has_the_block_form_of_the_paper() -> None:
     """J_ij = P_ij I + δ_ij (2/s) C_i − (2/s) P_ij (q_j − Y_i)(q_j − q_i)ᵀ."""
     q = torch.randn(1, N, D_HEAD)
@@ -78,22 +64,15 @@ def test_the_jacobian_has_the_block_form_of_the_paper() -> None:
     torch.testing.assert_close(dense, blocks.reshape(N * D_HEAD, -1))
 
 
-def test_a_hidden_token_has_weight_zero_and_products_stay_finite() -> None:
-    q = 100 * torch.randn(H, N, D_HEAD)
-    p = attention_weights(q, causal())
-    assert (p.triu(1) == 0).all()
-    for product in (l2_attention_jvp, l2_attention_vjp):
-        assert product(q, p, torch.randn_like(q)).isfinite().all()
+def test_a_hidden_token_has_weight_zero() -> None:
+    assert (attention_weights(100 * torch.randn(H, N, D_HEAD), causal()).triu(1) == 0).all()
 
 
-def test_a_common_shift_changes_nothing_but_the_value_it_adds() -> None:
+def test_a_common_shift_changes_no_weight() -> None:
     q, shift = torch.randn(H, N, D_HEAD), 1e5 * torch.randn(D_HEAD)
     torch.testing.assert_close(
         attention_weights(q + shift), attention_weights(q), rtol=1e-8, atol=1e-10
     )
-    p, dq = attention_weights(q), torch.randn_like(q)
-    moved = l2_attention_jvp(q + shift, p, dq)
-    torch.testing.assert_close(moved, l2_attention_jvp(q, p, dq), rtol=1e-8, atol=1e-8)
 
 
 def test_single_precision_survives_an_offset_that_ruins_the_uncentred_expansion() -> None:
@@ -138,9 +117,5 @@ def test_any_leading_dimensions_are_batch_dimensions() -> None:
     q = torch.randn(2, 5, H, N, D_HEAD)
     bias = BIASES["causal and relative"]()
     together = l2_attention(q, bias)
-    p, dq = attention_weights(q, bias), torch.randn_like(q)
     for index in [(0, 0), (1, 3)]:
         torch.testing.assert_close(together[index], l2_attention(q[index], bias))
-        torch.testing.assert_close(
-            l2_attention_jvp(q, p, dq)[index], l2_attention_jvp(q[index], p[index], dq[index])
-        )
