@@ -185,35 +185,16 @@ def test_diagonal_blocks_are_certified_in_token_max_only() -> None:
             certify(model, norm=norm, kind="causal")
 
 
-def test_certificates_of_another_kind_or_norm_do_not_bound_errors() -> None:
+def test_certificates_of_another_kind_or_norm_or_length_do_not_bound_errors() -> None:
     model = trained_a_little(contractive_model())
     x = model.embedding(random_tokens(1))
     z = model.stack(x)
     for wrong in (certify(model, kind="causal"), certify(model, norm="frobenius")):
         with pytest.raises(ValueError, match="the certificate is"):
             model.stack.inverse(z, certificate=wrong)
-
-
-@pytest.mark.parametrize("wrong", ["more blocks", "fewer blocks", "shorter sequences"])
-def test_certificates_of_another_stack_or_of_shorter_sequences_do_not_bound_errors(
-    wrong: str,
-) -> None:
-    model = contractive_model().requires_grad_(False)
-    x = model.embedding(random_tokens(1))
-    z, certificate = model.stack(x), certify(model, dtype=torch.float64)
-    bounds = certificate.per_branch
-    if wrong == "more blocks":
-        message = "of another stack: block_02/attention is in one and not the other"
-        certificate = replace(certificate, per_branch={**bounds, "block_02/attention": 0.5})
-    elif wrong == "fewer blocks":
-        message = "of another stack: block_01/attention is in one and not the other"
-        first = {name: bound for name, bound in bounds.items() if name.startswith("block_00")}
-        certificate = replace(certificate, per_branch=first)
-    else:
-        message = "the certificate holds up to 11 tokens, not for 12"
-        certificate = replace(certificate, seq_len=11)
-    with pytest.raises(ValueError, match=message):
-        model.stack.inverse(z, certificate=certificate)
+    short = replace(certify(model), seq_len=11)
+    with pytest.raises(ValueError, match="holds up to 11 tokens"):
+        model.stack.inverse(z, certificate=short)
 
 
 def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() -> None:

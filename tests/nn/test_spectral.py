@@ -55,13 +55,6 @@ def test_a_weight_changed_behind_manual_refresh_is_seen_after_the_refresh() -> N
     assert all(torch.linalg.matrix_norm(w(), 2).item() <= 1 for w in model)
 
 
-def test_setting_manual_refresh_normalises_the_present_weight() -> None:
-    weight = SpectralNormalised(torch.randn(4, 4))
-    expected = weight().clone()
-    set_manual_refresh(weight)
-    assert torch.equal(weight(), expected)
-
-
 def scaled(weight: SpectralNormalised) -> None:
     weight.weight.data.mul_(3)
 
@@ -104,20 +97,6 @@ def test_constants_computed_in_inference_mode_let_gradients_through() -> None:
     with torch.inference_mode():
         set_manual_refresh(weight)
     weight().sum().backward()
-    assert weight.weight.grad is not None
-
-
-def test_constants_of_several_weights_are_those_of_each_alone() -> None:
-    model = torch.nn.ModuleList(SpectralNormalised(torch.randn(4, 6)) for _ in range(3))
-    alone = [w.sigma() for w in model]
-    refresh_normalisers(model)
-    for weight, expected in zip(model, alone, strict=True):
-        torch.testing.assert_close(weight.sigma_bound, expected)
-
-
-def test_two_forward_passes_before_one_backward_are_allowed() -> None:
-    weight = SpectralNormalised(torch.randn(4, 4))
-    (weight().sum() + weight().square().sum()).backward()
     assert weight.weight.grad is not None
 
 
