@@ -40,7 +40,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds.heads import separate_inputs, shared_input
-from invformer.bounds.local import outward
+from invformer.bounds.local import outward, row_normalised
 from invformer.numerics.bounded_attention import AttentionPoint
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -149,8 +149,7 @@ def comparison(
     Strictly causal, the keys and values in ``at`` are those of the token before, zero at first.
     """
     query, key, value = spectral_norm_bound(w_qkv)[..., None, None]
-    p = at.p.double()
-    p = p / p.sum(-1, keepdim=True)
+    p = row_normalised(at.p)
     u_q, u_k, u_v = (point.u.double() for point in (at.q, at.k, at.v))
     rho_q, rho_k, rho_v = (point.rho.double() for point in (at.q, at.k, at.v))
     temperature = at.temperature.double()

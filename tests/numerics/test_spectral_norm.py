@@ -48,9 +48,9 @@ def small_matrices(number: int, largest: int) -> Iterator[Tensor]:
                 yield gaussian.to(torch.float32 if seed % 2 else torch.bfloat16)
 
 
-def check_against_fifty_digits(matrices: Iterator[Tensor]) -> None:
-    """The certificate is above the truth and close; each of its two halves alone is above, too."""
-    for weight in matrices:
+def test_the_certified_norm_is_never_below_the_true_one() -> None:
+    """The certificate is close, too; each of its two halves alone is above."""
+    for weight in small_matrices(70, largest=8):
         truth, size = true_norm(weight), min(weight.shape)
         assert truth <= spectral_norm_bound(weight).item() <= truth * (1 + 1e-12 * size)
         tall = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().mT
@@ -58,16 +58,6 @@ def check_against_fifty_digits(matrices: Iterator[Tensor]) -> None:
         for num_steps in (0, 1, 3, 8):
             bound = _gram_bound(tall, num_steps).item()
             assert truth <= bound <= truth * (size**0.5 ** (num_steps + 1) + 1e-12)
-
-
-def test_the_certified_norm_is_never_below_the_true_one() -> None:
-    check_against_fifty_digits(small_matrices(70, largest=8))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_certified_norm_is_never_below_the_true_one_for_two_hundred_matrices() -> None:
-    check_against_fifty_digits(small_matrices(200, largest=24))
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 32])
