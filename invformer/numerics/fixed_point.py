@@ -189,7 +189,7 @@ def invert_residual(
     per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
     start = flat.reshape(len(flat) * per_sample, -1, y.shape[-1])
     length, status = (t.repeat_interleave(per_sample) for t in (length, status))
-    x, fx = start.clone(), fx.reshape(start.shape).clone()
+    x, fx = start, fx.reshape(start.shape)
     residual, num_steps = eq.size(fx), torch.zeros_like(status)
     limit = num_steps + (eq.predicted_steps(residual, length) if max_steps is None else max_steps)
     measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
@@ -197,12 +197,16 @@ def invert_residual(
     todo = torch.ones_like(num_evaluations, dtype=torch.bool)
     while bool(todo.any()):
         while bool((running := status == RUNNING).any()):
-            rows = slice(None) if bool(running.all()) else running.nonzero().squeeze(-1)
-            new = start[rows] - fx[rows]  # x ← y − f(x)
+            everything, index = bool(running.all()), running.nonzero().squeeze(-1)
+            rows = slice(None) if everything else index
+            old = fx[rows]
+            new = start[rows] - old  # x ← y − f(x)
             f_new = f(new)
-            change = eq.size(f_new - fx[rows])  # ‖y − x − f(x)‖, as long as the next step
+            change = eq.size(f_new - old)  # ‖y − x − f(x)‖, as long as the next step
             disproved = eq.disproves(residual[rows], change, new, f_new)
-            x[rows], fx[rows], residual[rows], length[rows] = new, f_new, change, eq.size(new)
+            x = new if everything else x.index_copy(0, index, new)
+            fx = f_new if everything else fx.index_copy(0, index, f_new)
+            residual[rows], length[rows] = change, eq.size(new)
             num_steps[rows] += 1
             longest = length.view(-1, per_sample).amax(1).repeat_interleave(per_sample)[rows]
             verdict = status[rows]
