@@ -17,7 +17,7 @@ from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import attention_weights, l2_attention
+from invformer.numerics.l2_attention import attention_weights, softmax_jacobian
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin
@@ -191,8 +191,34 @@ def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> Linea
     Leading dimensions of the weights broadcast against those of X, so that one call serves several
     layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
     """
+    q = project(x, w_q)
+    p = attention_weights(q, bias)
     output = g.flatten(-3, -2)
-    return linearise(lambda x: merge_heads(l2_attention(project(x, w_q), bias)) @ output, x)
+    return LinearMap(
+        jvp=lambda dx: merge_heads(l2_attention_jvp(q, p, project(dx, w_q))) @ output,
+        vjp=lambda dy: unproject(l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
+        shape=x.shape,
+        dtype=x.dtype,
+        device=x.device,
+    )
+
+
+def l2_attention_jvp(q: Tensor, p: Tensor, dq: Tensor) -> Tensor:
+    """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
+
+    T is dS up to a term constant in j, which the row sum removes. Differentiable, like the adjoint.
+    """
+    k = q - q[..., :1, :]
+    t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
+    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (softmax_jacobian(p, t) @ k)
+
+
+def l2_attention_vjp(q: Tensor, p: Tensor, g: Tensor) -> Tensor:
+    """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ))."""
+    k = q - q[..., :1, :]
+    t = softmax_jacobian(p, g @ k.mT)
+    pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
+    return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
 
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
