@@ -9,21 +9,18 @@ certificate, in the norm of the certificate.
 import difflib
 import json
 import math
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from invformer.config.section import option
-from invformer.errors import InvformerError
-from studies.report import Figure, Rows, Summary, grouped, panels
+from studies.price import call, validations
+from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
 from studies.study import Study, StudyOptions, main
 
-ROOT = Path(__file__).parents[1]
 NO_ACTNORM = "model.activation_norm=false"
 METRIC = f"{NO_ACTNORM} model.diagonal_scaling=true"
 STRICTLY = "model.certificate=causal model.strictly_causal=true"
@@ -145,19 +142,14 @@ def measure(case: Case, device: torch.device) -> Result:
     Raises:
         InvformerError: the training failed; what it has saved stays.
     """
-    device_word = "trainer.accelerator=gpu" if device.type == "cuda" else "trainer.accelerator=cpu"
-    words = [*command(case), device_word, "trainer.progress=false"]
-    code = subprocess.call([sys.executable, str(ROOT / "train.py"), *words], stdout=sys.stderr)
-    if code:
-        raise InvformerError(f"train.py {' '.join(command(case))} ended with exit code {code}")
+    word = "gpu" if device.type == "cuda" else "cpu"
+    call("train.py", *command(case), f"trainer.accelerator={word}", "trainer.progress=false")
     return read_run(Path(case.folder) / f"{case.variant}-{case.seed}")
 
 
 def read_run(folder: Path) -> Result:
     """Last validation and certificate of a finished run."""
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    last = [row for row in rows if "val/nats" in row][-1]
-    file = folder / "certificate.json"
+    last, file = validations(folder)[-1], folder / "certificate.json"
     bounds = json.loads(file.read_text(encoding="utf-8"))["per_branch"] if file.exists() else {}
     return Result(
         nats=last["val/nats"],
@@ -167,43 +159,37 @@ def read_run(folder: Path) -> Result:
     )
 
 
-def mean_nats(rows: Rows[Case, Result]) -> dict[str, float]:
-    """Mean over the seeds of every variant."""
-    variants = grouped(rows, lambda row: row[0].variant)
-    return {name: fmean(result.nats for _, result in group) for name, group in variants.items()}
+def differences(rows: Rows[Case, Result]) -> dict[str, float]:
+    """Mean nats of every variant less those of the unchanged model."""
+    nats = {name: mean(group, "nats") for name, group in by(rows, "variant").items()}
+    return {name: value - nats[NOTHING] for name, value in nats.items()}
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every variant beside the unchanged model."""
-    nats = mean_nats(rows)
-    table: list[dict[str, Any]] = []
-    for name, value in nats.items():
-        results = [result for case, result in rows if case.variant == name]
-        bounds = [r.certified for r in results if r.certified is not None]
-        values = [r.nats for r in results]
-        table.append(
-            {
-                "variant": name,
-                "changes": VARIANTS[name][0],
-                "bpc": value / math.log(2),
-                "nats": value,
-                "difference": value - nats[NOTHING],
-                "range": max(values) - min(values) if len(values) > 1 else None,
-                "certified": max(bounds, default=None),
-            }
-        )
-    ours = ", ".join(f"{line['variant']} {line['difference']:+.3f}" for line in table[1:])
-    seeds = len({case.seed for case, _ in rows})
+    found, groups = differences(rows), by(rows, "variant")
+    lines = table(rows, ["variant"], without=("recovered", "certified"))
+    for line in lines:
+        group = groups[line["variant"]]
+        nats, bounds = values(group, "nats"), values(group, "certified")
+        line |= {
+            "changes": VARIANTS[line["variant"]][0],
+            "difference": found[line["variant"]],
+            "range": max(nats) - min(nats) if len(nats) > 1 else None,
+            "certified": max((b for b in bounds if b is not None), default=None),
+        }
+    ours = ", ".join(f"{name} {value:+.3f}" for name, value in found.items() if name != NOTHING)
+    seeds = len(set(values(rows, "seed")))
     why = f"{seeds} seed{'s' if seeds > 1 else ''} each; the spread of one recipe is 0.003 to 0.016"
-    return Summary(table, "ours", ours or "not run", "not in the paper", why)
+    return Summary(lines, "ours", ours or "not run", "not in the paper", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Difference in nats of every variant."""
-    nats = mean_nats(rows)
+    found = differences(rows)
     figure, (axes,) = panels(1, 1)
-    names = sorted(nats, key=nats.__getitem__, reverse=True)
-    axes.barh(names, [nats[name] - nats[NOTHING] for name in names], color="0.5")
+    names = sorted(found, key=found.__getitem__, reverse=True)
+    axes.barh(names, [found[name] for name in names], color="0.5")
     axes.set(xlabel="nats per character against the unchanged model", title="ablations")
     figure.set_figheight(2 + 0.25 * len(names))
     return figure

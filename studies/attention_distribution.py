@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, geometric_mean
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Float
@@ -41,7 +41,7 @@ from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
-from studies.report import Figure, Outcome, Rows, Summary, grouped, panels
+from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, table, values
 from studies.study import Study, case_of, main
 from studies.training import (
     AdamOptions,
@@ -260,22 +260,15 @@ def ratios(rows: Iterable[tuple[Case, Result]]) -> Ratios:
     """bound/truth of every bound over some cases."""
     found: Ratios = {}
     for _, result in rows:
-        for name, values in result.bounds.items():
-            pairs = zip(values, result.truth, strict=True)
+        for name, bounds in result.bounds.items():
+            pairs = zip(bounds, result.truth, strict=True)
             found.setdefault(name, []).extend(bound / truth for bound, truth in pairs)
     return found
 
 
-def by(
-    rows: Rows[Case, Result], key: Callable[[Case], Any]
-) -> dict[Any, list[tuple[Case, Result]]]:
-    """The rows in groups of the same key."""
-    return grouped(rows, lambda row: key(row[0]))
-
-
 def violations(found: Ratios) -> int:
     """How often the truth exceeded a bound, or one of them is no number."""
-    return sum(not value >= 1 - ROUNDING for values in found.values() for value in values)
+    return sum(not value >= 1 - ROUNDING for some in found.values() for value in some)
 
 
 def disorder(rows: Rows[Case, Result]) -> int:
@@ -289,7 +282,7 @@ def disorder(rows: Rows[Case, Result]) -> int:
     )
 
 
-def constant_of(result: Result) -> float:
+def constant_of(case: Case, result: Result) -> float:
     """The geometric mean of the true local constants over layers and sequences."""
     return geometric_mean(result.truth) if result.truth else math.nan
 
@@ -316,86 +309,67 @@ def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> floa
 Equal = dict[tuple[str, str], list[float]]  # by attention and regulariser, seed by seed
 
 
+def trained(rows: Rows[Case, Result]) -> list[tuple[Case, Result]]:
+    """The rows of models that were trained, by growing weight."""
+    found = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
+    return sorted(found, key=lambda row: row[0].weight)
+
+
 def equal_loss(rows: Rows[Case, Result]) -> Equal:
     """Every regulariser's local constant at equal loss, over that without regulariser."""
-    trained = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
     found: Equal = {}
-    for (attention, _), same in by(trained, lambda c: (c.attention, c.seed)).items():
-        plain = [r for c, r in same if c.regulariser == "none" and r.truth]
-        for name, group in by(same, lambda c: c.regulariser).items():
-            if name == "none" or not plain:
+    for (attention, _), same in by(trained(rows), "attention", "seed").items():
+        groups = by([row for row in same if row[1].truth], "regulariser")
+        for name in dict.fromkeys(values(same, "regulariser")) if "none" in groups else ():
+            if name == "none":
                 continue
-            results = [plain[0], *(r for _, r in sorted(group, key=lambda row: row[0].weight))]
-            logs = [(r.nats, math.log(constant_of(r))) for r in results if r.truth]
-            reached = at_equal_loss(logs, group[0][0].allowance)
+            path = [groups["none"][0], *groups.get(name, [])]
+            logs = [(r.nats, math.log(constant_of(c, r))) for c, r in path]
+            reached = at_equal_loss(logs, path[0][0].allowance)
             found.setdefault((attention, name), []).append(math.exp(reached - logs[0][1]))
     return found
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Bounds first, then every training."""
-    groups = {key: ratios(g) for key, g in by(rows, lambda c: (c.attention, c.group)).items()}
-    groups = {key: found for key, found in groups.items() if found}
-    compared = {key: max(map(len, found.values())) for key, found in groups.items()}
-    exceeded = {key: violations(found) for key, found in groups.items()}
-    table: list[dict[str, Any]] = [
+    groups = {key: ratios(group) for key, group in by(rows, "attention", "group").items()}
+    lines: list[dict[str, Any]] = [
         {"attention": attention, "where": where}
         | {n: f"{min(v):.2f}/{fmean(v):.4g}/{max(v):.4g}" for n, v in found.items()}
-        | {"compared": compared[attention, where], "violations": exceeded[attention, where]}
+        | {"compared": max(map(len, found.values())), "violations": violations(found)}
         for (attention, where), found in groups.items()
+        if found
     ]
-    trained = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
-    trainings = by(trained, lambda c: (c.attention, c.regulariser, c.weight))
-    table += map(training_line, trainings.values())
+    exceeded, compared = (sum(line[key] for line in lines) for key in ("violations", "compared"))
+    names, more = ("attention", "regulariser", "weight"), {"constant": constant_of}
+    lines += table(trained(rows), names, more, without=("residual",)) if trained(rows) else []
+    means = "; ".join(
+        f"{attention} " + ", ".join(f"{name} {fmean(some):.3g}" for name, some in found.items())
+        for attention, group in by(rows, "attention").items()
+        if (found := ratios(group))
+    )
     equal = equal_loss(rows)
-    count = sum(compared.values())
+    reached = "; ".join(
+        f"{attention} {name} {fmean(some):.2f} [{min(some):.2f}, {max(some):.2f}]"
+        for (attention, name), some in equal.items()
+    )
     paper = (
         "Theorem 3: ‖J‖ ≤ ‖W^V‖(‖P‖ + 2‖X‖²‖A‖ max_i g₁(P_i)) holds; JaSMin is said to lower the "
         "local constant (its tables were not available to us)"
     )
     ours = (
-        f"{sum(exceeded.values())} violations in {count} comparisons; mean bound/truth: "
-        f"{means(rows)}; at ≤ {rows[0][0].allowance:g} nats more, local constant relative to no "
-        f"regulariser, mean of seeds: {equal_in_words(equal) or 'not run'}"
+        f"{exceeded} violations in {compared} comparisons; mean bound/truth: {means}; at ≤ "
+        f"{rows[0][0].allowance:g} nats more, local constant relative to no regulariser, mean of "
+        f"seeds: {reached or 'not run'}"
     )
-    dot_product = [(c, r) for c, r in rows if c.attention == "dot_product"]
-    published = ratios(dot_product).get("g1", [])
-    outcome, why = verdict(sum(exceeded.values()), disorder(rows), published, equal)
-    return Summary(table, paper, ours, outcome, why)
-
-
-def training_line(lines: Rows[Case, Result]) -> dict[str, Any]:
-    """One training, mean over its seeds."""
-    case, results = lines[0][0], [result for _, result in lines]
-    return {
-        "attention": case.attention,
-        "where": f"{case.regulariser} × {case.weight:g}" if case.weight else "no regulariser",
-        "val nats": fmean(r.nats for r in results),
-        "constant": fmean(map(constant_of, results)),
-    }
-
-
-def means(rows: Rows[Case, Result]) -> str:
-    """Mean bound/truth of every bound, in words."""
-    return "; ".join(
-        f"{attention} " + ", ".join(f"{name} {fmean(values):.3g}" for name, values in found.items())
-        for attention, group in by(rows, lambda c: c.attention).items()
-        if (found := ratios(group))
-    )
-
-
-def equal_in_words(equal: Equal) -> str:
-    """Every regulariser at equal loss: mean over seeds and range of the constant."""
-    return "; ".join(
-        f"{attention} {name} {fmean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
-        for (attention, name), values in equal.items()
-    )
+    published = ratios((c, r) for c, r in rows if c.attention == "dot_product").get("g1", [])
+    return Summary(lines, paper, ours, *verdict(exceeded, disorder(rows), published, equal))
 
 
 def verdict(
     exceeded: int, wrong_order: int, published: Sequence[float], equal: Equal
 ) -> tuple[Outcome, str]:
-    """Whether the theorem held, and who lowers the constant most at equal loss.
+    """Whether the theorem held, and where JaSMin lowers the constant at equal loss.
 
     ``exceeded`` and ``wrong_order`` count bounds below the truth or above one that they refine;
     ``published`` is bound/truth of the paper's own bound, wherever both are known.
@@ -406,84 +380,47 @@ def verdict(
     if not published:
         return "not in the paper", "the theorem's bound was compared with no dot-product layer"
     size = fmean(published)
-    why = (
+    helped = [
+        f"{name} with {attention}"
+        for (attention, name), some in equal.items()
+        if name.startswith("jasmin") and max(some) < 1
+    ]
+    return "partly reproduced", (
         f"in {len(published)} comparisons the theorem is never violated and its bound is on "
         f"average {size:.3g} times the truth, {'loose' if size > LOOSE else 'not loose'}; whether "
-        "JaSMin improves robustness could not be compared, its tables were not available. "
+        "JaSMin improves robustness could not be compared, its tables were not available; at equal "
+        f"loss it lowers the local constant in every seed: {', '.join(helped) or 'nowhere'}"
     )
-    best = []
-    for attention in dict.fromkeys(attention for attention, _ in equal):
-        mean = {name: fmean(values) for (a, name), values in equal.items() if a == attention}
-        name = min(mean, key=mean.__getitem__)
-        best.append(f"{name} lowers it most with {attention} (to {mean[name]:.2f} of it)")
-    if best:
-        helped = ", ".join(
-            f"{name} with {attention}"
-            for (attention, name), values in equal.items()
-            if name.startswith("jasmin") and max(values) < 1
-        )
-        why += (
-            f"Local constants at equal loss: {'; '.join(best)}; JaSMin lowers them in every seed: "
-            f"{helped or 'nowhere'}"
-        )
-    return "partly reproduced", why
-
-
-GREYS: dict[str, tuple[str, str, str]] = {  # colour, marker, line
-    "none": ("k", "*", "none"),
-    "jasmin_0": ("0.55", "s", ":"),
-    "jasmin_10": ("0.35", "^", "--"),
-    "sensitivity": ("0.0", "o", "-"),
-}
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bounds over truth on the left; local constants against loss on the right."""
-    groups = by(rows, lambda c: c.attention)
+    groups = by(rows, "attention")
     figure, axes = panels(len(groups), 2)
-    for index, (attention, group) in enumerate(groups.items()):
-        draw_bounds(axes[2 * index], group, attention)
-        draw_trade(axes[2 * index + 1], group, attention)
+    for left, right, (attention, group) in zip(axes[::2], axes[1::2], groups.items(), strict=True):
+        names = dict.fromkeys(name for _, result in group for name in result.bounds)
+        for index, name in enumerate(names):
+            some = [r for _, r in group if name in r.bounds]
+            truths = [t for r in some for t in r.truth]
+            look = look_of(index) | {"linestyle": "none", "markersize": 3, "label": name}
+            left.plot(truths, [bound for r in some for bound in r.bounds[name]], **look)
+        ends = [pick(t for _, r in group for t in r.truth) for pick in (min, max) if names]
+        left.plot(ends, ends, "k-", linewidth=1, label="bound = truth")
+        left.set(
+            xlabel="true ‖∂F/∂X‖, frobenius (no unit)", ylabel="upper bound (no unit)",
+            xscale="log", yscale="log", title=f"{attention}: bounds on attention layers",
+        )  # fmt: skip
+        models = by(trained(group), "regulariser")
+        plain = models.pop("none", [])
+        for index, (name, some) in enumerate(models.items()):
+            points = list(by([*plain, *some], "weight").values())
+            constants = [mean(seeds, constant_of) for seeds in points]
+            right.plot([mean(s, "nats") for s in points], constants, label=name, **look_of(index))
+        right.set(
+            xlabel="validation nats per character", ylabel="local constant, frobenius (no unit)",
+            title=f"{attention}, trained",
+        )  # fmt: skip
     return figure
-
-
-def draw_bounds(axes: Any, rows: Rows[Case, Result], attention: str) -> None:
-    """Every bound against the truth, one mark per layer and sequence."""
-    truths = [value for _, result in rows for value in result.truth]
-    names = list(dict.fromkeys(name for _, result in rows for name in result.bounds))
-    for index, name in enumerate(names):
-        x = [t for _, r in rows if name in r.bounds for t in r.truth]
-        y = [bound for _, r in rows for bound in r.bounds.get(name, [])]
-        style = {"color": str(0.75 * index / max(1, len(names) - 1)), "markersize": 3}
-        axes.plot(x, y, "ov^sDP"[index % 6], fillstyle="none", label=name, **style)
-    ends = [min(truths), max(truths)] if truths else []
-    axes.plot(ends, ends, "k-", linewidth=1, label="bound = truth")
-    axes.set(
-        xlabel="true ‖∂F/∂X‖, frobenius (no unit)", ylabel="upper bound (no unit)",
-        xscale="log", yscale="log", title=f"{attention}: bounds on attention layers",
-    )  # fmt: skip
-    axes.legend(fontsize="small")
-
-
-def draw_trade(axes: Any, rows: Rows[Case, Result], attention: str) -> None:
-    """Local constant against validation loss, through the weights of every regulariser."""
-    trained = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
-    groups = by(trained, lambda c: (c.regulariser, c.weight))
-    for name in get_args(Regulariser):
-        chosen = [groups[key] for key in sorted(groups) if key[0] in (name, "none")]
-        if any(key[0] == name for key in groups):
-            color, marker, line = GREYS[name]
-            axes.plot(
-                [fmean(r.nats for _, r in group) for group in chosen],
-                [fmean(constant_of(r) for _, r in group) for group in chosen],
-                color=color, marker=marker, linestyle=line, label=name, fillstyle="none",
-            )  # fmt: skip
-    axes.set(
-        xlabel="validation nats per character", ylabel="local constant, frobenius (no unit)",
-        title=f"{attention}, trained",
-    )  # fmt: skip
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

@@ -14,9 +14,9 @@ in place stays below the theorem's bound on the same tokens.
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -26,7 +26,7 @@ from invformer.bounds import kim
 from invformer.config.section import option
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
-from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, main
 
 Variant = Literal["dot_product", "dot_product_causal", "untied", "self_hidden", "without_a"]
@@ -154,91 +154,61 @@ def entry_max_norm(f: Callable[[Tensor], Tensor], x: Float[Tensor, "tokens width
     return dense_jacobian(f, x).abs().sum(-1).amax().item()
 
 
-def growth_exponent(points: list[tuple[float, float]]) -> float:
-    """The slope of log ‖J‖ over log c between the two largest c; NaN unless both are far."""
-    far = sorted(point for point in points if point[0] >= FAR)
+def expected(case: Case, result: Result) -> float | None:
+    """‖J‖ by the variant's formula."""
+    return FORMULAS[case.variant](case.c) if case.variant in FORMULAS else None
+
+
+def growth_exponent(rows: Rows[Case, Result]) -> float | None:
+    """The slope of log ‖J‖ over log c between the two largest c; None unless both are far."""
+    far = sorted((case.c, result.broken) for case, result in rows if case.c >= FAR)[-2:]
     if len(far) < 2:
-        return math.nan
-    (c1, j1), (c2, j2) = far[-2:]
+        return None
+    (c1, j1), (c2, j2) = far
     return math.log(j2 / j1) / math.log(c2 / c1)
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Measured against the formulas, and the tied layer against its bound."""
-    table = [
-        {
-            "variant": case.variant,
-            "c": case.c,
-            "‖J‖ expected": FORMULAS[case.variant](case.c) if case.variant in FORMULAS else None,
-            "‖J‖ (ours)": result.broken,
-            "‖J‖ tied L2, same tokens": result.tied,
-            "bound for tied L2": result.bound,
-        }
-        for case, result in rows
-    ]
-    points: dict[Variant, list[tuple[float, float]]] = {}
-    for case, result in rows:
-        points.setdefault(case.variant, []).append((case.c, result.broken))
-    exponents: dict[Variant, float] = {v: growth_exponent(p) for v, p in points.items()}
-    largest = []
-    for variant, exponent in exponents.items():
-        c, value = max(points[variant])
-        grows = "" if math.isnan(exponent) else f", grows like c^{exponent:.2f}"
-        largest.append(f"{variant} {value:.4g} (c = {c:g}{grows})")
+    """Formulas at every distance, growth where two distances are far, and tied L2's bound."""
+    findings: list[Finding] = []
+    for variant, group in by(rows, "variant").items():
+        c, value = max((case.c, result.broken) for case, result in group)
+        exponent, words = growth_exponent(group), f"{variant} {value:.4g} (c = {c:g})"
+        if exponent is None:
+            findings.append((None, words))
+            continue
+        grows = abs(exponent - (1 if variant == "without_a" else 2)) < 0.1
+        findings.append((grows, f"{words} grows like c^{exponent:.2f}"))
+    off = [abs(r.broken / one - 1) for c, r in rows if (one := expected(c, r)) is not None]
+    worst = max(off, default=0.0)
+    findings.append((worst < 1e-6, f"formulas met to {worst:.0e}"))
+    tied = all(r.tied <= r.bound for _, r in rows)
+    largest = max(values(rows, "tied"))
+    findings.append((tied, f"tied L2 on the same tokens at most {largest:.3g}, bound {tied}"))
     paper = (
         "Theorem 3.1: dot product is not Lipschitz; Theorem 3.2 bounds L2 attention that is tied, "
         "sees the self token and has the factor A_h (no numbers)"
     )
-    return Summary(table, paper, ", ".join(largest), *verdict(rows, exponents))
-
-
-def verdict(rows: Rows[Case, Result], exponents: Mapping[Variant, float]) -> tuple[Outcome, str]:
-    """Formulas at every distance, growth where two distances are far, and tied L2's bound."""
-    off = max(
-        (abs(r.broken / FORMULAS[c.variant](c.c) - 1) for c, r in rows if c.variant in FORMULAS),
-        default=0.0,
-    )
-    tied = max(r.tied for _, r in rows)
-    wrong = [
-        f"{variant} grows like c^{exponent:.2f}"
-        for variant, exponent in exponents.items()
-        if abs(exponent - (1 if variant == "without_a" else 2)) >= 0.1
-    ]
-    if not off < 1e-6:
-        wrong.append(f"formulas are missed by up to {off:.0e}")
-    if not all(r.tied <= r.bound for _, r in rows):
-        wrong.append("tied L2 exceeds its bound")
-    if wrong:
-        return "not reproduced", "; ".join(wrong)
-    rest = f"while tied L2 on the same tokens stays at or below {tied:.3g}, under its bound"
-    if any(map(math.isnan, exponents.values())):
-        return "partly reproduced", (
-            f"formulas are met to {off:.0e} at every distance, {rest}; how the variants grow was "
-            f"not measured, which takes two distances of {FAR:g} or more"
-        )
-    return (
-        "reproduced",
-        f"every broken variant grows without bound, formulas met to {off:.0e}, {rest}",
-    )
+    lines, ours = table(rows, more={"expected": expected}), "; ".join(w for _, w in findings)
+    if wrong := [words for holds, words in findings if holds is False]:
+        return Summary(lines, paper, ours, "not reproduced", "; ".join(wrong))
+    if None in [holds for holds, _ in findings]:
+        why = f"how the variants grow was not measured: that takes two distances of {FAR:g} or more"
+        return Summary(lines, paper, ours, "partly reproduced", why)
+    why = "every broken variant grows as expected, and tied L2 stays below its bound"
+    return Summary(lines, paper, ours, "reproduced", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """‖J‖ against c: measured (markers), by formula (dotted), tied L2 (lines)."""
+    """‖J‖ against c: of the variants, by formula, and of tied L2 attention on the same tokens."""
     figure, (axes,) = panels(1, 1)
-    for index, variant in enumerate(VARIANTS):
-        points = sorted((case.c, result) for case, result in rows if case.variant == variant)
-        c = [distance for distance, _ in points]
-        style: dict[str, Any] = {"marker": "osD^v"[index], "color": str(0.15 * index)}
-        broken = [result.broken for _, result in points]
-        axes.plot(c, broken, linestyle="none", fillstyle="none", label=variant, **style)
-        if variant in FORMULAS:
-            axes.plot(c, [FORMULAS[variant](distance) for distance in c], "k:", linewidth=1)
-        axes.plot(c, [result.tied for _, result in points], markersize=3, **style)
+    curves(axes, rows, "c", "broken", ("variant",), linestyle="none")
+    curves(axes, rows, "c", expected, ("variant",), "formula", marker="", linestyle=":")
+    curves(axes, rows, "c", "tied", ("variant",), "tied L2", markersize=3)
     axes.set(
         xlabel="distance c of the tokens (units of X)", ylabel="‖J‖, entry_max (no unit)",
-        xscale="log", yscale="log", title="dotted: formula; lines: tied L2 on the same tokens",
+        xscale="log", yscale="log",
     )  # fmt: skip
-    axes.legend(fontsize="small")
     return figure
 
 

@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -33,7 +33,19 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer, PreNormBlock
-from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.report import (
+    Figure,
+    Name,
+    Outcome,
+    Rows,
+    Summary,
+    by,
+    curves,
+    look_of,
+    panels,
+    table,
+    values,
+)
 from studies.study import Study, case_of, main
 from studies.training import AdamOptions, ModelCase, text_fields, text_of, train_by_adam
 
@@ -177,46 +189,29 @@ class PostNormBlock(nn.Module):
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Who trained how deep."""
-    table = [
-        {
-            "kind": case.kind,
-            "layers": case.num_layers,
-            "val nats (ours)": result.val_nats,
-            "single characters": result.unigram_nats,
-            "trained (ours)": "no" if result.failed else "yes",
-            "test nats (paper, PTB, recalled)": paper_nats(case),
-            "trained (paper)": paper_trained(case),
-        }
-        for case, result in rows
-    ]
-    failed: dict[Kind, dict[int, bool]] = {}
-    for case, result in rows:
-        failed.setdefault(case.kind, {})[case.num_layers] = result.failed
-    ours = f"up to {max(case.num_layers for case, _ in rows)} layers: " + "; ".join(
+    more: dict[str, Name] = {"paper, recalled": paper_nats, "trained (paper)": paper_trained}
+    lines = table(rows, more={"trained": lambda c, r: not r.failed} | more)
+    failed = {
+        kind: {case.num_layers: result.failed for case, result in group}
+        for kind, group in by(rows, "kind").items()
+    }
+    ours = f"up to {max(values(rows, 'num_layers'))} layers: " + "; ".join(
         f"{kind} fails at {', '.join(str(d) for d in sorted(depths) if depths[d])}"
         if any(depths.values())
         else f"{kind} trains"
         for kind, depths in failed.items()
     )
+    trained = [(c, r) for c, r in rows if not r.failed]
     hardly = [
-        f"{c.kind} at {c.num_layers} ({r.margin:.2g})"
-        for c, r in rows
-        if not r.failed and r.margin < CLEAR
+        f"{c.kind} at {c.num_layers} ({r.margin:.2g})" for c, r in trained if r.margin < CLEAR
     ]
     if hardly:
         ours += f"; hardly trained, ahead of single characters by nats: {', '.join(hardly)}"
-    outcome, why = verdict(failed)
-    if close := [(r.margin, c) for c, r in rows if not r.failed]:
-        margin, case = min(close, key=lambda pair: pair[0])
-        why += (
-            f"; nearest to failing among the others is {case.kind} at {case.num_layers} layers, "
-            f"{margin:.2g} nats better than single characters (one seed)"
-        )
     paper = (
         "dot product fails to train beyond 10 layers; tied L2 and Contractive-L2 train up to 18, "
         "the deepest tried; best test nats very similar (Penn Treebank, D = 512)"
     )
-    return Summary(table, paper, ours, outcome, why)
+    return Summary(lines, paper, ours, *verdict(failed))
 
 
 def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
@@ -230,31 +225,25 @@ def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
         )
     if lost := sorted(kind for kind, depths in others.items() if any(depths.values())):
         return "not reproduced", f"{', '.join(lost)} also failed at some depth, {small}"
-    beyond = {k: [bad for d, bad in depths.items() if d > LIMIT] for k, depths in dot.items()}
-    fails = sorted(kind for kind, bad in beyond.items() if any(bad))
-    if not fails:
-        return "not reproduced", f"dot product trained at every depth beyond 10, {small}"
-    spared = sorted(kind for kind, bad in beyond.items() if not all(bad))
+    beyond = [bad for depths in dot.values() for d, bad in depths.items() if d > LIMIT]
     shallow = [bad for depths in dot.values() for d, bad in depths.items() if d <= LIMIT]
-    if spared:
-        return "partly reproduced", (
-            f"{', '.join(fails)} fails beyond 10 layers and {', '.join(spared)} trains there at "
-            f"some depth, {small}"
-        )
+    if not any(beyond):
+        return "not reproduced", f"dot product trained at every depth beyond 10, {small}"
+    if not all(beyond):
+        return "partly reproduced", f"dot product trains at some depth beyond 10, {small}"
     if not shallow or any(shallow):
-        seen = "fails at 10 or fewer too" if shallow else "was not tried at 10 or fewer"
-        return "partly reproduced", f"dot product fails beyond 10 layers and {seen}, {small}"
+        return "partly reproduced", f"dot product was not seen to train at 10 or fewer, {small}"
     return "reproduced", f"dot product fails beyond 10 layers and nothing else does, {small}"
 
 
-def paper_nats(case: Case) -> float | None:
+def paper_nats(case: Case, result: Result) -> float | None:
     """The paper's value for a kind and a depth; its order of LayerNorm is unknown."""
     values = PAPER_NATS.get(case.kind.removesuffix("_post"), ())
     by_depth: dict[int, float] = dict(zip(PAPER_DEPTHS, values, strict=False))
     return by_depth.get(case.num_layers)
 
 
-def paper_trained(case: Case) -> str | None:
+def paper_trained(case: Case, result: Result) -> str | None:
     """Whether the paper's model of this kind trained at this depth."""
     if case.num_layers > max(PAPER_DEPTHS) or case.kind.removesuffix("_post") not in PAPER_NATS:
         return None
@@ -264,16 +253,13 @@ def paper_trained(case: Case) -> str | None:
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Nats against depth, ours and the paper's; a cross is a model that did not train."""
     figure, (ours, paper) = panels(1, 2)
-    for index, kind in enumerate(dict.fromkeys(case.kind for case, _ in rows)):
-        points = sorted((c.num_layers, r) for c, r in rows if c.kind == kind)
-        style = style_of(kind, index)
-        ours.plot([d for d, _ in points], [r.val_nats for _, r in points], label=kind, **style)
-        failed = [(d, r.unigram_nats) for d, r in points if r.failed]
-        ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
+    curves(ours, rows, "num_layers", "val_nats", ("kind",))
+    failed = [(c.num_layers, r.unigram_nats) for c, r in rows if r.failed]
+    ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
     unigram = rows[0][1].unigram_nats
     ours.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
     for index, (kind, nats) in enumerate(PAPER_NATS.items()):
-        paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **style_of(kind, index))
+        paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **look_of(index))
     text, steps = rows[0][0].corpus, rows[0][0].num_steps
     ours.set(ylabel="validation nats per character", title=f"ours: {text}, {steps} steps")
     paper.set(ylabel="test nats per character", title="Kim et al. 2021: Penn Treebank (recalled)")
@@ -281,13 +267,6 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         axes.set(xlabel="blocks")
         axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure
-
-
-def style_of(kind: str, index: int) -> dict[str, Any]:
-    """Marker and line of a kind: dashed with LayerNorm after the sum, dotted in a ball."""
-    line = "--" if kind.endswith("_post") else ":" if kind.endswith("_ball") else "-"
-    marker = "^" if kind.startswith("contractive") else "s" if kind.startswith("l2") else "o"
-    return {"color": str(0.1 * index), "linestyle": line, "marker": marker, "fillstyle": "none"}
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

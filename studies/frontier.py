@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import fmean
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -41,7 +42,7 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.report import Figure, Rows, Summary, grouped, panels
+from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, values
 from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     RecipeCase,
@@ -57,7 +58,6 @@ Optimiser = Literal["adamw", "muon"]
 
 LN2 = math.log(2)
 NGRAM_ORDER = 5
-MARKERS = "osD^vP*X"
 
 
 @dataclass(kw_only=True)
@@ -292,88 +292,66 @@ def local_constant(
 
 # --- the seeds of every configuration together ---------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Point:
-    """One configuration (a case with its first seed) at its best learning rate, over its seeds."""
-
-    case: Case
-    results: list[Result]  # of seeds whose training did not fail, or of all if every one did
-    num_seeds: int
-
-    @property
-    def num_failed(self) -> int:
-        """Seeds whose training lost its numbers."""
-        return self.num_seeds - sum(not result.failed for result in self.results)
-
-    def values(self, name: str) -> list[float]:
-        """A field of every seed's result."""
-        return [getattr(result, name) for result in self.results]
-
-    def mean(self, name: str) -> float:
-        """Mean of a field over the seeds."""
-        return math.fsum(self.values(name)) / len(self.results)
-
-    @property
-    def label(self) -> str:
-        """Model and certificate, whether tokens see only those before them, and metrics."""
-        strictly = "strictly" if self.case.strictly_causal else None
-        metric = "metric" if self.case.diagonal_scaling else None
-        return " ".join(filter(None, (self.case.model, self.case.certificate, strictly, metric)))
-
-    def __str__(self) -> str:
-        c, depth = self.case.lipschitz_target, self.case.num_layers
-        target = "" if c is None else f" c={c:g}"
-        return f"{self.label}{target}, {self.case.optimiser}, {depth} layers"
+# What tells configurations apart, and their learning rates.
+CONFIGURATION = (
+    "model", "certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target", "optimiser",
+    "num_layers",
+)  # fmt: skip
+RATES = ("lr", "muon_lr")
+Seeds = Rows[Case, Result]
 
 
-def points_of(rows: Rows[Case, Result]) -> list[Point]:
-    """Every configuration at the learning rate with the fewest failures, then the fewest nats."""
-    first = rows[0][0].seed
-    trials: list[Point] = []
-    for case, group in grouped(rows, lambda row: replace(row[0], seed=first)).items():
-        results = [result for _, result in group]
-        finite = [result for result in results if not result.failed]
-        trials.append(Point(case, finite or results, len(results)))
-    choices = grouped(trials, lambda point: replace(point.case, lr=0.0, muon_lr=None))
-    return [min(points, key=preference) for points in choices.values()]
+def best_rates(rows: Rows[Case, Result]) -> list[Seeds]:
+    """Every configuration at the learning rates with the fewest failures, then the fewest nats."""
+    return [min(by(g, *RATES).values(), key=cost) for g in by(rows, *CONFIGURATION).values()]
 
 
-def preference(point: Point) -> tuple[int, float]:
+def finite(seeds: Seeds) -> Seeds:
+    """The seeds whose training did not fail, or all if every one did."""
+    return [row for row in seeds if not row[1].failed] or seeds
+
+
+def cost(seeds: Seeds) -> tuple[int, float]:
     """Fewest failed seeds first, then the smallest loss; a NaN comes last."""
-    nats = point.mean("nats")
-    return point.num_failed, math.inf if math.isnan(nats) else nats
+    nats = mean(finite(seeds), "nats")
+    return sum(values(seeds, "failed")), math.inf if math.isnan(nats) else nats
 
 
-def best_of(points: Sequence[Point], certified: bool, depth: int | None = None) -> Point | None:
+def best_of(points: Sequence[Seeds], certified: bool, depth: int | None = None) -> Seeds | None:
     """The best certified or the best unconstrained configuration; None if none has a loss."""
     kept = [
-        p
-        for p in points
-        if p.case.is_certified == certified
-        and depth in (None, p.case.num_layers)
-        and math.isfinite(p.mean("nats"))
+        seeds
+        for seeds in points
+        if seeds[0][0].is_certified == certified
+        and depth in (None, seeds[0][0].num_layers)
+        and math.isfinite(cost(seeds)[1])
     ]
-    return min(kept, key=preference, default=None)
+    return min(kept, key=cost, default=None)
 
 
-def gap(certified: Point, free: Point) -> float:
+def gap(certified: Seeds, free: Seeds) -> float:
     """What the certificate costs, nats per character: positive if the certified model is worse."""
-    return certified.mean("nats") - free.mean("nats")
+    return mean(finite(certified), "nats") - mean(finite(free), "nats")
+
+
+def label(case: Case, result: Result | None = None) -> str:
+    """Model and certificate, whether tokens see only those before them, and metrics."""
+    strictly = "strictly" if case.strictly_causal else None
+    metric = "metric" if case.diagonal_scaling else None
+    return " ".join(filter(None, (case.model, case.certificate, strictly, metric)))
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
-    points = points_of(rows)
-    depths = list(dict.fromkeys(p.case.num_layers for p in points))
+    points = best_rates(rows)
+    depths = list(dict.fromkeys(values(rows, "num_layers")))
     free = {depth: best_of(points, False, depth) for depth in depths}
-    certified = {depth: best_of(points, True, depth) for depth in depths}
-    table = [table_line(point, free[point.case.num_layers]) for point in points]
+    lines = [table_line(seeds, free[seeds[0][0].num_layers]) for seeds in points]
     case, result = rows[0]
     gaps = [
         f"{gap(proven, other):+.3f} at {depth}"
-        for depth in depths
-        if (proven := certified[depth]) and (other := free[depth])
+        for depth, other in free.items()
+        if other and (proven := best_of(points, True, depth))
     ]
     ours = (
         f"{headline(best_of(points, True), best_of(points, False))}; gap in nats by layers: "
@@ -381,102 +359,86 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{case.corpus}, all {result.num_characters} validation characters once, context "
         f"{case.seq_len}, {case.num_steps} steps"
     )
-    failed = sum(point.num_failed for point in points)
+    failed = sum(cost(seeds)[0] for seeds in points)
     why = (
         "no frontier is published; learning rates and best rows are chosen on the split they are "
-        f"scored on, {points[0].num_seeds} seed{'s' if points[0].num_seeds > 1 else ''} each; "
+        f"scored on, {len(points[0])} seed{'s' if len(points[0]) > 1 else ''} each; "
         f"{failed} of the best learning rates' trainings failed"
     )
-    return Summary(table, paper_in_words(), ours, "not in the paper", why)
+    pairs = zip(PAPER_DEPTHS, PAPER_NATS["contractive"], PAPER_NATS["dot_product"], strict=False)
+    published = ", ".join(f"{ours - dot:+.3f} at {depth}" for depth, ours, dot in pairs)
+    paper = f"contractive against dot product, nats by layers: {published} (PTB, recalled)"
+    return Summary(lines, paper, ours, "not in the paper", why)
 
 
-def table_line(point: Point, free: Point | None) -> dict[str, Any]:
+def table_line(seeds: Seeds, free: Seeds | None) -> dict[str, Any]:
     """One configuration, mean over its seeds, beside the best unconstrained one of its depth."""
-    case, certified = point.case, point.case.is_certified and not point.results[0].failed
-    nats = point.values("nats")
-    return {
-        "model": case.model,
-        "certificate": case.certificate,
-        "strictly causal": case.strictly_causal if case.model == "contractive_bounded" else None,
-        "metric": case.diagonal_scaling if case.is_certified else None,
-        "c": case.lipschitz_target,
-        "optimiser": case.optimiser,
-        "layers": case.num_layers,
-        "lr": case.lr,
-        "muon lr": case.muon_lr,
-        "seeds (failed)": f"{point.num_seeds} ({point.num_failed})",
-        "parameters": point.results[0].num_parameters,
-        "nats": point.mean("nats"),
+    kept = finite(seeds)
+    (case, result), nats = kept[0], values(kept, "nats")
+    line = {name: getattr(case, name) for name in (*CONFIGURATION, *RATES)} | {
+        "seeds (failed)": f"{len(seeds)} ({cost(seeds)[0]})",
+        "parameters": result.num_parameters,
+        "nats": fmean(nats),
         "range": max(nats) - min(nats) if len(nats) > 1 else None,
-        "bpc": point.mean("bpc"),
-        "gap, nats": None if free is None else gap(point, free),
-        "certified": max(point.values("certified")) if certified else None,
-        "in norm": f"{point.results[0].norm}, {point.results[0].kind}" if certified else None,
-        "estimate, token_max": point.mean("estimate"),
-        "recovered": min(point.values("recovered")) if certified else None,
-        "evaluations": max(max(r.evaluations) for r in point.results) if certified else None,
+        "bpc": mean(kept, "bpc"),
+        "gap, nats": None if free is None else gap(seeds, free),
+        "estimate, token_max": mean(kept, "estimate"),
+    }
+    if not case.is_certified or result.failed:
+        return line
+    return line | {
+        "certified": max(values(kept, "certified")),
+        "in norm": f"{result.norm}, {result.kind}",
+        "recovered": min(values(kept, "recovered")),
+        "evaluations": max(map(max, values(kept, "evaluations"))),
     }
 
 
-def headline(certified: Point | None, free: Point | None) -> str:
+def headline(certified: Seeds | None, free: Seeds | None) -> str:
     """The best of both kinds and the gap between them."""
     words = []
-    for kind, point in (("certified", certified), ("unconstrained", free)):
-        said = "not run"
-        if point is not None:
-            proven = ""
-            if point.case.is_certified:
-                blocks = "diagonal blocks" if point.results[0].kind == "causal" else "branches"
-                bound = max(point.values("certified"))
-                proven = f", {blocks} ≤ {bound:.4f} in {point.results[0].norm}"
-            said = (
-                f"{point.mean('nats'):.3f} nats, {point.mean('bpc'):.3f} bpc ({point}{proven}, "
-                f"estimate {point.mean('estimate'):.3g} in token_max)"
-            )
-        words.append(f"best {kind} {said}")
+    for kind, seeds in (("certified", certified), ("unconstrained", free)):
+        if seeds is None:
+            words.append(f"best {kind} not run")
+            continue
+        kept, (case, result) = finite(seeds), finite(seeds)[0]
+        said = f"{label(case)}, {case.optimiser}, {case.num_layers} layers"
+        if case.is_certified:
+            blocks = "diagonal blocks" if result.kind == "causal" else "branches"
+            bound = max(values(kept, "certified"))
+            said += f", c={case.lipschitz_target:g}, {blocks} ≤ {bound:.4f} in {result.norm}"
+        words.append(
+            f"best {kind} {mean(kept, 'nats'):.3f} nats, {mean(kept, 'bpc'):.3f} bpc ({said}, "
+            f"estimate {mean(kept, 'estimate'):.3g} in token_max)"
+        )
     if certified and free:
         price = gap(certified, free)
         words.append(f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc")
     return "; ".join(words)
 
 
-def paper_in_words() -> str:
-    """How far the published contractive model is behind dot product at the same depth."""
-    pairs = zip(PAPER_DEPTHS, PAPER_NATS["contractive"], PAPER_NATS["dot_product"], strict=False)
-    gaps = ", ".join(f"{ours - dot:+.3f} at {depth}" for depth, ours, dot in pairs)
-    return f"contractive against dot product, nats by layers: {gaps} (Penn Treebank, recalled)"
-
-
-# --- the picture ---------------------------------------------------------------------------------
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against the bound and against the estimate, which proves nothing.
 
-    A marker is a model under a certificate, filled for AdamW and hollow for Muon; a line joins the
-    targets c at one depth. Bars span the seeds. Baselines have no bound: lines across that panel.
+    A line joins the targets c of a model under a certificate, optimiser and depth. Bars span the
+    seeds. Baselines have no bound: lines across that panel.
     """
-    points = [p for p in points_of(rows) if math.isfinite(p.mean("nats"))]
     figure, (proven, measured) = panels(1, 2)
-    labels = list(dict.fromkeys(p.label for p in points))
-    curves = grouped(points, lambda p: (p.label, p.case.optimiser, p.case.num_layers))
-    for (label, optimiser, depth), curve in curves.items():
-        style: dict[str, Any] = {
-            "color": str(round(0.6 * labels.index(label) / max(1, len(labels) - 1), 2)),
-            "marker": MARKERS[labels.index(label) % len(MARKERS)],
-            "fillstyle": "full" if optimiser == "adamw" else "none",
-            "label": f"{label}, {optimiser}, {depth} layers",
-        }
-        curve.sort(key=lambda point: point.case.lipschitz_target or 0.0)
-        bpc = [point.mean("bpc") for point in curve]
-        spans = [(min(p.values("bpc")), max(p.values("bpc"))) for p in curve]
-        bars = [[y - low for y, (low, _) in zip(bpc, spans, strict=True)],
-                [high - y for y, (_, high) in zip(bpc, spans, strict=True)]]  # fmt: skip
-        measured.errorbar([p.mean("estimate") for p in curve], bpc, bars, **style)
-        if curve[0].case.is_certified:
-            proven.errorbar([p.mean("certified") for p in curve], bpc, bars, **style)
+    kept = [row for seeds in best_rates(rows) for row in seeds if not row[1].failed]
+    for index, (key, group) in enumerate(by(kept, label, "optimiser", "num_layers").items()):
+        style = {"label": "{}, {}, {} layers".format(*key), **look_of(index)}
+        group.sort(key=lambda row: row[0].lipschitz_target or 0)
+        targets = by(group, "lipschitz_target")
+        bpc = [values(seeds, "bpc") for seeds in targets.values()]
+        spans = [(min(seeds), fmean(seeds), max(seeds)) for seeds in bpc]
+        middle = [y for _, y, _ in spans]
+        bars = [[y - low for low, y, _ in spans], [high - y for _, y, high in spans]]
+        measured.errorbar([mean(g, "estimate") for g in targets.values()], middle, bars, **style)
+        if group[0][0].is_certified:
+            bounds = [mean(g, "certified") for g in targets.values()]
+            proven.errorbar(bounds, middle, bars, **style)
         else:
-            proven.plot([0, 1], [bpc[0]] * 2, transform=proven.get_yaxis_transform(), **style)
+            proven.plot([0, 1], [middle[0]] * 2, transform=proven.get_yaxis_transform(), **style)
     case, result = rows[0]
     for axes in (proven, measured):
         axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
@@ -486,8 +448,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         "of diagonal blocks under a causal certificate",
         title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}",
     )
-    label = "1 (an estimate below it proves nothing)"
-    measured.axvline(1.0, color="0.7", linestyle=":", label=label)
+    words = "1 (an estimate below it proves nothing)"
+    measured.axvline(1.0, color="0.7", linestyle=":", label=words)
     measured.set(
         xlabel="largest local constant of a branch,\ntoken_max, estimate from below", xscale="log"
     )

@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -51,7 +51,19 @@ from studies.measured_layers import (
     source,
 )
 from studies.power_law import Fit, fit
-from studies.report import Figure, Finding, Rows, Summary, grouped, outcome_of, panels
+from studies.report import (
+    Figure,
+    Finding,
+    Rows,
+    Summary,
+    by,
+    curves,
+    look_of,
+    mean,
+    outcome_of,
+    panels,
+    values,
+)
 from studies.study import Study, StudyOptions, case_of, main
 
 Model = Literal["small", "checkpoint", "two_cluster"]
@@ -306,91 +318,84 @@ def tied_weights(weights: DotProduct) -> TiedL2:
 
 # --- fits and verdict ----------------------------------------------------------------------------
 
-
-class Curve(NamedTuple):
-    """What shares one line of a figure."""
-
-    model: str
-    attention: Attention
-    layer: int
-    causal: bool
-    data: Data
-    alone: bool
-    radius: float
-
-    @property
-    def label(self) -> str:
-        """The curve in words."""
-        if self.data == "two_cluster":
-            attention = self.attention.replace("_", " ")
-            radius = f"R {'≤' if self.attention == 'l2' else '='} {self.radius:g}"
-            heads = "one head" if self.alone else "all heads"
-            return f"{IN_WORDS}, {attention}, {heads}, {radius}"
-        layer = f"{self.model} {self.attention} layer {self.layer}".replace("_", " ")
-        return f"{layer}, {'causal' if self.causal else 'unmasked'}"
-
-    @property
-    def is_published(self) -> bool:
-        """Whether the paper measured what stands here: all heads, at its own R."""
-        is_attack = self.data == "two_cluster" and self.attention == "dot_product"
-        return is_attack and not self.alone and self.radius == PUBLISHED_RADIUS
+CURVE = ("model", "attention", "layer", "causal", "data", "alone", "radius")
+Part = Rows[Case, Result]
 
 
-def curves(rows: Rows[Case, Result]) -> dict[Curve, list[tuple[Case, Result]]]:
-    """The rows over n by curve, in the order of n."""
-    found = grouped(rows, lambda row: Curve(*(getattr(row[0], name) for name in Curve._fields)))
-    return {key: sorted(part, key=lambda row: row[0].num_tokens) for key, part in found.items()}
+def label(case: Case) -> str:
+    """A curve in words."""
+    attention = case.attention.replace("_", " ")
+    if case.data == "two_cluster":
+        radius = f"R {'≤' if case.attention == 'l2' else '='} {case.radius:g}"
+        heads = "one head" if case.alone else "all heads"
+        return f"{IN_WORDS}, {attention}, {heads}, {radius}"
+    mask = "causal" if case.causal else "unmasked"
+    return f"{case.model} {attention} layer {case.layer}, {mask}"
 
 
-def fits(rows: Rows[Case, Result]) -> dict[Curve, Fit]:
-    """The fit of every curve with enough lengths: in n on text, in n − 1 under attack.
+def is_published(case: Case) -> bool:
+    """Whether the paper measured what stands here: all heads, at its own R."""
+    is_attack = case.data == "two_cluster" and case.attention == "dot_product"
+    return is_attack and not case.alone and case.radius == PUBLISHED_RADIUS
+
+
+def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
+    """Every curve over n, with its fit if there are enough lengths: in n − 1 under attack.
 
     Prop. 3.4 has √(n − 1): fitted in n it would look like n^0.53 at these lengths, for any weights.
     """
-    found = {
-        key: fit([(c.num_tokens, r.constants) for c, r in part], others=key.data == "two_cluster")
-        for key, part in curves(rows).items()
-    }
-    return {key: one for key, one in found.items() if one is not None}
+    parts = by(sorted(rows, key=lambda row: row[0].num_tokens), *CURVE)
+    parts = {key: parts[key] for key in by(rows, *CURVE)}
+    return [
+        (part, fit(values(part, points), others=part[0][0].data == "two_cluster"))
+        for part in parts.values()
+    ]
+
+
+def points(case: Case, result: Result) -> tuple[int, list[float]]:
+    """n and the constants there."""
+    return case.num_tokens, result.constants
+
+
+def constant(case: Case, result: Result) -> float:
+    """The mean constant of the sequences."""
+    return fmean(result.constants)
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every fitted curve beside the paper's."""
-    found, parts = fits(rows), curves(rows)
-    table = [table_line(key, part, found.get(key)) for key, part in parts.items()]
-    if not found:
+    found = fits(rows)
+    lines = [table_line(part, one) for part, one in found]
+    fitted = [(part, one) for part, one in found if one is not None]
+    if not fitted:
         why = "an exponent needs at least three lengths"
-        return Summary(table, "C n^alpha", "not run", "not in the paper", why)
-    findings = [
-        attack_finding(key, parts[key], one)
-        for key, one in found.items()
-        if key.data == "two_cluster"
-    ]
-    if slower := [one.exponent < 0.5 for key, one in found.items() if key.data == "text"]:
+        return Summary(lines, "C n^alpha", "not run", "not in the paper", why)
+    findings = [attack_finding(part, one) for part, one in fitted if part[0][0].radius]
+    if slower := [one.exponent < 0.5 for part, one in fitted if not part[0][0].radius]:
         share = f"{sum(slower)} of {len(slower)}"
         words = f"{share} curves on text grow slower than n^(1/2); none is of the paper's layers"
         findings.append((None, f"{words}, whose exponent is about 1/4"))
-    converged = min(result.converged for _, result in rows)
     why = "; ".join(words for _, words in findings)
-    why += f"; at least {100 * converged:.0f} % of the estimates of each row converged"
-    ours = "; ".join(f"{key.label}: {one}" for key, one in found.items())
-    paper = IN_PAPER if any(key.is_published for key in found) else "about n^(1/4) on text"
-    return Summary(table, paper, ours, outcome_of(findings), why)
+    why += f"; at least {min(values(rows, 'converged')):.0%} of the estimates of each row converged"
+    ours = "; ".join(f"{label(part[0][0])}: {one}" for part, one in fitted)
+    published = any(is_published(part[0][0]) for part, _ in fitted)
+    paper = IN_PAPER if published else "about n^(1/4) on text"
+    return Summary(lines, paper, ours, outcome_of(findings), why)
 
 
-def attack_finding(key: Curve, part: Rows[Case, Result], one: Fit) -> Finding:
+def attack_finding(part: Part, one: Fit) -> Finding:
     """What an attack did; a claim only where the paper measured the same."""
-    exponent = f"exponent {one.interval} in n-1"
-    if key.attention == "l2":
+    case, exponent = part[0][0], f"exponent {one.interval} in n-1"
+    if case.attention == "l2":
         grows = "shows no such growth" if one.exponent < NO_GROWTH else "grows too"
         rule = f"no growth is an exponent below {NO_GROWTH}"
         return None, f"tied L2 {grows}: {exponent} at its worst radius ({rule})"
-    if key.alone:
+    if case.alone:
         return None, f"one head: {exponent}, which Prop. 3.4 gives for any weights"
     coefficient = root_coefficient(part)
     measured = f"{exponent}, C of C n^(1/2) {coefficient:.3g}"
-    if not key.is_published:
-        return None, f"all heads at R = {key.radius:g}, not in the paper: {measured}"
+    if not is_published(case):
+        return None, f"all heads at R = {case.radius:g}, not in the paper: {measured}"
     ratio = max(coefficient / PUBLISHED_C, PUBLISHED_C / coefficient)
     holds = abs(one.exponent - 0.5) <= EXPONENT_TOLERANCE and ratio <= COEFFICIENT_FACTOR
     return holds, (
@@ -400,43 +405,35 @@ def attack_finding(key: Curve, part: Rows[Case, Result], one: Fit) -> Finding:
     )
 
 
-def table_line(key: Curve, part: Rows[Case, Result], one: Fit | None) -> dict[str, Any]:
+def table_line(part: Part, one: Fit | None) -> dict[str, Any]:
     """One curve: fit, the paper's fit, and the largest length."""
-    last_case, last = part[-1]
+    case, result = part[-1]
     return {
-        "layer": key.label,
-        "data": key.data,
-        "fitted in": one.variable if one else None,
-        "exponent": one.exponent if one else math.nan,
-        "from": one.low if one else math.nan,
-        "to": one.high if one else math.nan,
-        "C": one.coefficient if one else math.nan,
-        "C of C n^(1/2)": root_coefficient(part) if key.data == "two_cluster" else math.nan,
-        "paper": f"{PUBLISHED_C:g} n^0.5" if key.is_published else None,
-        "largest n": last_case.num_tokens,
-        "constant there": fmean(last.constants),
-        "converged": min(r.converged for _, r in part),
+        "layer": label(case),
+        "fit": one and str(one),
+        "C of C n^(1/2)": root_coefficient(part) if case.radius else None,
+        "paper": f"{PUBLISHED_C:g} n^0.5" if is_published(case) else None,
+        "largest n": case.num_tokens,
+        "constant there": constant(case, result),
+        "converged": min(values(part, "converged")),
     }
 
 
-def root_coefficient(part: Rows[Case, Result]) -> float:
+def root_coefficient(part: Part) -> float:
     """C of C √n through a curve, least squares in logarithms: what the paper gives for attacks."""
-    logs = [math.log(fmean(r.constants) / math.sqrt(c.num_tokens)) for c, r in part]
-    return math.exp(fmean(logs))
+    return math.exp(mean(part, lambda c, r: math.log(constant(c, r) / math.sqrt(c.num_tokens))))
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Constants against n, on text and under attack, with the paper's line."""
     figure, panes = panels(1, 2)
-    found = fits(rows)
     for axes, data in zip(panes, get_args(Data), strict=True):
-        chosen = {key: part for key, part in curves(rows).items() if key.data == data}
-        for index, (key, part) in enumerate(chosen.items()):
-            n, one = [c.num_tokens for c, _ in part], found.get(key)
-            label = key.label if one is None else f"{key.label}:\n{one}"
-            style = f"k{'os^vDP<>Xp*h'[index % 12]}-"
-            axes.plot(n, [fmean(r.constants) for _, r in part], style, mfc="none", label=label)
-            if key.is_published:
+        chosen = [row for row in rows if row[0].data == data]
+        for index, (part, one) in enumerate(fits(chosen)):
+            words = label(part[0][0]) if one is None else f"{label(part[0][0])}:\n{one}"
+            curves(axes, part, "num_tokens", constant, label=words, **look_of(index))
+            if is_published(part[0][0]):
+                n = values(part, "num_tokens")
                 axes.plot(n, [PUBLISHED_C * m**0.5 for m in n], "k:", label="paper 0.92 n^0.5")
         axes.set(
             xlabel="sequence length n (tokens)", xscale="log", yscale="log",

@@ -40,7 +40,7 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability
-from studies.report import Figure, Outcome, Rows, Summary, panels
+from studies.report import Figure, Name, Outcome, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, StudyOptions, case_of, main, progress
 from studies.training import text_of, train_by_adam
 
@@ -48,7 +48,6 @@ Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
 
 MAPS: tuple[Map, ...] = get_args(Map)
-STYLES: dict[Map, str] = dict(zip(MAPS, ("o-", "s--", "^:", "D-."), strict=True))
 MUCH_WIDER = 2.0  # how many times, to count as the paper's output-variance result
 REACHED = 1e-12  # the error at which a float64 inverse counts as found
 
@@ -238,114 +237,82 @@ def trained_attention(
     return block.attention.inner.double()
 
 
+def spread(case: Case, result: Result) -> float:
+    """How much wider than X its outputs are spread."""
+    return result.output_std / result.input_std
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Every case on one line; the verdict is about random weights, as in the paper's figure."""
-    table = [
-        {
-            "map": case.map,
-            "weights": case.weights,
-            "range": f"±{case.reach:g}",
-            "c": case.scale,
-            "N": case.num_tokens,
-            "D": case.d_model,
-            **{
-                f"error @{k}": e
-                for k, e in enumerate(result.errors)
-                if k in (10, 20, case.num_steps)
-            },
-            "first step ≤ 1e-12": None if result.first_step < 0 else result.first_step,
-            "std F(X)/std X": result.output_std / result.input_std,
-            "max F(X)/max X": result.output_max / result.input_max,
-        }
-        for case, result in rows
-    ]
-    random = [(case, result) for case, result in rows if case.weights == "random"]
-    settings: dict[tuple[Map, float], None] = {(case.map, case.reach): None for case, _ in random}
-    ours = "; ".join(
-        f"{map} on ±{reach:g}: {inverted_scales(rows_of(random, map, reach))}"
-        for map, reach in settings
-    )
+    """The verdict is about random weights, as in the paper's figure."""
+    more: dict[str, Name] = {
+        f"error @{k}": lambda case, result, k=k: result.errors[min(k, case.num_steps)]
+        for k in (10, 20, rows[0][0].num_steps)
+    }
+    names = ("map", "weights", "reach", "scale", "num_tokens", "d_model")
+    lines = table(rows, names, more | {"std F(X)/std X": spread})
+    random = [row for row in rows if row[0].weights == "random"]
+    groups = by(random, "map", "reach").items()
+    ours = "; ".join(f"{map} on ±{r:g}: {inverted_scales(group)}" for (map, r), group in groups)
     paper = (
         "dot product is not inverted, L2 is for small enough c (c in 0.5, 0.7, 0.9; a figure "
         "without numbers, input range not stated); the outputs of trained dot product spread much "
         "wider than those of L2"
     )
-    return Summary(table, paper, ours, *verdict(random, rows))
-
-
-def rows_of(rows: Rows[Case, Result], map: Map, reach: float) -> list[tuple[Case, Result]]:
-    """The rows of one map on one input range."""
-    return [(c, r) for c, r in rows if c.map == map and c.reach == reach]
+    outcome, why = verdict(random)
+    if wider := output_spread(rows):
+        why += f"; {wider}"
+    return Summary(lines, paper, ours, outcome, why)
 
 
 def inverted_scales(rows: Rows[Case, Result]) -> str:
     """The c at which every case was inverted, in words."""
-    scales = sorted({case.scale for case, _ in rows})
-    good = [c for c in scales if all(r.inverted for case, r in rows if case.scale == c)]
-    if len(good) == len(scales):
+    good = {c: all(values(group, "inverted")) for c, group in sorted(by(rows, "scale").items())}
+    if all(good.values()):
         return "inverted for every c"
-    return f"inverted for c = {', '.join(map(str, good))}" if good else "never inverted"
+    scales = ", ".join(str(c) for c, held in good.items() if held)
+    return f"inverted for c = {scales}" if scales else "never inverted"
 
 
-def verdict(random: Rows[Case, Result], rows: Rows[Case, Result]) -> tuple[Outcome, str]:
+def verdict(random: Rows[Case, Result]) -> tuple[Outcome, str]:
     """Whether dot product fails and L2 does not, and on which range."""
-    ranges = sorted({case.reach for case, _ in random})
-    fails = [r for r in ranges if not any(x.inverted for _, x in rows_of(random, "dot_product", r))]
-    partly = [
-        f"on ±{r:g} dot product is {inverted_scales(rows_of(random, 'dot_product', r))}"
-        for r in ranges
-        if r not in fails
-    ]
-    holds = all(r.inverted for c, r in random if c.map != "dot_product")
-    outputs = output_spread([(c, r) for c, r in rows if c.weights == "trained"])
-    if not holds:
-        worst = max(r.errors[-1] for c, r in random if c.map != "dot_product")
-        return "not reproduced", f"an L2 map was not inverted (error {worst:.1e}){outputs}"
-    if not fails:
-        return "not reproduced", f"dot product was inverted too: {'; '.join(partly)}{outputs}"
-    failing = ", ".join(f"±{r:g}" for r in fails)
-    why = f"dot product never converges on {failing} and every L2 map reaches 1e-12; "
-    why += f"the range decides: {'; '.join(partly)}" if partly else "no other range was tried"
-    return "reproduced", why + outputs
+    dot_product = [row for row in random if row[0].map == "dot_product"]
+    dot = {reach: inverted_scales(group) for reach, group in by(dot_product, "reach").items()}
+    said = "; ".join(f"on ±{reach:g} dot product is {words}" for reach, words in dot.items())
+    others = [r.errors[-1] for c, r in random if c.map != "dot_product" and not r.inverted]
+    if others:
+        return "not reproduced", f"an L2 map was not inverted (error {max(others):.1e}); {said}"
+    outcome: Outcome = "reproduced" if "never inverted" in dot.values() else "not reproduced"
+    return outcome, f"every L2 map reaches 1e-12; {said}: the range decides"
 
 
-def output_spread(trained: Rows[Case, Result]) -> str:
-    """What the trained weights say about the paper's output-variance experiment, as a clause."""
+def output_spread(rows: Rows[Case, Result]) -> str:
+    """What the trained weights say about the paper's output-variance experiment."""
+    trained = [row for row in rows if row[0].weights == "trained"]
     widest = max((case.reach for case, _ in trained), default=0.0)
-    spread = {c.map: r.output_std / r.input_std for c, r in trained if c.reach == widest}
-    if len(spread) < 2:
+    found = {c.map: spread(c, r) for c, r in trained if c.reach == widest}
+    if len(found) < 2:
         return ""
-    ratio = spread["dot_product"] / spread["l2"]
+    ratio = found["dot_product"] / found["l2"]
     seen = "as in the paper" if ratio >= MUCH_WIDER else "not the paper's much wider spread"
-    return (
-        f"; with trained weights on ±{widest:g} dot product spreads its outputs {ratio:.2f} times "
-        f"as wide as L2, {seen}"
-    )
+    return f"trained dot product spreads its outputs {ratio:.2f} times as wide as L2, {seen}"
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Error against step, a panel per range and origin of the weights, in the first size."""
     size = rows[0][0].num_tokens, rows[0][0].d_model
     shown = [(case, result) for case, result in rows if (case.num_tokens, case.d_model) == size]
-    settings = list(dict.fromkeys((case.weights, case.reach) for case, _ in shown))
-    figure, axes = panels(math.ceil(len(settings) / 2), min(2, len(settings)))
-    scales = sorted({case.scale for case, _ in rows})
-    for one, setting in zip(axes, settings, strict=False):
-        for case, result in shown:
-            if (case.weights, case.reach) == setting:
-                grey = 0.7 * (1 - scales.index(case.scale) / max(1, len(scales) - 1))
-                floored = [max(error, 1e-17) for error in result.errors]
-                one.plot(
-                    floored, STYLES[case.map], color=str(grey), markersize=4,
-                    markevery=max(1, case.num_steps // 10), label=f"{case.map}, c = {case.scale:g}",
-                )  # fmt: skip
+    groups = by(shown, "weights", "reach")
+    figure, axes = panels(len(groups), 1)
+    for one, ((weights, reach), group) in zip(axes, groups.items(), strict=True):
+        for index, (case, result) in enumerate(group):
+            floored = [max(error, 1e-17) for error in result.errors]
+            label = f"{case.map}, c = {case.scale:g}"
+            one.plot(floored, markevery=max(1, case.num_steps // 10), label=label, **look_of(index))
         one.set(
             xlabel="fixed-point step", ylabel="largest |x − x*| over the batch (units of X)",
-            yscale="log", title=f"{setting[0]} weights, inputs on ±{setting[1]:g}",
+            yscale="log", title=f"{weights} weights, inputs on ±{reach:g}",
         )  # fmt: skip
         one.legend(fontsize="x-small", ncols=2)
-    for one in axes[len(settings) :]:
-        one.set_visible(False)
     return figure
 
 

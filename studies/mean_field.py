@@ -19,7 +19,6 @@ constant above its bound, or one that is no number, is "not reproduced" whatever
 
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, get_args
@@ -30,7 +29,19 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.numerics.linear_map import dense_jacobian
 from studies import castin
-from studies.report import Figure, Finding, Rows, Summary, outcome_of, panels
+from studies.report import (
+    Figure,
+    Finding,
+    Name,
+    Rows,
+    Summary,
+    by,
+    curves,
+    outcome_of,
+    panels,
+    table,
+    values,
+)
 from studies.study import Study, StudyOptions, main, progress
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
@@ -138,8 +149,10 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """One statement at one size; tiny matrices, so always on the CPU."""
     del device
-    measures = (two_dirac, weighted, large_radius, cesaro)
-    return dict(zip(get_args(Statement), measures, strict=True))[case.statement](case)
+    measures = {
+        "two_dirac": two_dirac, "weighted": weighted, "large_radius": large_radius, "cesaro": cesaro
+    }  # fmt: skip
+    return measures[case.statement](case)
 
 
 def two_dirac(case: Case) -> Result:
@@ -220,157 +233,106 @@ def cesaro(case: Case) -> Result:
     return Result(value, 2.0, upper, math.nan, math.nan)
 
 
-def paper_factor(case: Case) -> float:
+def paper_factor(case: Case, result: Result) -> float:
     """What value/predicted should tend to: 4 s^{3/2}/(1 + s)² for two atoms, one elsewhere."""
     s = case.mass_factor
     return 4 * s**1.5 / (1 + s) ** 2 if case.statement == "two_dirac" else 1.0
 
 
+def ratio(case: Case, result: Result) -> float:
+    """Ours over what the statement predicts."""
+    return result.value / result.predicted
+
+
+def share(case: Case, result: Result) -> float:
+    """Ours over its bound."""
+    return result.value / result.upper
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every number beside its prediction; the verdict weighs the four statements."""
-    table = [
-        {
-            "statement": case.statement,
-            "A or causal": case.parameter,
-            "mass factor s": case.mass_factor,
-            "R or n": case.size,
-            "ours": result.value,
-            "predicted": result.predicted,
-            "ours/predicted": result.value / result.predicted,
-            "limit of the ratio": paper_factor(case),
-            "upper bound": result.upper,
-            "sqrt(n) ||V||": result.ceiling,
-            "difference to autodiff": result.check,
-        }
-        for case, result in rows
-    ]
+    lines = table(rows, more={"ours/predicted": ratio, "limit of the ratio": paper_factor})
     findings = [*two_dirac_findings(rows), *bound_findings(rows), *limit_findings(rows)]
-    if not findings:
-        why = "none of the paper's statements was among the cases"
-        return Summary(table, "four statements", "not run", "not in the paper", why)
-    ours = "; ".join(text for _, text in findings)
+    ran = set(values(rows, "statement"))
+    missing = [name for name in get_args(Statement) if name not in ran]
+    outcome = outcome_of(findings)
+    why = f"all that ran holds; not run: {', '.join(missing) or 'none'}"
+    if failed := [text for holds, text in findings if not holds]:
+        why = "not so: " + "; ".join(failed)
+        outcome = "not reproduced" if any(text.endswith(EXCEEDED) for text in failed) else outcome
+    elif missing and outcome == "reproduced":
+        outcome = "partly reproduced"
     paper = (
         "theta(R) -> 1 in theta (gamma/2) R^2 e^(gamma R^2); an upper bound for all measures on "
         "B_R; sqrt(n) ||V|| in the large-radius limit; no numbers are printed"
     )
-    if failed := [text for holds, text in findings if not holds]:
-        broken = any(text.endswith(EXCEEDED) for text in failed)
-        outcome = "not reproduced" if broken else outcome_of(findings)
-        return Summary(table, paper, ours, outcome, "not so: " + "; ".join(failed))
-    missing = [name for name in get_args(Statement) if name not in {c.statement for c, _ in rows}]
-    outcome = "partly reproduced" if missing else "reproduced"
-    return Summary(table, paper, ours, outcome, conclusion(rows, missing))
-
-
-def conclusion(rows: Rows[Case, Result], missing: list[Statement]) -> str:
-    """What follows where nothing failed, from the statements that ran and from no other."""
-    curves = theta_curves(rows)
-    first = ["no bound is exceeded"]
-    if curves:
-        falls = all(len(curve) > 1 for curve in curves.values())
-        first.insert(0, "theta decreases to 1" if falls else "theta is about 1 at the one radius")
-    sentences = [" and ".join(first)]
-    if any(s == 3 for _, s in curves):
-        sentences.append(
-            "three times the published mass ratio gives up to 1.30 times the published growth, so "
-            "that is not the best two-atom measure"
-        )
-    if any(case.statement == "large_radius" for case, _ in rows):
-        sentences.append(
-            "the limit is exactly ||V|| sqrt(most followers of one token), below sqrt(n) ||V||"
-        )
-    if missing:
-        sentences.append(f"not run: {', '.join(missing)}")
-    return "; ".join(sentences)
-
-
-def theta_curves(
-    rows: Rows[Case, Result],
-) -> dict[tuple[float, float], list[tuple[float, float]]]:
-    """(R, theta over its limit) for every A and s, where R is large enough for a limit."""
-    curves: dict[tuple[float, float], list[tuple[float, float]]] = {}
-    for c, r in rows:
-        if c.statement == "two_dirac" and rate_of(c.parameter) * c.size**2 >= 4:
-            point = (c.size, r.value / r.predicted / paper_factor(c))
-            curves.setdefault((c.parameter, c.mass_factor), []).append(point)
-    return {key: sorted(curve) for key, curve in curves.items()}
+    ours = "; ".join(text for _, text in findings) or "not run"
+    return Summary(lines, paper, ours, outcome, why)
 
 
 def two_dirac_findings(rows: Rows[Case, Result]) -> list[Finding]:
-    """Whether the ratio comes down to its limit, for every A and every s."""
+    """Whether θ comes down to its limit for every A and s, from where R is large enough for one."""
     findings: list[Finding] = []
-    for (a, s), curve in theta_curves(rows).items():
+    large = [
+        (c, r)
+        for c, r in rows
+        if c.statement == "two_dirac" and rate_of(c.parameter) * c.size**2 >= 4
+    ]
+    for (a, s), group in by(large, "parameter", "mass_factor").items():
+        curve = sorted((c.size, ratio(c, r) / paper_factor(c, r)) for c, r in group)
         falls = all(after <= before for (_, before), (_, after) in pairwise(curve))
         radius, last = curve[-1]
         # The next term of theta is of relative size one over the exponent (ours).
         near = 1 <= last <= 1 + 2 / (rate_of(a) * radius**2)
-        text = f"theta={last:.3f} at R={radius:g} (A={a:g}, s={s:g})"
-        findings.append((falls and near, text))
+        findings.append((falls and near, f"theta={last:.3f} at R={radius:g} (A={a:g}, s={s:g})"))
     return findings
 
 
 def bound_findings(rows: Rows[Case, Result]) -> list[Finding]:
     """Whether any value exceeds its bound, and the closed form agrees with differentiation."""
     findings: list[Finding] = []
-    chosen = [(r.value / r.upper, r.check) for c, r in rows if c.statement == "weighted"]
+    chosen = [(share(c, r), r.check) for c, r in rows if c.statement == "weighted"]
     if chosen:
-        share, check = torch.tensor(chosen, dtype=DTYPE).amax(0).tolist()  # keeps a NaN
-        text = f"at most {share:.3f} of the mean-field bound, autodiff within {check:.0e}"
-        findings.append((share <= 1 + ROUNDING and check < 1e-9, text))
+        most, check = torch.tensor(chosen, dtype=DTYPE).amax(0).tolist()  # keeps a NaN
+        text = f"at most {most:.3f} of the mean-field bound, autodiff within {check:.0e}"
+        findings.append((most <= 1 + ROUNDING and check < 1e-9, text))
     over = sum(
         not r.value <= r.upper * (1 + ROUNDING) or r.predicted > r.ceiling * (1 + ROUNDING)
         for _, r in rows
     )
-    if over:
-        findings.append((False, f"{over} {EXCEEDED}"))
-    return findings
+    return [*findings, (False, f"{over} {EXCEEDED}")] if over else findings
 
 
 def limit_findings(rows: Rows[Case, Result]) -> list[Finding]:
     """Whether the largest R reaches the limit, and the Cesàro mean stays between 1 and 2."""
     findings: list[Finding] = []
-    for causal, name in ((0.0, "unmasked"), (1.0, "causal")):
-        curve = [
-            (c.size, r.value / r.predicted - 1)
-            for c, r in rows
-            if c.statement == "large_radius" and c.parameter == causal
-        ]
-        if curve:
-            scale, gap = max(curve, key=lambda point: point[0])
-            findings.append((abs(gap) < 1e-6, f"{name} limit within {abs(gap):.0e} at R={scale:g}"))
-    means = [(c.size, r.value) for c, r in rows if c.statement == "cesaro"]
-    if means:
-        n, value = max(means, key=lambda point: point[0])
-        findings.append((1 < value < 2, f"Cesaro mean {value:.3f} at n={n:g}"))
+    for (statement, causal), group in by(rows, "statement", "parameter").items():
+        case, result = max(group, key=lambda row: row[0].size)
+        if statement == "large_radius":
+            name, gap = "causal" if causal else "unmasked", abs(ratio(case, result) - 1)
+            findings.append((gap < 1e-6, f"{name} limit within {gap:.0e} at R={case.size:g}"))
+        if statement == "cesaro":
+            held = 1 < result.value < 2
+            findings.append((held, f"Cesaro mean {result.value:.3f} at n={case.size:g}"))
     return findings
+
+
+PANELS: dict[str, tuple[str, str, Name]] = {
+    "two_dirac": ("two atoms, D = 1: θ = constant / (γ/2 · R² e^{γR²})", "radius R", ratio),
+    "weighted": ("weighted measures: local constant / bound", "radius R", share),
+    "large_radius": ("large radius: ‖Df(R X)‖ / its limit", "scale R of the tokens", ratio),
+    "cesaro": ("causal, A = 0, the Cesàro mean: local constant", "tokens n", "value"),
+}
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """θ(R); the share of the upper bound; the large-radius limit; the Cesàro mean."""
     figure, axes = panels(2, 2)
-    settings: list[tuple[Statement, str, str, str, Callable[[Case, Result], float]]] = [
-        ("two_dirac", "two atoms, D = 1", "radius R (units of X)",
-         "θ = constant / (γ/2 · R² e^{γR²})", lambda c, r: r.value / r.predicted),
-        ("weighted", "weighted measures", "radius R (units of X)",
-         "local constant / bound (no unit)", lambda c, r: r.value / r.upper),
-        ("large_radius", "large radius", "scale R of the tokens (no unit)",
-         "‖Df(R X)‖ / its limit (no unit)", lambda c, r: r.value / r.predicted),
-        ("cesaro", "causal, A = 0: the Cesàro mean", "tokens n",
-         "local constant (no unit)", lambda c, r: r.value),
-    ]  # fmt: skip
-    for one, (statement, title, xlabel, ylabel, value) in zip(axes, settings, strict=True):
-        chosen = [(c, r) for c, r in rows if c.statement == statement]
-        kinds = list(dict.fromkeys((c.parameter, c.mass_factor) for c, _ in chosen))
-        for index, kind in enumerate(kinds):
-            points = sorted(
-                (c.size, value(c, r)) for c, r in chosen if (c.parameter, c.mass_factor) == kind
-            )
-            style = f"k{'os^vDP'[index % 6]}{('-', '--', '-.', ':')[index % 4]}"
-            label = f"A or causal = {kind[0]:g}, s = {kind[1]:g}"
-            one.plot(*zip(*points, strict=True), style, fillstyle="none", label=label)
+    for one, (statement, (title, xlabel, y)) in zip(axes, PANELS.items(), strict=True):
+        some = [row for row in rows if row[0].statement == statement]
+        curves(one, some, "size", y, ("parameter", "mass_factor"), "A or causal, s =")
         one.axhline(2 if statement == "cesaro" else 1, color="k", label="limit or bound")
-        one.set(xlabel=xlabel, ylabel=ylabel, title=title, xscale="log" if chosen else "linear")
-        one.legend(fontsize="small")
+        one.set(xlabel=xlabel, title=title, xscale="log" if some else "linear")
     return figure
 
 

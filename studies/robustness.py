@@ -19,7 +19,6 @@ nothing. None of the papers reproduced here has this experiment.
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, get_args
@@ -48,7 +47,7 @@ from studies.certified_radius import (
     feature_constants,
     head_norm,
 )
-from studies.report import Figure, Outcome, Rows, Summary, grouped, panels
+from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, values
 from studies.study import Study, case_of, main
 from studies.training import (
     AdamOptions,
@@ -238,109 +237,74 @@ def examine(
 # --- what it says --------------------------------------------------------------------------------
 
 
-def by_kind(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
+def trained(rows: Rows[Case, Result]) -> dict[Kind, list[tuple[Case, Result]]]:
     """The seeds of every model whose training stayed finite."""
-    return grouped((row for row in rows if math.isfinite(row[1].nats)), lambda row: row[0].kind)
+    return by([row for row in rows if math.isfinite(row[1].nats)], "kind")
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """One line per model and ball, means over seeds."""
-    table: list[dict[str, Any]] = []
-    groups = by_kind(rows)
-    for kind, group in groups.items():
-        results = [result for _, result in group]
-        for norm in NORMS:
-            radii = [r.radii[norm] for r in results if norm in r.radii]
-            for index, relative in enumerate(group[0][0].radii(norm)):
-                left = zip(*(r.attacks[norm][index] for r in results), strict=True)
-                certified = [r.certified[norm][index] for r in results if norm in r.certified]
-                table.append(
-                    {
-                        "kind": kind,
-                        "attack": f"PGD {norm}",
-                        "strength": relative,
-                        "clean nats": fmean(r.nats for r in results),
-                        "clean accuracy": fmean(r.accuracy for r in results),
-                        **dict(zip(LEFT, map(fmean, left), strict=True)),
-                        "certified accuracy": fmean(certified) if certified else None,
-                        "median certified radius": fmean(radii) if radii else None,
-                    }
-                )
-    failed = Counter(case.kind for case, result in rows if not math.isfinite(result.nats))
-    table += [{"kind": kind, "attack": "training failed"} for kind in failed if kind not in groups]
-    beaten = sum(result.beaten for _, result in rows)
-    outcome, why = verdict(beaten, [(case, result) for case, result in rows if result.radii])
-    if failed:
-        lost = ", ".join(f"{kind} ({count})" for kind, count in failed.items())
-        why += f". Trainings that lost their numbers and count nowhere: {lost}"
-    ours = f"{beaten} attacks beat a certified radius; {in_words(groups)}"
-    paper = "no published value: certified radii of character models are ours"
-    return Summary(table, paper, ours, outcome, why)
-
-
-def in_words(groups: Mapping[Kind, Rows[Case, Result]]) -> str:
-    """Every model in a few words: what PGD left in the middle ball, and what is proven."""
-    words = []
-    for kind, group in groups.items():
-        radii = group[0][0].token_max_radii
-        middle = len(radii) // 2
-        accuracy = fmean(result.accuracy for _, result in group)
-        left = fmean(result.attacks["token_max"][middle][1] for _, result in group)
-        said = f"{kind}: accuracy {accuracy:.3f}, {left:.3f} under PGD at {radii[middle]:g}"
-        proven = ", no certificate"
-        if group[0][1].radii:
+    lines: list[dict[str, Any]] = []
+    words: list[str] = []
+    for kind, group in trained(rows).items():
+        case, first = group[0]
+        nats, accuracy = mean(group, "nats"), mean(group, "accuracy")
+        words.append(f"{kind}: accuracy {accuracy:.3f}, no certificate")
+        if first.radii:
             radius = fmean(r.radii["token_max"] for _, r in group)
             constant = fmean(r.constants["token_max"] for _, r in group)
-            proven = f", L {constant:.3g}, median certified relative radius {radius:.2g}"
-        words.append(f"{said} (token_max){proven}")
-    return "; ".join(words) or "no training stayed finite"
+            words[-1] = (
+                f"{kind}: accuracy {accuracy:.3f}, L {constant:.3g}, median certified relative "
+                f"radius {radius:.2g} (token_max), {radius / mean(group, 'spacing'):.2g} of the "
+                "least distance of two characters"
+            )
+        for norm in NORMS:
+            for index, relative in enumerate(case.radii(norm)):
+                left = zip(*(r.attacks[norm][index] for _, r in group), strict=True)
+                line = {"kind": kind, "attack": f"PGD {norm}", "strength": relative}
+                line |= {"clean nats": nats, "clean accuracy": accuracy}
+                line |= dict(zip(LEFT, map(fmean, left), strict=True))
+                if norm in first.radii:
+                    certified = [r.certified[norm][index] for _, r in group]
+                    line["certified accuracy"] = fmean(certified)
+                    line["median certified radius"] = fmean(r.radii[norm] for _, r in group)
+                lines.append(line)
+    lost = Counter(case.kind for case, result in rows if not math.isfinite(result.nats))
+    for kind, count in lost.items():
+        lines.append({"kind": kind, "attack": f"{count} trainings failed"})
+        words.append(f"{kind}: {count} trainings lost their numbers and count nowhere")
+    paper = "no published value: certified radii of character models are ours"
+    beaten = sum(values(rows, "beaten"))
+    ours = f"{beaten} attacks beat a certified radius; {'; '.join(words)}"
+    return Summary(lines, paper, ours, *verdict(beaten, rows))
 
 
-def verdict(beaten: int, proven: Rows[Case, Result]) -> tuple[Outcome, str]:
-    """Whether the certificates held, and what they are worth."""
+def verdict(beaten: int, rows: Rows[Case, Result]) -> tuple[Outcome, str]:
+    """Whether the certificates held."""
+    used = [share for _, result in rows for share in result.margin_used.values()]
     if beaten:
         return "not reproduced", f"{beaten} attacks won inside a certified radius: a bug"
-    if not proven:
+    if not used:
         return "not in the paper", "no trained model with a certificate was among the cases"
-    used = max(max(result.margin_used.values()) for _, result in proven)
-    parts = []
-    for kind, group in by_kind(proven).items():
-        radius = fmean(result.radii["token_max"] for _, result in group)
-        parts.append(f"{kind} {radius / fmean(result.spacing for _, result in group):.2g}")
-    why = (
-        f"no attack won inside a certified radius; the strongest used {100 * used:.0f} % of a "
-        "margin there. Median radius (token_max) in units of the least distance between two "
-        f"characters: {', '.join(parts)}; below 1 no exchange of a character is covered. "
-        "The pre-norm baselines have no certificate"
+    return "not in the paper", (
+        f"no attack won inside a certified radius; the strongest used {100 * max(used):.0f} % of a "
+        "margin there. A radius below the least distance of two characters covers no exchange of a "
+        "character. The pre-norm baselines have no certificate, and LayerNorm's 1/√ε makes that of "
+        "contractive vacuous in practice"
     )
-    if any(case.kind == "contractive" for case, _ in proven):
-        why += ", and LayerNorm's 1/√ε makes that of contractive vacuous in practice"
-    return "not in the paper", why
-
-
-MARKS: dict[Kind, tuple[str, str]] = {
-    "dot_product": ("0.0", "o"),
-    "l2": ("0.3", "s"),
-    "contractive": ("0.45", "^"),
-    "contractive_linear": ("0.6", "D"),
-}
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Accuracy against the radius in both norms, attacked (lines) and certified (dotted)."""
+    """Accuracy against the radius in both norms, attacked and certified (dotted)."""
     figure, axes = panels(1, 2)
     for norm, one in zip(NORMS, axes, strict=True):
-        for kind, group in by_kind(rows).items():
-            style: dict[str, Any] = dict(zip(("color", "marker"), MARKS[kind], strict=True))
-            radii = group[0][0].radii(norm)
-            attacked = [[a[1] for a in result.attacks[norm]] for _, result in group]
-            proven = [result.certified[norm] for _, result in group if norm in result.certified]
-            for curves, line_style in ((attacked, "-"), (proven, ":")):
-                if curves:
-                    means = [fmean(values) for values in zip(*curves, strict=True)]
-                    label = kind if line_style == "-" else f"{kind}, certified"
-                    one.plot(radii, means, line_style, fillstyle="none", label=label, **style)
-            one.legend(fontsize="x-small")
+        for index, (kind, group) in enumerate(trained(rows).items()):
+            radii, look = group[0][0].radii(norm), look_of(index)
+            attacked = [[a[1] for a in r.attacks[norm]] for _, r in group]
+            one.plot(radii, torch.tensor(attacked).mean(0), label=kind, **look)
+            if proven := [r.certified[norm] for _, r in group if norm in r.certified]:
+                look |= {"label": f"{kind}, certified", "linestyle": ":"}
+                one.plot(radii, torch.tensor(proven).mean(0), **look)
         one.set(
             xscale="log", xlabel=f"radius in {norm} / RMS embedding length (no unit)",
             ylabel="share of characters predicted correctly", title=f"PGD in {norm}",

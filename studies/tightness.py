@@ -15,9 +15,8 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,7 +29,7 @@ from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
 from studies.layer_bounds import attention_jacobian, project, unproject
-from studies.report import Figure, Rows, Summary, panels
+from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, case_of, main, progress
 
 SHAPE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
@@ -152,14 +151,22 @@ def starts(case: Case) -> Float[Tensor, "starts tokens width"]:
 
 
 def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "starts"]:
-    """The largest ‖J_F(X)‖ met on the way up from every start."""
+    """The largest ‖J_F(X)‖ met on the way up from every start.
+
+    ‖Jᵀu‖ in the dual norm is at most ‖J‖ for a u of dual norm one, and equal for the best u. In
+    entry_max and token_max u sits at one token, so ‖Jᵀu‖ takes one row of J, looked up anew every
+    ``refresh_every`` steps; in frobenius u follows the leading left singular vector.
+    """
     x = x.clone().requires_grad_()
     optimiser = torch.optim.Adam([x], lr=case.lr, maximize=True)
     best = x.new_zeros(case.num_starts)
-    gain = Gain(case.norm, w_q, g, case.refresh_every)
-    for _ in progress(range(case.num_steps), f"ascent {case.norm} N={case.num_tokens}"):
-        gain.look(x.detach())
-        reached = gain(x)
+    witness: Any = None
+    for step in progress(range(case.num_steps), f"ascent {case.norm} N={case.num_tokens}"):
+        if case.norm == "frobenius":
+            witness = leading_vector(x.detach(), w_q, g, witness)
+        elif step % case.refresh_every == 0:
+            witness = largest_rows(x.detach(), w_q, g, case.norm)
+        reached = gain(x, witness, w_q, g, case.norm)
         best = torch.maximum(best, reached.detach())
         optimiser.zero_grad()
         reached.sum().backward()
@@ -167,51 +174,35 @@ def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "star
     return best
 
 
-class Gain:
-    """‖Jᵀu‖ in the dual norm for a u of dual norm one: at most ‖J‖, and equal for the best u.
+def leading_vector(x: Tensor, w_q: Tensor, g: Tensor, u: Tensor | None) -> Tensor:
+    """One step u ← J Jᵀu/‖J Jᵀu‖ of every start, more at the first X."""
+    jacobian, steps = jacobian_at(x, w_q, g), 1
+    if u is None:
+        generator = torch.Generator().manual_seed(0)
+        start: Tensor = torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
+        u, steps = start.to(x).expand_as(x), NUM_DIRECTION_STEPS
+    v: Tensor = u
+    for _ in range(steps):
+        v = jacobian.jvp(jacobian.vjp(v))
+        v = v / torch.linalg.vector_norm(v, dim=(-2, -1), keepdim=True)
+    return v
 
-    In entry_max and token_max u sits at one token, so ‖Jᵀu‖ takes one row of J; in frobenius u is
-    the leading left singular vector, followed by power iteration on J Jᵀ.
-    """
 
-    def __init__(self, norm: Norm, w_q: Tensor, g: Tensor, refresh_every: int) -> None:
-        self.norm: Norm = norm
-        self.w_q = w_q
-        self.g = g
-        self.refresh_every = refresh_every
-        self.num_steps = 0
-        self.u: Tensor | None = None
+def largest_rows(x: Tensor, w_q: Tensor, g: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """The token and the direction of :func:`largest_row`, of every start."""
+    found = [largest_row(sample, w_q, g, norm) for sample in x]
+    tokens = torch.tensor([token for token, _ in found], device=x.device)
+    return tokens, torch.stack([direction for _, direction in found])
 
-    def look(self, x: Float[Tensor, "starts tokens width"]) -> None:
-        """Find a better u for the present X, for a row every ``refresh_every`` steps."""
-        if self.norm == "frobenius":
-            self.follow(x)
-        elif self.num_steps % self.refresh_every == 0:
-            found = [largest_row(sample, self.w_q, self.g, self.norm) for sample in x]
-            self.token = torch.tensor([token for token, _ in found], device=x.device)
-            self.u = torch.stack([direction for _, direction in found])
-        self.num_steps += 1
 
-    def follow(self, x: Float[Tensor, "starts tokens width"]) -> None:
-        """One step u ← J Jᵀu, more at the first X."""
-        u, steps = self.u, 1
-        if u is None:
-            generator = torch.Generator().manual_seed(0)
-            u = torch.randn(x.shape[1:], generator=generator, dtype=x.dtype).to(x).expand_as(x)
-            steps = NUM_DIRECTION_STEPS
-        jacobian = jacobian_at(x, self.w_q, self.g)
-        for _ in range(steps):
-            u = jacobian.jvp(jacobian.vjp(u))
-            u = u / torch.linalg.vector_norm(u, dim=(-2, -1), keepdim=True)
-        self.u = u
-
-    def __call__(self, x: Float[Tensor, "starts tokens width"]) -> Float[Tensor, "starts"]:
-        """The gain at X, differentiable in X with u held fixed."""
-        assert self.u is not None
-        if self.norm == "frobenius":
-            w = jacobian_at(x, self.w_q, self.g).vjp(self.u)
-            return torch.linalg.vector_norm(w, dim=(-2, -1))
-        return dual_norm(row_sensitivity(x, self.token, self.u, self.w_q, self.g), self.norm)
+def gain(
+    x: Float[Tensor, "starts tokens width"], witness: Any, w_q: Tensor, g: Tensor, norm: Norm
+) -> Float[Tensor, "starts"]:
+    """‖Jᵀu‖ in the dual norm, differentiable in X with the witness u held fixed."""
+    if norm == "frobenius":
+        return torch.linalg.vector_norm(jacobian_at(x, w_q, g).vjp(witness), dim=(-2, -1))
+    token, direction = witness
+    return dual_norm(row_sensitivity(x, token, direction, w_q, g), norm)
 
 
 def jacobian_at(x: Float[Tensor, "starts tokens width"], w_q: Tensor, g: Tensor) -> LinearMap:
@@ -302,91 +293,68 @@ def worst_row_sum(num_tokens: int) -> float:
     return row_sum(low)
 
 
+def share(case: Case, result: Result) -> float:
+    """Share of the bound that the best start reached."""
+    return result.lower / result.upper
+
+
+def setting(case: Case, result: Result) -> str:
+    """Shape and length in words."""
+    return f"D={case.d_model} H={case.num_heads} N={case.num_tokens}"
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """The paper's curve first, then what its reviewers asked for."""
-    table = [
-        {
-            "norm": case.norm,
-            "D": case.d_model,
-            "H": case.num_heads,
-            "N": case.num_tokens,
-            "lower (ours)": result.lower,
-            "median of starts": result.median,
-            "closed form": result.closed_form,
-            "upper (theorem)": result.upper,
-            "lower/upper": result.lower / result.upper,
-        }
-        for case, result in rows
-    ]
+    """The paper's curve; what share of the bound is reached elsewhere."""
     curve = [(c, r) for c, r in rows if c.is_scalar and c.norm == "entry_max"]
-    violated = [case for case, result in rows if result.lower > result.upper]
     lowers = ", ".join(f"{r.lower:.3f} (N={c.num_tokens})" for c, r in curve) or "not run"
     uppers = ", ".join(f"{r.upper:.3f}" for _, r in curve) or "not run"
     paper = (
         "a figure without numbers: lower bound log N-like with the upper bound's slope; the "
         f"theorem's upper bound is {uppers}"
     )
-    if violated:
-        why = f"the bound is exceeded in {len(violated)} cases, so it or the code is wrong"
-        return Summary(table, paper, lowers, "not reproduced", why)
+    lines = table(rows, more={"lower/upper": share})
+    if violated := sum(r.lower > r.upper for _, r in rows):
+        why = f"the bound is exceeded in {violated} cases, so it or the code is wrong"
+        return Summary(lines, paper, lowers, "not reproduced", why)
     if not curve:
         why = "the paper's setting (entry_max, D = H = 1) was not among the cases"
-        return Summary(table, paper, lowers, "not in the paper", why)
+        return Summary(lines, paper, lowers, "not in the paper", why)
     missed = max(1 - r.lower / r.closed_form for _, r in curve)
     gap = max(r.upper - r.lower for _, r in curve)
-    near = missed < 0.01
-    reached = "is within" if near else "stays below the closed form by up to"
     why = (
-        f"the ascent {reached} {100 * missed:.2f} %{' of the closed form' if near else ''} and at "
-        f"most {gap:.2f} below the bound, which it never exceeds, at every N"
+        f"the ascent comes within {100 * missed:.2f} % of the closed form and within {gap:.2f} of "
+        "the bound, which it never exceeds, at every N"
     )
-    if near and len(curve) > 1:
-        why += ": the factor 4 is exact as N grows"
-    if shares := shares_reached(rows):
+    shares = by([row for row in rows if row not in curve], "norm")
+    if ranges := [(norm, values(group, share)) for norm, group in shares.items()]:
+        words = ", ".join(f"{norm} {min(s):.2f} to {max(s):.2f}" for norm, s in ranges)
         why += (
-            f". Share of the bound reached elsewhere: {shares}; a small share says that the bound "
+            f". Share of the bound reached elsewhere: {words}; a small share says that the bound "
             "is loose or the ascent weak, not which"
         )
-    return Summary(table, paper, lowers, "reproduced" if near else "partly reproduced", why)
-
-
-def shares_reached(rows: Rows[Case, Result]) -> str:
-    """The range of lower/upper in every norm, outside the paper's curve."""
-    shares: dict[str, list[float]] = {}
-    for case, result in rows:
-        if not (case.is_scalar and case.norm == "entry_max"):
-            shares.setdefault(case.norm, []).append(result.lower / result.upper)
-    ranges = [f"{norm} {min(s):.2f} to {max(s):.2f}" for norm, s in shares.items()]
-    return ", ".join(ranges)
+    outcome: Outcome = "reproduced" if missed < 0.01 else "partly reproduced"
+    return Summary(lines, paper, lowers, outcome, why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Both sides of the constant against N; beside it, what share of the bound was reached."""
-    figure, (curves, shares) = panels(1, 2)
-    curve = sorted((c.num_tokens, r) for c, r in rows if c.is_scalar and c.norm == "entry_max")
-    lines: list[tuple[str, str, Callable[[Result], float]]] = [
-        ("k-", "upper: 4 g(N−1) + 1 (Kim et al., Theorem 3.2)", lambda r: r.upper),
-        ("k:", "closed form of the worst configuration", lambda r: r.closed_form),
-        ("ko", "lower: best start (ours)", lambda r: r.lower),
-        ("k_", "lower: median start (ours)", lambda r: r.median),
-    ]
-    for style, label, value in lines:
-        curves.plot([n for n, _ in curve], [value(r) for _, r in curve], style, label=label)
-    curves.set(
+    figure, (left, right) = panels(1, 2)
+    curve = [(c, r) for c, r in rows if c.is_scalar and c.norm == "entry_max"]
+    for name, label, style in (
+        ("upper", "upper: 4 g(N−1) + 1 (Kim et al., Theorem 3.2)", "-"),
+        ("closed_form", "closed form of the worst configuration", ":"),
+        ("lower", "lower: best start (ours)", ""),
+        ("median", "lower: median start (ours)", ""),
+    ):
+        marker = {"lower": "o", "median": "_"}.get(name, "")
+        curves(left, curve, "num_tokens", name, label=label, linestyle=style, marker=marker)
+    left.set(
         xlabel="tokens N", ylabel="Lipschitz constant, entry_max (no unit)", xscale="log",
         title="D = H = 1, unit weights",
     )  # fmt: skip
-    settings = sorted({(c.d_model, c.num_heads, c.num_tokens) for c, _ in rows})
-    for norm, marker in (("entry_max", "o"), ("token_max", "s"), ("frobenius", "^")):
-        chosen = [(c, r) for c, r in rows if c.norm == norm]
-        places = [settings.index((c.d_model, c.num_heads, c.num_tokens)) for c, _ in chosen]
-        reached = [r.lower / r.upper for _, r in chosen]
-        shares.plot(places, reached, marker, color="k", fillstyle="none", label=norm)
-    names = [f"D={d} H={h} N={n}" for d, h, n in settings]
-    shares.set_xticks(range(len(names)), names, rotation=45, ha="right")
-    shares.set(ylabel="lower / upper, best start (no unit)", ylim=(0, 1), title="unit weights")
-    for axes in (curves, shares):
-        axes.legend(fontsize="small")
+    curves(right, rows, setting, share, ("norm",), linestyle="none")
+    right.tick_params("x", rotation=45)
+    right.set(ylabel="lower / upper, best start (no unit)", ylim=(0, 1), title="unit weights")
     return figure
 
 

@@ -40,7 +40,18 @@ from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.attacks import attack_at_radius, logits_of
 from studies.certified_radius import certified_radii
-from studies.report import Figure, Rows, Summary, grouped, outcome_of, panels
+from studies.report import (
+    Figure,
+    Rows,
+    Summary,
+    by,
+    curves,
+    look_of,
+    mean,
+    outcome_of,
+    panels,
+    values,
+)
 from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     RecipeCase,
@@ -244,70 +255,59 @@ def examine(
 
 def best_rows(rows: Rows[Case, Result]) -> dict[float, list[tuple[Case, Result]]]:
     """For every total the seeds of the c whose mean training loss is the smallest."""
-    best: dict[float, list[tuple[Case, Result]]] = {}
-    for total, group in grouped(rows, lambda row: row[0].total).items():
-        by_c = grouped(group, lambda row: row[0].c).values()
-        best[total] = min(by_c, key=lambda some: fmean(r.train_nats for _, r in some))
-    return dict(sorted(best.items()))
+    return {
+        total: min(by(group, "c").values(), key=lambda some: mean(some, "train_nats"))
+        for total, group in sorted(by(rows, "total").items())
+    }
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """One line for each total."""
-    best = best_rows(rows)
     table, findings = [], []
-    for total, group in best.items():
+    for total, group in best_rows(rows).items():
         results = [result for _, result in group]
+        nats, accuracy = mean(group, "nats"), mean(group, "accuracy")
         line = {
-            "L asked": total, "c": group[0][0].c, "bound": max(r.bound for r in results),
-            "rms bound": max(r.rms_bound for r in results),
-            "nats": fmean(r.nats for r in results),
-            "accuracy": fmean(r.accuracy for r in results),
-            "median radius": fmean(r.radius for r in results),
-            "least distance": min(r.spacing for r in results),
+            "L asked": total, "c": group[0][0].c, "bound": max(values(group, "bound")),
+            "rms bound": max(values(group, "rms_bound")), "nats": nats, "accuracy": accuracy,
+            "median radius": mean(group, "radius"), "least distance": min(values(group, "spacing")),
         }  # fmt: skip
         for index, multiple in enumerate(MULTIPLES):
             line[f"flips at {multiple:g}r"] = fmean(r.flips[index] for r in results)
         for name in results[0].changes:
-            used = max(r.changes[name] / r.allowed[name] for r in results)
-            line[f"{name}, of allowed"] = used
+            line[f"{name}, of allowed"] = max(r.changes[name] / r.allowed[name] for r in results)
         table.append(line)
         if total == 10:
-            findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))
-            findings.append((line["nats"] <= NEWHOUSE_NATS, "1.779 nats at 10"))
-        if total == 2:
-            findings.append((line["nats"] <= NEWHOUSE_NATS, "1.779 nats at 2"))
-    results = [result for _, result in rows]
-    beaten = sum(r.flips[0] > 0 for r in results)
-    beyond = sum(r.changes[n] > r.allowed[n] for r in results for n in r.changes)
+            findings.append((accuracy >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))
+        if total in (2, 10):
+            findings.append((nats <= NEWHOUSE_NATS, f"1.779 nats at {total:g}"))
+    beaten = sum(r.flips[0] > 0 for _, r in rows)
+    beyond = sum(r.changes[n] > r.allowed[n] for _, r in rows for n in r.changes)
     above = sum(r.bound > case.total * 1.001 for case, r in rows)
     ours = ", ".join(
         f"L = {line['L asked']:g}: {line['nats']:.3f} nats, {line['accuracy']:.1%}"
         for line in table
     )
+    paper = f"Newhouse et al.: {NEWHOUSE_NATS} nats, {NEWHOUSE_ACCURACY:.0%} below 10 (their norm)"
     if beaten or beyond or above:
         why = f"{beaten} attacks inside radii, {beyond} changes and {above} bounds too large: a bug"
-        outcome = "not reproduced"
-    else:
-        outcome = outcome_of(findings)
-        words = "; ".join(f"{name}: {'yes' if held else 'no'}" for held, name in findings)
-        why = f"no attack inside a certified radius; {words or 'nothing to compare'}"
-    paper = f"Newhouse et al.: {NEWHOUSE_NATS} nats, {NEWHOUSE_ACCURACY:.0%} below 10 (their norm)"
-    return Summary(table, paper, ours, outcome, why)
+        return Summary(table, paper, ours, "not reproduced", why)
+    words = "; ".join(f"{name}: {'yes' if held else 'no'}" for held, name in findings)
+    why = f"no attack inside a certified radius; {words or 'nothing to compare'}"
+    return Summary(table, paper, ours, outcome_of(findings), why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss against the constant; flips against the radius of the attack."""
     best = best_rows(rows)
     figure, (left, right) = panels(1, 2)
-    left.plot(list(best), [fmean(r.nats for _, r in group) for group in best.values()], "ko-")
+    curves(left, [row for group in best.values() for row in group], "total", "nats")
     left.axhline(NEWHOUSE_NATS, color="0.5", linestyle=":", label="Newhouse et al., below 10")
     left.set(xscale="log", xlabel="L, embedding to logits", ylabel="validation nats per character")
-    left.legend(fontsize="small")
     for index, (total, group) in enumerate(best.items()):
-        shares = [fmean(r.flips[i] for _, r in group) for i in range(len(MULTIPLES))]
-        right.plot(MULTIPLES, shares, "os^D"[index % 4] + "-", color="0.3", label=f"L = {total:g}")
+        shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
+        right.plot(MULTIPLES, shares, label=f"L = {total:g}", **look_of(index))
     right.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
-    right.legend(fontsize="small")
     return figure
 
 

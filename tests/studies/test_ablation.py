@@ -1,6 +1,5 @@
 """The variants of the ablation are valid, differ, and are trained by train.py itself."""
 
-import json
 import math
 import re
 from pathlib import Path
@@ -13,9 +12,9 @@ from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import InvformerError
 from studies import ablation
-from studies.ablation import ROOT, STUDY, VARIANTS, Case, Options, Result, cases, measure, summarise
-from studies.study import main
+from studies.ablation import VARIANTS, Case, Options, Result, cases, measure, summarise
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = [
     "data=text_file", "model.num_layers=1", "model.d_model=16", "model.d_head=8", "logger=none",
@@ -53,21 +52,6 @@ def test_only_what_is_asked_for_is_trained_beside_the_unchanged_model() -> None:
     assert ablation.command(found[2])[:3] == ["experiment=ablation", *found[2].words.split()]
     assert "run.name=relu-0" in ablation.command(found[2])
     assert len(cases(Options())) == len(VARIANTS)
-
-
-def test_train_py_makes_the_numbers(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a fox. " * 400)
-    words = [*TINY, f"data.path={tmp_path / 'text.txt'}"]
-    overrides = f"overrides=[{','.join(words)}]"
-    argv = [f"out={tmp_path}", "only=[nothing]", overrides, "wandb=false", "num_threads=1"]
-    assert main(STUDY, argv) == 0
-    (line,) = json.loads((tmp_path / "result.json").read_text())["table"]
-    run = tmp_path / "runs/nothing-0"
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    assert [line["nats"]] == [row["val/nats"] for row in rows if "val/nats" in row]
-    assert 0 < line["certified"] <= 0.97
-    (run / "certificate.json").unlink()  # as a baseline has none
-    assert ablation.read_run(run).certified is None
 
 
 def test_a_training_that_fails_is_an_error_and_no_row(tmp_path: Path) -> None:

@@ -19,14 +19,12 @@ from studies.attention_distribution import (
     Options,
     Result,
     at_equal_loss,
-    build,
     cases,
     constant_of,
     draw,
     equal_loss,
     measure,
     penalty_of,
-    random_tokens,
     ratios,
     summarise,
     violations,
@@ -38,9 +36,7 @@ from studies.layer_bounds import (
     dot_product_terms,
     heads_of,
     l2_jasmin_bound,
-    sensitivity,
 )
-from studies.training import recorded_inputs, text_of
 
 CPU = torch.device("cpu")
 Kind = Literal["dot_product", "l2"]
@@ -186,23 +182,11 @@ def test_the_sensitivity_regulariser_lowers_what_it_measures_and_the_true_consta
     kind: Kind,
 ) -> None:
     words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
-    results = {
-        name: measure(tiny_case(name, kind, *words), CPU) for name in ("none", "sensitivity")
-    }
-    assert constant_of(results["sensitivity"]) < 0.8 * constant_of(results["none"])
-
-
-def test_training_on_jasmin_10_flattens_the_attention() -> None:
-    words = ("num_steps=60", "weights=[1]", "lr=0.02", "batch_size=8")
-    largest = {}
-    for name in ("none", "jasmin_10"):
-        case = tiny_case(name, "dot_product", *words)
-        model = build(case, CPU)
-        assert model is not None
-        with recorded_inputs(model.eval()) as inputs:
-            model(text_of(case).val[:16].long()[None])
-        largest[name] = heads_of(*inputs[0]).p[..., 12:, :].amax(-1).mean().item()
-    assert largest["jasmin_10"] < largest["none"]
+    found = {}
+    for name in ("none", "sensitivity"):
+        case = tiny_case(name, kind, *words)
+        found[name] = constant_of(case, measure(case, CPU))
+    assert found["sensitivity"] < 0.8 * found["none"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -220,33 +204,6 @@ def test_every_penalty_is_its_weight_times_a_differentiable_number(kind: Kind, n
     assert gradients
     assert all(g.isfinite().all() for g in gradients)
     assert penalty_of(tiny_case("none", kind)) is None
-
-
-def test_sensitivity_vanishes_where_the_weights_cannot_react() -> None:
-    for kind in KINDS:
-        same = torch.ones(1, 6, 6)
-        assert sensitivity(layer_of(kind), same).item() < 1e-6
-
-
-def test_recording_inputs_leaves_no_hook_behind() -> None:
-    model = build(tiny_case("none"), CPU)
-    assert model is not None
-    with recorded_inputs(model) as inputs:
-        model(torch.zeros(1, 16, dtype=torch.long))
-    assert [type(layer) for layer, _ in inputs] == [L2Attention]
-    assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_random_tokens_come_in_every_scale_and_clusters_are_tight() -> None:
-    gaussian, clusters = (
-        case for case in tiny_cases("layer_sizes=[40]", "attentions=[l2]")
-        if case.inputs != "text" and case.causal
-    )  # fmt: skip
-    for case, near in ((gaussian, False), (clusters, True)):
-        x = random_tokens(case) / torch.tensor(SCALES)[:, None, None]
-        assert 0.7 < x.std() < 1.4
-        distances = torch.cdist(x, x) + 1e9 * torch.eye(40)
-        assert (distances.amin(-1).mean() < 1) == near
 
 
 def test_a_training_that_failed_is_reported_and_not_compared() -> None:
@@ -275,9 +232,3 @@ def test_a_bound_that_was_never_compared_is_not_in_the_paper() -> None:
     l2 = Result(2.0, [1.0], 1e-7, {"g1": [9.0]})
     assert summarise([(tiny_case("none", "dot_product"), nothing)]).outcome == "not in the paper"
     assert summarise([(tiny_case("none", "l2"), l2)]).outcome == "not in the paper"
-
-
-@pytest.mark.parametrize(("bound", "said"), [(1.5, "not loose"), (90.0, "the truth, loose")])
-def test_a_bound_is_called_loose_only_where_it_is(bound: float, said: str) -> None:
-    found = Result(2.0, [1.0], 1e-7, {"g1": [bound]})
-    assert said in summarise([(tiny_case("none", "dot_product"), found)]).why

@@ -18,10 +18,10 @@ from studies.frontier import (
     Case,
     Options,
     Result,
+    best_rates,
     cases,
     draw,
     measure,
-    points_of,
     spread_windows,
     summarise,
     train,
@@ -88,46 +88,6 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     published = load_config(["scale=paper", *scale_words(Options, ["scale=paper"])], Options)
     here = replace(published, data=Options().data)  # whose text needs no network
     assert len(cases(here)) == 2232
-
-
-@pytest.mark.parametrize(
-    "empty",
-    ["certificates", "strictly_causal", "diagonal_scaling", "lipschitz_targets", "muon_lr"],
-)
-def test_a_baseline_needs_nothing_that_does_not_apply_to_it(empty: str) -> None:
-    words = ["models=[dot_product]", "optimisers=[adamw]"]
-    assert grid(*words, f"{empty}=[]") == grid(*words)
-    assert len(grid(*words)) == 1
-
-
-def test_the_picture_calls_an_estimate_no_proof_and_says_whose_bounds_are_certified() -> None:
-    proven, measured = draw([(only("models=[contractive_l2]"), CERTIFIED)]).axes
-    lines = {str(line.get_label()) for line in measured.lines}
-    assert "1 (an estimate below it proves nothing)" in lines
-    assert not any("contractive left" in line for line in lines)
-    assert "diagonal blocks under a causal certificate" in proven.get_xlabel()
-
-
-def test_tokens_see_only_those_before_them_where_that_is_trained() -> None:
-    words = "models=[contractive_bounded]", "certificates=[causal]", "diagonal_scaling=[false]"
-    strictly, plain = grid(*words)[::-1]
-    assert strictly == replace(plain, strictly_causal=True)
-    for case in (strictly, plain):
-        attention = train(case, CPU)[0].stack.blocks[0].attention.branch
-        assert attention.strictly_causal == case.strictly_causal
-    labels = [point.label for point in points_of([(plain, CERTIFIED), (strictly, CERTIFIED)])]
-    assert labels == ["contractive_bounded causal", "contractive_bounded causal strictly"]
-
-
-def test_branches_contract_in_metrics_where_that_is_trained() -> None:
-    words = "models=[contractive_l2]", "certificates=[token_max]"
-    plain, metric = grid(*words)
-    assert metric == replace(plain, diagonal_scaling=True)
-    for case in (plain, metric):
-        block = train(case, CPU)[0].stack.blocks[0]
-        assert (block.attention.scaling is not None) == case.diagonal_scaling
-    labels = [point.label for point in points_of([(plain, CERTIFIED), (metric, CERTIFIED)])]
-    assert labels == ["contractive_l2 token_max", "contractive_l2 token_max metric"]
 
 
 def test_the_recipe_is_that_of_the_trainer() -> None:
@@ -239,12 +199,6 @@ def test_bounds_say_what_they_bound_in_which_norm(certificate: str) -> None:
     assert result.recovered == 1.0
 
 
-def test_windows_are_spread_over_the_whole_text() -> None:
-    windows = spread_windows(torch.arange(100), 10, 4)
-    assert windows[:, 0].tolist() == [0, 30, 60, 90]
-    assert windows[-1, -1] == 99
-
-
 def rows_of(*pairs: tuple[str, Result]) -> list[tuple[Case, Result]]:
     return [(only(*words.split()), result) for words, result in pairs]
 
@@ -261,26 +215,14 @@ def test_the_best_learning_rate_counts_and_the_gap_is_between_means_over_seeds()
         (f"{bound} lr=[0.1]", replace(CERTIFIED, nats=2.4)),
         (f"{bound} lr=[0.1] seed=1", replace(CERTIFIED, nats=2.8)),
     )
-    baseline, certified = points_of(rows)
-    assert (baseline.case.lr, baseline.num_failed) == (0.01, 0)
-    assert baseline.mean("nats") == pytest.approx(2.1)
-    assert certified.mean("nats") == pytest.approx(2.4)
+    baseline, certified = best_rates(rows)
+    assert [case.lr for case, _ in baseline] == [0.01, 0.01]
+    assert [result.nats for _, result in certified] == [2.3, 2.5]
     summary = summarise(rows)
     assert "gap +0.300 nats, +0.433 bpc" in summary.ours
     assert [line["gap, nats"] for line in summary.table] == pytest.approx([0.0, 0.3])
     assert [line["range"] for line in summary.table] == pytest.approx([0.2, 0.2])
     assert "dot product, nats by layers: +0.185 at 2" in summary.paper
-
-
-def test_the_gap_is_positive_where_the_certificate_costs_and_negative_where_it_gains() -> None:
-    free, bound = rows_of(
-        ("models=[dot_product]", BASELINE), ("models=[contractive_l2]", CERTIFIED)
-    )
-    for nats, gap in ((2.1, "+0.100"), (1.9, "-0.100")):
-        summary = summarise([free, (bound[0], replace(CERTIFIED, nats=nats))])
-        assert f"gap {gap} nats" in summary.ours
-        assert f"gap in nats by layers: {gap} at 1" in summary.ours
-        assert summary.table[1]["gap, nats"] == pytest.approx(float(gap))
 
 
 def test_a_training_that_fails_is_a_row_and_never_the_best() -> None:

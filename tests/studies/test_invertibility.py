@@ -1,7 +1,5 @@
-import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from invformer.numerics.norms import Norm
 from studies import invertibility, training
 from studies.invertibility import (
     REACHED,
-    STUDY,
     Case,
     Options,
     Result,
@@ -23,7 +20,6 @@ from studies.invertibility import (
     reconstruction_errors,
     summarise,
 )  # fmt: skip
-from studies.study import main
 
 CPU = torch.device("cpu")
 CASE = Case(
@@ -85,25 +81,6 @@ def test_the_contractive_maps_are_contractions_where_the_jacobian_is_large(
             assert each.sum(-1).max() <= 1
 
 
-def test_cases_hold_every_map_size_range_and_c() -> None:
-    words = ["tokens=[4, 8]", "widths=[8, 16]", "train_steps=3"]
-    found = cases(load_config(words, Options))
-    assert len(found) == len(set(found)) == (4 * 4 + 2) * 6
-    assert {(case.num_tokens, case.d_model) for case in found if case.weights == "trained"} == {
-        (4, 8)
-    }
-
-
-def test_trained_weights_are_inverted_like_random_ones(tmp_path: Path) -> None:
-    words = ["tokens=[8]", "widths=[8]", "num_heads=2", "batch_size=2", "num_steps=30"]
-    assert main(STUDY, [f"out={tmp_path}", "wandb=false", "train_steps=5", *words]) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    trained = [line for line in result["table"] if line["weights"] == "trained"]
-    assert {line["map"] for line in trained} == {"dot_product", "l2"}
-    assert all(line["std F(X)/std X"] > 0 for line in trained)
-    assert (tmp_path / "invertibility.png").stat().st_size > 10_000
-
-
 def test_trained_weights_belong_to_the_text_they_have_read(monkeypatch: pytest.MonkeyPatch) -> None:
     options = load_config(["ranges=[1]", "scales=[0.5]"], Options)
     before = {case.weights: case for case in cases(options)}
@@ -124,14 +101,3 @@ def test_the_verdict_follows_the_rows() -> None:
     assert summarise([(CASE, RESULT), (dot, RESULT)]).outcome == "not reproduced"
     overflown = replace(RESULT, errors=[1.0, math.nan], first_step=-1)
     assert summarise([(CASE, overflown), (dot, failed)]).outcome == "not reproduced"
-
-
-@pytest.mark.parametrize(("std", "clause"), [(5.0, "as in the paper"), (1.5, "not the paper's")])
-def test_the_output_spread_is_compared_and_not_assumed(std: float, clause: str) -> None:
-    trained = replace(CASE, weights="trained")
-    rows = [
-        (trained, RESULT),
-        (replace(trained, map="dot_product"), replace(RESULT, output_std=std)),
-    ]
-    assert clause in invertibility.output_spread(rows)
-    assert invertibility.output_spread(rows[:1]) == ""

@@ -1,7 +1,6 @@
 import math
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -29,7 +28,6 @@ from studies.certified_radius import (
 )
 from studies.robustness import (
     NOTHING,
-    STUDY,
     Case,
     Kind,
     Options,
@@ -38,7 +36,6 @@ from studies.robustness import (
     examine,
     summarise,
 )
-from studies.study import main
 from studies.training import text_of, train_by_adam, validation_windows
 
 CPU = torch.device("cpu")
@@ -176,15 +173,6 @@ def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps(norm: Bal
     assert (attacked[1:] > random[1:]).all()
 
 
-def test_a_window_is_attacked_the_same_way_in_any_company() -> None:
-    model, windows, targets = trained("dot_product")
-    x = model.embedding(windows)
-    radius = torch.full((len(x),), 0.3)
-    together = pgd(model, x, targets, "token_max", radius, 5)
-    alone = pgd(model, x[2:3], targets[2:3], "token_max", radius[2:3], 5)
-    torch.testing.assert_close(together[2:3], alone, rtol=1e-9, atol=1e-9)
-
-
 @pytest.mark.parametrize("norm", NORMS)
 def test_the_projection_keeps_what_is_inside_and_shortens_the_rest(norm: BallNorm) -> None:
     step, radius = torch.randn(4, 5, 3), torch.tensor([1e-3, 1.0, 2.0, 100.0])
@@ -208,15 +196,3 @@ def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> No
     assert summary.outcome == "not reproduced"
     assert "bug" in summary.why
     assert summarise([(case, result), (tiny_case("l2"), NOTHING)]).table
-
-
-def test_trainings_that_lost_their_numbers_are_named_and_no_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    study = replace(STUDY, measure=lambda case, device: NOTHING)
-    words = [*TINY, "kinds=[l2, contractive_linear]", "num_seeds=2", "wandb=false"]
-    assert main(study, [*words, f"out={tmp_path}"]) == 0
-    said = capsys.readouterr().out
-    assert said.count("training failed") == 2
-    assert "no training stayed finite" in said
-    assert "count nowhere: l2 (2), contractive_linear (2)" in said
