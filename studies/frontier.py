@@ -146,15 +146,15 @@ class Result:
     num_characters: int
     num_parameters: int
     steps_taken: int  # fewer than asked for after a non-finite loss
-    norm: str  # in which the certificate is stated; empty for baselines
-    kind: str  # global, or causal where the bounds are those of the diagonal Jacobian blocks
-    certified: float | None  # largest bound of a branch or of its diagonal blocks, in ``norm``
-    certified_token_max: float | None  # largest bound of a branch in token_max, above ``estimate``
-    certified_total: float | None  # of the whole stack in ``norm``; None unless global
-    estimate: float  # largest local constant of a branch at the windows, token_max, from below
-    residual: float  # how far the worst estimate is from stationary, relative to its value
-    recovered: float | None  # share of the windows' characters that come back
-    evaluations: list[int]  # of every branch, bottom first, by the inversion of the worst window
+    norm: str = ""  # in which the certificate is stated; empty for baselines
+    kind: str = ""  # global, or causal where the bounds are those of the diagonal Jacobian blocks
+    certified: float | None = None  # largest bound of a branch or of its diagonal blocks
+    certified_token_max: float | None = None  # of a branch in token_max, above ``estimate``
+    certified_total: float | None = None  # of the whole stack in ``norm``; None unless global
+    estimate: float = math.nan  # largest local constant of a branch, token_max, from below
+    residual: float = math.nan  # how far that is from stationary, relative to its value
+    recovered: float | None = None  # share of the windows' characters that come back
+    evaluations: Sequence[int] = ()  # of every branch, bottom first, by the inversion
 
     @property
     def failed(self) -> bool:
@@ -213,8 +213,7 @@ def measure(case: Case, device: torch.device) -> Result:
         nats=math.nan, bpc=math.nan, train_nats=trained.final_nats,
         ngram_nats=ngram_nats(text), num_characters=len(text.val),
         num_parameters=sum(p.numel() for p in model.parameters()),
-        steps_taken=len(trained.losses), norm="", kind="", certified=None, certified_token_max=None,
-        certified_total=None, estimate=math.nan, residual=math.nan, recovered=None, evaluations=[],
+        steps_taken=len(trained.losses),
     )  # fmt: skip
     if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
         return lost

@@ -24,7 +24,7 @@ import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float
@@ -37,14 +37,12 @@ from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import merge_heads, split_heads
 from invformer.nn.kim_attention import paper_output_map
-from invformer.numerics.linear_map import SequenceMap, linearise
+from invformer.numerics.linear_map import LinearMap, linearise
 from studies import castin
-from studies.layer_bounds import attention_jacobian, project
+from studies.layer_bounds import attention_jacobian, jacobian_of, project
 from studies.measured_layers import (
     DTYPE,
     SMALL_CONTEXT,
-    DotProduct,
-    TiedL2,
     digest_of_text,
     layer_of,
     small_config,
@@ -221,9 +219,7 @@ def measure(case: Case, device: torch.device) -> Result:
         return attack(case)
     network, text = source(case.model, case.path, case.attention, case.text, case.seed)
     tokens = sequences(text, case.num_tokens, case.num_sequences, case.seed)
-    layer = layer_of(network, tokens, case.layer)
-    bias = layer.bias if case.causal else torch.zeros_like(layer.bias)
-    return estimate(layer.weights, layer.inputs, bias, case)
+    return estimate(jacobian_of(*layer_of(network, tokens, case.layer, case.causal)), case)
 
 
 def sequences(
@@ -245,27 +241,27 @@ def sequences(
     return tokens[starts[:, None] + torch.arange(num_tokens)]
 
 
-def estimate(weights: DotProduct | TiedL2, x: Tensor, bias: Tensor, case: Case) -> Result:
-    """‖Df(X)‖, Df by formula for L2 attention, by differentiation for dot products."""
-    if isinstance(weights, TiedL2):
-        jacobian = attention_jacobian(x, weights.w_q, weights.g, bias)
-    else:
-        jacobian = linearise(dot_product_map(weights, bias), x)
+def estimate(jacobian: LinearMap, case: Case) -> Result:
+    """‖Df(X)‖ of every sequence."""
     found = operator_norm(
         jacobian, "frobenius", num_steps=case.max_steps, rtol=case.rtol, seed=case.seed
     )
     return Result(found.value.tolist(), found.converged.double().mean().item())
 
 
-def dot_product_map(weights: DotProduct, bias: Tensor) -> SequenceMap:
-    """f(X) = [softmax(Q_h K_hᵀ/√d + b) V_h]_h W^O."""
+class Weights(NamedTuple):
+    """Weights of dot-product heads: (H, D, d) each, and an output map (H d, D) if there is one."""
 
-    def attend(x: Tensor) -> Tensor:
-        q, k, v = (project(x, w) for w in weights[:3])
-        y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1]) + bias).softmax(-1) @ v)
-        return y if weights.w_o is None else y @ weights.w_o
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor | None = None
 
-    return attend
+    def __call__(self, x: Tensor) -> Tensor:
+        """f(X) = [softmax(Q_h K_hᵀ/√d) V_h]_h W^O, every token sees all."""
+        q, k, v = (project(x, w) for w in self[:3])
+        y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+        return y if self.w_o is None else y @ self.w_o
 
 
 def attack(case: Case) -> Result:
@@ -277,34 +273,27 @@ def attack(case: Case) -> Result:
         x = castin.two_cluster_tokens(a, case.radius, case.num_tokens)[None]
     except ValueError as error:
         raise ConfigurationError(f"seed: {error}; choose another seed") from None
-    bias = x.new_zeros(1, case.num_tokens, case.num_tokens)
-    if case.alone:
-        weights = first_head(weights)
+    if case.alone:  # its channels are written to the first of the output
+        w_o = torch.eye(weights.w_v.shape[-1], weights.w_v.shape[-2], dtype=DTYPE)
+        weights = Weights(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
     if case.attention == "dot_product":
-        return estimate(weights, x, bias, case)
-    tied = tied_weights(weights)
-    return max(
-        (estimate(tied, s * x, bias, case) for s in L2_RADII), key=lambda result: result.constants
-    )
-
-
-def first_head(weights: DotProduct) -> DotProduct:
-    """The head under attack, its channels written to the first of the output."""
-    width, d_head = weights.w_v.shape[1:]
-    w_o = torch.eye(d_head, width, dtype=DTYPE)
-    return DotProduct(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
+        return estimate(linearise(weights, x), case)
+    w_q, g = tied_weights(weights)
+    bias = x.new_zeros(1, case.num_tokens, case.num_tokens)
+    found = (estimate(attention_jacobian(s * x, w_q, g, bias), case) for s in L2_RADII)
+    return max(found, key=lambda result: result.constants)
 
 
 @lru_cache(maxsize=1)
-def random_weights(seed: int) -> DotProduct:
+def random_weights(seed: int) -> Weights:
     """Random weights of the shape and the size of GPT-2's at initialisation, heads concatenated."""
     generator = torch.Generator().manual_seed(seed)
     shape = (GPT2_WIDTH, 3 * GPT2_WIDTH)
     parts = GPT2_INIT * torch.randn(shape, generator=generator, dtype=DTYPE)
-    return DotProduct(*(split_heads(w, GPT2_HEADS) for w in parts.chunk(3, dim=1)))
+    return Weights(*(split_heads(w, GPT2_HEADS) for w in parts.chunk(3, dim=1)))
 
 
-def tied_weights(weights: DotProduct) -> TiedL2:
+def tied_weights(weights: Weights) -> tuple[Tensor, Tensor]:
     """Tied L2 attention of one head with the same W^Q and W^V, made comparable in size.
 
     Its value path has the factor W^Q W^Qᵀ/√d, tiny for small weights: it is scaled to norm one.
@@ -313,7 +302,7 @@ def tied_weights(weights: DotProduct) -> TiedL2:
     d_head = weights.w_q.shape[-1]
     g = paper_output_map(weights.w_q, weights.w_v, weights.w_o.unflatten(0, (-1, d_head)))
     factor = torch.linalg.matrix_norm(weights.w_q, 2).square() / math.sqrt(d_head)
-    return TiedL2(weights.w_q, g / factor[:, None, None])
+    return weights.w_q, g / factor[:, None, None]
 
 
 # --- fits and verdict ----------------------------------------------------------------------------

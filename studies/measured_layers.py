@@ -1,12 +1,11 @@
-"""Attention layers whose constants are measured: their weights, and the inputs a text gives them.
+"""Attention layers whose constants are measured, and the inputs that a text gives them.
 
 They come from untrained models of ours and from checkpoints. Every layer is handed out bare (no
-residual, no LayerNorm, no dropout) and in float64; the network before it runs in its own precision.
+residual, no LayerNorm, no dropout) and in float64.
 """
 
-from dataclasses import dataclass
+import copy
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -19,43 +18,12 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.attention import TiedL2Attention, split_heads
-from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer, PreNormBranch
+from studies.layer_bounds import Layer
 
 DTYPE = torch.float64
 SMALL_CONTEXT = 128
-
-
-class DotProduct(NamedTuple):
-    """Weights of a dot-product layer: (H, D, d) each, output map (H d, D)."""
-
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    w_o: Tensor | None = None
-
-
-class TiedL2(NamedTuple):
-    """Weights of a tied L2 layer: W^Q (H, D, d) and output maps G (H, d, D)."""
-
-    w_q: Tensor
-    g: Tensor
-
-
-@dataclass(frozen=True)
-class Layer:
-    """An attention layer with the inputs a text gives it.
-
-    Attributes:
-        weights: in float64.
-        inputs: X, (sequences, n, D), in float64.
-        bias: what a causal layer adds to its logits, −∞ where hidden.
-    """
-
-    weights: DotProduct | TiedL2
-    inputs: Float[Tensor, "sequences tokens width"]
-    bias: Float[Tensor, "#heads tokens tokens"]
 
 
 @lru_cache(maxsize=1)
@@ -107,27 +75,17 @@ def small_config(name: str) -> ModelConfig:
 
 
 @torch.no_grad()
-def layer_of(model: CharTransformer, tokens: Tensor, layer: int) -> Layer:
-    """The attention of one block with the inputs it gets."""
-    wanted = f"block_{layer:02d}/attention"
+def layer_of(
+    model: CharTransformer, tokens: Tensor, layer: int, causal: bool
+) -> tuple[Layer, Float[Tensor, "sequences tokens width"]]:
+    """The attention of one block and its inputs; unless causal, every token sees all."""
     probe = LipschitzProbe(model, tokens)
-    for name, branch, x in zip(probe.names, probe.branches, probe.inputs(), strict=True):
-        if name != wanted:
-            continue
-        if isinstance(branch, PreNormBranch):
-            x, branch = branch.norm(x), branch.inner
-        if isinstance(branch, TiedL2Attention):
-            weights = TiedL2(*(w.to(DTYPE) for w in branch.weights()))
-        else:
-            assert isinstance(branch, DotProductAttention)
-            weights = own_weights(branch)
-        bias = branch.position(x.shape[-2])  # pyright: ignore[reportCallIssue]
-        return Layer(weights, x.to(DTYPE), bias.to(DTYPE))
-    raise AssertionError(f"no {wanted}")
-
-
-def own_weights(attention: DotProductAttention) -> DotProduct:
-    """The weights of our dot-product layer, in float64."""
-    parts = attention.qkv.weight.mT.chunk(3, dim=1)
-    w_q, w_k, w_v = (split_heads(w.detach().to(DTYPE), attention.num_heads) for w in parts)
-    return DotProduct(w_q, w_k, w_v, attention.out.weight.mT.to(DTYPE))
+    index = list(probe.names).index(f"block_{layer:02d}/attention")
+    branch, x = list(probe.branches)[index], list(probe.inputs())[index]
+    if isinstance(branch, PreNormBranch):
+        x, branch = branch.norm(x), branch.inner
+    if not causal:
+        branch = copy.deepcopy(branch)
+        branch.position = VisibilityMask(torch.ones(2 * x.shape[-2:-1], dtype=torch.bool))
+    assert isinstance(branch, Layer)
+    return branch, x

@@ -21,7 +21,19 @@ import torch
 from invformer.config.section import option
 from invformer.errors import InvformerError
 from invformer.runs.run_log import read_rows
-from studies.report import Figure, Finding, Rows, Summary, grouped, outcome_of, panels
+from studies.report import (
+    Figure,
+    Finding,
+    Rows,
+    Summary,
+    by,
+    curves,
+    judged,
+    look_of,
+    mean,
+    panels,
+    values,
+)
 from studies.study import Study, StudyOptions, main
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +47,6 @@ KINDS = {
 }
 QUIET = "logger=none monitor.enabled=false trainer.progress=false trainer.sample_length=0"
 SCORED = "evaluate.lipschitz_sequences=0 evaluate.device="
-LINES = {"certified": "k-", "token_max": "k--", "plain": "k:", TWIN: "0.6"}
 
 
 @dataclass(kw_only=True)
@@ -156,63 +167,53 @@ def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, An
 
 def best(rows: Rows[Case, Result]) -> dict[tuple[str, int], list[tuple[Case, Result]]]:
     """Of every kind and budget the rows of the rate with the best mean on the validation split."""
-    chosen = {}
-    for key, group in grouped(rows, lambda row: (row[0].kind, row[0].budget)).items():
-        by_rate = grouped(group, lambda row: row[0].rate).values()
-        chosen[key] = min(by_rate, key=lambda same: fmean(result.val for _, result in same))
-    return chosen
+    return {
+        key: min(by(group, "rate").values(), key=lambda same: mean(same, "val"))
+        for key, group in by(rows, "kind", "budget").items()
+    }
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every kind and budget at its best rate, beside the twin."""
-    table, findings = [], list[Finding]()
+    lines, findings = [], list[Finding]()
     chosen = best(rows)
     for (kind, budget), group in chosen.items():
-        tests = [result.test for _, result in group]
+        tests = values(group, "test")
         case, one = group[0]
         line: dict[str, Any] = {
-            "kind": kind,
-            "steps": budget,
-            "rate": case.rate,
-            "parameters": one.parameters,
-            "val": fmean(result.val for _, result in group),
-            "test": fmean(tests),
-            "s": stdev(tests) if len(tests) > 1 else None,
-            "5-gram": one.test_ngram,
-            "passed": one.passed,
-            "certified": one.certified,
-            "proven": one.proven,
-        }
+            "kind": kind, "steps": budget, "rate": case.rate, "parameters": one.parameters,
+            "val": mean(group, "val"), "test": fmean(tests),
+            "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
+            "passed": one.passed, "certified": one.certified, "proven": one.proven,
+        }  # fmt: skip
         if kind != TWIN and (TWIN, budget) in chosen:
-            price = fmean(tests) - fmean(result.test for _, result in chosen[TWIN, budget])
-            line["price"] = price
+            line["price"] = price = fmean(tests) - mean(chosen[TWIN, budget], "test")
             findings.append((price <= ALLOWED, f"{kind} {price:+.4f} at {budget}"))
-        table.append(line)
-    seeds = len({case.seed for case, _ in rows})
-    ours = ", ".join(words for _, words in findings) or "no twin to compare with"
+        lines.append(line)
+    seeds = len(set(values(rows, "seed")))
     why = f"at most {ALLOWED} nats asked, {seeds} seed{'s' if seeds > 1 else ''}"
-    return Summary(table, "ours", ours, outcome_of(findings), why)
+    return judged(findings, lines, "ours", why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss on the test split against the budget, and what each kind pays."""
     chosen = best(rows)
-    test = {key: fmean(result.test for _, result in group) for key, group in chosen.items()}
     figure, (loss, price) = panels(1, 2)
-    for kind in dict.fromkeys(kind for kind, _ in test):
-        budgets = sorted(budget for name, budget in test if name == kind)
-        loss.plot(budgets, [test[kind, b] for b in budgets], LINES[kind], marker="o", label=kind)
-        both = [b for b in budgets if kind != TWIN and (TWIN, b) in test]
-        if both:
-            gaps = [test[kind, b] - test[TWIN, b] for b in both]
-            price.plot(both, gaps, LINES[kind], marker="o", label=kind)
+    curves(loss, [row for group in chosen.values() for row in group], "budget", "test", ("kind",))
+    gaps = {
+        (kind, budget): mean(group, "test") - mean(chosen[TWIN, budget], "test")
+        for (kind, budget), group in sorted(chosen.items())
+        if kind != TWIN and (TWIN, budget) in chosen
+    }
+    for index, kind in enumerate(dict.fromkeys(kind for kind, _ in gaps)):
+        points = [(budget, gap) for (name, budget), gap in gaps.items() if name == kind]
+        price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
     price.axhline(ALLOWED, color="0.8", label="allowed")
     price.set(ylabel="nats per character behind the twin", title="price")
     for axes in (loss, price):
         axes.set(xscale="log", xlabel="optimiser steps, each with its own schedule")
-        axes.legend()
     return figure
 
 

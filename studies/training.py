@@ -33,8 +33,8 @@ BETAS, GRAD_CLIP = (0.9, 0.99), 1.0  # as train.py has them
 
 
 @dataclass(kw_only=True)
-class CorpusConfig(Section):
-    """The text."""
+class TextConfig(Section):
+    """The text, and how much of its validation split is scored."""
 
     key: ClassVar[str] = "data"
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
@@ -42,24 +42,9 @@ class CorpusConfig(Section):
     max_characters: int | None = option(
         200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
     )
-
-    def check(self) -> None:
-        """A local corpus says where it is."""
-        if self.name == "text_file" and self.path is None:
-            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
-
-
-@dataclass(kw_only=True)
-class TextConfig(CorpusConfig):
-    """The text, and how much of its validation split is scored."""
-
-    val_characters: int = option(8192, "characters that are scored", within="[2, 1e9]")
-
-
-@dataclass(kw_only=True)
-class WholeTextConfig(CorpusConfig):
-    """The text, whose validation split is scored whole."""
-
+    val_characters: int | None = option(
+        8192, "characters that are scored; null is the whole split", within="[2, 1e9]"
+    )
     val_fraction: float = option(
         0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
     )
@@ -68,11 +53,19 @@ class WholeTextConfig(CorpusConfig):
     )
 
     def check(self) -> None:
-        """Something is left to train on."""
-        super().check()
+        """A local corpus says where it is, and something is left to train on."""
+        if self.name == "text_file" and self.path is None:
+            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
         if self.val_fraction + self.test_fraction >= 1:
             total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
             self.refuse("val_fraction", f"{total} leaves no text for training")
+
+
+@dataclass(kw_only=True)
+class WholeTextConfig(TextConfig):
+    """The text, whose validation split is scored whole."""
+
+    val_characters: int | None = option(None, "as above", within="[2, 1e9]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +75,9 @@ class TextCase:
     corpus: CorpusName
     path: str | None
     max_characters: int | None
-    val_characters: int | None = None  # None is the whole validation split
-    val_fraction: float = 0.05
-    test_fraction: float = 0.05
+    val_characters: int | None  # None is the whole validation split
+    val_fraction: float
+    test_fraction: float
     sha256: str
     seed: int
 
@@ -129,7 +122,7 @@ def text_of(case: TextCase) -> Text:
     return read_text(case.corpus, case.path, case.max_characters, case.val_characters, *shares)
 
 
-def text_fields(data: CorpusConfig, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
+def text_fields(data: TextConfig, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
     """The fields by which a case names its text.
 
     Raises:

@@ -101,31 +101,6 @@ def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
     assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
 
 
-def test_results_may_go_below_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert options_in(Path("~/results")).folder == tmp_path / "results"
-
-
-def test_a_table_without_lines_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = replace(
-        Squares().study(), summarise=lambda rows: Summary([], "", "", "not in the paper", "empty")
-    )
-    mirror = Mirror()
-    monkeypatch.setattr(runner, "build_mirror", lambda chosen: mirror)
-    assert main(study, [f"out={tmp_path}", "wandb=true"]) == 0
-    assert mirror.exit_code == 0
-
-
-def test_a_second_start_measures_nothing_again(tmp_path: Path) -> None:
-    first, second = Squares(), Squares()
-    before = run(first.study(), options_in(tmp_path))
-    after = run(second.study(), options_in(tmp_path))
-    assert second.measured == []
-    assert after.ours == before.ours
-
-
 def test_ctrl_c_keeps_the_finished_rows_and_the_next_start_does_the_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
