@@ -245,7 +245,7 @@ def spread(case: Case, result: Result) -> float:
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """The verdict is about random weights, as in the paper's figure."""
     more: dict[str, Name] = {
-        f"error @{k}": lambda case, result, k=k: result.errors[min(k, case.num_steps)]
+        f"error @{k}": lambda case, result, k=k: result.errors[: k + 1][-1]
         for k in (10, 20, rows[0][0].num_steps)
     }
     names = ("map", "weights", "reach", "scale", "num_tokens", "d_model")

@@ -120,7 +120,7 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
     [
         ("attention_distribution", "num_heads=5", 2, "5 heads do not divide d_model=32"),
         ("attention_distribution", "seq_len=11", 2, "seq_len: 11 is not in [12, 1e4]"),
-        ("attention_distribution", "data.val_characters=200", 3, "4 are asked for; raise"),
+        ("attention_distribution", "data.val_characters=100", 3, "4 are asked for; raise"),
         ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
         ("frontier", "data.max_characters=9000 seq_len=5000", 3, "seq_len=5000: the"),
         ("growth", "text=/nowhere.txt", 3, "no such file or folder; check text"),
