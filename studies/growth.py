@@ -47,6 +47,7 @@ from studies.measured_layers import (
     layer_of,
     small_config,
     source,
+    unmasked_jacobian,
 )
 from studies.power_law import Fit, fit
 from studies.report import (
@@ -219,7 +220,8 @@ def measure(case: Case, device: torch.device) -> Result:
         return attack(case)
     network, text = source(case.model, case.path, case.attention, case.text, case.seed)
     tokens = sequences(text, case.num_tokens, case.num_sequences, case.seed)
-    return estimate(jacobian_of(*layer_of(network, tokens, case.layer, case.causal)), case)
+    jacobian = jacobian_of if case.causal else unmasked_jacobian
+    return estimate(jacobian(*layer_of(network, tokens, case.layer)), case)
 
 
 def sequences(

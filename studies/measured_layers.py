@@ -18,9 +18,11 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.probe import LipschitzProbe
+from invformer.nn.attention import TiedL2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer, PreNormBranch
-from studies.layer_bounds import Layer
+from invformer.numerics.linear_map import LinearMap, linearise
+from studies.layer_bounds import Layer, attention_jacobian
 
 DTYPE = torch.float64
 SMALL_CONTEXT = 128
@@ -76,16 +78,23 @@ def small_config(name: str) -> ModelConfig:
 
 @torch.no_grad()
 def layer_of(
-    model: CharTransformer, tokens: Tensor, layer: int, causal: bool
+    model: CharTransformer, tokens: Tensor, layer: int
 ) -> tuple[Layer, Float[Tensor, "sequences tokens width"]]:
-    """The attention of one block and its inputs; unless causal, every token sees all."""
+    """The attention of one block and the inputs it gets."""
     probe = LipschitzProbe(model, tokens)
     index = list(probe.names).index(f"block_{layer:02d}/attention")
     branch, x = list(probe.branches)[index], list(probe.inputs())[index]
     if isinstance(branch, PreNormBranch):
         x, branch = branch.norm(x), branch.inner
-    if not causal:
-        branch = copy.deepcopy(branch)
-        branch.position = VisibilityMask(torch.ones(2 * x.shape[-2:-1], dtype=torch.bool))
     assert isinstance(branch, Layer)
     return branch, x
+
+
+def unmasked_jacobian(layer: Layer, x: Float[Tensor, "sequences tokens width"]) -> LinearMap:
+    """The Jacobian of a layer with the same weights in which every token sees all."""
+    n = x.shape[-2]
+    if isinstance(layer, TiedL2Attention):  # a contractive layer's weights depend on its mask
+        return attention_jacobian(x, *layer.weights(), x.new_zeros(1, n, n))
+    layer = copy.deepcopy(layer)
+    layer.position = VisibilityMask(torch.ones(n, n, dtype=torch.bool))
+    return linearise(layer, x)
