@@ -7,12 +7,17 @@ from invformer.config import to_dict
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.checkpoint import write_checkpoint
+from invformer.runs.checkpoint import encode, write_directory
 
 NO_STATE: dict[str, Any] = {
     "epoch": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": [],
     "data": {},
 }  # fmt: skip
+
+
+def write_checkpoint(path: Path, metadata: dict, weights: dict, state: dict) -> None:
+    """A checkpoint as one process writes it."""
+    write_directory(path, encode(metadata, weights, state))
 
 
 def save_run(

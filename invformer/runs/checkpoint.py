@@ -179,13 +179,6 @@ def read_regular(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def write_checkpoint(
-    path: Path, metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any]
-) -> None:
-    """Save a model and where its training continues, see :func:`encode`."""
-    write_directory(path, encode(metadata, weights, state))
-
-
 def encode(
     metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any], rank: int = 0
 ) -> dict[str, bytes]:

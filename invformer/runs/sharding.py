@@ -8,7 +8,7 @@ the optimiser's memory.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -137,7 +137,7 @@ class ShardedStrategy(ModelParallelStrategy):
         """Every process takes its parts."""
         states: list[dict[str, Any]] = checkpoint["optimizer_states"]
         for optimizer, state in zip(self.optimizers, states, strict=True):
-            optimizer.load_state_dict(map_memory(optimizer, state, part_like))
+            optimizer.load_state_dict(in_parts(optimizer, state))
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
@@ -150,17 +150,15 @@ class ShardedStrategy(ModelParallelStrategy):
         return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
 
-def map_memory(
-    optimizer: Optimizer, state: dict[str, Any], change: Callable[[Any, Tensor], Any]
-) -> dict[str, Any]:
-    """An optimiser's state with ``change(value, parameter)`` in the place of every value kept."""
+def in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """An optimiser's state with this process's part of every tensor kept."""
     if inner := getattr(optimizer, "parts", None):
         pairs = zip(inner, state["parts"], strict=True)
-        return {**state, "parts": [map_memory(part, of_part, change) for part, of_part in pairs]}
+        return {**state, "parts": [in_parts(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     memory = {
-        number: {key: change(value, parameters[number]) for key, value in of_parameter.items()}
-        for number, of_parameter in state["state"].items()
+        number: {key: part_like(value, parameters[number]) for key, value in kept.items()}
+        for number, kept in state["state"].items()
     }
     return {**state, "state": memory}
 

@@ -10,8 +10,8 @@ import torch
 
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.runs.checkpoint import MANIFEST, STATE_TENSORS, WEIGHTS, write_checkpoint
-from tests.saved_runs import NO_STATE
+from invformer.runs.checkpoint import MANIFEST, STATE_TENSORS, WEIGHTS
+from tests.saved_runs import NO_STATE, write_checkpoint
 
 BEST, NEWEST = "step-00000004", "step-00000006"
 IS_GONE = rf"{BEST}: the best checkpoint is not there any more"

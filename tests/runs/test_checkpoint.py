@@ -33,13 +33,12 @@ from invformer.runs.checkpoint import (
     open_checkpoint,
     saved_in,
     sweep,
-    write_checkpoint,
     write_directory,
     write_part,
 )
 from invformer.runs.contained import in_background
 from tests.runs.hostile import ATTACKS, Attack, seal
-from tests.saved_runs import NO_STATE, save_run
+from tests.saved_runs import NO_STATE, save_run, write_checkpoint
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
 WANTED = {"w": torch.empty(100, dtype=torch.float64)}

@@ -27,12 +27,12 @@ from invformer.runs.checkpoint import (
     STATE,
     Checkpoint,
     newest_checkpoint,
-    write_checkpoint,
 )
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests.runs.hostile import edit_json
+from tests.saved_runs import write_checkpoint
 from tests.small_runs import StopAt
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))

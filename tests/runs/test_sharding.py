@@ -1,5 +1,6 @@
 """FSDP2 as the run uses it, in one process: the parts are the whole, the code is the same."""
 
+import copy
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -16,11 +17,10 @@ from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.runs.sharding import (
     clip_parts,
     gather,
+    in_parts,
     is_sharded,
     local_part,
-    map_memory,
     norms_of_whole,
-    part_like,
     shard,
     whole,
 )
@@ -123,16 +123,20 @@ def test_memory_of_an_optimiser_is_taken_apart_and_put_together(
     loss_of(model, 0).backward()
     optimiser.step()
     state = optimiser.state_dict()
-    wholes = map_memory(optimiser, state, lambda value, _: whole(value))
-    parts = map_memory(optimiser, wholes, part_like)
+    wholes = copy.deepcopy(state)
+    for memory in memories(wholes):
+        memory.update({key: whole(value) for key, value in memory.items()})
+    parts = in_parts(optimiser, wholes)
     assert not any(isinstance(value, DTensor) for value in tensors(wholes))
     for value, part in zip(tensors(state), tensors(parts), strict=True):
         assert type(value) is type(part)
         assert torch.equal(whole(value), whole(part))
 
 
+def memories(state: dict) -> list[dict]:
+    """What a nested state holds for each parameter."""
+    return [memory for part in state.get("parts", [state]) for memory in part["state"].values()]
+
+
 def tensors(state: dict) -> list[torch.Tensor]:
-    """The tensors of a nested state."""
-    inner = state.get("parts", [state])
-    memories = [memory for part in inner for memory in part["state"].values()]
-    return [value for memory in memories for value in memory.values() if torch.is_tensor(value)]
+    return [value for memory in memories(state) for value in memory.values()]
