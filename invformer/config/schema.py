@@ -157,11 +157,11 @@ class OptimConfig(Section):
     """The optimiser and its schedule: linear warm-up, then cosine."""
 
     key: ClassVar[str] = "optim"
-    name: Literal["adamw", "muon"] = option("adamw", "muon: Muon for matrices, AdamW for others")
-    lr: float = option(8e-3, "peak learning rate of AdamW", "(0, 10]")
+    name: Literal["adamw", "muon"] = option("muon", "muon: Muon for matrices, AdamW for others")
+    lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
     betas: list[float] = option([0.9, 0.99], "AdamW's two decay rates", "[0, 1)")
-    weight_decay: float = option(0.0, "decoupled decay of the stack's matrices", "[0, 100]")
+    weight_decay: float = option(0.1, "decoupled decay of the stack's matrices", "[0, 100]")
     warmup_steps: int | None = option(
         None, "linear warm-up, steps; null is min(100, max_steps // 10 + 1)", "[0, 1e9]"
     )

@@ -105,7 +105,7 @@ def build_optimizer(
             for parts in (1, 3)
         ]
         muon = Muon([g for g in groups if g["params"]], lr=muon_lr, weight_decay=weight_decay)
-        return MuonWithAdamW(muon, AdamW(others, lr=lr, betas=betas, weight_decay=0.0))
+        return MuonWithAdamW(muon, AdamW(others, lr=lr, betas=betas, weight_decay=0.0, fused=True))
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -70,7 +70,7 @@ def test_every_preset_loads_and_describes_itself(path: Path) -> None:
 
 
 def test_the_default_presets_say_what_the_schema_says() -> None:
-    words = ["model=contractive_l2", "data=python_docs", "optim=adamw", "trainer=default"]
+    words = ["model=contractive_l2", "data=python_docs", "optim=muon", "trainer=default"]
     assert train(*words, "logger=wandb") == TrainConfig()
     text = (ROOT / "configs/trainer/default.yaml").read_text(encoding="utf-8")
     for f in fields(TrainConfig().trainer):
@@ -234,7 +234,7 @@ def test_nonsense_is_refused_when_evaluating_too(word: str, key: str) -> None:
     [
         "model.lipschitz_target=0.9 model=dot_product",
         "model.d_embedding=96 experiment=nanogpt_cpu model=dot_product",
-        "optim.muon_lr=1e-2",
+        "optim.muon_lr=1e-2 optim=adamw",
     ],
 )
 def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> None:

@@ -92,7 +92,7 @@ def test_a_run_in_double_precision_has_losses_and_a_validation_in_double_precisi
     tmp_path: Path,
 ) -> None:
     """Recomputed from the weights it starts with, which a learning rate of nothing leaves alone."""
-    run = fitted(tmp_path, "double", "trainer.max_steps=1", "optim.lr=1e-300")
+    run = fitted(tmp_path, "double", "trainer.max_steps=1", "optim=adamw", "optim.lr=1e-300")
     (row,) = read_rows(run.directory.metrics)
     model = run.module.model.eval()
     inputs, targets = run.data.first_batch()
