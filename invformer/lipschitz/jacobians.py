@@ -72,14 +72,15 @@ class StackedBranches:
         self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
         self.points: list[tuple[Tensor, ...]] = []
         # D⁻¹ f(D ·) with D folded in has the Jacobian D⁻¹ J D.
-        scalings = [layer.scaling for layer in residual if weights[0].centre is not None]
+        scalings = [layer.scaling for layer in residual if layer.scaling is not None]
+        centres = [layer.centre for layer in weights if layer.centre is not None]
         tensors = [self.maps(*one) for one in zip(self.branches, self.weights, strict=True)]
-        if scalings:
-            more = [(s.log_scale, w.centre) for s, w in zip(scalings, weights, strict=True)]
-            tensors = [(*a, *b) for a, b in zip(more, tensors, strict=True)]
+        if centres:
+            more = zip(scalings, centres, tensors, strict=True)
+            tensors = [(scaling.log_scale, centre, *rest) for scaling, centre, rest in more]
         kinds = copied(tensors, memory)
         self.scale = self.centre = None
-        if scalings:
+        if centres:
             self.scale, self.centre = kinds.pop(0).exp().unsqueeze(1), kinds.pop(0).unsqueeze(1)
         self.kinds = kinds
 

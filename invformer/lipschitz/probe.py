@@ -75,10 +75,11 @@ class LipschitzProbe:
         for index, part in enumerate(PARTS):
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
+            norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.
             alone = acts_per_token(branches[0]) and self.measured == "frobenius"
-            rows = alone or self.measured == "diagonal_block"
-            norm: Norm = "token_max" if rows else self.measured
+            if self.measured != "diagonal_block" and not alone:
+                norm = self.measured
             like = {"dtype": weight.dtype, "device": weight.device}
             iteration = PowerIteration(shape, norm, seed=seed, **like)
             at = slice(index, None, len(PARTS))
