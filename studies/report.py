@@ -184,8 +184,8 @@ def curves(
         points = sorted(by(part, x).items())
         if None in values(part, y):
             continue
-        words = [*([label] if label else []), *map(str, key)]
-        look = {"label": ", ".join(words), **look_of(index), **style}
+        words = f"{label or ''} {', '.join(map(str, key))}".strip()
+        look = {"label": words, **look_of(index), **style}
         axes.plot([at for at, _ in points], [mean(some, y) for _, some in points], **look)
 
 

@@ -303,7 +303,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
             attacked = [[a[1] for a in r.attacks[norm]] for _, r in group]
             one.plot(radii, torch.tensor(attacked).mean(0), label=kind, **look)
             if proven := [r.certified[norm] for _, r in group if norm in r.certified]:
-                look |= {"label": f"{kind}, certified", "linestyle": ":"}
+                look |= {"label": f"{kind}, certified", "linestyle": ":", "marker": ""}
                 one.plot(radii, torch.tensor(proven).mean(0), **look)
         one.set(
             xscale="log", xlabel=f"radius in {norm} / RMS embedding length (no unit)",
