@@ -21,7 +21,7 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, ClassVar, Literal
@@ -154,7 +154,7 @@ class Result:
     estimate: float = math.nan  # largest local constant of a branch, token_max, from below
     residual: float = math.nan  # how far that is from stationary, relative to its value
     recovered: float | None = None  # share of the windows' characters that come back
-    evaluations: Sequence[int] = ()  # of every branch, bottom first, by the inversion
+    evaluations: list[int] = field(default_factory=list)  # of every branch, by the inversion
 
     @property
     def failed(self) -> bool:
