@@ -126,8 +126,7 @@ def measure(case: Case, device: torch.device) -> Result:
     Raises:
         InvformerError: a command failed; what it has saved stays.
     """
-    word = "gpu" if device.type == "cuda" else "cpu"
-    call("train.py", *command(case), f"trainer.accelerator={word}")
+    call("train.py", *command(case))  # on the same device: a GPU if there is one
     reports = {}
     for split in ("val", "test"):
         asked = [f"data.split={split}", *f"{SCORED}{device.type}".split()]
