@@ -1,17 +1,8 @@
 """The price of a certificate: which runs are made, which of them count, and what they cost."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from studies.price import STUDY, Case, Options, Result, best, cases, command, draw, summarise
-from studies.study import main
-
-TINY = [
-    "data=text_file", "model.num_layers=1", "model.d_model=16", "model.d_ff=16",
-    "model.num_heads=2", "data.seq_len=8", "data.batch_size=2", "data.test_fraction=0.1",
-]  # fmt: skip
+from studies.price import Case, Options, Result, best, cases, command, draw, summarise
 
 
 def row(kind: str, rate: float, val: float, test: float, seed: int = 0) -> tuple[Case, Result]:
@@ -45,14 +36,3 @@ def test_every_kind_is_trained_at_every_budget_and_rate() -> None:
     found = cases(options)
     assert len(found) == 16 == len({case.run for case in found})
     assert {"trainer.max_steps=10", "optim.muon_lr=0.02"} <= set(command(found[2]))
-
-
-def test_train_py_and_evaluate_py_make_the_numbers(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("a fox. " * 400)
-    overrides = [*TINY, f"data.path={tmp_path / 'text.txt'}"]
-    asked = [f"out={tmp_path}", "budgets=[2]", "rates=[0.01]", "val_every=1", "wandb=false"]
-    assert main(STUDY, [*asked, f"overrides=[{','.join(overrides)}]", "num_threads=1"]) == 0
-    first, second = json.loads((tmp_path / "result.json").read_text())["table"]
-    assert (first["kind"], second["kind"]) == ("certified", "twin")
-    assert 0 < first["certified"] <= 0.5
-    assert first["price"] == pytest.approx(first["test"] - second["test"])
