@@ -30,10 +30,9 @@ from invformer.training.plots import (
     draw_bits_per_character,
     draw_constants,
     draw_course,
-    draw_summary,
     empty_figure,
+    plot_run,
     read_curves,
-    save,
     short,
 )
 
@@ -139,8 +138,7 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
         replace_file(path, content)
         if curves:
             sample = "".join(report["sample"].values())
-            figure = draw_summary(curves, sample, ngram_of_run(report))
-            save(figure, latest.with_name("summary.png"))
+            plot_run(curves, latest.with_name("summary.png"), sample, ngram_of_run(report))
     return path
 
 

@@ -6,23 +6,15 @@ from typing import TYPE_CHECKING, ClassVar
 from invformer.commands import run
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
-from invformer.runs.wandb_logger import DETAIL, STEP
+from invformer.runs.wandb_logger import CHARTS, DETAIL, STEP
 
 if TYPE_CHECKING:  # wandb-workspaces is an extra
     from wandb_workspaces.workspaces import Workspace
 
-OVERVIEW = {
-    "bits per character": ("train/bpc", "val/bpc"),
-    "worst branch: estimate ≤ local bound ≤ bound ≤ target": (
-        "lipschitz/estimate", "lipschitz/local_bound", "lipschitz/bound", "lipschitz/target",
-    ),
-    "characters recovered": ("inverse/characters_recovered",),
-    "reconstruction error": ("inverse/reconstruction_max",),
-    "learning rate": ("optim/lr",),
-    "gradient norm": ("optim/grad_norm",),
-    "characters per second": ("perf/characters_per_second",),
-}  # fmt: skip
-INVERSION = ("reconstruction_max", "residual_max", "error_bound_max", "num_steps_mean")
+INVERSION = (
+    "inverse/reconstruction_max", f"{DETAIL}inverse/residual_max",
+    f"{DETAIL}inverse/error_bound_max", f"{DETAIL}inverse/num_steps_mean",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -59,12 +51,9 @@ def build(config: WorkspaceConfig) -> "Workspace":
 
     tables = ("view/sample", "view/recovered", "view/certificate")
     sections = {
-        "Overview": [lines(title, *keys) for title, keys in OVERVIEW.items()],
+        "Overview": [lines(title, *keys) for title, keys in CHARTS.items()],
         "Constants": [block(number) for number in range(config.num_layers)],
-        "Inversion": [
-            lines(key, f"{'' if i == 0 else DETAIL}inverse/{key}")
-            for i, key in enumerate(INVERSION)
-        ],
+        "Inversion": [lines(key.rpartition("/")[2], key) for key in INVERSION],
         "Samples": [
             *(wr.WeavePanelSummaryTable(table_name=name) for name in tables),
             wr.MediaBrowser(media_keys=["view/summary"]),

@@ -28,7 +28,8 @@ from invformer.numerics.linear_map import dense_jacobian
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
-from invformer.training.plots import new_figure, save
+from invformer.training.plots import save
+from studies.report import panels
 
 COMPARISONS = 25
 TARGETS = {"median": 0.01, "95th percentile": 0.05}
@@ -95,7 +96,7 @@ def errors(rows: list[dict], true: dict[int, dict[str, float]]) -> dict[str, lis
 
 def draw(found: dict[str, list[float]], steps: list[int], path: Path) -> None:
     """The error of every branch, and the targets."""
-    figure, (axes,) = new_figure(1)
+    figure, (axes,) = panels(1, 1)
     for name, values in found.items():
         style = "-" if name.endswith("attention") else "--"
         shown = [max(100 * value, 1e-4) for value in values]

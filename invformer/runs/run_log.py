@@ -1,6 +1,8 @@
 """Reading metrics.jsonl: one JSON object per line, one line per optimiser step."""
 
 import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,8 @@ from invformer.runs.files import open_regular
 MAX_STEP = 10**9
 
 Row = dict[str, float]
+
+BRANCH = re.compile(r"lipschitz_branches/(.+)/(\w+)")
 
 
 def read_all(path: Path) -> bytes:
@@ -32,3 +36,12 @@ def read_row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None
     return row if type(step) is int and 0 <= step <= MAX_STEP else None
+
+
+def by_branch(row: Mapping[str, float]) -> dict[str, Row]:
+    """``estimate``, ``local_bound`` and ``bound`` of every branch that a row has numbers of."""
+    found: dict[str, Row] = {}
+    for key, value in row.items():
+        if match := BRANCH.fullmatch(key):
+            found.setdefault(match[1], {})[match[2]] = value
+    return found

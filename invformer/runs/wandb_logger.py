@@ -9,26 +9,32 @@ import contextlib
 import logging
 import math
 import os
-import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from lightning.pytorch import loggers
 
 from invformer.runs.contained import ContainedCalls, in_background, one_line, warn
+from invformer.runs.run_log import by_branch
 
 STEP = "trainer/global_step"
 # The charts of a run. All other numbers get a prefix by which they are sorted last, and are hidden.
-OVERVIEW = {
-    "inverse/characters_recovered", "inverse/reconstruction_max", "lipschitz/bound",
-    "lipschitz/estimate", "lipschitz/local_bound", "lipschitz/target", "optim/grad_norm",
-    "optim/lr", "perf/characters_per_second", "train/bpc", "val/bpc",
+CHARTS = {
+    "bits per character": ("train/bpc", "val/bpc"),
+    "worst branch: estimate ≤ local bound ≤ bound ≤ target": (
+        "lipschitz/estimate", "lipschitz/local_bound", "lipschitz/bound", "lipschitz/target",
+    ),
+    "characters recovered": ("inverse/characters_recovered",),
+    "reconstruction error": ("inverse/reconstruction_max",),
+    "learning rate": ("optim/lr",),
+    "gradient norm": ("optim/grad_norm",),
+    "characters per second": ("perf/characters_per_second",),
 }  # fmt: skip
+OVERVIEW = {key for keys in CHARTS.values() for key in keys}
 DETAIL = "z/"
-BRANCH = re.compile(r"lipschitz_branches/(.+)/(estimate|local_bound|bound)")
 START_SECONDS = 15.0
 ONLINE_SECONDS = 12.0  # of these, for getting online
 SERVER_SECONDS = 6.0  # of these, for the server's answers
@@ -78,7 +84,7 @@ def open_wandb(
         run = open_within(left, offline, "metrics.jsonl has every row")
     if run is None:
         return None
-    logger = WandbLogger(run, directory, overview)
+    logger = WandbLogger(run, overview)
     if run.offline:
         print(f"W&B is offline; to upload: wandb sync {os.path.relpath(logger.folder)}")
     else:
@@ -94,16 +100,14 @@ class WandbLogger(loggers.WandbLogger):
 
     Args:
         run: an open W&B run.
-        directory: the folder that it is in.
         overview: the numbers that get charts; None is all of them.
     """
 
-    def __init__(self, run: Any, directory: Path, overview: Collection[str] | None = None) -> None:
-        super().__init__(experiment=run, save_dir=directory)
-        self.run = run
-        self.directory = directory
-        self.overview = overview
+    def __init__(self, run: Any, overview: Collection[str] | None = None) -> None:
         self.folder = Path(run.dir).parent
+        super().__init__(experiment=run, save_dir=self.folder)
+        self.run = run
+        self.overview = overview
         self.calls = ContainedCalls()
 
     @property
@@ -141,17 +145,16 @@ class WandbLogger(loggers.WandbLogger):
         step: int | None = None,
     ) -> None:
         """Attach a table, such as a certificate or a sample."""
-        wandb = sys.modules["wandb"]
-        self.calls.submit(
-            key, lambda: self.run.log({key: wandb.Table(columns=columns, data=data), STEP: step})
-        )
+        self._log(key, lambda wandb: wandb.Table(columns=columns, data=data), step)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **_: Any) -> None:
         """Attach pictures, given by their paths."""
+        self._log(key, lambda wandb: [wandb.Image(str(i)) for i in images], step)
+
+    def _log(self, key: str, make: Callable[[Any], Any], step: int | None) -> None:
+        """Log what is made by the library, at an optimiser step."""
         wandb = sys.modules["wandb"]
-        self.calls.submit(
-            key, lambda: self.run.log({key: [wandb.Image(str(i)) for i in images], STEP: step})
-        )
+        self.calls.submit(key, lambda: self.run.log({key: make(wandb), STEP: step}))
 
     def log_summary(self, values: Mapping[str, Any]) -> None:
         """Set final values: text and finite numbers."""
@@ -197,7 +200,7 @@ def add_to_summary(directory: Path, values: Mapping[str, Any], **run: Any) -> No
         return
     options = {**run, "dir": str(directory), "resume": "must", "mode": "online"}
     if opened := open_within(ONLINE_SECONDS, options, "the summary of the run stays as it is"):
-        logger = WandbLogger(opened, directory)
+        logger = WandbLogger(opened)
         logger.log_summary(values)
         logger.finish(0)
 
@@ -237,16 +240,13 @@ def start(options: dict[str, Any]) -> Any:
 def branch_charts(row: Mapping[str, float]) -> dict[str, Any]:
     """A bar for every branch, one chart each of the estimates, local bounds and bounds."""
     wandb = sys.modules["wandb"]
-    kinds: dict[str, list[list[Any]]] = {}
-    for key, value in row.items():
-        if found := BRANCH.fullmatch(key):
-            kinds.setdefault(found[2], []).append([found[1], value])
-    return {
-        f"view/{kind}_by_branch": wandb.plot.bar(
-            wandb.Table(["branch", kind], sorted(bars)), "branch", kind, f"{kind} of every branch"
-        )
-        for kind, bars in kinds.items()
-    }
+    branches = sorted(by_branch(row).items())
+    found = {}
+    for kind in ("estimate", "local_bound", "bound"):
+        bars = wandb.Table(["branch", kind], [[name, values[kind]] for name, values in branches])
+        title = f"{kind} of every branch"
+        found[f"view/{kind}_by_branch"] = wandb.plot.bar(bars, "branch", kind, title)
+    return found
 
 
 def abandon_service() -> None:

@@ -26,7 +26,7 @@ from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import WandbLogger
 from invformer.training.callbacks import Sample
 from invformer.training.module import CharLanguageModel
-from invformer.training.plots import plot_run
+from invformer.training.plots import plot_run, read_curves
 from invformer.training.progress import percent
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
@@ -136,7 +136,8 @@ def conclude(run: Run) -> None:
     if sample:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
-    picture = plot_run(run.directory.metrics, run.directory.path, sample, five_gram(run.data))
+    curves = read_curves(run.directory.metrics)
+    picture = plot_run(curves, run.directory.summary, sample, five_gram(run.data))
     print_result(run)
     if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
         print(f"continue   {run.directory.command} ({left} steps are left)")

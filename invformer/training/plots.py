@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from invformer.runs.files import replace_file
-from invformer.runs.run_log import read_rows
+from invformer.runs.run_log import by_branch, read_rows
 
 if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is something to draw
     from matplotlib.axes import Axes
@@ -21,25 +21,15 @@ if TYPE_CHECKING:  # matplotlib takes most of a second: imported when there is s
 Series = tuple[list[int], list[float]]
 Constants = Mapping[str, float | None]
 
-PREFIX, SUFFIX = "lipschitz_branches/", "/estimate"
 SMOOTHED_SHARE = 0.02  # of the run: the mean of a noisy curve is over this share of its steps
 BARS = {"estimate": "0.2", "local_bound": "0.5", "bound": "0.8", "target": "white"}
 
 
-def plot_run(metrics: Path, folder: Path, sample: str = "", ngram: float | None = None) -> Path:
-    """Draw ``summary.png`` of a run and return its path.
-
-    Args:
-        metrics: the run's metrics.jsonl.
-        folder: where the picture goes.
-        sample: a text that the model generated.
-        ngram: bits per character of a 5-gram on the validation split.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    figure = draw_summary(read_curves(metrics), sample, ngram)
-    return save(figure, folder / "summary.png")
+def plot_run(
+    curves: Mapping[str, Series], path: Path, sample: str = "", ngram: float | None = None
+) -> Path:
+    """Write :func:`draw_summary` of a run as PNG and return its path."""
+    return save(draw_summary(curves, sample, ngram), path)
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -58,7 +48,13 @@ def read_curves(metrics: Path) -> dict[str, Series]:
 def draw_summary(
     curves: Mapping[str, Series], sample: str = "", ngram: float | None = None
 ) -> "Figure":
-    """Bits per character, constants of every branch, their course, and inversion in words."""
+    """Bits per character, constants of every branch, their course, and inversion in words.
+
+    Args:
+        curves: as :func:`read_curves` returns them.
+        sample: a text that the model generated.
+        ngram: bits per character of a 5-gram on the validation split.
+    """
     figure = empty_figure(11, 7)
     (likelihood, bars), (course, words) = figure.subplots(2, 2)
     draw_bits_per_character(likelihood, curves, ngram)
@@ -100,18 +96,9 @@ def draw_bits_per_character(
 def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
     """Estimate, local bound, bound and target of every branch, as last measured."""
     last = {key: values[-1] for key, (_, values) in curves.items()}
-    names = sorted(
-        key.removeprefix(PREFIX).removesuffix(SUFFIX)
-        for key in curves
-        if key.startswith(PREFIX) and key.endswith(SUFFIX)
-    )
-    return {
-        short(name): {
-            **{what: last.get(f"{PREFIX}{name}/{what}") for what in BARS},
-            "target": last.get("lipschitz/target"),
-        }
-        for name in names
-    }
+    target = last.get("lipschitz/target")
+    branches = sorted(by_branch(last).items())
+    return {short(name): {**values, "target": target} for name, values in branches}
 
 
 def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
@@ -184,15 +171,6 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     starts = np.maximum(0, ends - window)
     with np.errstate(invalid="ignore"):
         return ((sums[ends] - sums[starts]) / (counts[ends] - counts[starts])).tolist()
-
-
-def new_figure(num_rows: int) -> "tuple[Figure, list[Axes]]":
-    """A figure of stacked axes."""
-    figure = empty_figure(9, 2.2 + 2.6 * num_rows)
-    axes = list(figure.subplots(num_rows, sharex=True, squeeze=False)[:, 0])
-    for one in axes:
-        one.grid(color="0.9")
-    return figure, axes
 
 
 def empty_figure(width: float, height: float) -> "Figure":

@@ -13,7 +13,7 @@ from torch import Tensor, cat
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.runs.files import replace_file
-from invformer.runs.run_log import Row
+from invformer.runs.run_log import Row, by_branch
 
 # What may be recorded: a scalar by its key, or a vector by the keys of its entries.
 Measured = Mapping[str | tuple[str, ...], Tensor | float]
@@ -103,18 +103,15 @@ class Rows(L.Callback):
             refuse()
         for step, row in self.flush(trainer, before).items():
             try:
-                check_sandwich(step, row)
+                for name, constants in by_branch(row).items():
+                    require_sandwich(f"step {step}: lipschitz_branches/{name}", constants)
             except CertificateViolation as violation:
-                raise CertificateViolation(f"{violation}{self.keep_evidence(step, row)}") from None
-
-    def keep_evidence(self, step: int, row: Row) -> str:
-        """Write down what disproved a bound: the step's metrics and the text they belong to."""
-        if self.evidence is None:
-            return ""
-        tokens = None if self.probe is None else self.probe.tolist()
-        content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
-        replace_file(self.evidence, content + "\n")
-        return f" (evidence in {self.evidence})"
+                if self.evidence is None:
+                    raise
+                tokens = None if self.probe is None else self.probe.tolist()
+                content = json.dumps({"step": step, "row": row, "probe": tokens}, indent=1)
+                replace_file(self.evidence, content + "\n")
+                raise CertificateViolation(f"{violation} (evidence in {self.evidence})") from None
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Send rows every few steps; the newest one waits for a validation to join it."""
@@ -175,16 +172,3 @@ def non_finite(step: int, what: str) -> NonFiniteError:
         f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
         "(the last good checkpoint is kept)"
     )
-
-
-def check_sandwich(step: int, row: Row) -> None:
-    """estimate ≤ local bound ≤ bound for every branch.
-
-    Raises:
-        CertificateViolation: naming step, branch and both numbers.
-    """
-    for key in row:
-        if key.startswith("lipschitz_branches/") and key.endswith("/estimate"):
-            where = key.removesuffix("/estimate")
-            values = {k: row.get(f"{where}/{k}") for k in ("estimate", "local_bound", "bound")}
-            require_sandwich(f"step {step}: {where}", values)

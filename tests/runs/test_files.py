@@ -19,7 +19,7 @@ from invformer.runs.run_directory import expand_home, open_run, write_config
 from invformer.runs.run_lock import LOCK, require_lock
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
-from invformer.training.plots import new_figure, save
+from invformer.training.plots import plot_run
 from tests.small_runs import write_rows
 
 CONFIG = {"model": {"d_model": 8}}
@@ -28,7 +28,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
     "metrics.jsonl": lambda run: write_rows(run / "metrics.jsonl", {0: {"x": 1.0}}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
-    "summary.png": lambda run: save(new_figure(1)[0], run / "summary.png"),
+    "summary.png": lambda run: plot_run({}, run / "summary.png"),
     "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
     LOCK: lambda run: open_run(run.parent, run.name, "x", True),
 }

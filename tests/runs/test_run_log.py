@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -61,22 +60,6 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     assert any("no rows for steps 12 to 12" in record.getMessage() for record in caplog.records)
 
 
-def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path: Path) -> None:
-    path, content = tmp_path / "metrics.jsonl", b"\n".join(LINES) + b"\n"
-    for seed in range(60):
-        place, bit = random.Random(seed).randrange(8 * len(content)) // 8, seed % 8
-        flipped = bytearray(content)
-        flipped[place] ^= 1 << bit
-        path.write_bytes(flipped)
-        JsonLinesLogger(path, first_step=30)
-        kept = {row["step"] for row in read_rows(path)}
-        assert len(kept) >= 28
-        aside = tmp_path / "metrics.damaged"
-        lines = path.read_bytes() + (aside.read_bytes() if aside.exists() else b"")
-        assert sorted(lines.split()) == sorted(bytes(flipped).split())
-        aside.unlink(missing_ok=True)
-
-
 def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
@@ -102,13 +85,6 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
     ]
 
 
-def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
-    write_rows(path, {2: {"val/bpc": 3.0}, 3: {"x": 1.0}}, first_step=3)
-    assert read_rows(path)[2:] == [{"step": 2, "x": 1.0, "val/bpc": 3.0}, {"step": 3, "x": 1.0}]
-
-
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
 def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
@@ -128,6 +104,9 @@ def test_numbers_of_the_newest_step_join_its_row_before_it_is_written(tmp_path: 
     assert not path.exists()
     logger.log_metrics({"val/bpc": 2.0}, 0)
     logger.save()
-    logger.log_metrics({"inverse/residual_max": 0.0}, 0)  # and afterwards too
+    logger = JsonLinesLogger(path, first_step=1)  # and afterwards too
+    logger.log_metrics({"inverse/residual_max": 0.0}, 0)
+    logger.log_metrics({"x": 3.0}, 1)
     logger.save()
-    assert read_rows(path) == [{"step": 0, "x": 1.0, "val/bpc": 2.0, "inverse/residual_max": 0.0}]
+    first = {"step": 0, "x": 1.0, "val/bpc": 2.0, "inverse/residual_max": 0.0}
+    assert read_rows(path) == [first, {"step": 1, "x": 3.0}]
