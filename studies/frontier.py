@@ -275,7 +275,7 @@ def local_constant(
     Raises:
         CertificateViolation: a branch's estimate exceeds its own bound.
     """
-    estimates = LipschitzProbe(model, windows, "token_max").estimate(num_steps)
+    estimates = LipschitzProbe(model, windows, "token_max", thorough=True).estimate(num_steps)
     bounds: dict[str, float] = {}
     if model.is_invertible:
         dtype = model.embedding.position.dtype

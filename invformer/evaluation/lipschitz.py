@@ -35,7 +35,7 @@ def measured_branches(
     report: dict[str, dict[str, dict[str, Any]]] = {}
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
-        probe = LipschitzProbe(model, tokens, norm)
+        probe = LipschitzProbe(model, tokens, norm, thorough=True)
         bounds: dict[str, float] = {}
         if norm == "diagonal_block":
             bounds = certify(model).per_branch

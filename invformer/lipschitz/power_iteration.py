@@ -161,13 +161,14 @@ class PowerIteration:
 
     In token_max ‖J‖ is the largest ‖J_i·‖ of an output token's row, and every token has a left
     vector of its own: an iteration that only follows the largest token stays in a local maximum, 10
-    to 40 % too low. A step advances ``TOKENS_AT_ONCE`` tokens: the one that was largest when last
+    to 40 % too low. A step advances ``at_once`` tokens: the one that was largest when last
     visited, and others in turn. Of other norms there is one left vector for each sequence.
 
     Args:
         shape: of J, (branches, sequences, N, D).
         norm: of input and output.
         seed: of the first left vectors.
+        at_once: tokens that a step advances.
     """
 
     def __init__(
@@ -178,6 +179,7 @@ class PowerIteration:
         dtype: torch.dtype,
         device: torch.device,
         seed: int = 0,
+        at_once: int = TOKENS_AT_ONCE,
     ) -> None:
         self.norm: Norm = norm
         generator = torch.Generator().manual_seed(seed)
@@ -187,7 +189,7 @@ class PowerIteration:
         )
         self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖J_i·x‖, last seen
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
-        num_vectors = min(TOKENS_AT_ONCE, shape[-2])
+        num_vectors = min(at_once, shape[-2])
         self.others = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
 
     def step(self, products: Callable[[Tensor], Products]) -> Step:

@@ -11,7 +11,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.lipschitz.jacobians import StackedBranches, stacked_class
-from invformer.lipschitz.power_iteration import PowerIteration, Step
+from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, Step
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.residual import ResidualWeights
@@ -55,6 +55,7 @@ class LipschitzProbe:
         measured: the norm of input and output, or the diagonal blocks; None is what the stack's
             certificate is about, and token_max for baselines.
         seed: of the start vectors.
+        thorough: whether a step advances all tokens where they do not mix, not only eight.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class LipschitzProbe:
         tokens: Integer[Tensor, "sequences tokens"],
         measured: Measured | None = None,
         seed: int = 0,
+        thorough: bool = False,
     ) -> None:
         self.model, self.tokens = model, tokens
         self.measured: Measured = measured or certified_in(model)
@@ -77,10 +79,13 @@ class LipschitzProbe:
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
             norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.
-            alone = acts_per_token(branches[0]) and self.measured == "frobenius"
+            per_token = acts_per_token(branches[0])
+            alone = per_token and self.measured == "frobenius"
             if self.measured != "diagonal_block" and not alone:
                 norm = self.measured
-            like = {"dtype": weight.dtype, "device": weight.device}
+            many = thorough and (per_token or self.measured == "diagonal_block")
+            at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
+            like = {"dtype": weight.dtype, "device": weight.device, "at_once": at_once}
             iteration = PowerIteration(shape, norm, seed=seed, **like)
             at = slice(index, None, len(PARTS))
             self.parts.append(Part(at, layers, branches, iteration, []))

@@ -271,3 +271,13 @@ def test_a_branch_without_products_of_its_own_is_estimated_by_autograd() -> None
     true = dense(model, tokens)
     for name, (value, _) in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
         assert value.item() == pytest.approx(token_max(true[name]), rel=1e-2)
+
+
+def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> None:
+    model, tokens = trained_a_little(contractive_model()), random_tokens(1, seed=3)
+    true = dense(model, tokens)
+    probe = LipschitzProbe(model, tokens, thorough=True)
+    assert [part.iteration.others.shape[-1] for part in probe.parts] == [8, SEQ_LEN]
+    for name, (value, _) in probe.estimate(num_steps=60).items():
+        if "feed_forward" in name:
+            assert value.item() == pytest.approx(token_max(true[name]), rel=1e-4)
