@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,9 +21,11 @@ def compiler_complaint(device: torch.device) -> str | None:
     """What torch.compile misses for this device, such as a C++ compiler; None if it works.
 
     Asked of torch itself, by one small function: what it needs differs from device to device.
+    Warnings, such as those of its own deprecated calls, are no complaint.
     """
     try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+        with warnings.catch_warnings(action="ignore"):
+            torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
     except Exception as error:  # of several private classes, none of them common to all
         return str(error).partition("\n")[0]
     return None

@@ -41,18 +41,9 @@ def native_attention(
 
     Of L2 logits −‖q_i − q_0‖²/√d is left out in the second.
     """
-    y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
-    seen = _seen(q, k, v)
-    _call(
-        "forward",
-        q,
-        *map(_heads, seen),
-        pointer(by_lag),
-        *PLAIN,
-        _heads(y),
-        pointer(log_mass),
-        l2=k is None,
-    )
+    y, log_mass = _results(q)
+    seen, to = map(_heads, _seen(q, k, v)), (_heads(y), pointer(log_mass))
+    _call("forward", q, *seen, pointer(by_lag), *PLAIN, *to, l2=k is None)
     return y, log_mass
 
 
@@ -84,7 +75,7 @@ def native_ball_attention(
         late: keys and values are those of the token before; of the first token they are zero.
     """
     q, k, v = _parts(z, len(temperature))
-    y, log_mass = _token_by_token(q), q.new_empty(q.shape[:-1])
+    y, log_mass = _results(q)
     made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(late))
     _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), pointer(log_mass), l2=False)
     return y, log_mass
@@ -133,6 +124,11 @@ def _with_channels_together(t: Tensor) -> Tensor:
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
+def _results(q: Tensor) -> tuple[Tensor, Tensor]:
+    """Room for Y and log Σ_j exp S_ij."""
+    return _token_by_token(q), q.new_empty(q.shape[:-1])
+
+
 def _token_by_token(x: Tensor) -> Tensor:
     """Room for (B, H, N, d), in memory (B, N, H, d): as the tokens that heads are parts of."""
     batch, heads, tokens, d_head = x.shape
@@ -141,7 +137,7 @@ def _token_by_token(x: Tensor) -> Tensor:
 
 @native_attention.register_fake
 def _(q, k, v, by_lag):
-    return _token_by_token(q), q.new_empty(q.shape[:-1])
+    return _results(q)
 
 
 @native_attention_backward.register_fake
@@ -155,8 +151,6 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, dlog_mass):
-    if dy is None:
-        return (None,) * 4
     dbias, *gradients = native_attention_backward(dy, *ctx.saved_tensors)
     return *gradients, *[None] * (3 - len(gradients)), dbias
 
@@ -166,8 +160,7 @@ native_attention.register_autograd(_backward, setup_context=_keep)
 
 @native_ball_attention.register_fake
 def _(z, temperature, by_lag, late):
-    q = _parts(z, len(temperature))[0]
-    return _token_by_token(q), q.new_empty(q.shape[:-1])
+    return _results(_parts(z, len(temperature))[0])
 
 
 @native_ball_attention_backward.register_fake
@@ -182,8 +175,6 @@ def _keep_ball(ctx, inputs, output) -> None:
 
 
 def _backward_ball(ctx, dy, dlog_mass):
-    if dy is None:
-        return (None,) * 4
     return *native_ball_attention_backward(dy, *ctx.saved_tensors, ctx.late), None
 
 

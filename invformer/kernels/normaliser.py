@@ -8,7 +8,7 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
   largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
 * *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
   is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
-  matrices on the CPU take this way.
+  matrices on the CPU take this way if there is compiled code.
 """
 
 from collections.abc import Hashable, Sequence
@@ -97,22 +97,19 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
 def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
     matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
-    is_large, compiled = tall[0].shape[-1] >= TRIAL_SIZE, native_normaliser.can_take(matrices)
-    if compiled and not is_large:
+    compiled, krylov = native_normaliser.can_take(matrices), None
+    if compiled and tall[0].shape[-1] < TRIAL_SIZE:
         found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
         lefts = iter(found.lefts)
         return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
-    krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0])) if compiled else None
+    if compiled:
+        krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
     if krylov is not None and _are_in_range((2 * krylov[1]).exp()):
         grams, log_scale, space = krylov
+        log_bound, rights = _trial(grams, space, num_steps)
     else:
         tall, grams, log_scale = _grams_of_trace_one(tall)
-        by_trial = is_large and has_answer_at_hand(grams) and bool(log_scale.isfinite().all())
-        space = _lanczos(grams) if by_trial else None
-    if space is None:
         log_bound, rights = _gram_iteration(grams, num_steps)
-    else:
-        log_bound, rights = _trial(grams, space, num_steps)
     return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
 
 
@@ -169,18 +166,11 @@ def _traces(m: Tensor) -> Tensor:
 
 
 def _grams(tall: list[Tensor]) -> Tensor:
-    """WᵀW of all; of large ones the lower half, and its mirror image."""
-    size = tall[0].shape[-1]
-    counts = [len(w) for w in tall]
+    """WᵀW of all."""
+    size, counts = tall[0].shape[-1], [len(w) for w in tall]
     grams = tall[0].new_empty(sum(counts), size, size)
     for gram, w in zip(grams.split(counts), tall, strict=True):
-        if size < TRIAL_SIZE:
-            torch.bmm(w.mT, w, out=gram)
-            continue
-        half = size // 2
-        torch.bmm(w[..., :half].mT, w[..., :half], out=gram[:, :half, :half])
-        torch.bmm(w[..., half:].mT, w, out=gram[:, half:])
-        gram[:, :half, half:] = gram[:, half:, :half].mT
+        torch.bmm(w.mT, w, out=gram)
     return grams
 
 
@@ -256,28 +246,6 @@ def _start(like: Tensor) -> Tensor:
     """A vector without structure, always the same."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(like.shape[-1], generator=generator, dtype=torch.float64).to(like)
-
-
-def _lanczos(g: Tensor) -> KrylovSpace:
-    """A Krylov space of symmetric G that starts at G times a fixed vector.
-
-    Vectors are made orthogonal to the two before them only: the others they may meet again where a
-    Ritz value has converged (Paige 1980), which copies that value.
-    """
-    size, epsilon = g.shape[-1], torch.finfo(g.dtype).eps
-    vectors, alongs, besides = [unit(_images(g, _start(g).expand(len(g), -1)))], [], []
-    for _ in range(min(NUM_VECTORS, size)):
-        w = _images(g, vectors[-1])
-        alongs.append((w * vectors[-1]).sum(-1, keepdim=True))
-        w.addcmul_(alongs[-1], vectors[-1], value=-1)
-        if besides:
-            w.addcmul_(besides[-1], vectors[-2], value=-1)
-        beside = torch.linalg.vector_norm(w, dim=-1, keepdim=True)
-        # What rounding left of a vector inside the space is no direction: the space is complete.
-        lost = beside <= 8 * epsilon * alongs[-1].abs()
-        besides.append(beside.masked_fill(lost, 0))
-        vectors.append(w / beside.masked_fill(lost, torch.inf))
-    return KrylovSpace(torch.stack(vectors[:-1], -2), torch.cat(alongs, -1), torch.cat(besides, -1))
 
 
 def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:

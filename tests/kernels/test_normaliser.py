@@ -48,6 +48,9 @@ def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         pytest.skip(f"{native.complaint()}")
 
 
+only_compiled = pytest.mark.parametrize("_both_implementations", ["compiled"], indirect=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ZOO)
 def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtype) -> None:
@@ -132,6 +135,7 @@ def test_what_a_square_would_push_out_of_the_format_is_scaled_first(
     torch.testing.assert_close(torch.outer(*scaled[1:]), torch.outer(u, v), rtol=0, atol=1e-3)
 
 
+@only_compiled
 def test_large_matrices_are_bounded_by_trial_and_where_that_fails_by_squarings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,6 +168,7 @@ def test_squarings_of_a_large_cluster_never_underflow(
         assert gram_normaliser(weight, num_steps)[0] >= torch.linalg.matrix_norm(weight.double(), 2)
 
 
+@only_compiled
 def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
