@@ -116,22 +116,6 @@ def test_the_monitor_changes_no_bit_of_the_training(
     assert_same_weights(with_monitor, without)
 
 
-@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
-def test_a_resumed_run_ends_at_the_same_bits(tmp_path: Path, text_file: Path, model: str) -> None:
-    extra = [f"model={model}", "model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
-    if model == "dot_product":
-        extra.append("model.dropout=0.1")
-    whole = train([*options(tmp_path, text_file), *extra, "run.name=whole"])
-    arguments = [*options(tmp_path, text_file), *extra, "run.name=parts"]
-    run = build_run(load_config(arguments))
-    run.trainer.fit_loop.epoch_loop.max_steps = 4  # stops half-way, schedule unchanged
-    fit(run)
-    parts = train(arguments)
-    assert_same_weights(whole, parts)
-    losses = [[r["train/nats"] for r in read_rows(p / "metrics.jsonl")] for p in (whole, parts)]
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize("preset", [p.stem for p in (ROOT / "configs/model").glob("*.yaml")])
 def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, preset: str) -> None:
     size = ["model.d_model=24", "model.num_layers=2", "model.num_heads=2"]

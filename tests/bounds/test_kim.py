@@ -134,16 +134,6 @@ def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
         assert norm_from_below(row, "entry_max") <= entry_max_composite_bound(w, w, num_tokens)
 
 
-def test_keeping_the_product_of_each_head_together_is_a_large_gain() -> None:
-    """Glorot weights at N = 288, D = 128, H = 4."""
-    num_heads, width, d_head = 4, 128, 32
-    limit = math.sqrt(3 / width)
-    w_q, w_v = limit * (2 * torch.rand(2, num_heads, width, d_head) - 1)
-    w_o = limit * (2 * torch.rand(width, width) - 1)
-    g = w_q.mT @ w_v @ w_o.unflatten(0, (num_heads, d_head)) / math.sqrt(d_head)
-    assert 20 * entry_max_composite_bound(w_q, g, 288) < entry_max_bound(w_q, w_v, w_o, 288)
-
-
 def test_a_number_of_tokens_is_the_mass_without_a_bias() -> None:
     log_mass = torch.tensor([math.log(63.0)])
     (by_number,), (by_mass,) = mean_gaps(64, 1), mean_gaps(log_mass, 1)

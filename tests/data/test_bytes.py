@@ -8,7 +8,6 @@ import torch
 import invformer
 from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
-from invformer.commands import is_missing
 from invformer.config import load_config
 from invformer.config.trained import EvaluateConfig
 from invformer.errors import DataError
@@ -53,9 +52,3 @@ def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) ->
     words = [f"checkpoint={folder / 'a'}", "data.unknown=refuse"]
     with pytest.raises(DataError, match="lacks 'Ω'"):
         evaluate_checkpoint(load_config(words, EvaluateConfig))
-
-
-def test_a_pattern_is_missing_if_it_matches_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a.md").touch()
-    assert not is_missing(f"{tmp_path}/*.md")
-    assert is_missing(f"{tmp_path}/*.txt")

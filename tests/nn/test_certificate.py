@@ -1,6 +1,7 @@
 """Certificates of whole stacks: what they prove, and what they refuse to guess."""
 
 import copy
+import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,6 @@ from invformer.nn import (
     ContractiveFeedForward,
     L2Attention,
     NoCertificateError,
-    PaperContractiveL2Attention,
     VisibilityMask,
     certify,
     enforce,
@@ -46,6 +46,7 @@ def test_a_trained_model_is_held_at_its_target() -> None:
     assert certificate.holds
     assert certificate.target == 0.7
     assert certificate.norm == "token_max"
+    assert json.loads(json.dumps(certificate.to_dict()))["norm"] == "token_max"
 
 
 def test_the_bound_of_the_whole_stack_covers_its_jacobian() -> None:
@@ -86,13 +87,6 @@ def test_a_branch_alone_is_told_which_wrapper_it_wants() -> None:
         certify(L2Attention(4, 1, CausalMask(5)))
 
 
-def test_an_unknown_branch_is_refused_by_name() -> None:
-    model = contractive_model()
-    model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(12, 12)
-    with pytest.raises(NoCertificateError, match=r"block_01/feed_forward: no proof.*Linear"):
-        certify(model)
-
-
 class Louder(ContractiveFeedForward):
     def forward(self, *inputs: Any) -> torch.Tensor:
         return 10 * super().forward(*inputs)
@@ -124,6 +118,10 @@ def normalised(model: CharTransformer) -> None:
     model.stack.blocks[1].register_module("norm", torch.nn.LayerNorm(WIDTH))
 
 
+def unknown(model: CharTransformer) -> None:
+    model.stack.blocks[1].feed_forward.branch = torch.nn.Linear(WIDTH, WIDTH)
+
+
 def foreign(model: CharTransformer) -> None:
     model.stack.blocks[1] = torch.nn.Linear(WIDTH, WIDTH)
 
@@ -137,6 +135,7 @@ def foreign(model: CharTransformer) -> None:
         (replaced, "blocks.1: a forward hook, or a forward of its own"),
         (normalised, "block_01/norm: no proof is known for LayerNorm"),
         (rescaled, "block_01/attention: no proof is known for Linear"),
+        (unknown, "block_01/feed_forward: no proof is known for Linear"),
         (foreign, "block_01: no proof is known for Linear"),
     ],
 )
@@ -175,14 +174,6 @@ def test_scales_bound_those_of_a_stack_in_bfloat16(build) -> None:
                 assert condition <= certificate.conditions[name]
 
 
-def test_weights_are_certified_as_they_are_cast() -> None:
-    model = trained_a_little(contractive_model())
-    exact = certify(model, dtype=torch.float64)
-    rounded = certify(model, dtype=torch.bfloat16)
-    assert rounded.dtype == "bfloat16"
-    assert exact.per_branch != rounded.per_branch
-
-
 def test_a_branch_above_its_target_after_the_cast_is_shrunk_until_proven_below() -> None:
     model = trained_a_little(contractive_model())
     for _, branch in model.stack.branches():
@@ -190,13 +181,6 @@ def test_a_branch_above_its_target_after_the_cast_is_shrunk_until_proven_below()
     assert not certify(model, dtype=torch.bfloat16).holds
     assert enforce(model, dtype=torch.bfloat16).holds
     assert certify(model, dtype=torch.bfloat16).holds
-
-
-def test_a_certificate_is_plain_data() -> None:
-    import json
-
-    certificate = certify(trained_a_little(contractive_model()))
-    assert json.loads(json.dumps(certificate.to_dict()))["norm"] == "token_max"
 
 
 def test_a_mask_whose_last_row_sees_least_is_certified_by_its_fullest_row() -> None:
@@ -217,12 +201,6 @@ def test_every_branch_is_held_to_its_own_target() -> None:
     assert not certify(model).holds
     assert enforce(model).holds
     assert certify(model).per_branch["block_01/feed_forward"] <= 0.3
-
-
-def test_the_papers_certificate_never_shrinks_a_layer_that_keeps_its_printed_bound() -> None:
-    for heads in (1, 2, 4):
-        layer = PaperContractiveL2Attention(8, heads, CausalMask(9), 0.9).eval()
-        assert 0 < layer.lipschitz_bound("entry_max") <= 0.9
 
 
 def test_weights_that_are_not_finite_are_named_not_certified() -> None:

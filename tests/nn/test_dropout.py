@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from invformer.nn.dropout import Dropout, hashed, sample_keys, set_sample_keys
+from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 
 ONES = torch.ones(6, 50, 40)
 
@@ -53,8 +53,3 @@ def test_without_keys_or_training_it_is_pytorchs() -> None:
     assert torch.equal(ours, nn.functional.dropout(ONES, 0.5))
     set_sample_keys(layer, sample_keys(0, 0, 6))
     assert torch.equal(layer.eval()(ONES), ONES)
-
-
-def test_the_hash_never_maps_two_numbers_to_one() -> None:
-    numbers = torch.randint(-(1 << 31), 1 << 31, (100_000,)).unique().to(torch.int32)
-    assert len(hashed(numbers).unique()) == len(numbers)

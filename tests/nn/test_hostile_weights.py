@@ -24,7 +24,7 @@ from invformer.nn import (
     enforce,
 )
 from invformer.nn.transformer import CharEmbedding, CharTransformer
-from tests.nn.builders import contractive_model, random_tokens, trained_a_little
+from tests.nn.builders import contractive_model, random_tokens, scaled_model, trained_a_little
 
 WIDTH, TOKENS, SYMBOLS, TARGET = 16, 16, 60, 0.9
 
@@ -206,10 +206,19 @@ def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() 
     assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
 
 
-@pytest.mark.parametrize("part", ["feed_forward.branch.b_in", "feed_forward_norm.shift"])
+@pytest.mark.parametrize(
+    ("build", "part"),
+    [
+        (contractive_model, "feed_forward.branch.b_in"),
+        (contractive_model, "feed_forward_norm.shift"),
+        (scaled_model, "feed_forward.scaling.shift"),
+    ],
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_parameters_without_a_constant_have_to_be_finite_too(part: str, value: float) -> None:
-    model = contractive_model()
+def test_parameters_without_a_constant_have_to_be_finite_too(
+    build, part: str, value: float
+) -> None:
+    model = build()
     model.stack.blocks[1].get_parameter(part).data[0] = value
     with pytest.raises(NonFiniteError, match=r"block_01/feed_forward(_norm)?: its weights are not"):
         enforce(model)

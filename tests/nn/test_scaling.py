@@ -1,8 +1,6 @@
 """Branches that contract in weighted norms of their own: y = x + D⁻¹ f(D x + b)."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -10,11 +8,9 @@ import torch
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
-from invformer.evaluation.lipschitz import measured_branches
 from invformer.nn import certify, enforce
 from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
 from invformer.numerics.linear_map import dense_jacobian
-from invformer.numerics.norms import vector_norm
 from tests.nn.builders import (
     SEQ_LEN,
     VOCAB,
@@ -31,19 +27,6 @@ MODELS = [
     {"certificate": "token_max", "bounded": False, "strictly_causal": False},
     {"certificate": "token_max", "strictly_causal": False, "input_radius": 2.0},
 ]
-
-
-@pytest.mark.parametrize("options", MODELS)
-def test_a_block_is_its_formula(options: dict) -> None:
-    model = trained_a_little(scaled_model(**options))
-    x = model.embedding(random_tokens(2))
-    for block in model.stack.blocks:
-        expected = x
-        for layer in (block.attention, block.feed_forward):
-            scale, shift = layer.scaling.log_scale.exp(), layer.scaling.shift
-            expected = expected + layer.added(expected * scale + shift) / scale
-        x = block(x)
-        torch.testing.assert_close(x, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", MODELS)
@@ -99,20 +82,6 @@ def test_at_first_a_branch_writes_much_to_its_own_channels_and_reads_the_others(
     assert written[~to_these].max() < 0.5 * INITIAL_OUTPUT_DEVIATION
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("options", MODELS)
-def test_the_text_comes_back_within_the_bound(options: dict, dtype: torch.dtype) -> None:
-    model, tokens = trained_a_little(scaled_model(**options)).to(dtype), random_tokens(3)
-    certificate = enforce(model, dtype)
-    with torch.no_grad():
-        x = model.embedding(tokens)
-        z = model.stack(x)
-        solution = model.stack.inverse(z, certificate=certificate)
-    error = vector_norm((solution.value - x).double(), "token_max")
-    assert (error <= solution.error_bound).all()
-    assert torch.equal(model.embedding.nearest_tokens(solution.value), tokens)
-
-
 @pytest.mark.parametrize("options", MODELS)
 def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(options: dict) -> None:
     model = trained_a_little(scaled_model(**options))
@@ -131,26 +100,6 @@ def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(opt
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
-def test_scalings_are_copied_with_their_layer() -> None:
-    model, tokens = trained_a_little(scaled_model()), random_tokens(2)
-    expected = model(tokens)
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(copied(tokens), expected)
-        with torch.no_grad():
-            copied.stack.blocks[0].attention.scaling.log_scale += 0.1
-        assert not torch.equal(copied(tokens), expected)
-    assert torch.equal(model(tokens), expected)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_scaling_that_is_not_finite_is_named(value: float) -> None:
-    model = scaled_model()
-    with torch.no_grad():
-        model.stack.blocks[1].feed_forward.scaling.shift[2] = value
-    with pytest.raises(NonFiniteError, match="block_01/feed_forward"):
-        enforce(model, torch.float64)
-
-
 @pytest.mark.parametrize("log_scale", [800.0, -800.0])
 def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -> None:
     model = scaled_model()
@@ -164,12 +113,8 @@ def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -
         enforce(model, torch.float64)
 
 
-@pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("bounded", [True, False])
-def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(
-    seed: int, bounded: bool
-) -> None:
-    torch.manual_seed(seed)
+def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(bounded: bool) -> None:
     stack = scaled_model(bounded=bounded, strictly_causal=bounded).stack.float()
     x = 4e5 * torch.randn(8, SEQ_LEN, WIDTH, dtype=torch.float32)
     x[0] *= 1000
@@ -177,22 +122,6 @@ def test_large_inputs_and_one_much_larger_are_initialised_to_finite_outputs(
     assert stack(x).isfinite().all()
     for _, layer in stack.residual_layers():
         assert (layer.scaling(x).flatten(0, 1).std(0) < 100).all()
-
-
-@pytest.mark.parametrize("options", MODELS)
-def test_estimates_stay_below_local_bounds_and_those_below_bounds(options: dict) -> None:
-    model = trained_a_little(scaled_model(**options))
-    for branches in measured_branches(model, random_tokens(2), 60).values():
-        assert all(0 < row["estimate"] <= row["bound"] for row in branches.values())
-
-
-@pytest.mark.parametrize("options", MODELS)
-def test_characters_come_one_by_one_as_they_come_at_once(options: dict) -> None:
-    model, tokens = trained_a_little(scaled_model(**options)), random_tokens(2)
-    with torch.no_grad():
-        past: dict = {}
-        one_by_one = [model.extend(tokens[:, i : i + 1], past) for i in range(SEQ_LEN)]
-        torch.testing.assert_close(torch.cat(one_by_one, 1), model(tokens))
 
 
 def test_branches_write_one_after_the_other_from_the_first_free_channel_on() -> None:

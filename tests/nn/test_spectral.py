@@ -9,7 +9,6 @@ from torch.func import functional_call, grad
 from invformer.nn.spectral import (
     SpectralNormalised,
     refresh_normalisers,
-    scaled_weights,
     set_manual_refresh,
 )
 
@@ -98,17 +97,3 @@ def test_constants_computed_in_inference_mode_let_gradients_through() -> None:
         set_manual_refresh(weight)
     weight().sum().backward()
     assert weight.weight.grad is not None
-
-
-def test_several_weights_are_scaled_together_as_each_alone() -> None:
-    weights = [SpectralNormalised(torch.randn(4, 6)) for _ in range(3)]
-    factors = torch.rand(3, 4, 1).requires_grad_()
-    together = scaled_weights(weights, factors)
-    alone = [w() * factor for w, factor in zip(weights, factors, strict=True)]
-    torch.testing.assert_close(together, alone)
-    inputs = [factors, *(w.weight for w in weights)]
-    gradients = [
-        torch.autograd.grad(sum((i + 1) * y.sum() for i, y in enumerate(ys)), inputs)
-        for ys in (together, alone)
-    ]
-    torch.testing.assert_close(*gradients)

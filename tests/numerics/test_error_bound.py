@@ -1,7 +1,6 @@
 """How inverse layers pass errors on."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ from invformer.numerics.error_bound import (
     scale_step,
     stack_error_bound,
 )
-
-CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
-TOKEN_MAX: dict[str, Any] = {"norm": "token_max", "throw": False}
 
 
 def test_the_stack_bound_is_the_recursion_written_out() -> None:

@@ -28,11 +28,6 @@ def test_every_exit_code_is_in_the_table() -> None:
     assert {str(error.exit_code) for error in family} <= codes
 
 
-def test_every_link_leads_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#:]+)\)", PAGE)
-    assert all((ROOT / "docs" / link).is_file() for link in links)
-
-
 @pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (4, False)])
 def test_the_cluster_job_is_requeued_exactly_when_it_was_stopped(
     tmp_path: Path, code: int, requeued: bool

@@ -320,11 +320,6 @@ def test_the_same_text_at_another_path_continues_the_run(whole: Path, folder: Pa
     assert losses(folder) == losses(whole)
 
 
-def test_another_seed_is_another_run(folder: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"run\.seed was 0, now 1"):
-        train(folder, "run.seed=1")
-
-
 # --- States that are none of this run ------------------------------------------------------------
 
 
