@@ -25,6 +25,8 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 
 ROOT = Path(__file__).parent.parent
+# While Dynamo traces, it does what PyTorch warns of.
+COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 
 
@@ -102,7 +104,7 @@ def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path, text_file: 
     [
         ("model.head_dropout=0.1",),
         ("model=dot_product", "model.dropout=0.1"),
-        pytest.param(("model.head_dropout=0.1", "trainer.compile=true"), marks=pytest.mark.slow),
+        pytest.param(("model.head_dropout=0.1", "trainer.compile=true"), marks=COMPILES),
     ],
 )
 def test_the_monitor_changes_no_bit_of_the_training(

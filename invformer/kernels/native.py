@@ -51,16 +51,12 @@ def complaint() -> str | None:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run the compiled function of this name for numbers of this format.
+    """Run the compiled function of this name for numbers of this format; code :func:`is_available`.
 
     Raises:
-        RuntimeError: there is no compiled code, and why.
         MemoryError: it needs more memory than there is.
     """
-    found = _found()
-    if isinstance(found, str):
-        raise RuntimeError(f"there is no compiled code: {found}")
-    function = getattr(found, f"{str(dtype).removeprefix('torch.')}_{name}")
+    function = getattr(_found(), f"{str(dtype).removeprefix('torch.')}_{name}")
     function.restype = ctypes.c_bool
     if not function(*arguments):
         raise MemoryError(f"not enough memory for {name}")

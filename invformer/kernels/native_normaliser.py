@@ -41,14 +41,6 @@ class KrylovSpace(NamedTuple):
     besides: Tensor
 
 
-class Squarings(NamedTuple):
-    """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix."""
-
-    log_norms: Tensor
-    rights: Tensor
-    lefts: list[Tensor]
-
-
 def can_take(weights: Sequence[Tensor]) -> bool:
     """Whether there is compiled code for these matrices, and they are work for the threads."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -59,28 +51,27 @@ def can_take(weights: Sequence[Tensor]) -> bool:
     return in_one_piece and native.occupies_threads(len(weights)) and native.is_available()
 
 
-def squarings(weights: Sequence[Tensor], times: int, rescale_every: int) -> Squarings:
-    """Bounds and vectors by Gram matrices, squared so many times.
+def squarings(
+    weights: Sequence[Tensor], times: int, rescale_every: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
 
     Zero has the bound 0 and the vectors 0; what is no number has neither.
 
     Args:
         weights: tall matrices (m, n) of one n, or the transposes of wide ones, each in one piece.
-        times: how often a Gram matrix is squared.
+        times: how often the Gram matrix is squared.
         rescale_every: squarings from one rescaling to the next.
     """
-    first, count = weights[0], len(weights)
-    found = Squarings(
-        torch.empty(count, dtype=torch.float64),
-        first.new_empty(count, first.shape[-1]),
-        [w.new_empty(len(w)) for w in weights],
-    )
+    first, count, n = weights[0], len(weights), weights[0].shape[-1]
+    log_norms, rights = torch.empty(count, dtype=torch.float64), first.new_empty(count, n)
+    lefts = [w.new_empty(len(w)) for w in weights]
     native.call(
-        "squarings", first.dtype, *_group(weights, [left.data_ptr() for left in found.lefts]),
+        "squarings", first.dtype, *_group(weights, [left.data_ptr() for left in lefts]),
         ctypes.c_int(times), ctypes.c_int(rescale_every),
-        pointer(found.log_norms), pointer(found.rights), native.threads_for(count),
+        pointer(log_norms), pointer(rights), native.threads_for(count),
     )  # fmt: skip
-    return found
+    return log_norms, rights, lefts
 
 
 def krylov(

@@ -86,12 +86,8 @@ def _normalise_together(weights: list[Tensor], num_steps: int) -> list[Normalisa
         bounds = log_norms.exp() * (1 + margin)
         bounds = bounds.to(product_dtype).clamp(min=torch.finfo(dtype).tiny)
         per_weight = (t.to(dtype).split(counts) for t in (bounds, rights))
-        return [
-            _as_shaped(weight, *found)
-            for weight, *found in zip(
-                weights, *per_weight, (left.to(dtype) for left in lefts), strict=True
-            )
-        ]
+        found = zip(weights, *per_weight, (left.to(dtype) for left in lefts), strict=True)
+        return [_as_shaped(*one) for one in found]
 
 
 def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list[Tensor]]:
@@ -99,9 +95,11 @@ def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list
     matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
     compiled, krylov = native_normaliser.can_take(matrices), None
     if compiled and tall[0].shape[-1] < TRIAL_SIZE:
-        found = native_normaliser.squarings(matrices, num_steps - 1, RESCALE_EVERY)
-        lefts = iter(found.lefts)
-        return found.log_norms, found.rights, [torch.stack([next(lefts) for _ in w]) for w in tall]
+        log_norms, rights, lefts = native_normaliser.squarings(
+            matrices, num_steps - 1, RESCALE_EVERY
+        )
+        each = iter(lefts)
+        return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
     if compiled:
         krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
     if krylov is not None and _are_in_range((2 * krylov[1]).exp()):
@@ -175,26 +173,20 @@ def _grams(tall: list[Tensor]) -> Tensor:
 
 
 def _gram_iteration(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
-    """log of a bound on λ₁(G), and a column of the last iterate."""
-    log_bound, power = _squared(g, num_steps - 1)
-    column = power.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
-    return log_bound, unit(torch.take_along_dim(power, column, dim=-1).squeeze(-1))
-
-
-def _squared(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:
-    """log of a bound on λ₁ of semidefinite G (overwritten), and G^{2^K} up to scale."""
-    tiny = torch.finfo(g.dtype).tiny
+    """log of a bound on λ₁ of semidefinite G (overwritten), and a column of the last iterate."""
+    tiny, num_squarings = torch.finfo(g.dtype).tiny, num_steps - 1
     log_bound = g.new_zeros(len(g))
     other = torch.empty_like(g)
-    for step in range(num_steps):
+    for step in range(num_squarings):
         if step % RESCALE_EVERY == RESCALE_EVERY - 1:
             scale = torch.linalg.matrix_norm(g).clamp_(min=tiny)
             log_bound.add_(scale.log(), alpha=2.0**-step)
             g.div_(scale[:, None, None])
         torch.bmm(g.mT, g, out=other)
         g, other = other, g
-    largest = _wolkowicz_styan(g).clamp(min=tiny)
-    return log_bound + largest.log() / 2**num_steps, g
+    log_bound = log_bound + _wolkowicz_styan(g).clamp(min=tiny).log() / 2**num_squarings
+    column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
+    return log_bound, unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1))
 
 
 def _wolkowicz_styan(m: Tensor) -> Tensor:
@@ -257,15 +249,11 @@ def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
     tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(space.besides[:, :-1])
     weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
     vector = unit((weights.mT @ space.vectors).squeeze(-2))
-    image = _images(g, vector)
+    # Rows vᵀG: on a CPU their batches cost less than those of columns.
+    image = torch.bmm(vector.unsqueeze(-2), g).squeeze(-2)
     theta = torch.linalg.vecdot(image, vector)
     residual = torch.linalg.vector_norm(image - theta[:, None] * vector, dim=-1)
     return theta, vector, residual
-
-
-def _images(g: Tensor, vectors: Tensor) -> Tensor:
-    """G v of every matrix, as rows vᵀG: on a CPU their batches cost less than those of columns."""
-    return torch.bmm(vectors.unsqueeze(-2), g).squeeze(-2)
 
 
 def _product_dtype(weight: Tensor) -> torch.dtype:
