@@ -182,21 +182,19 @@ def invert(argv: Sequence[str] | None = None) -> None:
             write_states(z, config.save_states)
         start = time.perf_counter()
         found = model.invert(z)
-        text = text and model.vocabulary.symbols_of(text)
         seconds = time.perf_counter() - start
+        symbols, shown = found.symbols, (found.symbols, found.proven)
+        text = text and model.vocabulary.symbols_of(text)
         is_bytes = model.vocabulary.is_bytes
-        if is_bytes and text in (None, found.symbols):
-            shown, proven = as_characters(found.symbols, found.proven)
-            print_side_by_side(text and shown, shown, proven)
-        else:
-            print_side_by_side(text, found.symbols, found.proven)
-        count, unit = len(found.symbols), "bytes" if is_bytes else "characters"
+        if is_bytes and text in (None, symbols):
+            shown = as_characters(*shown)
+        print_side_by_side(shown[0] if text == symbols else text, *shown)
+        count, unit = len(symbols), "bytes" if is_bytes else "characters"
         if text is not None:
-            same = sum(a == b for a, b in zip(text, found.symbols, strict=True))
-            print(f"{same} of {count} {unit} recovered, ", end="")
+            right = [a == b for a, b in zip(text, symbols, strict=True)]
+            print(f"{sum(right)} of {count} {unit} recovered, ", end="")
             undamaged = not config.noise and config.bits is None
-            pairs = zip(text, found.symbols, found.proven, strict=True)
-            wrong = (a != b and p for a, b, p in pairs)
+            wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
             if undamaged and any(wrong):
                 raise CertificateViolation("a proven character is wrong: a bug in invformer")
         known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""

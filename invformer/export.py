@@ -17,10 +17,10 @@ from invformer.config import from_dict, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, StorageError
-from invformer.evaluation.report import certificate_sentences
+from invformer.evaluation.report import certificate_sentences, shares
 from invformer.nn.certificate import Certificate, certify
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.rounding import downwards
+from invformer.runs.contained import one_line
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
 CERTIFICATE, MANIFEST, CARD = "certificate.json", "manifest.json", "README.md"
@@ -99,8 +99,7 @@ def read_export(folder: Path) -> tuple[CharTransformer, Vocabulary, TrainConfig,
     except ConfigurationError as error:
         raise CheckpointError(f"{folder}: its configuration is invalid ({error})") from None
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{folder}: no exported model ({reason})") from None
+        raise CheckpointError(f"{folder}: no exported model ({one_line(error)})") from None
     prove_again(network.eval(), claimed, folder)
     return network, vocabulary, config, about["training"]
 
@@ -117,8 +116,7 @@ def upload(folder: Path, name: str) -> str:
         address = HfApi().create_repo(name, exist_ok=True)
         HfApi().upload_folder(repo_id=name, folder_path=folder)
     except Exception as error:  # which ones differs between releases
-        reason = " ".join(str(error).split())[:200]
-        raise StorageError(f"{name}: the Hub does not take it ({reason})") from None
+        raise StorageError(f"{name}: the Hub does not take it ({one_line(error)})") from None
     return str(address)
 
 
@@ -133,9 +131,8 @@ def download(name: str) -> Path:
     try:
         return Path(snapshot_download(name))
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
         raise CheckpointError(
-            f"{name}: no folder here, and no model on the Hub ({reason})"
+            f"{name}: no folder here, and no model on the Hub ({one_line(error)})"
         ) from None
 
 
@@ -166,34 +163,33 @@ def model_card(
         "license": "mit", "library_name": "invformer", "pipeline_tag": "text-generation",
         "tags": ["invertible", "lipschitz", "character-level"],
     }  # fmt: skip
+    facts = {
+        "Text": metadata.get("data_source") or config.data.name, "Steps": metadata.get("step"),
+        "Command": metadata.get("command") and f"`{metadata['command']}`",
+        "Commit": metadata.get("commit"),
+    }  # fmt: skip
     lines = [
         f"A character-level Transformer ({config.model.name}, {parameters:,} parameters, context "
         f"{config.data.seq_len} characters), trained by "
         "invformer. It predicts the next character of a text and is no assistant.",
         "",
-        f"- Text: {metadata.get('data_source') or config.data.name}",
-        f"- Steps: {metadata.get('step')}",
+        *(f"- {key}: {value}" for key, value in facts.items() if value),
+        *("", "## Likelihood", ""),
     ]
-    if metadata.get("command"):
-        lines.append(f"- Command: `{metadata['command']}`")
-    if metadata.get("commit"):
-        lines.append(f"- Commit: {metadata['commit']}")
-    lines += ["", "## Likelihood", ""]
     if evaluation is None:
         lines.append("This model was exported without an evaluation.")
     else:
-        data, ngram = evaluation["data"], evaluation["ngram"]
+        data, ngram, inversion = (evaluation[key] for key in ("data", "ngram", "inversion"))
         beside = f" (a 5-gram of the training text: {ngram['bpc']:.4f})" if ngram else ""
         lines.append(
             f"{evaluation['bpc']:.4f} bits per character on the {data['split']} split of "
             f"{data['name']}, {evaluation['num_characters']:,} characters{beside}."
         )
-        if inversion := evaluation["inversion"]:
+        if inversion:
+            recovered, proven = shares(inversion, 1)
             lines.append(
-                f"\nOf {inversion['num_characters']:,} characters "
-                f"{downwards(inversion['characters_recovered'], 3):.1%} were recovered from the "
-                "network's top states, "
-                f"{downwards(inversion['characters_proven'], 3):.1%} were proven."
+                f"\nOf {inversion['num_characters']:,} characters {recovered} were recovered from "
+                f"the network's top states, {proven} were proven."
             )
         result = {
             "task": {"type": "text-generation"},

@@ -24,6 +24,12 @@ def _double_precision_and_a_fixed_seed() -> Iterator[None]:
     torch.set_default_dtype(previous)
 
 
+@pytest.fixture
+def single_precision() -> None:
+    """The precision that the application runs in."""
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.fixture(autouse=True)
 def _shapes_may_be_wrong_on_purpose(request: pytest.FixtureRequest) -> Iterator[None]:
     """Under --check-shapes, let the code under test refuse what a ``wrong_shapes`` test passes.

@@ -193,10 +193,10 @@ def largest_bound(certificate: Mapping[str, Any]) -> str:
     return upwards(max(certificate["per_branch"].values()), 6)
 
 
-def shares(inversion: Mapping[str, Any]) -> tuple[str, str]:
+def shares(inversion: Mapping[str, Any], digits: int = 2) -> list[str]:
     """Which share of the characters was recovered, and proven, rounded downwards."""
-    recovered, proven = inversion["characters_recovered"], inversion["characters_proven"]
-    return f"{downwards(recovered, 4):.2%}", f"{downwards(proven, 4):.2%}"
+    found = (inversion[f"characters_{what}"] for what in ("recovered", "proven"))
+    return [f"{downwards(share, digits + 2):.{digits}%}" for share in found]
 
 
 def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:

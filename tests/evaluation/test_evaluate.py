@@ -21,11 +21,7 @@ from tests.saved_runs import save_run
 
 TEXT_FILE = "sums.txt"
 TEXT = "".join(f"{i} and {i} is {i + i}; " for i in range(300))
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 class Saved:

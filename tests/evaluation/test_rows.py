@@ -1,13 +1,9 @@
-"""Every number of a row or a report stands under its own name."""
-
-import time
+"""Every number of a report stands under its own name."""
 
 import pytest
-import torch
 
-from invformer.evaluation import evaluate
 from invformer.evaluation.lipschitz import measured_branches
-from tests.nn.builders import SEQ_LEN, contractive_model, random_tokens
+from tests.nn.builders import contractive_model, random_tokens
 
 
 def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
@@ -21,12 +17,3 @@ def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
             bound = branch.causal_bound() if diagonal else branch.lipschitz_bound(norm)
             assert rows[name]["bound"] == pytest.approx(bound)
         assert len({row["bound"] for row in rows.values()}) == len(rows)
-
-
-def test_rates_are_characters_per_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokens = contractive_model().eval(), random_tokens(2)
-    ticks = iter((10.0, 13.0))
-    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
-    assert evaluate.generation_rate(
-        model, tokens.flatten(), 5, torch.device("cpu")
-    ) == pytest.approx(5 * SEQ_LEN / 3.0)

@@ -23,11 +23,7 @@ from tests.runs.hostile import edit_json
 from tests.saved_runs import save_run
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 @pytest.fixture

@@ -36,11 +36,7 @@ from tests.saved_runs import write_checkpoint
 from tests.small_runs import StopAt
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 def options(folder: Path, *more: str) -> list[str]:

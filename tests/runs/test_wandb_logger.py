@@ -33,11 +33,14 @@ CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python
 
 
 @pytest.fixture
-def _no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setattr(wandb_logger, "has_api_key", lambda: False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    wandb.teardown()
+    yield
+    wandb.teardown()
 
 
 def open_logger(folder: Path, **options: Any) -> Any:
@@ -59,7 +62,7 @@ def logger_of(folder: Path, monkeypatch: pytest.MonkeyPatch, **behaviour: Any) -
     return open_logger(folder, mode="offline")
 
 
-@pytest.mark.usefixtures("_no_key")
+@pytest.mark.usefixtures("_no_settings")
 def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,55 +187,34 @@ def test_a_start_that_hangs_online_goes_offline_and_one_that_hangs_offline_goes_
 def test_a_resumed_run_has_its_old_name_online_and_a_group_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[dict[str, Any]] = []
-
-    def start(options: dict[str, Any]) -> Any:
-        asked.append(options)
-        if options["mode"] == "online" and len(asked) > 1:
-            raise OSError("unreachable")
-        return FakeRun(tmp_path)
-
+    start = Mock(side_effect=[FakeRun(tmp_path), OSError("unreachable"), FakeRun(tmp_path)])
     monkeypatch.setattr(wandb_logger, "start", start)
-    open_logger(tmp_path, mode="online", run_id="abc")
-    assert (asked[-1]["id"], asked[-1]["resume"]) == ("abc", "allow")
-    assert "group" not in asked[-1]
-    open_logger(tmp_path, mode="online", run_id="abc")
-    assert "id" not in asked[-1]
-    assert asked[-1]["group"] == "a"
+    for _ in range(2):
+        open_logger(tmp_path, mode="online", run_id="abc")
+    online, _, offline = (call.args[0] for call in start.call_args_list)
+    assert (online["id"], online["resume"]) == ("abc", "allow")
+    assert "group" not in online
+    assert "id" not in offline
+    assert offline["group"] == "a"
 
 
 def test_a_summary_is_added_to_the_run_that_is_online_and_to_no_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-
-    def start(options: dict[str, Any]) -> Any:
-        asked.append(options)
-        return FakeRun(tmp_path, offline=False, summary=summary)
-
+    start = Mock(return_value=FakeRun(tmp_path, offline=False, summary=summary))
     monkeypatch.setattr(wandb_logger, "start", start)
     values = {"evaluation/val_bpc": 2.0, "evaluation/bound": float("inf")}
     for mode in ("offline", "online"):
         monkeypatch.setattr(wandb_logger, "wanted_mode", lambda _, mode=mode: mode)
         add_to_summary(tmp_path, values, id="abc", project="p", entity=None)
-    (options,) = asked
+    ((options,), _) = start.call_args_list[0]
+    assert start.call_count == 1
     assert (options["id"], options["resume"], options["mode"]) == ("abc", "must", "online")
     assert summary == {"evaluation/val_bpc": 2.0}
-    monkeypatch.setattr(wandb_logger, "start", lambda options: 1 / 0)
+    start.side_effect = ZeroDivisionError
     add_to_summary(tmp_path, values, id="abc")
     assert "the summary of the run stays as it is" in capsys.readouterr().err
-
-
-@pytest.fixture
-def _no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
-    wandb.teardown()
-    yield
-    wandb.teardown()
 
 
 @pytest.mark.usefixtures("_no_settings")

@@ -19,11 +19,7 @@ from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 
 BAD_STEP, LAST_SAVED = 9, 7
 NAN, INF = float("nan"), float("inf")
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 def state_of(run: Run) -> dict[str, object]:

@@ -23,11 +23,7 @@ from tests.host_syncs import HostSyncs
 from tests.small_runs import losses
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:

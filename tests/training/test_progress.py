@@ -1,14 +1,11 @@
 """The lines that a run prints, without a terminal and on one."""
 
-import os
 import re
 import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
-import lightning as L
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.progress import duration, percent
-from tests.small_runs import options, write_text
+from tests.small_runs import StopAt, options, write_text
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
 CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"
@@ -72,27 +69,19 @@ def test_a_finished_run_says_so_and_starts_nothing(
     assert capsys.readouterr().out == first + result
 
 
-class StopAt(L.Callback):
-    """Stops the run, as a terminal does, after a batch."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 13:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_an_interruption_names_the_command_that_continues(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(folder)
-    run.trainer.callbacks.append(StopAt())  # type: ignore[attr-defined]
-    with pytest.raises(Interrupted, match="interrupted at step 13 by SIGINT, saved") as stopped:
+    run.trainer.callbacks.append(StopAt(5, signal.SIGINT))  # type: ignore[attr-defined]
+    with pytest.raises(Interrupted, match="interrupted at step 6 by SIGINT, saved") as stopped:
         fit(run)
     again = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert again[:2] == ["python", "train.py"]
     capsys.readouterr()
     fit(build_run(load_config(again[2:])))
     said = capsys.readouterr().out
-    assert re.search(r"continuing from step 13\nstep 16/20  train \S+  \S+ steps/s", said)
+    assert re.search(r"continuing from step 6\nstep  8/20  train \S+  \S+ steps/s", said)
 
 
 def test_a_run_whose_time_is_over_validates_saves_and_continues_to_the_same_weights(
