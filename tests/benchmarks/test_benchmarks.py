@@ -222,7 +222,9 @@ def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
         assert capsys.readouterr().err.startswith("error: argument --out: ")
 
 
-def run_quickly(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+def run_quickly(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str, stop: bool = False
+) -> None:
     """The program, its results in a folder, with a row in place of every measurement."""
     row = {
         "id": "a row", "device": "cpu", "task": "train", "variant": "plain", "seq_len": 1,
@@ -231,19 +233,13 @@ def run_quickly(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> N
     }  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "RESULTS", folder)
-    if "--stop" in words:
 
-        def measured(*_: object, **__: object) -> Iterator[dict]:
-            yield row
+    def measured(*_: object, **__: object) -> Iterator[dict]:
+        yield row
+        if stop:
             raise KeyboardInterrupt
 
-    else:
-
-        def measured(*_: object, **__: object) -> Iterator[dict]:
-            yield row
-
     monkeypatch.setattr(program, "measure_case", measured)
-    words = tuple(word for word in words if word != "--stop")
     monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
     program.main()
 
@@ -263,7 +259,7 @@ def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
 ) -> None:
     (tmp_path / "quick.json").write_text("precious")
     with pytest.raises(SystemExit) as end:
-        run_quickly(tmp_path, monkeypatch, "--quick", "--stop")
+        run_quickly(tmp_path, monkeypatch, "--quick", stop=True)
     assert end.value.code == 130
     assert (tmp_path / "quick.json").read_text() == "precious"
     assert len(json.loads((tmp_path / "quick.json.tmp").read_text())["rows"]) == 1

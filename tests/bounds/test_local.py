@@ -64,7 +64,7 @@ def mass_at_the_first_token(num_tokens: int = 16) -> AttentionCase:
 def test_frobenius_bounds_are_above_the_true_constant_and_close_to_it(
     mask: str, output_map: str
 ) -> None:
-    for case in bank(mask, output_map):
+    for case in bank(mask, output_map, num_tokens=12, d_model=8):
         true = largest_singular_value(case)
         fast, tight, comparison = (float(b(*case.weights)) for b in FROBENIUS_BOUNDS.values())
         assert true <= fast <= 6 * true
@@ -93,23 +93,6 @@ def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
     torch.testing.assert_close(bound, row_sums.amax(), rtol=1e-9, atol=0)
     certificate = 4 * float(phi_inverse_from_log(torch.tensor(100.0).log())) + 1
     assert 0.87 * certificate < float(bound) < certificate
-
-
-def test_token_gains_bound_every_row_of_every_head() -> None:
-    case = attention_case(5, num_tokens=10, num_heads=4, scale=2.0, mask="causal and relative")
-    gains = local.token_gains(case.q, case.p)
-    for h in range(4):
-
-        def head(q: Tensor, h: int = h) -> Tensor:
-            return core.l2_attention(q.unsqueeze(0), case.bias[h : h + 1])[0]
-
-        dense = dense_jacobian(head, case.q[h]).reshape(10, 4, 10, 4)
-        blocks = torch.linalg.matrix_norm(dense.transpose(1, 2), 2)
-        assert (gains[h] >= torch.linalg.matrix_norm(dense.flatten(2), 2) / 10**0.5).all()
-        assert (gains[h] >= blocks.amax(-1)).all()
-        assert (gains[h] * (1 + 1e-9) >= blocks.sum(-1)).all()
-        mass = case.log_mass_per_row[h].exp()
-        assert (gains[h] <= (4 * phi_inverse_from_log(mass.log()) + 1) * (1 + 1e-9)).all()
 
 
 def test_bounds_hold_on_inputs_that_ascend_towards_a_violation() -> None:

@@ -81,7 +81,8 @@ def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("n", [9, 40])
 def test_a_target_is_the_character_after_its_input_on_the_ring(n: int) -> None:
-    inputs, targets = TrainingWindows(positions_as_tokens(n), 8, 100, seed=0).batch(3)
+    tokens = positions_as_tokens(n).to(torch.uint16)  # narrow, as they are in memory
+    inputs, targets = TrainingWindows(tokens, 8, 100, seed=0).batch(3)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(targets, (inputs + 1) % n)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -98,19 +99,6 @@ def test_processes_side_by_side_see_the_batch_of_one_process(world_size: int) ->
         ]
         for i in range(2):
             assert torch.equal(torch.cat([share[i] for share in shares]), whole[i])
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16])
-def test_narrow_tokens_give_the_same_windows(dtype: torch.dtype) -> None:
-    tokens = positions_as_tokens(100)
-    narrow = tokens.to(dtype)
-    batches = (TrainingWindows(t, 8, 6, 0).batch(0) for t in (tokens, narrow))
-    for a, b in zip(*batches, strict=True):
-        assert torch.equal(a, b)
-    for wide, small in zip(
-        EvaluationWindows(tokens, 8, 3), EvaluationWindows(narrow, 8, 3), strict=True
-    ):
-        assert all(torch.equal(a, b) for a, b in zip(wide, small, strict=True))
 
 
 @settings(deadline=None)

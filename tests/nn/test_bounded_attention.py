@@ -30,7 +30,7 @@ def layer(
         target,
         certificate=certificate,
         strictly_causal=kind == "strict",
-    ).double()
+    )
     with torch.no_grad():
         for parameter in attention.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter) * parameter.abs().mean())
@@ -59,13 +59,10 @@ def plain(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("certificate", ["token_max", "causal"])
 @pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
-def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(
-    kind: str, certificate: str
-) -> None:
-    attention = layer(kind, certificate=certificate)
-    x = 3 * torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+def test_bounded_attention_is_softmax_attention_of_points_in_the_unit_ball(kind: str) -> None:
+    attention = layer(kind)
+    x = 3 * torch.randn(TOKENS, WIDTH)
     torch.testing.assert_close(attention(x), plain(attention, x))
 
 
@@ -74,12 +71,10 @@ def test_the_theorem_survives_an_attack_and_is_nearly_attained() -> None:
     generator = torch.Generator().manual_seed(1)
     worst = 0.0
     for tau in (0.5, 2.0, 8.0):
-        z = torch.randn(3, 4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
-        bias = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+        z = torch.randn(3, 4, 3, generator=generator, requires_grad=True)
+        bias = torch.zeros(4, requires_grad=True)
         optimiser = torch.optim.Adam([z, bias], lr=0.05)
-        constant = bounded.head_gains(
-            torch.eye(3, dtype=torch.float64).expand(3, 1, 3, 3), torch.tensor([tau])
-        )[0]
+        constant = bounded.head_gains(torch.eye(3).expand(3, 1, 3, 3), torch.tensor([tau]))[0]
         for _ in range(150):
             gain = single_row_gain(z, bias, tau)
             assert gain <= constant
@@ -125,7 +120,7 @@ def test_the_causal_certificate_allows_more_than_token_max_does() -> None:
 
 def test_a_token_that_does_not_see_itself_reaches_its_row_by_its_query_alone() -> None:
     attention = layer("strict", certificate="causal")
-    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64)
+    x = torch.randn(TOKENS, WIDTH)
     before = attention.causal_bound(), attention.lipschitz_bound("token_max")
     assert not attention(x)[0].any()  # the null token's value
     with torch.no_grad():

@@ -165,21 +165,6 @@ def test_biases_that_cancel_put_no_error_above_its_bound(
         assert (found.status != InversionStatus.NOT_CONTRACTIVE).all()
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 9])
-def test_what_a_feed_forward_adds_up_inside_is_measured_in_the_norm_of_the_sequence(
-    tokens: int,
-) -> None:
-    branch = ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.7)
-    branch.b_in.data.normal_()
-    weights = branch.weights()
-    inner = torch.diag(weights.b_in) @ weights.w_out
-    assert branch.inner_size("token_max", tokens) == pytest.approx(inner.norm().item())
-    whole = torch.stack([inner] * tokens).norm().item()
-    assert branch.inner_size("frobenius", tokens) == pytest.approx(whole)
-    largest = inner.norm(dim=0).max().item()
-    assert branch.inner_size("entry_max", tokens) == pytest.approx(largest)
-
-
 @pytest.mark.parametrize("build", EVERY_KIND)
 @pytest.mark.parametrize("training", [True, False])
 def test_weights_computed_together_are_those_each_layer_computes(build, training: bool) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -62,22 +61,3 @@ def planted_inverse(matrix: Tensor, y: Tensor) -> Tensor:
     """The x with x + M x = y."""
     identity = torch.eye(len(matrix))
     return torch.linalg.solve(identity + matrix, y.flatten(1).mT).mT.reshape(y.shape)
-
-
-@dataclass(frozen=True)
-class CausalL2:
-    """Tied L2 attention in plain operations: a causal map whose tokens do mix."""
-
-    w_q: Tensor
-    g: Tensor
-
-    def __call__(self, x: Tensor) -> Tensor:
-        q = torch.einsum("...na,had->...hnd", x, self.w_q.to(x.dtype))
-        p = self.weights(q)
-        return torch.einsum("...hij,...hjd,hdb->...ib", p, q, self.g.to(x.dtype))
-
-    def weights(self, q: Tensor) -> Tensor:
-        """softmax over the past of −‖q_i − q_j‖²/√d."""
-        distance = (q.unsqueeze(-2) - q.unsqueeze(-3)).square().sum(-1)
-        hidden = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool).triu(1)
-        return (-distance / math.sqrt(q.shape[-1])).masked_fill(hidden, -math.inf).softmax(-1)

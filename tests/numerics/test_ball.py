@@ -1,12 +1,10 @@
 """The smooth map into a ball, its Jacobian, and the fast form that training uses."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from invformer.numerics.ball import into_ball, to_ball
+from tests.gpu.emulation import cuda_rules
 
 SCALES = (1e-3, 1.0, 1e3)
 
@@ -55,7 +53,7 @@ def test_gradients_pass_under_autocast_as_an_accelerator_does_it(input_format: t
     """There roots are float32 whatever the stream is, and a gradient comes in another format."""
     x = torch.randn(3, 4, dtype=input_format, requires_grad=True)
     weight = torch.randn(4, 4, dtype=torch.float32)
-    with cast_as_on_an_accelerator(), torch.autocast("cpu", torch.bfloat16):
+    with cuda_rules(), torch.autocast("cpu", torch.bfloat16):
         output = (into_ball(x, 2.0) @ weight).sum()
     output.backward()
     exact = x.detach().double().requires_grad_()
@@ -63,18 +61,3 @@ def test_gradients_pass_under_autocast_as_an_accelerator_does_it(input_format: t
     assert x.grad is not None
     assert x.grad.dtype == input_format
     torch.testing.assert_close(x.grad.double(), exact.grad, rtol=0.02, atol=0.05)
-
-
-@contextmanager
-def cast_as_on_an_accelerator() -> Iterator[None]:
-    """Autocast on a processor with the entry of CUDA's list that it lacks: roots in float32."""
-    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
-    autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-    def rsqrt(x: torch.Tensor) -> torch.Tensor:
-        with torch._C._ExcludeDispatchKeyGuard(autocast):
-            return torch.ops.aten.rsqrt.default(x.float())
-
-    library.impl("rsqrt", rsqrt)
-    yield
-    library._destroy()

@@ -1,10 +1,9 @@
-"""Lambert W and the gains made of it, against SciPy, mpmath, finite differences and the lemma."""
+"""Lambert W and the gains made of it, against mpmath, finite differences and the lemma."""
 
 import math
 
 import mpmath
 import pytest
-import scipy.special
 import torch
 from torch import Tensor
 
@@ -23,13 +22,15 @@ def true_w0(x: mpmath.mpf) -> mpmath.mpf:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_both_gains_agree_with_scipy_where_n_is_a_number(dtype: torch.dtype) -> None:
-    n = torch.logspace(-30, 30, 301)
-    w0 = [
-        torch.from_numpy(scipy.special.lambertw((n / math.exp(k)).numpy()).real) for k in (1, 1.5)
-    ]
-    close = {"rtol": 200 * torch.finfo(dtype).eps, "atol": 0}
-    log_n = n.log().to(dtype)
+def test_both_gains_agree_with_mpmath_also_beyond_the_range_of_n(dtype: torch.dtype) -> None:
+    log_n = torch.cat([torch.linspace(-69, 69, 70), torch.tensor([-1000, -300, 1000, 1e6])])
+    log_n = log_n.to(dtype)
+    with mpmath.workdps(50):
+        w0 = [
+            torch.tensor([float(true_w0(mpmath.exp(x - k))) for x in log_n.tolist()])
+            for k in (1, 1.5)
+        ]
+    close = {"rtol": 200 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).tiny}
     torch.testing.assert_close(phi_inverse_from_log(log_n).double(), w0[0], **close)
     torch.testing.assert_close(causal_gain_from_log(log_n).double(), 1 + 2 * w0[1], **close)
 
@@ -40,13 +41,6 @@ def test_a_row_that_sees_nobody_else_has_gap_zero_and_finite_gradients(dtype: to
     assert phi_inverse_from_log(log_n) == 0
     assert causal_gain_from_log(log_n) == 1
     assert torch.autograd.grad(phi_inverse_from_log(log_n), log_n)[0] == 0
-
-
-@pytest.mark.parametrize("log_n", [-1000.0, -300.0, 0.0, 5.0, 1000.0, 1e6])
-def test_they_reach_beyond_the_range_of_n(log_n: float) -> None:
-    with mpmath.workdps(50):
-        u = phi_inverse_from_log(torch.tensor(log_n)).item()
-        assert u == pytest.approx(float(true_w0(mpmath.exp(mpmath.mpf(log_n) - 1))), rel=1e-12)
 
 
 def test_derivatives_of_first_and_second_order_are_exact() -> None:

@@ -1,17 +1,28 @@
 """log|det(I + J)|: exact for causal maps, unbiased for the rest, held against dense matrices."""
 
+import math
+from collections.abc import Callable
+
 import pytest
 import torch
 
+from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import LinearMap, dense_jacobian, linearise
 from invformer.numerics.log_det import causal_log_det, log_det_estimate
-from tests.numerics.contractions import CausalL2, orthogonal
+from tests.numerics.contractions import orthogonal
 
 
-def causal_attention(heads: int = 2, width: int = 6) -> CausalL2:
+def causal_attention(heads: int = 2, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Tied L2 attention: a causal map whose tokens do mix."""
     d = width // heads
     w_q = 0.8 * orthogonal(heads, width, width)[..., :d]
-    return CausalL2(w_q, 0.4 * orthogonal(heads, width, width)[:, :d])
+    g = 0.4 * orthogonal(heads, width, width)[:, :d]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.full((1, x.shape[-2], x.shape[-2]), -math.inf).triu(1)
+        return (l2_attention(x.unsqueeze(-3) @ w_q, hidden) @ g).sum(-3)
+
+    return f
 
 
 def matrix_jacobian(matrix: torch.Tensor, copies: int) -> LinearMap:

