@@ -84,7 +84,6 @@ def draw_bits_per_character(
     if ngram is not None:
         axes.axhline(ngram, color="black", linestyle=":", label=f"5-gram: {ngram:.3f}")
         shown.append(ngram)
-    shown = [value for value in shown if math.isfinite(value)]
     if shown and max(shown) > min(shown):
         room = 0.1 * (max(shown) - min(shown))
         axes.set_ylim(min(shown) - room, max(shown) + room)
@@ -162,15 +161,11 @@ def short(name: str) -> str:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """The mean of the finite ones among the last ``window`` values; NaN where there are none."""
-    finite = np.isfinite(values)
-    sums, counts = (
-        np.concatenate([[0], np.cumsum(c)]) for c in (np.where(finite, values, 0.0), finite)
-    )
+    """The mean of the last ``window`` values, or of as many as there are."""
+    sums = np.cumsum([0.0, *values])
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(0, ends - window)
-    with np.errstate(invalid="ignore"):
-        return ((sums[ends] - sums[starts]) / (counts[ends] - counts[starts])).tolist()
+    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
 
 
 def empty_figure(width: float, height: float) -> "Figure":

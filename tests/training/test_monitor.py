@@ -14,29 +14,21 @@ from invformer.runs.run_log import read_rows
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.rows import Rows
 from invformer.training.stopwatch import Stopwatch
-
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
+from tests.small_runs import options, write_text
 
 
 @pytest.fixture
-def text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     torch.set_default_dtype(torch.float32)
     monkeypatch.setattr(fit_module, "plot_run", lambda *_: None)  # takes longer than the training
-    path = tmp_path / "squares.txt"
-    path.write_text(TEXT)
-    return path
+    write_text(tmp_path)
+    return tmp_path
 
 
-def run_with(text_file: Path, *more: str) -> Run:
-    arguments = [
-        "data=text_file", f"data.path={text_file}", "data.seq_len=32", "data.batch_size=4",
-        "data.val_fraction=0.02", "data.test_fraction=0", "model.d_model=24", "model.num_layers=2",
-        "model.num_heads=2", "trainer.max_steps=12", "trainer.val_every=6",
-        "trainer.progress=false", "trainer.sample_length=0", "trainer.accelerator=cpu",
-        "logger.name=none", "monitor.flush_every=4", "monitor.inversion=false",
-        f"run.root={text_file.parent / 'runs'}", "run.name=a", *more,
-    ]  # fmt: skip
-    return build_run(load_config(arguments))
+def run_with(folder: Path, *more: str) -> Run:
+    size = ("data.seq_len=32", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
+    steps = ("trainer.max_steps=12", "trainer.val_every=6", "monitor.inversion=false")
+    return build_run(load_config(options(folder, "a", *size, *steps, *more)))
 
 
 def rows_of(run: Run) -> list[dict]:
@@ -56,10 +48,10 @@ MODELS = [
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bounds(
-    text_file: Path, model: tuple[str, ...]
+    folder: Path, model: tuple[str, ...]
 ) -> None:
     size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
-    run = run_with(text_file, *model, *size)
+    run = run_with(folder, *model, *size)
     fit_module.fit(run)
     invertible = run.module.model.is_invertible
     rows = rows_of(run)
@@ -80,26 +72,26 @@ def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bound
     assert validated["perf/monitor_overhead"] > 0
 
 
-def test_two_runs_and_one_that_is_continued_write_equal_rows(text_file: Path) -> None:
-    whole, again = (run_with(text_file, f"run.name={name}") for name in ("whole", "again"))
-    parts = run_with(text_file, "run.name=parts")
+def test_two_runs_and_one_that_is_continued_write_equal_rows(folder: Path) -> None:
+    whole, again = (run_with(folder, f"run.name={name}") for name in ("whole", "again"))
+    parts = run_with(folder, "run.name=parts")
     parts.trainer.fit_loop.epoch_loop.max_steps = 6
     for run in (whole, again, parts):
         fit_module.fit(run)
-    fit_module.fit(run_with(text_file, "run.name=parts"))
+    fit_module.fit(run_with(folder, "run.name=parts"))
     assert rows_of(whole) == rows_of(again) == rows_of(parts)
 
 
-def test_fewer_estimates_are_made_where_that_is_asked_for(text_file: Path) -> None:
-    run = run_with(text_file, "monitor.every=4", "monitor.num_sequences=2", "monitor.length=16")
+def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
+    run = run_with(folder, "monitor.every=4", "monitor.num_sequences=2", "monitor.length=16")
     fit_module.fit(run)
     assert [row["step"] for row in rows_of(run) if "lipschitz/estimate" in row] == [0, 4, 5, 8, 11]
     (monitor,) = (c for c in run.trainer.callbacks if isinstance(c, LipschitzMonitor))
     assert monitor.inputs.shape == (2, 16)
 
 
-def test_the_buffers_of_another_model_are_refused(text_file: Path) -> None:
-    run = run_with(text_file)
+def test_the_buffers_of_another_model_are_refused(folder: Path) -> None:
+    run = run_with(folder)
     (monitor,) = (c for c in run.trainer.callbacks if isinstance(c, LipschitzMonitor))
     monitor.load_state_dict({"parts": torch.zeros(3)})
     with pytest.raises(CheckpointError, match=r"the Lipschitz monitor: parts is unknown"):
