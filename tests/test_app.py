@@ -23,29 +23,21 @@ from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
+from tests import small_runs
+from tests.small_runs import write_text
 
 ROOT = Path(__file__).parent.parent
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision")
 
 
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "squares.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def options(tmp_path: Path, text_file: Path, *more: str) -> list[str]:
-    return [
-        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "data.batch_size=4",
-        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=8",
-        "trainer.val_every=4", "trainer.progress=false", "trainer.sample_length=20",
-        "logger.name=none", "monitor.flush_every=3", f"run.root={tmp_path / 'runs'}",
-        "run.name=a", "trainer.num_threads=1", *more,
-    ]  # fmt: skip
+def options(folder: Path, *more: str) -> list[str]:
+    """Of a run of two blocks, eight steps and two validations."""
+    write_text(folder)
+    size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2", "data.batch_size=4")
+    steps = ("trainer.max_steps=8", "trainer.val_every=4", "trainer.sample_length=20")
+    return small_runs.options(folder, "a", *size, *steps, "monitor.flush_every=3", *more)
 
 
 def train(arguments: list[str]) -> Path:
@@ -64,8 +56,8 @@ def newest(run: Path) -> Checkpoint:
     return found
 
 
-def test_metrics_hold_one_complete_row_per_step(tmp_path: Path, text_file: Path) -> None:
-    rows = read_rows(train(options(tmp_path, text_file)) / "metrics.jsonl")
+def test_metrics_hold_one_complete_row_per_step(tmp_path: Path) -> None:
+    rows = read_rows(train(options(tmp_path)) / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     for row in rows:
         assert {"train/nats", "train/bpc", "optim/lr", "optim/grad_norm"} <= row.keys()
@@ -75,8 +67,8 @@ def test_metrics_hold_one_complete_row_per_step(tmp_path: Path, text_file: Path)
     assert rows[7]["inverse/characters_recovered"] == 1
 
 
-def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path, text_file: Path) -> None:
-    run = train(options(tmp_path, text_file, "logger.name=[csv,tensorboard]"))
+def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path) -> None:
+    run = train(options(tmp_path, "logger.name=[csv,tensorboard]"))
     numbers: dict[int, dict[str, float]] = {}
     for row in csv.DictReader((run / "csv/version_0/metrics.csv").read_text().splitlines()):
         given = {key: float(value) for key, value in row.items() if value and key != "step"}
@@ -94,12 +86,10 @@ def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path, text_file: 
         pytest.param(("model.head_dropout=0.1", "trainer.compile=true"), marks=COMPILES),
     ],
 )
-def test_the_monitor_changes_no_bit_of_the_training(
-    tmp_path: Path, text_file: Path, model: tuple[str, ...]
-) -> None:
+def test_the_monitor_changes_no_bit_of_the_training(tmp_path: Path, model: tuple[str, ...]) -> None:
     """Dropout too: a monitor that drew a random number would change the masks."""
     size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
-    given = options(tmp_path, text_file, *model, *size)
+    given = options(tmp_path, *model, *size)
     with_monitor = final_weights(train([*given, "run.name=with"]))
     without = final_weights(train([*given, "run.name=without", "monitor.enabled=false"]))
     assert with_monitor.keys() == without.keys()
@@ -107,11 +97,11 @@ def test_the_monitor_changes_no_bit_of_the_training(
 
 
 @pytest.mark.parametrize("preset", [p.stem for p in (ROOT / "configs/model").glob("*.yaml")])
-def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, preset: str) -> None:
+def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
     size = ["model.d_model=24", "model.num_layers=2", "model.num_heads=2"]
     if preset == "contractive_l2_paper":
         size.append("model.d_embedding=24")
-    run = train([*options(tmp_path, text_file), f"model={preset}", *size, "trainer.max_steps=4"])
+    run = train([*options(tmp_path), f"model={preset}", *size, "trainer.max_steps=4"])
     config = load_config([f"checkpoint={run}"], EvaluateConfig)
     report, path = evaluate_checkpoint(config)
     assert path == run / "evaluation.json"
@@ -125,11 +115,9 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, text_file: Path, prese
         assert report["inversion"]["characters_proven"] == 1
 
 
-def test_a_tilde_is_the_home_folder(
-    tmp_path: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    arguments = options(tmp_path, text_file, f"data.path=~/{text_file.name}", "run.root=~/runs")
+    arguments = options(tmp_path, "data.path=~/squares.txt", "run.root=~/runs")
     run = build_run(load_config(arguments))
     assert run.directory.path == tmp_path / "runs" / "a"
     with pytest.raises(CheckpointError, match=f"^{tmp_path / 'missing'} does not exist"):
@@ -143,9 +131,9 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> None:
+def test_the_two_commands_work_from_a_shell(tmp_path: Path) -> None:
     root = f"run.root={tmp_path / 'my runs'}"
-    arguments = [a for a in options(tmp_path, text_file, root) if a != "logger.name=none"]
+    arguments = [a for a in options(tmp_path, root) if a != "logger.name=none"]
     done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wandb sync" in done.stdout
@@ -169,25 +157,25 @@ def test_the_two_commands_work_from_a_shell(tmp_path: Path, text_file: Path) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("optim=muon", "optim.ema_decay=0.9")])
 def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
-    tmp_path: Path, text_file: Path, more: tuple[str, ...]
+    tmp_path: Path, more: tuple[str, ...]
 ) -> None:
     runs = {}
     for name, devices in (("one", 1), ("ddp", 2), ("fsdp", 2)):
         arguments = options(
-            tmp_path, text_file, f"run.name={name}", "data.batch_size=8",
+            tmp_path, f"run.name={name}", "data.batch_size=8",
             f"trainer.devices={devices}", "trainer.accelerator=cpu",
             f"trainer.strategy={'fsdp' if name == 'fsdp' else 'ddp'}", "monitor.every=1",
             "monitor.length=8", *more,
         )  # fmt: skip
         done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        runs[name] = read_rows(tmp_path / "runs" / name / "metrics.jsonl")
+        runs[name] = read_rows(tmp_path / name / "metrics.jsonl")
     for key in ("train/nats", "optim/grad_norm", "val/bpc", "lipschitz/estimate"):
         one, ddp, fsdp = ([row[key] for row in rows if key in row] for rows in runs.values())
         assert one
         assert ddp == pytest.approx(one, rel=1e-4)
         assert fsdp == pytest.approx(one, rel=1e-4)
-    saved = [saved_tensors(tmp_path / "runs" / name) for name in runs]
+    saved = [saved_tensors(tmp_path / name) for name in runs]
     for name, tensor in saved[0].items():
         assert all(other[name].shape == tensor.shape for other in saved)
     assert saved[0].keys() == saved[1].keys() == saved[2].keys()

@@ -2,17 +2,18 @@
 
 import hashlib
 import json
-import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard, snapshot_download
 
 import invformer
 from invformer import commands
@@ -26,10 +27,9 @@ from invformer.errors import (
 )
 from invformer.evaluation.side_by_side import as_characters, perturb
 from invformer.training.fit import fit
-from tests.fake_hub import fake_hub
+from tests.small_runs import options, write_text
 
 ROOT = Path(__file__).parent.parent
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision")
 
 
@@ -38,15 +38,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny trained run."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("front door")
-    (folder / "squares.txt").write_text(TEXT)
-    words = [
-        "data=text_file", f"data.path={folder / 'squares.txt'}", "data.seq_len=16",
-        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=8",
-        "trainer.val_every=4", "trainer.progress=false", "trainer.sample_length=0",
-        "logger.name=none", "monitor.enabled=false", f"run.root={folder / 'runs'}", "run.name=a",
-    ]  # fmt: skip
+    write_text(folder)
+    size = ("model.d_model=24", "model.num_layers=2", "monitor.enabled=false")
+    words = options(folder, "a", *size, "trainer.max_steps=8", "trainer.val_every=4")
     fit(build_run(load_config(words)))
-    return folder / "runs" / "a"
+    return folder / "a"
 
 
 Typed = Callable[..., str]
@@ -219,28 +215,24 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> None:
-    script = (
-        "import sys, torch, invformer\nfrom invformer.commands import export\n"
-        "try: export(sys.argv[2:])\nexcept SystemExit as end: assert not end.code, end.code\n"
-        "model, original = invformer.load('me/squares'), invformer.load(sys.argv[1])\n"
-        "tokens = torch.arange(1, 9)[None]\n"
-        "assert torch.equal(model.network(tokens), original.network(tokens))\n"
-    )
-    words = [str(run), f"checkpoint={run}", f"out={tmp_path / 'shared'}", "hub=me/squares"]
-    with fake_hub() as (address, files):
-        environment = {
-            **os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake",
-            "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1",
-        }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", script, *words],
-            cwd=ROOT, capture_output=True, text=True, env=environment,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert f"uploaded to {address}/me/squares" in done.stdout
-    assert files["README.md"] == (tmp_path / "shared" / "README.md").read_bytes()
-    assert b"invformer.load('me/squares')" in files["README.md"]
+def test_the_hub_takes_a_model_and_gives_it_back(
+    run: Path, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def upload(repo_id: str, folder_path: Path) -> None:
+        shutil.copytree(folder_path, tmp_path / repo_id)
+
+    api = create_autospec(HfApi, instance=True)
+    api.create_repo.return_value = "https://hub/me/squares"
+    api.upload_folder.side_effect = upload
+    download = create_autospec(snapshot_download, side_effect=lambda name: tmp_path / name)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    said = typed("export", f"out={tmp_path / 'shared'}", "hub=me/squares")
+    assert "uploaded to https://hub/me/squares" in said
+    model, original = invformer.load("me/squares"), invformer.load(run)
+    tokens = torch.arange(1, 9)[None]
+    assert torch.equal(model.network(tokens), original.network(tokens))
+    assert "invformer.load('me/squares')" in (tmp_path / "me/squares/README.md").read_text()
 
 
 def test_a_changed_byte_is_refused(exported: Path) -> None:
