@@ -47,8 +47,6 @@ SHORT = 32
 LONGEST_MASK = 2048
 # Fused kernels read rows of a multiple of 16 bytes.
 ROW_OF_FLOATS = 4
-# Smallest heads that FlexAttention's GPU kernels take.
-LEAST_FLEX_CHANNELS = 16
 
 _override: Kernel | None = None
 
@@ -184,14 +182,10 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         why = f"is for the CPU, not {q.device.type}: choose 'auto'"
     elif kernel == "native" and not native.is_available():
         why = f"could not be compiled: {native.complaint()}; choose 'auto'"
-    elif kernel in ("flex", "sdpa") and not q.numel():
-        return "math"  # PyTorch's own give no gradient to the bias of nothing
     elif kernel == "flex" and q.dtype == torch.float64:
         return "math"
-    elif kernel == "flex" and not on_cpu and q.shape[-1] < LEAST_FLEX_CHANNELS:
-        why = f"needs heads of {LEAST_FLEX_CHANNELS} channels, not {q.shape[-1]}: choose 'auto'"
-    elif kernel == "flex" and on_cpu and torch.is_grad_enabled() and q.requires_grad:
-        why = "has no backward pass on the CPU: choose 'auto'"
+    elif kernel in ("flex", "sdpa") and not q.numel():
+        return "math"  # PyTorch's own give no gradient to the bias of nothing
     if why:
         raise ValueError(f"attention kernel {kernel!r} {why}")
     return kernel

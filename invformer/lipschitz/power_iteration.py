@@ -70,7 +70,8 @@ def operator_norm(
     generator = torch.Generator(jacobian.device).manual_seed(seed)
     like = {"dtype": jacobian.dtype, "device": jacobian.device}
     a = torch.randn(jacobian.shape[-2:], generator=generator, **like)
-    x, o = power_step(jacobian, a.expand(jacobian.shape), norm)
+    x = unit(jacobian.vjp(a.expand(jacobian.shape)), norm)
+    o = jacobian.jvp(x)
     before, before_o = torch.zeros_like(x), torch.zeros_like(o)
     for step in range(num_steps):
         gain = vector_norm(o, norm)
@@ -117,12 +118,6 @@ def best_in_span(
         return first, second
 
     return combined(y), combined(step)
-
-
-def power_step(jacobian: LinearMap, a: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-    """x = argmax ⟨Jᵀa, x⟩ over ‖x‖ ≤ 1, and Jx."""
-    x = unit(jacobian.vjp(a), norm)
-    return x, jacobian.jvp(x)
 
 
 def unit(w: Tensor, norm: Norm) -> Tensor:

@@ -305,8 +305,6 @@ def test_flex_attention_leaves_double_precision_and_empty_batches_to_the_plain_f
 @pytest.mark.parametrize(
     ("kernel", "device", "reason"),
     [
-        ("flex", "cpu", "no backward pass on the CPU: choose 'auto'"),
-        ("flex", "meta", "heads of 16 channels, not 8: choose 'auto'"),
         ("native", "meta", "is for the CPU, not meta: choose 'auto'"),
         ("warp", "cpu", "unknown attention kernel"),
     ],

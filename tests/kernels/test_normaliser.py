@@ -59,6 +59,8 @@ def test_the_normaliser_is_above_the_norm_and_close(kind: str, dtype: torch.dtyp
     truth = torch.linalg.matrix_norm(weight.double(), 2)
     assert sigma.dtype == u.dtype == v.dtype == dtype
     assert sigma.double() >= truth
+    if dtype != torch.bfloat16:
+        assert u @ weight @ v >= truth * (0.99 if "large" in kind else 1 - 1e-5)
     worst = min(weight.shape) ** 0.5**9 - 1
     assert sigma.double() <= truth * (1 + worst + 1e-4 + 3 * torch.finfo(dtype).eps)
     torch.testing.assert_close(
@@ -75,13 +77,6 @@ def test_the_vectors_give_the_gradient_of_the_norm(shape: tuple[int, int]) -> No
     (expected,) = torch.autograd.grad(torch.linalg.matrix_norm(weight, 2), weight)
     _, u, v = gram_normaliser(weight)
     torch.testing.assert_close(torch.outer(u, v), expected, rtol=0, atol=1e-5)
-
-
-def test_in_a_cluster_the_vectors_still_nearly_attain_the_norm() -> None:
-    for kind in ("orthogonal", "half rank", "close pair"):
-        weight = ZOO[kind]().float()
-        _, u, v = gram_normaliser(weight)
-        assert u @ weight @ v > 1 - 1e-5
 
 
 def test_the_normaliser_is_a_function_of_the_weight_alone() -> None:
@@ -201,16 +196,13 @@ def test_weights_that_were_lost_give_no_number(size: int, value: float) -> None:
     assert not gram_normaliser(weight)[0].isfinite()
 
 
-@pytest.mark.parametrize(("size", "gap"), [(64, 2e-5), (200, 2e-5), (255, 2e-5)])
-def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int, gap: float) -> None:
+@pytest.mark.parametrize("size", [64, 255])
+def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int) -> None:
+    values = torch.ones(size)
+    values[0] += 2e-5
     for seed in range(4):
-        torch.manual_seed(seed)
-        left, right = (torch.linalg.qr(torch.randn(size, size)).Q for _ in range(2))
-        values = torch.ones(size)
-        values[0] += gap
-        weight = ((left * values) @ right.mT).float()
-        bound, *_ = gram_normaliser(weight)
-        assert bound >= torch.linalg.svdvals(weight.double())[0]
+        weight = matrix_with(values, size, size, seed).float()
+        assert gram_normaliser(weight)[0] >= torch.linalg.svdvals(weight.double())[0]
 
 
 def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bound() -> None:
