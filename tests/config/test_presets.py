@@ -13,7 +13,7 @@ from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.errors import ConfigurationError
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.feed_forward import ContractiveFeedForward
 
 NAMES = sorted(path.stem for path in (module.CONFIGS / "experiment").glob("*.yaml"))
 VOCAB = 65  # of tiny Shakespeare
@@ -102,13 +102,6 @@ def test_who_is_seen_reaches_the_layers() -> None:
     # Beside each other the tokens before weigh what they weigh where a token sees itself too.
     assert torch.allclose(starts[0].diff(dim=-1)[:, 1:], starts[1].diff(dim=-1)[:, 1:])
     assert not torch.allclose(*starts)
-
-
-def test_the_baseline_can_have_the_same_kernel() -> None:
-    config = ModelConfig(name="dot_product", certificate=None, feed_forward_kernel=3, d_model=12)
-    feed_forward = build_model(config, VOCAB, 8).stack.blocks[0].feed_forward.inner
-    assert isinstance(feed_forward, FeedForward)
-    assert feed_forward.kernel > 1
 
 
 @BOTH

@@ -79,18 +79,6 @@ def test_a_source_file_is_read_in_the_encoding_it_declares(tmp_path: Path) -> No
         corpora.decode_source(write(tmp_path / "b.py", b"# coding: nonsense\n"))
 
 
-def test_documents_are_dealt_out_whole_and_the_same_whatever_their_order() -> None:
-    config = DataConfig(val_fraction=0.2, test_fraction=0.2)
-    documents = {f"topic {i}": f"<{i}>" * (i % 10) for i in range(60)}
-    dealt = corpora.deal(config, documents)
-    assert dealt == corpora.deal(config, dict(reversed(documents.items())))
-    for document in documents.values():
-        assert any(document in text for text in dealt)
-    total = sum(map(len, documents.values()))
-    assert sum(map(len, dealt)) == total
-    assert 0 < len(dealt[1]) <= 0.2 * total
-
-
 # --- Local files ---------------------------------------------------------------------------------
 
 

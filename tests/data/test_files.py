@@ -66,10 +66,6 @@ def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> Non
     assert "a megabyte of zero bytes is no text" in refusal(tmp_path / "text.txt")
 
 
-def test_a_name_that_is_too_long_is_one_line() -> None:
-    assert "cannot be read (File name too long)" in refusal("x" * 300)
-
-
 def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path: Path) -> None:
     path = pipe(tmp_path / "text.txt")
     writer = threading.Thread(target=path.write_text, args=["from a pipe"])

@@ -50,14 +50,3 @@ def two_layers(
 def token_constant(w: Tensor, norm: Norm) -> Tensor:
     """The constant of x ↦ x W per token."""
     return torch.linalg.matrix_norm(w.mT, math.inf if norm == "entry_max" else 2)
-
-
-def linear_map(matrix: Tensor) -> Callable[[Tensor], Tensor]:
-    """f(x) = M x on the flattened sample, M (ND, ND)."""
-    return lambda x: (matrix.to(x.dtype) @ x.flatten(-2).unsqueeze(-1)).view(x.shape)
-
-
-def planted_inverse(matrix: Tensor, y: Tensor) -> Tensor:
-    """The x with x + M x = y."""
-    identity = torch.eye(len(matrix))
-    return torch.linalg.solve(identity + matrix, y.flatten(1).mT).mT.reshape(y.shape)

@@ -153,22 +153,6 @@ def test_files_reach_the_disk_before_their_name_and_the_manifest_last(
     assert order == ["a", "b", MANIFEST, partial, "rename", "checkpoints"]
 
 
-def test_a_full_disk_leaves_nothing_of_the_new_and_all_of_the_old(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(folder, 1)
-
-    def full(path: Path, content: bytes) -> None:
-        path.write_bytes(content[: len(content) // 2])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(directory, "write_new", full)
-    with pytest.raises(StorageError, match="No space left on device"):
-        save(folder, 2)
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
-    assert newest(folder).step == 1
-
-
 class Part(torch.Tensor):
     """A tensor of which this process has a part."""
 
@@ -343,13 +327,6 @@ def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
     return checkpoint, load_model(checkpoint, trained_configuration(checkpoint), vocabulary)
 
 
-def test_the_good_one_is_read(victim: Path) -> None:
-    for path in (victim, victim.parent.parent):
-        checkpoint, model = load_everything(str(path))
-        assert checkpoint.step == 3
-        assert model.head.out_features == 9
-
-
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
 def test_a_hostile_checkpoint_is_refused_in_one_line(
     attack: Attack, victim: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -397,18 +374,16 @@ def same_weights(one: CharTransformer, other: CharTransformer) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-def try_mutations(good: Path, folder: Path, seeds: range) -> tuple[int, int]:
-    """How many mutations were refused and how many were not; each in a copy of the checkpoint.
+def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
+    """With a new manifest a changed float is another valid checkpoint, which no check can tell.
 
-    Without a new manifest a mutation is either refused or has changed nothing that is read (white
-    space of the manifest): weights, state and metadata are the same. With a new manifest a changed
-    float is another valid checkpoint, which no check can tell; then what is loaded must be valid.
+    Without one, a mutation is either refused or has changed white space of the manifest alone.
     """
     wanted_checkpoint, wanted = load_everything(str(good))
     contents = {name: (good / name).read_bytes() for name in (*FILES, MANIFEST)}
+    folder, refused = tmp_path / "copy", 0
     shutil.copytree(good, folder)
-    refused = loaded = 0
-    for seed in seeds:
+    for seed in range(200):
         chance = random.Random(seed)
         name, sealed = chance.choice([*FILES, MANIFEST]), chance.random() < 0.5
         (folder / name).write_bytes(mutated(contents[name], chance))
@@ -419,7 +394,6 @@ def try_mutations(good: Path, folder: Path, seeds: range) -> tuple[int, int]:
         except CheckpointError:
             refused += 1
         else:
-            loaded += 1
             if not sealed or name == MANIFEST:
                 assert same_weights(model, wanted), seed
                 assert checkpoint.metadata == wanted_checkpoint.metadata, seed
@@ -428,17 +402,4 @@ def try_mutations(good: Path, folder: Path, seeds: range) -> tuple[int, int]:
                 assert trained_configuration(checkpoint).model.d_model == 12, seed
         for restored in {name, MANIFEST}:
             (folder / restored).write_bytes(contents[restored])
-    return refused, loaded
-
-
-@pytest.mark.parametrize(
-    "seeds",
-    [
-        range(200),
-        pytest.param(range(1000, 11_000), marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
-    ],
-)
-def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path, seeds: range) -> None:
-    refused, loaded = try_mutations(good, tmp_path / "copy", seeds)
-    assert refused + loaded == len(seeds)
-    assert refused > 0.6 * len(seeds)
+    assert refused > 120
