@@ -11,6 +11,7 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
   matrices on the CPU take this way if there is compiled code.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from invformer.kernels import native_normaliser
 from invformer.kernels.native_normaliser import KrylovSpace
-from invformer.numerics.precision import has_answer_at_hand, without_autocast
+from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
 # Relative margin that lifts the normaliser above the rounding of its float32 Gram matrices.
@@ -27,8 +28,8 @@ NORMALISER_MARGIN = 1e-5
 # A Gram matrix of trace one, size r, has λ₁ ≥ 1/r, one of norm one λ₁ ≥ r⁻¹ᐟ²: two squarings later,
 # or three, λ₁ ≥ r⁻⁴, and even its square is far from underflow in float32.
 RESCALE_EVERY = 3
-# Gram matrices whose trace is within these are formed from W as it is; others from W scaled.
-LEAST_TRACE, LARGEST_TRACE = 1e-20, 1e20
+# W v of a weight with log ‖W‖_F within these is formed from W as it is; of others from W scaled.
+LEAST_LOG, LARGEST_LOG = -10 * math.log(10), 10 * math.log(10)
 # From this size on a trial is no slower than squarings, on a CPU: half the time at 384.
 TRIAL_SIZE = 256
 # Krylov vectors: on matrices from training θ is then within 1 % of λ₁, nine times in ten.
@@ -102,7 +103,7 @@ def _log_norms(tall: list[Tensor], num_steps: int) -> tuple[Tensor, Tensor, list
         return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
     if compiled:
         krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
-    if krylov is not None and _are_in_range((2 * krylov[1]).exp()):
+    if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
         log_bound, rights = _trial(grams, space, num_steps)
     else:
@@ -135,41 +136,20 @@ def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> No
 
 
 def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """The matrices up to scale, their WᵀW/‖W‖_F², and log ‖W‖_F.
-
-    What leaves the range of the format when it is squared is scaled first; so is everything on a
-    device that would have to be asked.
-    """
-    if has_answer_at_hand(tall[0]):
-        grams = _grams(tall)
-        traces = _traces(grams)
-        if _are_in_range(traces):
-            return tall, grams.div_(traces[:, None, None]), traces.log() / 2
-    tiny = torch.finfo(tall[0].dtype).tiny
+    """The matrices scaled so that squares are in range, their WᵀW/‖W‖_F², and log ‖W‖_F."""
+    tiny, size, counts = torch.finfo(tall[0].dtype).tiny, tall[0].shape[-1], [len(w) for w in tall]
     scales = [w.abs().amax((-2, -1)).clamp(min=tiny) for w in tall]
     tall = [w / s[:, None, None] for w, s in zip(tall, scales, strict=True)]
-    grams = _grams(tall)
+    grams = tall[0].new_empty(sum(counts), size, size)
+    for gram, w in zip(grams.split(counts), tall, strict=True):
+        torch.bmm(w.mT, w, out=gram)
     traces = _traces(grams).clamp(min=tiny)
     return tall, grams.div_(traces[:, None, None]), torch.cat(scales).log() + traces.log() / 2
-
-
-def _are_in_range(traces: Tensor) -> bool:
-    """Whether squares of all matrices with these traces of WᵀW can be taken as they are."""
-    return all(LEAST_TRACE < trace < LARGEST_TRACE for trace in traces.tolist())
 
 
 def _traces(m: Tensor) -> Tensor:
     """tr M of every matrix."""
     return m.diagonal(dim1=-2, dim2=-1).sum(-1)
-
-
-def _grams(tall: list[Tensor]) -> Tensor:
-    """WᵀW of all."""
-    size, counts = tall[0].shape[-1], [len(w) for w in tall]
-    grams = tall[0].new_empty(sum(counts), size, size)
-    for gram, w in zip(grams.split(counts), tall, strict=True):
-        torch.bmm(w.mT, w, out=gram)
-    return grams
 
 
 def _gram_iteration(g: Tensor, num_steps: int) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,6 @@ WIDEST = {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put"
 # fmt: on
 # Where the code asks whether it may look at numbers, and whether there is C++ for them.
 LOOKS = [
-    "invformer.kernels.normaliser.has_answer_at_hand",
     "invformer.kernels.native_normaliser.can_take",
     "invformer.kernels.native.is_available",
 ]

@@ -14,7 +14,6 @@ from torch.utils import deterministic
 
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
-from invformer.kernels import normaliser
 from invformer.nn.spectral import SpectralNormalised
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
@@ -181,10 +180,8 @@ class BetweenFlushes(L.Callback):
 def test_no_step_waits_for_the_device_between_flushes(
     tmp_path: Path, model: str, accumulate: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On the CPU, where there is nothing to wait for, every update is looked at before it is made,
-    # and the normaliser looks at its Gram matrices.
+    # On the CPU, where there is nothing to wait for, every update is looked at before it is made.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
-    monkeypatch.setattr(normaliser, "has_answer_at_hand", lambda number: False)
     more = (f"model={model}", f"trainer.accumulate={accumulate}", "monitor.flush_every=100")
     given = arguments(tmp_path, "syncs", *more)
     run = build_run(load_config(given))
