@@ -223,13 +223,11 @@ def summary_values(report: Mapping[str, Any]) -> dict[str, float]:
 
 def branch_constants(report: Mapping[str, Any]) -> dict[str, dict[str, float | None]]:
     """The four constants of every branch, in the certificate's norm if that was measured."""
-    measured, certificate = report["local_lipschitz"], report["certificate"]
-    targets = {} if certificate is None else certificate["targets"]
-    norm = "token_max" if certificate is None else certificate["norm"]
-    norm = next((n for n in ("diagonal_block", norm) if n in measured), "token_max")
-    return {
-        name: {**row, "target": targets.get(name)} for name, row in measured.get(norm, {}).items()
-    }
+    measured, certificate = report["local_lipschitz"], report["certificate"] or {}
+    norms = ("diagonal_block", certificate.get("norm"), "token_max")
+    rows: Mapping[str, Any] = next((measured[norm] for norm in norms if norm in measured), {})
+    targets = certificate.get("targets", {})
+    return {name: {**row, "target": targets.get(name)} for name, row in rows.items()}
 
 
 def worst_constants(report: Mapping[str, Any]) -> dict[str, float]:

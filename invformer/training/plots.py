@@ -84,6 +84,7 @@ def draw_bits_per_character(
     if ngram is not None:
         axes.axhline(ngram, color="black", linestyle=":", label=f"5-gram: {ngram:.3f}")
         shown.append(ngram)
+    shown = [value for value in shown if math.isfinite(value)]  # a run may end with a lost loss
     if shown and max(shown) > min(shown):
         room = 0.1 * (max(shown) - min(shown))
         axes.set_ylim(min(shown) - room, max(shown) + room)

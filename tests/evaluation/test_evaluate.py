@@ -15,11 +15,14 @@ from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation import evaluate as measuring
+from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.report import print_table
 from invformer.nn.transformer import CharTransformer
+from tests.nn.builders import contractive_model, random_tokens
 from tests.saved_runs import save_run
 
 TEXT_FILE = "sums.txt"
+QUICK = ("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
 TEXT = "".join(f"{i} and {i} is {i + i}; " for i in range(300))
 pytestmark = pytest.mark.usefixtures("single_precision")
 
@@ -85,7 +88,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
     tmp_path: Path, precision: str
 ) -> None:
     saved = Saved(tmp_path, f"trainer.precision={precision}")
-    report = saved.evaluated("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
+    report = saved.evaluated(*QUICK)
     assert report["precision"] == precision
     model = saved.model.eval()
     tokens = saved.vocabulary.encode(read_corpus(saved.config.data).split("val")).long()
@@ -100,8 +103,7 @@ def test_a_model_is_scored_in_the_arithmetic_it_was_trained_in(
 def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -> None:
     saved = Saved(tmp_path)
     corpus = read_corpus(saved.config.data)
-    quick = ["evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0"]
-    quick.append("evaluate.stride=5")
+    quick = (*QUICK, "evaluate.stride=5")
     nats = {saved.evaluated(*quick)["nats"]}
     for split in ("train", "test", "val"):
         words = [f"checkpoint={tmp_path}", f"data.split={split}", *quick]
@@ -138,15 +140,14 @@ def test_a_full_disk_does_not_take_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = Saved(tmp_path)
-    words = ["evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0"]
-    saved.evaluated(*words)
+    saved.evaluated(*QUICK)
 
     def refuse(*_: object) -> None:
         raise StorageError("evaluation.json: cannot be written (No space left on device)")
 
     monkeypatch.setattr(measuring, "write_json", refuse)
     monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
-    monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *words])
+    monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *QUICK])
     with pytest.raises(SystemExit) as ended:
         commands.evaluate()
     assert ended.value.code == 7
@@ -201,3 +202,16 @@ def test_the_table_opens_with_the_result_and_hides_numbers_that_say_nothing(
     whole = capsys.readouterr().out
     assert "1.00e+06" in whole
     assert "\n  frobenius " in whole
+
+
+def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
+    model = contractive_model(certificate="causal").eval()
+    for place, (_, branch) in enumerate(model.stack.branches()):
+        branch.correction.fill_(1 - 0.1 * place)
+    report = measured_branches(model, random_tokens(1), 2)
+    for norm, rows in report.items():
+        diagonal = norm == "diagonal_block"
+        for name, branch in model.stack.branches():
+            bound = branch.causal_bound() if diagonal else branch.lipschitz_bound(norm)
+            assert rows[name]["bound"] == pytest.approx(bound)
+        assert len({row["bound"] for row in rows.values()}) == len(rows)

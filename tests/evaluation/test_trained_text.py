@@ -18,7 +18,7 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL
 from invformer.runs.encoding import described
-from tests.evaluation.test_evaluate import TEXT_FILE, Saved
+from tests.evaluation.test_evaluate import QUICK, TEXT_FILE, Saved
 from tests.runs.hostile import edit_json
 from tests.saved_runs import save_run
 
@@ -38,8 +38,7 @@ def text_file(path: Path, max_characters: int | None = None) -> DataConfig:
 
 
 def evaluate(folder: Path, *more: str) -> dict:
-    words = [f"checkpoint={folder}", "evaluate.lipschitz_sequences=0",
-             "evaluate.inversion_sequences=0", *more]  # fmt: skip
+    words = [f"checkpoint={folder}", *QUICK, *more]
     return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
 
 

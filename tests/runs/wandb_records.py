@@ -10,29 +10,25 @@ from typing import Any
 
 from wandb.proto import wandb_internal_pb2
 
-BLOCK, HEADER, FILE_HEADER = 32768, 7, 7
-FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
+BLOCK, HEADER = 32768, 7  # the file begins with 7 bytes too
+FULL, LAST = 1, 4  # kinds of parts that end a record
 
 
 def payloads(path: Path) -> Iterator[bytes]:
     """The records' bytes; a record may be split over blocks of 32 KiB."""
     content = path.read_bytes()
-    position, parts = FILE_HEADER, b""
+    position, parts = HEADER, b""
     while position + HEADER <= len(content):
         left = BLOCK - position % BLOCK
         if left < HEADER:
             position += left
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
-        start = position + HEADER
-        position = start + length
-        if kind not in (FULL, FIRST, MIDDLE, LAST):
-            return
-        parts = (
-            content[start:position] if kind in (FULL, FIRST) else parts + content[start:position]
-        )
+        start, position = position + HEADER, position + HEADER + length
+        parts += content[start:position]
         if kind in (FULL, LAST):
             yield parts
+            parts = b""
 
 
 @dataclass

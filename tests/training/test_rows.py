@@ -46,23 +46,16 @@ def test_all_tensors_are_copied_at_once_and_arrive_unrounded(
     assert rows[0]["c"] == value.double().item()
 
 
-def send_row(folder: Path, row: dict[str, float]) -> None:
-    trainer = trainer_with(Rows(25, folder / "violation.json", torch.tensor([[1, 2, 3]])))
+@pytest.mark.parametrize("kind", ["estimate", "local_bound"])
+def test_an_estimate_above_its_bound_stops_the_run_and_keeps_the_evidence(
+    tmp_path: Path, kind: str
+) -> None:
+    rows = Rows(25, tmp_path / "violation.json", torch.tensor([[1, 2, 3]]))
+    trainer = trainer_with(rows)
+    row = {f"{BRANCH}/{kind}": 0.8, f"{BRANCH}/bound": 0.7}
     record(trainer, 7, row)
-    rows_of(trainer).send(trainer)
-
-
-def test_an_estimate_above_its_bound_stops_the_run_and_keeps_the_evidence(tmp_path: Path) -> None:
-    with pytest.raises(CertificateViolation, match=r"step 7: .*attention: estimate 0\.8") as error:
-        send_row(tmp_path, {f"{BRANCH}/estimate": 0.8, f"{BRANCH}/bound": 0.7})
+    with pytest.raises(CertificateViolation, match=rf"step 7: {BRANCH}: {kind} 0\.8") as error:
+        rows.send(trainer)
     assert error.value.exit_code == 6
     evidence = json.loads((tmp_path / "violation.json").read_text())
-    assert evidence["step"] == 7
-    assert evidence["probe"] == [[1, 2, 3]]
-    assert evidence["row"][f"{BRANCH}/estimate"] == 0.8
-
-
-def test_a_local_bound_above_the_bound_is_a_violation_too(tmp_path: Path) -> None:
-    row = {f"{BRANCH}/estimate": 0.1, f"{BRANCH}/local_bound": 0.8, f"{BRANCH}/bound": 0.7}
-    with pytest.raises(CertificateViolation, match="local_bound"):
-        send_row(tmp_path, row)
+    assert evidence == {"step": 7, "row": row, "probe": [[1, 2, 3]]}
