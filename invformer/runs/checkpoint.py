@@ -201,7 +201,7 @@ def encode(
     if name := first_non_finite({**weights, **that_learn({**tensors, **parts})}):
         raise NonFiniteError(
             f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
-            "or set optim.grad_clip (the last good checkpoint is kept)"
+            "and optim.muon_lr (the last good checkpoint is kept)"
         )
     own = {PART.format(rank): to_bytes(parts)} if parts else {}
     if rank:

@@ -169,6 +169,5 @@ def is_step_boundary(trainer: L.Trainer) -> bool:
 def non_finite(step: int, what: str) -> NonFiniteError:
     """The error that ends a run whose numbers are lost: where, what, and what to do."""
     return NonFiniteError(
-        f"step {step}: {what}; lower optim.lr or set optim.grad_clip "
-        "(the last good checkpoint is kept)"
+        f"step {step}: {what}; lower optim.lr and optim.muon_lr (the last good checkpoint is kept)"
     )
