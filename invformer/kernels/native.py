@@ -31,10 +31,6 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
 PATIENCE_S = 120
 
 
-class Missing(Exception):
-    """Why there is no compiled code."""
-
-
 def is_available() -> bool:
     """Whether there is compiled code for this processor; the first call may compile it."""
     return complaint() is None
@@ -82,14 +78,14 @@ def _found() -> ctypes.CDLL | str:
     """The compiled code, or why there is none."""
     try:
         return _load()
-    except (Missing, OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         return " ".join(str(error).split())
 
 
 def _load() -> ctypes.CDLL:
     """The compiled code, compiled if it is not kept, or if what is kept is damaged."""
     if sys.platform == "win32":
-        raise Missing("not on Windows")
+        raise OSError("not on Windows")
     arm = platform.machine().lower() in ("aarch64", "arm64")
     command = [_compiler(), *FLAGS, "-mcpu=native" if arm else "-march=native"]
     stem, folder = f"invformer-{_fingerprint(command)}", _own_folder()
@@ -109,7 +105,7 @@ def _compiler() -> str:
     for name in (asked,) if asked else COMPILERS:
         if found := shutil.which(name):
             return found
-    raise Missing(f"{asked or 'a C++ compiler'} is not on the path")
+    raise OSError(f"{asked or 'a C++ compiler'} is not on the path")
 
 
 def _fingerprint(command: list[str]) -> str:
@@ -158,7 +154,7 @@ def _run(command: list[str]) -> str:
     """What a command prints.
 
     Raises:
-        Missing: it failed, with its first error.
+        OSError: it failed, with its first error.
     """
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
@@ -168,5 +164,5 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         lines = done.stderr.splitlines()
         errors = [line for line in lines if "error" in line.lower()]
-        raise Missing(f"{command[0]} failed: {(errors or lines or ['no reason'])[0]:.300}")
+        raise OSError(f"{command[0]} failed: {(errors or lines or ['no reason'])[0]:.300}")
     return done.stdout
