@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.small_runs import DROPOUT, difference, options
+from tests.small_runs import CONTRACTIVE, DROPOUT, difference, options
 from tests.zygote import Zygote
 
 FAST = "tests.small_runs:without_plots"
+MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}
 MODULE = "invformer.training.module:CharLanguageModel"
 DIRECTORY = "invformer.runs.checkpoint"
 # Where a run may kill itself, and how often it comes by there.

@@ -12,11 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.kills import FAST, kill_and_resume
-from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.kills import FAST, MODELS, kill_and_resume
+from tests.small_runs import options, write_text
 from tests.zygote import Zygote
-
-MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}
 
 
 def main() -> int:

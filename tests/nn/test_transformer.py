@@ -6,10 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from invformer.nn import (
-    CharEmbedding,
-    certify,
-)
+from invformer.nn import CharEmbedding, certify
 from invformer.nn.spectral import set_manual_refresh
 from invformer.numerics.precision import denormals_flushed
 from tests.nn.builders import (
@@ -27,15 +24,13 @@ from tests.nn.builders import (
     trained_a_little,
 )
 
-SEQUENTIAL = [
+CONTRACTIVE = [
     contractive_model,
+    partial(contractive_model, bounded=True),
     model_of_the_past,
     scaled_model,
-    baseline,
-    convolutional_baseline,
-    coupling,
-    l2_baseline,
 ]
+SEQUENTIAL = [*CONTRACTIVE, baseline, convolutional_baseline, coupling, l2_baseline]
 
 
 def test_the_decoding_margin_is_half_the_least_distance_however_near_two_symbols_are() -> None:
@@ -79,10 +74,7 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
-@pytest.mark.parametrize(
-    "build",
-    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
-)
+@pytest.mark.parametrize("build", CONTRACTIVE)
 def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
     model = build().train()
     set_manual_refresh(model)
@@ -98,10 +90,7 @@ def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -
         assert found.allclose(expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [contractive_model, partial(contractive_model, bounded=True), model_of_the_past, scaled_model],
-)
+@pytest.mark.parametrize("build", CONTRACTIVE)
 def test_a_model_on_the_meta_device_has_the_shapes_of_a_real_one(build) -> None:
     with torch.device("meta"):
         model = build()

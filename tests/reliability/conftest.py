@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.kills import FAST, MODELS
+from tests.small_runs import options, write_text
 from tests.zygote import Zygote
-
-MODELS = {"contractive": CONTRACTIVE, "dropout": DROPOUT}
-FAST = "tests.small_runs:without_plots"
 
 
 @pytest.fixture(scope="session")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import kill_and_resume
-from tests.reliability.conftest import MODELS
+from tests.kills import MODELS, kill_and_resume
 from tests.zygote import Zygote
 
 KILLS = 4
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_run_killed_again_and_again_ends_as_the_uninterrupted_one(
     zygote: Zygote,
     root: Path,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from invformer.runs.checkpoint import newest_checkpoint
-from tests.reliability.conftest import FAST
+from tests.kills import FAST
 from tests.small_runs import difference, options, without_plots
 from tests.zygote import Zygote
 

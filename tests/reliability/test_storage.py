@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from invformer.runs.checkpoint import newest_checkpoint
-from tests.reliability.conftest import FAST
+from tests.kills import FAST
 from tests.small_runs import DROPOUT, difference, options, without_plots, write_text
 from tests.zygote import ROOT, Zygote
 
