@@ -9,7 +9,7 @@ from torch import Tensor
 from invformer.numerics import l2_attention as core
 from invformer.numerics.linear_map import dense_jacobian
 from studies import jasmin
-from tests.kernels.attention_cases import MASKS, attention_case, logit_bias
+from tests.bounds.attention_cases import MASKS, attention_case, logit_bias
 
 
 def distributions(size: int) -> Tensor:

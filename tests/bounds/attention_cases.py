@@ -1,26 +1,19 @@
-"""Tied L2 attentions with chosen inputs, masks and output maps, and their exact Jacobians."""
+"""Tied L2 attentions with chosen inputs, masks and output maps."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from invformer.numerics import l2_attention as core
-from invformer.numerics.linear_map import LinearMap, linearise
+from tests.problems import AttentionProblem
 
 MASKS = ("none", "causal", "causal and relative")
 OUTPUT_MAPS = ("orthogonal", "gaussian", "paper")
 
 
-@dataclass(frozen=True)
-class AttentionCase:
+class AttentionCase(AttentionProblem):
     """f(X) = Σ_h P^h X W_h G_h at one X (or a batch of them)."""
-
-    x: Tensor
-    w_q: Tensor
-    g: Tensor
-    bias: Tensor
 
     @property
     def q(self) -> Tensor:
@@ -35,18 +28,8 @@ class AttentionCase:
         """The arguments of every local bound."""
         return self.q, self.p, self.w_q, self.g
 
-    @property
-    def log_mass_per_row(self) -> Tensor:
-        """log Σ_{j ≠ i} e^{b_ij}, what the certificates know of the bias."""
-        others = self.bias.clone()
-        others.diagonal(dim1=-2, dim2=-1).fill_(-math.inf)
-        return others.logsumexp(-1)
-
     def f(self, x: Tensor) -> Tensor:
         return (core.l2_attention(x.unsqueeze(-3) @ self.w_q, self.bias) @ self.g).sum(-3)
-
-    def jacobian(self) -> LinearMap:
-        return linearise(self.f, self.x)
 
 
 def attention_case(
