@@ -96,6 +96,19 @@ def l2_attention_values(x: Tensor, values: Tensor, w_q: Tensor, bias: Tensor) ->
     return torch.stack(rows)
 
 
+def attend_in_ball(
+    x: Tensor, w_qkv: Tensor, tau: Tensor, g: Tensor, bias: Tensor, strict: bool
+) -> Tensor:
+    """Σ_h P_h v_h G_h, written out; strictly causal, keys and values come a token later."""
+    y = torch.zeros(len(x), g.shape[-1])
+    for h, w in enumerate(w_qkv.unbind(1)):
+        q, k, v = (z / (1 + z.square().sum(-1, keepdim=True)).sqrt() for z in x @ w)
+        if strict:
+            k, v = (torch.cat([torch.zeros_like(z[:1]), z[:-1]]) for z in (k, v))
+        y = y + (tau[h] * q @ k.T + bias[h % len(bias)]).softmax(-1) @ v @ g[h]
+    return y
+
+
 def jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """∂f_i/∂x_j as (N, D, N, D), rows by reverse mode."""
     return torch.func.jacrev(f)(x)

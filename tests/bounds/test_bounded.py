@@ -9,20 +9,9 @@ from torch import Tensor
 
 from invformer.bounds import bounded
 from invformer.numerics.bounded_attention import attention_point
-from tests.problems import diagonal_norm, jacobian, norm_from_below
+from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below
 
 FAR = 1e9
-
-
-def attend(x: Tensor, w_qkv: Tensor, tau: Tensor, g: Tensor, bias: Tensor, strict: bool) -> Tensor:
-    """Σ_h P_h v_h G_h, written out; strictly causal, keys and values come a token later."""
-    y = torch.zeros(len(x), g.shape[-1])
-    for w, t, g_h in zip(w_qkv.unbind(1), tau, g, strict=True):
-        q, k, v = (z / (1 + z.square().sum(-1, keepdim=True)).sqrt() for z in x @ w)
-        if strict:
-            k, v = (torch.cat([torch.zeros_like(z[:1]), z[:-1]]) for z in (k, v))
-        y = y + (t * q @ k.T + bias[0]).softmax(-1) @ v @ g_h
-    return y
 
 
 def local_bounds(
@@ -51,7 +40,7 @@ def test_no_dense_jacobian_exceeds_a_bound(strict: bool, scale: float) -> None:
         torch.manual_seed(seed)
         w_qkv, g = torch.randn(3, 2, 5, 3), torch.randn(2, 3, 5)
         tau, x, bias = 4 * torch.rand(2), scale * torch.randn(6, 5), causal(6)
-        jac = jacobian(lambda z, a=(w_qkv, tau, g, bias, strict): attend(z, *a), x)
+        jac = jacobian(lambda z, a=(w_qkv, tau, g, bias, strict): attend_in_ball(z, *a), x)
         found = local_bounds(x, w_qkv, tau, g, bias, strict)
         for norm, certified in (
             ("token_max", bounded.token_max_bound(w_qkv, tau, g)),
@@ -80,7 +69,7 @@ def saturated(tau: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def test_the_key_term_of_the_diagonal_bound_is_attained() -> None:
     """True 2.000, certified 2.000: half the key term, τ W_K/4, is refuted."""
     x, w_qkv, tau, g, bias = saturated(tau=4.0)
-    measured = diagonal_norm(jacobian(lambda z: attend(z, w_qkv, tau, g, bias, False), x))
+    measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, g, bias, False), x))
     bound = bounded.causal_bound(w_qkv, tau, g, [1.0])
     assert measured == pytest.approx(2, rel=1e-6)
     assert measured <= bound <= measured * (1 + 1e-4)
@@ -90,13 +79,13 @@ def test_strictly_causal_the_query_term_alone_is_attained() -> None:
     """A row split between the null token and a saturated one, τ = 4: Cov(v, k) = 1/4, gain 1."""
     w_qkv, one = torch.ones(3, 1, 1, 1), torch.ones(1, 1, 1)
     x, tau, bias = torch.tensor([[FAR], [0.0]]), torch.tensor([4.0]), causal(2)
-    measured = diagonal_norm(jacobian(lambda z: attend(z, w_qkv, tau, one, bias, True), x))
+    measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, one, bias, True), x))
     assert measured == pytest.approx(1, rel=1e-6)
     assert measured <= bounded.causal_bound(w_qkv, tau, one, [1.0], True)
     # Two opposite saturated tokens before it: Cov(v, k) = 1, gain τ.
     x, bias = torch.tensor([[FAR], [-FAR], [0.0]]), causal(3)
     bias[0, :, 0] = torch.tensor([0.0, 0.0, -math.inf])
-    measured = diagonal_norm(jacobian(lambda z: attend(z, w_qkv, tau, one, bias, True), x))
+    measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, one, bias, True), x))
     bound = bounded.causal_bound(w_qkv, tau, one, [1.0], True)
     assert measured == pytest.approx(4, rel=1e-6)
     assert measured <= bound <= measured * (1 + 1e-4)
@@ -108,7 +97,7 @@ def test_strictly_causal_local_bounds_count_a_token_in_the_column_it_moves() -> 
     x, tau = torch.tensor([[FAR], [0.0], [0.0]]), torch.tensor([4.0])
     bias = causal(3)
     bias[0, 2, :2] = -60  # the last row sees the second token alone
-    jac = jacobian(lambda z: attend(z, w_qkv, tau, one, bias, True), x)
+    jac = jacobian(lambda z: attend_in_ball(z, w_qkv, tau, one, bias, True), x)
     measured = norm_from_below(jac, "frobenius")
     assert measured == pytest.approx(math.sqrt(2), rel=1e-6)
     bound = local_bounds(x, w_qkv, tau, one, bias, True)["frobenius"]

@@ -1,7 +1,5 @@
 """Attention maps against naive loops, dense Jacobians and the inputs that break imitations."""
 
-import math
-
 import pytest
 import torch
 
@@ -15,7 +13,7 @@ from invformer.nn import (
 )
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.norms import NORMS
-from tests.problems import diagonal_norm, jacobian, norm_from_below
+from tests.problems import diagonal_norm, jacobian, norm_from_below, paper_attention
 
 WIDTH, HEADS, SEQ_LEN, TARGET = 6, 2, 7, 0.7
 
@@ -33,20 +31,8 @@ def position(kind: str) -> VisibilityMask:
 def test_tied_l2_attention_is_the_papers_formula_with_its_factor_a(kind: str) -> None:
     layer = L2Attention(WIDTH, HEADS, position(kind))
     x = torch.randn(SEQ_LEN, WIDTH)
-    d_head = WIDTH // HEADS
-    bias = layer.position(SEQ_LEN)
-    expected = torch.zeros(SEQ_LEN, WIDTH)
-    for h in range(HEADS):
-        q = x @ layer.w_q[h]
-        a = layer.w_q[h] @ layer.w_q[h].T / math.sqrt(d_head)
-        for i in range(SEQ_LEN):
-            logits = torch.stack(
-                [
-                    -(q[i] - q[j]).square().sum() / math.sqrt(d_head) + bias[h % len(bias), i, j]
-                    for j in range(SEQ_LEN)
-                ]
-            )
-            expected[i] += logits.softmax(0) @ x @ a @ layer.w_v[h] @ layer.w_o[h]
+    bias = layer.position(SEQ_LEN).expand(HEADS, -1, -1)
+    expected = paper_attention(x, layer.w_q, layer.w_v, layer.w_o.flatten(0, 1), bias)
     torch.testing.assert_close(layer(x), expected)
 
 

@@ -1,12 +1,14 @@
 """Attention in the unit ball: its formula, its Jacobian, its theorem."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.func import jacrev
 
 from invformer.bounds import bounded
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from tests.problems import attend_in_ball, jacobian
 
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
 
@@ -37,26 +39,10 @@ def layer(
     return attention.eval()
 
 
-def dense_jacobian(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
-    """∂f/∂X as (N, D, N, D), by automatic differentiation of the plain formula."""
-    return jacrev(lambda z: plain(attention, z))(x).detach()
-
-
 def plain(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
     """The formula, head by head."""
-    w_qkv, temperature, g = attention.weights()
-    y = torch.zeros_like(x)
-    for head in range(HEADS):
-        q, k, v = (
-            z / torch.sqrt(1 + (z**2).sum(-1, keepdim=True))
-            for z in (x @ w_qkv[part, head] for part in range(3))
-        )
-        if attention.strictly_causal:
-            k, v = (torch.cat([torch.zeros(1, D_HEAD), z[:-1]]) for z in (k, v))
-        bias = attention.position(x.shape[-2])
-        logits = temperature[head] * q @ k.T + bias[min(head, bias.shape[0] - 1)]
-        y = y + logits.softmax(-1) @ v @ g[head]
-    return y
+    bias = attention.position(len(x))
+    return attend_in_ball(x, *attention.weights(), bias, attention.strictly_causal)
 
 
 @pytest.mark.parametrize("kind", ["bias", "causal", "full", "strict"])
@@ -126,7 +112,7 @@ def test_a_token_that_does_not_see_itself_reaches_its_row_by_its_query_alone() -
     with torch.no_grad():
         attention.log_sharpness[0] = -30.0  # no queries: rows know the past only
         attention.log_sharpness[1:] += 1.0
-        dense = dense_jacobian(attention, x)
+        dense = jacobian(partial(plain, attention), x)
         scaled = torch.stack([dense[i, :, i] for i in range(TOKENS)]).norm() / dense.norm()
         assert scaled < 1e-10
         assert attention.causal_bound() <= attention.lipschitz_target
