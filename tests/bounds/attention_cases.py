@@ -1,4 +1,4 @@
-"""Tied L2 attentions with chosen inputs, masks and output maps."""
+"""Tied L2 attentions with chosen inputs and masks."""
 
 import math
 
@@ -9,7 +9,6 @@ from invformer.numerics import l2_attention as core
 from tests.problems import AttentionProblem
 
 MASKS = ("none", "causal", "causal and relative")
-OUTPUT_MAPS = ("orthogonal", "gaussian", "paper")
 
 
 class AttentionCase(AttentionProblem):
@@ -41,9 +40,8 @@ def attention_case(
     scale: float = 1.0,
     clustered: bool = False,
     mask: str = "none",
-    output_map: str = "orthogonal",
 ) -> AttentionCase:
-    """Gaussian or clustered tokens; diffuse attention at scale 0.1, one-hot at scale 5."""
+    """Gaussian or clustered tokens, orthogonal G; diffuse attention at scale 0.1, one-hot at 5."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -51,15 +49,7 @@ def attention_case(
 
     d_head = d_model // num_heads
     w_q = normal(num_heads, d_model, d_head) / math.sqrt(d_model)
-    orthogonal = torch.linalg.qr(normal(d_model, d_model)).Q.reshape(num_heads, d_head, d_model)
-    match output_map:
-        case "orthogonal":
-            g = orthogonal
-        case "gaussian":
-            g = normal(num_heads, d_head, d_model) / math.sqrt(d_model)
-        case _:
-            w_v = normal(num_heads, d_model, d_head) / math.sqrt(d_model)
-            g = w_q.mT @ w_v @ orthogonal / math.sqrt(d_head)
+    g = torch.linalg.qr(normal(d_model, d_model)).Q.reshape(num_heads, d_head, d_model)
     x = normal(num_tokens, d_model)
     if clustered:
         centres = normal(4, d_model)
