@@ -356,11 +356,9 @@ class StackedBoundedAttention(StackedAttention):
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = like.delayed(dz.chunk(3, -1))
-            dq, dk, dv = own(dq, chosen).squeeze(2), dk, dv
-            dq, dk, dv = (t.unflatten(-1, (self.num_heads, -1)) for t in (dq, dk, dv))
-            return rows.jvp(at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)).flatten(
-                -2
-            )
+            dq, dk, dv = map(self.heads, (own(dq, chosen).squeeze(2), dk, dv))
+            dy = rows.jvp(at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv))
+            return dy.flatten(-2)
 
         def pull(dy: Tensor) -> Tensor:
             dq, dk, dv = rows.vjp(self.heads(dy))
