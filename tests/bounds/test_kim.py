@@ -134,14 +134,6 @@ def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
         assert norm_from_below(row, "entry_max") <= entry_max_composite_bound(w, w, num_tokens)
 
 
-def test_a_number_of_tokens_is_the_mass_without_a_bias() -> None:
-    log_mass = torch.tensor([math.log(63.0)])
-    (by_number,), (by_mass,) = mean_gaps(64, 1), mean_gaps(log_mass, 1)
-    assert by_number <= by_mass <= by_number * (1 + 1e-8)
-    assert mean_gaps(1, 2) == [0, 0]
-    assert mean_gaps(torch.tensor([-math.inf]), 3) == [0, 0, 0]
-
-
 def test_what_is_not_finite_gets_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
     for unknown in (math.nan, math.inf):

@@ -11,7 +11,6 @@ from invformer.data import windows
 from invformer.data.windows import (
     EvaluationWindows,
     TrainingWindows,
-    shuffled,
 )
 
 
@@ -61,12 +60,6 @@ def test_over_many_epochs_every_character_is_used_equally_often() -> None:
     share = (n - n % seq_len) / n
     deviation = (epochs * share * (1 - share)) ** 0.5
     assert (used - epochs * share).abs().max() < 5 * deviation
-
-
-@settings(deadline=None)
-@given(st.integers(1, 3000), st.lists(st.integers(0, (1 << 31) - 1), min_size=4, max_size=4))
-def test_a_permutation_that_is_not_held_in_memory_is_one(size: int, keys: list[int]) -> None:
-    assert sorted(shuffled(torch.arange(size), size, keys).tolist()) == list(range(size))
 
 
 def test_an_epoch_of_very_many_windows_uses_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
