@@ -189,9 +189,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     """Peak memory against time of a step."""
     figure, (axes,) = panels(1, 1)
     curves(axes, rows, "time", "peak", ("kind", "strategy"))
-    axes.set(
-        xlabel="seconds a training step", ylabel="peak memory, MiB", xscale="log", yscale="log"
-    )
+    axes.set(xlabel="seconds a training step", ylabel="peak memory, MiB", xscale="log")
     return figure
 
 
