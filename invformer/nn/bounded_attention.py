@@ -241,9 +241,9 @@ def composed_gain(
         gain = torch.hypot(value, temperature * torch.maximum(query, key))
         return math.sqrt(gain.shape[-1]) * gain
     parts = diagonal_block_parts(sharpness, temperature, strictly_causal)
-    gain = torch.linalg.vector_norm(parts, dim=-2)
-    shares = parts / gain.unsqueeze(-2)
-    return gain * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
+    gain = torch.linalg.vector_norm(parts, dim=-2, keepdim=True)
+    shares = parts / gain
+    return gain.squeeze(-2) * shares.square().amax(-1).sum(-1).sqrt().unsqueeze(-1)
 
 
 def diagonal_block_parts(
