@@ -29,29 +29,31 @@ class MuonWithAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both parts; where ``found_inf`` is 1, it leaves the weights as they are.
+        """One update of both parts, or none where ``found_inf`` is 1.
 
         ``found_inf`` is an attribute that a training loop may set, as PyTorch's fused optimisers
-        have it: a scalar on the device, which is not waited for. What the optimiser remembers then
-        decays, as with a gradient of zero.
+        have it: a scalar on the device, which is not waited for.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        before: dict[torch.Tensor, torch.Tensor] = {}
-        for p in (p for group in self.param_groups for p in group["params"]):
-            if skip is not None and p.grad is not None:
-                before[p] = p.clone()
-                p.grad.masked_fill_(skip.bool(), 0)
+        muon, adamw = self.parts
+        adamw.found_inf = skip  # type: ignore[attr-defined]  # its fused kernel looks at it
+        held: list[torch.Tensor] = []
+        if skip is not None:
+            memory = [m for state in muon.state.values() for m in state.values()]
+            held = [*self.param_groups[0]["params"], *memory]
+        before = flat(held) if held else None
         for part, group in zip(self.parts, self.param_groups, strict=True):
             for inner in part.param_groups:
                 inner["lr"] = group["lr"]
             part.step()
-        for p, kept in before.items():
-            assert skip is not None
-            p.copy_(torch.where(skip.bool(), kept, p))
+        if skip is not None and before is not None:
+            chosen = torch.where(skip.bool(), before, flat(held)).split([t.numel() for t in held])
+            values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
+            torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
         return loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -69,6 +71,11 @@ class MuonWithAdamW(Optimizer):
         for key in ("lr", "initial_lr"):
             for group, value in zip(self.param_groups, state_dict[key], strict=True):
                 group[key] = value
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """All entries in one vector: one launch for all."""
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

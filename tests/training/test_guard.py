@@ -15,6 +15,7 @@ from invformer.errors import NonFiniteError
 from invformer.training.fit import fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
+from invformer.training.optimizers import build_optimizer
 from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
 
 BAD_STEP, LAST_SAVED = 9, 7
@@ -149,6 +150,32 @@ def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
     with pytest.raises(NonFiniteError, match=rf"step {BAD_STEP}: the loss \(inf\) is not finite"):
         fit(run)
     require_same(before, state_of(run))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_an_optimiser_leaves_everything_as_it_is_while_the_guard_says_so(name: str) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
+    optimizer = build_optimizer(
+        model, name, lr=0.1, muon_lr=0.1, betas=(0.9, 0.99), weight_decay=0.1
+    )
+
+    def step(gradient: float, skip: float | None) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        optimizer.found_inf = None if skip is None else torch.tensor(skip)  # type: ignore[attr-defined]
+        optimizer.step()
+
+    step(0.5, None)
+    weights, memory = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    step(NAN, 1.0)
+    require_same(weights, dict(model.state_dict()))
+    require_same(memory, optimizer.state_dict())
+    step(0.25, 0.0)
+    guarded = copy.deepcopy(model.state_dict())
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(memory)
+    step(0.25, None)
+    require_same(guarded, model.state_dict())
 
 
 def inspect(guard: UpdateGuard, step: int, loss: float, *gradients: float) -> Tensor:
