@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch
 
 from invformer.config.section import option
-from studies.price import call, validations
 from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
+from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, main
 
 NO_ACTNORM = "model.activation_norm=false"
@@ -117,7 +117,7 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """The unchanged model first, then the variants, one seed after the other."""
     names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
-    threads = [] if options.num_threads is None else [f"trainer.num_threads={options.num_threads}"]
+    threads = words_of_threads(options.num_threads)
     return [
         Case(
             variant=name,

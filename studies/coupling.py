@@ -29,7 +29,6 @@ from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
-from studies.price import validations
 from studies.report import (
     Figure,
     Finding,
@@ -42,6 +41,7 @@ from studies.report import (
     panels,
     table,
 )
+from studies.runs import validations
 from studies.states import trained, windows
 from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (

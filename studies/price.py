@@ -5,11 +5,10 @@ continues where it was. Of every kind and budget the learning rate with the best
 validation split counts, and its loss on the test split is reported, beside that of a 5-gram of the
 same training text. Kinds have as many parameters as nanoGPT's CPU model.
 
-Verdict: at every budget each certified kind is at most ``allowed`` nats behind the twin.
+Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind the twin.
 """
 
 import json
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any, ClassVar
 import torch
 
 from invformer.config.section import option
-from invformer.errors import InvformerError
-from invformer.runs.run_log import read_rows
 from studies.report import (
     Figure,
     Finding,
@@ -34,9 +31,9 @@ from studies.report import (
     panels,
     values,
 )
+from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, main
 
-ROOT = Path(__file__).parents[1]
 ALLOWED = 0.01  # nats
 TWIN = "twin"
 KINDS = {
@@ -46,7 +43,6 @@ KINDS = {
     TWIN: "experiment=nanogpt_cpu model=dot_product model.num_heads=8 model.activation=gelu",
 }
 QUIET = "logger=none monitor.enabled=false trainer.progress=false trainer.sample_length=0"
-SCORED = "evaluate.lipschitz_sequences=0 evaluate.device="
 
 
 @dataclass(kw_only=True)
@@ -99,10 +95,13 @@ class Result:
     proven: float | None  # share of characters at the beginning of the test split
 
 
+# The rows of every kind and budget.
+Chosen = dict[tuple[str, int], list[tuple[Case, Result]]]
+
+
 def cases(options: Options) -> list[Case]:
     """One seed after the other, small budgets first."""
-    threads = [] if options.num_threads is None else [f"trainer.num_threads={options.num_threads}"]
-    every = f"trainer.val_every={options.val_every}"
+    every, threads = f"trainer.val_every={options.val_every}", words_of_threads(options.num_threads)
     words = " ".join([*QUIET.split(), every, *threads, *options.overrides])
     return [
         Case(kind, budget, rate, seed, words, str(options.folder / "runs"))
@@ -129,23 +128,11 @@ def measure(case: Case, device: torch.device) -> Result:
     call("train.py", *command(case))  # on the same device: a GPU if there is one
     reports = {}
     for split in ("val", "test"):
-        asked = [f"data.split={split}", *f"{SCORED}{device.type}".split()]
-        call("evaluate.py", f"checkpoint={case.run}", *asked)
+        asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
+        call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
         file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
         reports[split] = json.loads(file.read_text(encoding="utf-8"))
     return result_of(reports["val"], reports["test"], validations(case.run))
-
-
-def call(program: str, *words: str) -> None:
-    """Run a command of the project; what it prints goes to stderr."""
-    code = subprocess.call([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
-    if code:
-        raise InvformerError(f"{program} {' '.join(words)} ended with exit code {code}")
-
-
-def validations(run: Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's validations."""
-    return [row for row in read_rows(run.expanduser() / "metrics.jsonl") if "val/nats" in row]
 
 
 def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
@@ -164,7 +151,7 @@ def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, An
     )
 
 
-def best(rows: Rows[Case, Result]) -> dict[tuple[str, int], list[tuple[Case, Result]]]:
+def best(rows: Rows[Case, Result]) -> Chosen:
     """Of every kind and budget the rows of the rate with the best mean on the validation split."""
     return {
         key: min(by(group, "rate").values(), key=lambda same: mean(same, "val"))
@@ -172,10 +159,22 @@ def best(rows: Rows[Case, Result]) -> dict[tuple[str, int], list[tuple[Case, Res
     }
 
 
+def prices(
+    chosen: dict[tuple[str, int], list[tuple[Case, Result]]],
+) -> dict[tuple[str, int], float]:
+    """Nats of the test split by which a kind is behind the twin, where there is one."""
+    return {
+        (kind, budget): mean(group, "test") - mean(chosen[TWIN, budget], "test")
+        for (kind, budget), group in chosen.items()
+        if kind != TWIN and (TWIN, budget) in chosen
+    }
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every kind and budget at its best rate, beside the twin."""
     lines, findings = [], list[Finding]()
     chosen = best(rows)
+    found = prices(chosen)
     for (kind, budget), group in chosen.items():
         tests = values(group, "test")
         case, one = group[0]
@@ -185,8 +184,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
             "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
             "passed": one.passed, "certified": one.certified, "proven": one.proven,
         }  # fmt: skip
-        if kind != TWIN and (TWIN, budget) in chosen:
-            line["price"] = price = fmean(tests) - mean(chosen[TWIN, budget], "test")
+        if (price := found.get((kind, budget))) is not None:
+            line["price"] = price
             findings.append((price <= ALLOWED, f"{kind} {price:+.4f} at {budget}"))
         lines.append(line)
     seeds = len(set(values(rows, "seed")))
@@ -199,13 +198,9 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     chosen = best(rows)
     figure, (loss, price) = panels(1, 2)
     curves(loss, [row for group in chosen.values() for row in group], "budget", "test", ("kind",))
-    gaps = {
-        (kind, budget): mean(group, "test") - mean(chosen[TWIN, budget], "test")
-        for (kind, budget), group in sorted(chosen.items())
-        if kind != TWIN and (TWIN, budget) in chosen
-    }
-    for index, kind in enumerate(dict.fromkeys(kind for kind, _ in gaps)):
-        points = [(budget, gap) for (name, budget), gap in gaps.items() if name == kind]
+    gaps = sorted(prices(chosen).items())
+    for index, kind in enumerate(dict.fromkeys(kind for (kind, _), _ in gaps)):
+        points = [(budget, gap) for (name, budget), gap in gaps if name == kind]
         price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
