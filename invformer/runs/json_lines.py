@@ -1,5 +1,6 @@
 """Writing metrics.jsonl, as a logger of Lightning's; reading it (run_log.py) needs no Lightning."""
 
+import bisect
 import json
 import logging
 import math
@@ -25,7 +26,7 @@ class JsonLinesLogger(Logger):
     """``metrics.jsonl``, the record of the run: one JSON object per line, one line per step.
 
     A resumed run writes the rows from ``first_step`` on again, so the old ones are dropped first.
-    Lines that are no rows, or have the step of another row, are moved to ``metrics.damaged``, and a
+    Lines that are no rows, or whose step is out of order, are moved to ``metrics.damaged``, and a
     warning names the steps without a row.
 
     The newest row waits until a later step or :meth:`save`: the numbers of a validation join it.
@@ -38,7 +39,7 @@ class JsonLinesLogger(Logger):
         super().__init__()
         self.path = path
         self.step, self.row = -1, Row()  # that waits
-        self.newest = -1  # step in the file
+        self.newest, self._begin = -1, 0  # step in the file, and where its row begins
         try:
             self._take_up(first_step)
         except FileNotFoundError:
@@ -78,12 +79,12 @@ class JsonLinesLogger(Logger):
         try:
             if self.step == self.newest:
                 content = read_all(self.path)
-                begin = content.rfind(b"\n", 0, -1) + 1
-                last = read_row(content[begin:]) or {"step": self.step}
+                last = read_row(content[self._begin :]) or {"step": self.step}
                 joined = json.dumps(last | finite).encode() + b"\n"
-                replace_file(self.path, content[:begin] + joined)
+                replace_file(self.path, content[: self._begin] + joined)
             else:
                 with open_kept(self.path) as file:
+                    self._begin = file.seek(0, os.SEEK_END)
                     file.write(json.dumps({"step": self.step, **finite}).encode() + b"\n")
         except OSError as error:
             raise StorageError(f"{self.path}: cannot write metrics ({error.strerror})") from error
@@ -92,28 +93,45 @@ class JsonLinesLogger(Logger):
     def _take_up(self, first_step: int) -> None:
         """Keep the rows before a step, move away what is damaged, say what is missing."""
         content = read_all(self.path)
-        found = [(line, read_row(line)) for line in content.split(b"\n") if line]
-        ours = [n for n, (_, row) in enumerate(found) if row and row["step"] < first_step]
-        end = ours[-1] + 1 if ours else 0  # what follows is written again
-        kept: dict[int, bytes] = {}
-        damaged = []
-        for line, row in found[:end]:
-            if row is None or row["step"] >= first_step or row["step"] in kept:
-                damaged.append(line)
-            else:
-                kept[row["step"]] = line
-        if report_gaps(self.path, sorted(kept), first_step):
-            damaged += [line for line, row in found[end:] if row is None]
+        *lines, torn = content.split(b"\n")
+        if read_row(torn) is not None:
+            lines.append(torn)
+        steps = {n: row["step"] for n, line in enumerate(lines) if (row := read_row(line))}
+        ordered = longest_increase(steps)
+        kept = [n for n in ordered if steps[n] < first_step]
+        is_missing = report_gaps(self.path, [steps[n] for n in kept], first_step)
+        damaged = [line for n, line in enumerate(lines) if line and n not in set(ordered)]
+        if is_missing and torn:  # else it was being written when the process was killed
+            damaged.append(torn)
         if damaged:
             with open_kept(self.path.with_name(DAMAGED)) as file:
                 file.write(b"\n".join(damaged) + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
             log.warning("%s: %d damaged lines are now in %s", self.path, len(damaged), DAMAGED)
-        whole = b"".join(line + b"\n" for _, line in sorted(kept.items()))
+        whole = b"".join(lines[n] + b"\n" for n in kept)
         if whole != content:
             replace_file(self.path, whole)
-        self.newest = max(kept, default=-1)
+        if kept:
+            self.newest = steps[kept[-1]]
+            self._begin = len(whole) - len(lines[kept[-1]]) - 1
+
+
+def longest_increase(steps: Mapping[int, int]) -> list[int]:
+    """The keys of the longest subsequence of increasing steps."""
+    ends: list[int] = []  # the smallest step at which a subsequence of each length ends
+    keys: list[int] = []  # of these steps
+    before: dict[int, int | None] = {}
+    for key, step in steps.items():
+        length = bisect.bisect_left(ends, step)
+        before[key] = keys[length - 1] if length else None
+        ends[length : length + 1], keys[length : length + 1] = [step], [key]
+    found: list[int] = []
+    last = keys[-1] if keys else None
+    while last is not None:
+        found.append(last)
+        last = before[last]
+    return found[::-1]
 
 
 def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> bool:

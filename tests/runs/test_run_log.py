@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,22 @@ def test_a_damaged_line_costs_no_other_row_and_is_kept_beside_the_file(
     assert any("no rows for steps 12 to 12" in record.getMessage() for record in caplog.records)
 
 
+def test_flipped_bits_lose_one_row_at_most_or_two_that_became_one_line(tmp_path: Path) -> None:
+    path, content = tmp_path / "metrics.jsonl", b"\n".join(LINES) + b"\n"
+    for seed in range(60):
+        place, bit = random.Random(seed).randrange(8 * len(content)) // 8, seed % 8
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << bit
+        path.write_bytes(flipped)
+        JsonLinesLogger(path, first_step=30)
+        kept = {row["step"] for row in read_rows(path)}
+        assert len(kept) >= 28
+        aside = tmp_path / "metrics.damaged"
+        lines = path.read_bytes() + (aside.read_bytes() if aside.exists() else b"")
+        assert sorted(lines.split()) == sorted(bytes(flipped).split())
+        aside.unlink(missing_ok=True)
+
+
 def test_rows_written_twice_are_in_the_file_once(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join([*LINES[:20], *LINES[10:]]) + b"\n")
@@ -83,6 +100,13 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
         f"{path}: 1 damaged lines are now in metrics.damaged",
         f"{path}: there are no rows for steps 0 to 1",
     ]
+
+
+def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
+    write_rows(path, {2: {"val/bpc": 3.0}, 3: {"x": 1.0}}, first_step=3)
+    assert read_rows(path)[2:] == [{"step": 2, "x": 1.0, "val/bpc": 3.0}, {"step": 3, "x": 1.0}]
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
