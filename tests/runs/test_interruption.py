@@ -14,7 +14,7 @@ from torch import Tensor
 import invformer.training.fit as fit_module
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.errors import CertificateViolation, Interrupted, RankLost
+from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
 from invformer.runs.collective import backends
@@ -83,6 +83,18 @@ def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at
     assert ("certificate" in run.resume.metadata) == (stop_at == 3)
     fit_module.fit(run)
     assert run.trainer.global_step == 8
+
+
+def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_not_finite(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    run = run_of(folder, stop_at=5)
+    weight = run.module.model.head.weight
+    weight.register_hook(lambda g: g / 0 if run.trainer.global_step == 5 else g)
+    with pytest.raises(NonFiniteError, match=r"step 5: the gradient of head\.weight"):
+        fit_module.fit(run)
+    assert [path.name for path in run.directory.checkpoints.iterdir()] == ["step-00000004"]
 
 
 def check_in_one_of_two(row: dict[str, float]) -> None:
