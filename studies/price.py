@@ -10,6 +10,7 @@ Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind 
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -95,8 +96,9 @@ class Result:
     proven: float | None  # share of characters at the beginning of the test split
 
 
-# The rows of every kind and budget.
-Chosen = dict[tuple[str, int], list[tuple[Case, Result]]]
+# The rows of every kind and budget; nats that a kind is behind at a budget, or after minutes.
+Chosen = dict[tuple[str, int], list[tuple[Any, Result]]]
+Prices = Mapping[tuple[str, float], float]
 
 
 def cases(options: Options) -> list[Case]:
@@ -159,9 +161,7 @@ def best(rows: Rows[Case, Result]) -> Chosen:
     }
 
 
-def prices(
-    chosen: dict[tuple[str, int], list[tuple[Case, Result]]],
-) -> dict[tuple[str, int], float]:
+def prices(chosen: Chosen) -> Prices:
     """Nats of the test split by which a kind is behind the twin, where there is one."""
     return {
         (kind, budget): mean(group, "test") - mean(chosen[TWIN, budget], "test")
@@ -172,22 +172,32 @@ def prices(
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every kind and budget at its best rate, beside the twin."""
-    lines, findings = [], list[Finding]()
     chosen = best(rows)
     found = prices(chosen)
-    for (kind, budget), group in chosen.items():
-        tests = values(group, "test")
-        case, one = group[0]
-        line: dict[str, Any] = {
-            "kind": kind, "steps": budget, "rate": case.rate, "parameters": one.parameters,
-            "val": mean(group, "val"), "test": fmean(tests),
-            "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
-            "passed": one.passed, "certified": one.certified, "proven": one.proven,
-        }  # fmt: skip
-        if (price := found.get((kind, budget))) is not None:
-            line["price"] = price
-            findings.append((price <= ALLOWED, f"{kind} {price:+.4f} at {budget}"))
-        lines.append(line)
+    lines = [line_of(group) | {"price": found.get(key)} for key, group in chosen.items()]
+    return verdict(rows, lines, found, "at {} steps")
+
+
+def line_of(group: Rows[Case, Result]) -> dict[str, Any]:
+    """A line of the table: rows that differ in their seeds."""
+    tests = values(group, "test")
+    case, one = group[0]
+    return {
+        "kind": case.kind, "steps": case.budget, "rate": case.rate, "parameters": one.parameters,
+        "val": mean(group, "val"), "test": fmean(tests),
+        "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
+        "passed": one.passed, "certified": one.certified, "proven": one.proven,
+    }  # fmt: skip
+
+
+def verdict(
+    rows: Rows[Case, Result], lines: list[dict[str, Any]], found: Prices, where: str
+) -> Summary:
+    """No price is above what is allowed."""
+    findings: list[Finding] = [
+        (price <= ALLOWED, f"{kind} {price:+.4f} {where.format(f'{at:g}')}")
+        for (kind, at), price in found.items()
+    ]
     seeds = len(set(values(rows, "seed")))
     why = f"at most {ALLOWED} nats asked, {seeds} seed{'s' if seeds > 1 else ''}"
     return judged(findings, lines, "ours", why)
@@ -196,18 +206,26 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss on the test split against the budget, and what each kind pays."""
     chosen = best(rows)
+    same = [row for group in chosen.values() for row in group]
+    return loss_and_price(same, "budget", "optimiser steps", prices(chosen), "the twin")
+
+
+def loss_and_price(
+    rows: Rows[Case, Result], x: str, unit: str, found: Prices, other: str
+) -> Figure:
+    """Curves of the test split's loss and of prices against ``x``."""
     figure, (loss, price) = panels(1, 2)
-    curves(loss, [row for group in chosen.values() for row in group], "budget", "test", ("kind",))
-    gaps = sorted(prices(chosen).items())
+    curves(loss, rows, x, "test", ("kind",))
+    gaps = sorted(found.items())
     for index, kind in enumerate(dict.fromkeys(kind for (kind, _), _ in gaps)):
-        points = [(budget, gap) for (name, budget), gap in gaps if name == kind]
+        points = [(at, gap) for (name, at), gap in gaps if name == kind]
         price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
     price.axhline(ALLOWED, color="0.8", label="allowed")
-    price.set(ylabel="nats per character behind the twin", title="price")
+    price.set(ylabel=f"nats per character behind {other}", title="price")
     for axes in (loss, price):
-        axes.set(xscale="log", xlabel="optimiser steps, each with its own schedule")
+        axes.set(xscale="log", xlabel=f"{unit}, each with its own schedule")
     return figure
 
 

@@ -37,6 +37,8 @@ SMALL = {
     "damage": "models=[CERTIFIED,TWIN] bits=[12,4] noise=[2] dropped=[1] num_windows=2",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
     "data.val_characters=200",
+    "equal_time": f"kinds=[nanogpt,certified] minutes=[1e-6] num_turns=1 overrides=[{RUN},"
+    "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "frontier": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} num_windows=2 "
     "probe_steps=20 certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
     "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",

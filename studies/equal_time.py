@@ -1,0 +1,256 @@
+"""nanoGPT and certified models that train for the same time of one thread.
+
+A step of every kind is timed first, in turns with the others, and minutes become so many steps of
+each; ``seconds.json`` keeps the times, so that the same command asks for the same steps. Every run
+has a schedule of its own. As steps are fixed, a busy machine changes no result.
+
+nanoGPT is what its README trains on a CPU, with its own learning rate and with the best of three.
+Our models are runs of ``train.py`` as in :mod:`studies.price`, at one rate of Muon. All see the
+same windows in the same order, and the same code scores them on whole splits.
+
+Verdict: every certified kind is at most ``ALLOWED`` nats behind the best other kind of each time.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Integer
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from invformer.assemble.model import build_model
+from invformer.config import load_config
+from invformer.config.schema import TrainConfig
+from invformer.config.section import option
+from invformer.data.corpora import read_corpus
+from invformer.data.vocabulary import Vocabulary
+from invformer.data.windows import EvaluationWindows
+from invformer.evaluation.likelihood import score
+from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.report import write_json
+from invformer.kernels.host import keep_freed_memory
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.precision import denormals_flushed
+from invformer.training.optimizers import build_optimizer, warmup_cosine
+from studies import price
+from studies.price import QUIET, TWIN, Prices, Result, best, line_of, loss_and_price, verdict
+from studies.report import Figure, Rows, Summary, by, mean
+from studies.runs import words_of_threads
+from studies.study import Study, StudyOptions, main, progress
+from studies.training import GRAD_CLIP, train
+
+NANOGPT, TUNED = "nanogpt", "nanogpt_tuned"
+RATE = 1e-3  # nanoGPT's own
+SETTINGS = (
+    "experiment=nanogpt_cpu model=dot_product model.num_heads=4 model.activation=gelu "
+    "model.position_bias=false model.attention_kernel=sdpa "
+    "optim=adamw optim.weight_decay=0.1 optim.min_lr_fraction=0.1"
+)
+KINDS = {NANOGPT: SETTINGS, TUNED: SETTINGS, **price.KINDS}
+UNCERTIFIED = (NANOGPT, TUNED, TWIN)
+TURN = 10  # steps of a kind before the next one's turn
+
+
+@dataclass(kw_only=True)
+class Options(StudyOptions):
+    """Train nanoGPT, the twin and certified models for the same minutes of one thread."""
+
+    program: ClassVar[str] = "-m studies.equal_time"
+    kinds: list[str] = option([*UNCERTIFIED, "certified", "token_max"], ", ".join(KINDS))
+    minutes: list[float] = option([3.0, 6.0, 12.0], "of one thread", within="[1e-6, 1e6]")
+    adam_rates: list[float] = option([2e-3, 4e-3, 8e-3], "of nanogpt_tuned", within="(0, 10]")
+    muon_rate: float = option(1e-2, "of the kinds that Muon trains", within="(0, 10]")
+    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
+    num_turns: int = option(10, f"of {TURN} timed steps a kind", within="[1, 1e4]")
+    overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")
+
+    def check(self) -> None:
+        """Every kind exists."""
+        for name in self.kinds:
+            if name not in KINDS:
+                self.refuse("kinds", f"no kind {name!r}; there are {', '.join(KINDS)}")
+
+    def rates(self, kind: str) -> list[float]:
+        """The peak learning rates of a kind."""
+        return {NANOGPT: [RATE], TUNED: self.adam_rates}.get(kind, [self.muon_rate])
+
+
+@dataclass(frozen=True)
+class Case(price.Case):
+    """One run, of as many steps as fit into ``minutes``."""
+
+    minutes: float
+
+
+def cases(options: Options) -> list[Case]:
+    """One seed after the other, the least time first."""
+    seconds = step_seconds(options)
+    words = " ".join([*QUIET.split(), *words_of_threads(options.num_threads), *options.overrides])
+    return [
+        Case(
+            kind, steps, rate, seed, f"{words} trainer.val_every={steps}",
+            str(options.folder / "runs"), minutes,
+        )
+        for seed in range(options.seed, options.seed + options.num_seeds)
+        for minutes in options.minutes
+        for kind in options.kinds
+        for steps in [max(1, round(60 * minutes / seconds[kind]))]
+        for rate in options.rates(kind)
+    ]  # fmt: skip
+
+
+def measure(case: Case, device: torch.device) -> Result:
+    """Train, and score both splits."""
+    ours = case.kind in price.KINDS
+    return price.measure(case, device) if ours else measure_nanogpt(case, device)
+
+
+# --- how long a step takes -----------------------------------------------------------------------
+
+
+def step_seconds(options: Options) -> dict[str, float]:
+    """Median seconds of a training step of every kind, measured once for a folder."""
+    file = options.folder / "seconds.json"
+    known: dict[str, float] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    words = {kind: " ".join([KINDS[kind], *options.overrides]) for kind in options.kinds}
+    if not known.keys() >= set(words.values()):
+        steps = {one: steps_of(one.split()) for one in dict.fromkeys(words.values())}
+        times: dict[str, list[float]] = {one: [] for one in steps}
+        keep_freed_memory()
+        with denormals_flushed():  # as train.py does
+            for _ in progress(range(1 + options.num_turns), "timing"):
+                for one, take in steps.items():
+                    start = time.process_time()  # without what other programs take
+                    take()
+                    times[one].append((time.process_time() - start) / TURN)
+        known = {one: median(found[1:]) for one, found in times.items()}  # the first warms up
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(known, file)
+    return {kind: known[one] for kind, one in words.items()}
+
+
+def steps_of(words: list[str]) -> Callable[[], Any]:
+    """``TURN`` training steps of a configuration."""
+    config = load_config(words, TrainConfig)
+    vocab_size, texts = read(config)
+    model, optimiser = build(config, vocab_size)
+    return partial(
+        train, model, texts["train"], optimiser, num_steps=TURN, seed=0, grad_clip=GRAD_CLIP,
+        batch_size=config.data.batch_size,
+    )  # fmt: skip
+
+
+def read(config: TrainConfig) -> tuple[int, dict[str, Integer[Tensor, "characters"]]]:
+    """Number of symbols, and every split in them."""
+    corpus = read_corpus(config.data)
+    vocabulary = Vocabulary.from_text(corpus.split("train"))
+    splits = ("train", "val", "test")
+    return vocabulary.size, {split: vocabulary.encode(corpus.split(split)) for split in splits}
+
+
+def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimizer]:
+    """The model of a configuration and its optimiser; nanoGPT is the one with AdamW."""
+    optim = config.optim
+    model = build_model(config.model, vocab_size, config.data.seq_len).float()
+    options: dict[str, Any] = {
+        "lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay,
+    }  # fmt: skip
+    if optim.name == "muon":
+        return model, build_optimizer(model, "muon", muon_lr=optim.muon_lr, **options)
+    turn_into_nanogpt(model)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
+    return model, AdamW([{"params": matrices}, vectors], fused=True, **options)
+
+
+# --- nanoGPT -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def turn_into_nanogpt(model: CharTransformer) -> None:
+    """No biases, the head tied to the embedding, weights of 0.02; less on the way to the stream."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.register_parameter("bias", None)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            last = name.endswith(("out.weight", "inner.2.weight"))
+            shrink = math.sqrt(2 * len(model.stack.blocks)) if last else 1.0
+            nn.init.normal_(parameter, std=0.02 / shrink)
+    model.head.weight = model.embedding.token.weight
+
+
+def measure_nanogpt(case: Case, device: torch.device) -> Result:
+    """Train nanoGPT and score it on whole splits."""
+    rate = f"optim.lr={case.rate:g}"
+    config = load_config([*SETTINGS.split(), *case.words.split(), rate], TrainConfig)
+    vocab_size, texts = read(config)
+    torch.manual_seed(case.seed)
+    model, optimiser = build(config, vocab_size)
+    warmup = min(100, case.budget // 10 + 1)
+    schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
+    train(
+        model.to(device), texts["train"], optimiser, num_steps=case.budget, seed=case.seed,
+        batch_size=config.data.batch_size, grad_clip=GRAD_CLIP, schedule=schedule,
+    )  # fmt: skip
+    model.eval()
+    length, nats = config.data.seq_len, {}
+    for split in ("val", "test"):
+        windows = EvaluationWindows(texts[split], length, length)
+        ngram = witten_bell_nats(texts["train"], texts[split], vocab_size=vocab_size)
+        nats |= {split: score(model, windows, device).nats, f"{split}_ngram": ngram}
+    return Result(
+        sum(p.numel() for p in model.parameters()), **nats,
+        passed=None, certified=None, proven=None,
+    )  # fmt: skip
+
+
+# --- who is ahead --------------------------------------------------------------------------------
+
+
+def summarise(rows: Rows[Case, Result]) -> Summary:
+    """Every kind and time at its best rate, certified ones beside the best other."""
+    same = chosen(rows)
+    found = prices(same)
+    lines = [
+        {"minutes": key[1]} | line_of(group) | {"price": found.get(key)}
+        for key, group in by(same, "kind", "minutes").items()
+    ]
+    return verdict(rows, lines, found, "after {} min")
+
+
+def chosen(rows: Rows[Case, Result]) -> Rows[Case, Result]:
+    """The rows of every kind and time at the rate that is best on the validation split."""
+    return [row for group in best(rows).values() for row in group]
+
+
+def prices(rows: Rows[Case, Result]) -> Prices:
+    """Nats of the test split by which a certified kind is behind the best other of a time."""
+    found: dict[tuple[str, float], float] = {}
+    for minutes, group in by(rows, "minutes").items():
+        tests = {kind: mean(some, "test") for kind, some in by(group, "kind").items()}
+        others = [nats for kind, nats in tests.items() if kind in UNCERTIFIED]
+        ours = [kind for kind in tests if kind not in UNCERTIFIED and others]
+        found |= {(kind, minutes): tests[kind] - min(others) for kind in ours}
+    return found
+
+
+def draw(rows: Rows[Case, Result]) -> Figure:
+    """Loss on the test split against minutes, and what certified kinds pay."""
+    same = chosen(rows)
+    found = prices(same)
+    return loss_and_price(same, "minutes", "minutes of a thread", found, "the best other kind")
+
+
+STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
+
+if __name__ == "__main__":
+    raise SystemExit(main(STUDY, sys.argv[1:]))
