@@ -3,36 +3,41 @@
 Every model kind is trained from scratch at every depth by Adam with a constant learning rate, no
 warm-up, no clipping and no dropout, on the same batches; then validation nats per character are
 taken. A run has failed if it stopped at a non-finite loss or ended no better than the frequencies
-of single characters; one that is better by less than ``CLEAR`` nats is named with its margin.
+of single characters; one that is better by less than ``CLEAR`` nats is named with its margin. Also
+measured: the gradient's norm in every block before and after training, and what a batch keeps in
+memory for its backward pass.
 
 The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2 train up to 18. Its
 learning rate and the place of its LayerNorm are not known to us, so dot product and L2 stand here
 in both orders: LN before each branch, and after each sum (``…_post``). The causal certificate,
-attention in the unit ball and inputs in a ball (``…_ball``) are not the paper's. Reproduced means
-that every dot-product kind fails at every depth beyond 10, trains at one up to 10, and no other
-kind fails; a failure at 10 layers or fewer is not the paper's.
+attention in the unit ball and inputs in a ball (``…_ball``) are not the paper's, nor are these:
+the recipe of ``nanogpt_cpu_causal`` (certified), dot product without LayerNorm, and a coupling.
+Reproduced means that dot product fails in both orders at every depth beyond 10, trains at one up to
+10, and no L2 or contractive kind fails; a failure at 10 layers or fewer is not the paper's.
 
 ``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
 takes one large GPU for days; resume it at will.
 """
 
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import AttentionName, CertificateName, ModelConfig
+from invformer.config.schema import ModelConfig
 from invformer.config.section import option
-from invformer.data.windows import EvaluationWindows
+from invformer.data.windows import EvaluationWindows, TrainingWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.nn.transformer import CharTransformer, PreNormBlock
+from invformer.nn.transformer import CharTransformer
 from studies.report import (
     Figure,
     Name,
@@ -51,23 +56,32 @@ from studies.training import AdamOptions, ModelCase, text_fields, text_of, train
 
 Kind = Literal[
     "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
-    "contractive_bounded", "contractive_ball", "contractive_bounded_ball",
+    "contractive_bounded", "contractive_ball", "contractive_bounded_ball", "certified",
+    "dot_product_bare", "coupling",
 ]  # fmt: skip
 
+Batch = Integer[Tensor, "batch tokens"]
 # Nats per character: a run that is ahead of single characters by less has hardly trained.
 CLEAR = 0.05
 # Beyond so many layers the paper's dot product fails.
 LIMIT = 10
 # Inputs of the branches of kinds in a ball, in units of √D.
 BALL = 2.0
-# The network of a kind and its certificate.
-NETWORKS: dict[str, tuple[AttentionName, CertificateName | None]] = {
-    "dot_product": ("dot_product", None),
-    "l2": ("l2", None),
-    "contractive": ("contractive_l2", "token_max"),
-    "contractive_causal": ("contractive_l2", "causal"),
-    "contractive_bounded": ("contractive_bounded", "token_max"),
-}
+# Who stands beside the paper's claim, which is about dot product against the others.
+BESIDE = ("dot_product_bare", "coupling")
+# The network of a kind.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "dot_product": {"name": "dot_product", "certificate": None},
+    "l2": {"name": "l2", "certificate": None},
+    "contractive": {"name": "contractive_l2"},
+    "contractive_causal": {"name": "contractive_l2", "certificate": "causal"},
+    "contractive_bounded": {"name": "contractive_bounded"},
+    "certified": {
+        "name": "contractive_bounded", "certificate": "causal", "strictly_causal": True,
+        "activation_norm": False, "diagonal_scaling": True,
+    },
+    "coupling": {"name": "reversible", "certificate": None},
+}  # fmt: skip
 # Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
 # verified; the text says only that dot product failed beyond 10 layers and that the best are close.
 PAPER_DEPTHS = (2, 4, 6, 8, 10, 12, 14, 16, 18)
@@ -112,6 +126,9 @@ class Result:
     unigram_nats: float  # what character frequencies of the training text score there
     largest_gradient: float  # largest gradient norm over all steps
     steps_taken: int  # optimiser steps; fewer than asked for after a non-finite loss
+    kept_mebibytes: float  # that a batch keeps for its backward pass, without the weights
+    first_gradients: list[float]  # norm in every block before training, bottom first
+    last_gradients: list[float]  # and after it
 
     @property
     def margin(self) -> float:
@@ -139,7 +156,12 @@ def measure(case: Case, device: torch.device) -> Result:
     text = text_of(case)
     torch.manual_seed(case.seed)
     model = build_kind(case, text.vocab_size).to(device)
+    tokens, targets = TrainingWindows(text.train, case.seq_len, case.batch_size, case.seed).batch(0)
+    batch = tokens.to(device), targets.to(device)
+    model.initialise(batch[0])
+    kept, first = mebibytes_kept(model, *batch), block_gradients(model, *batch)
     trained = train_by_adam(model, case)
+    last = block_gradients(model, *batch)
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     return Result(
         val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
@@ -147,25 +169,62 @@ def measure(case: Case, device: torch.device) -> Result:
         unigram_nats=witten_bell_nats(text.train, text.val, 1, vocab_size=text.vocab_size),
         largest_gradient=trained.largest_gradient,
         steps_taken=len(trained.losses),
+        kept_mebibytes=kept,
+        first_gradients=first,
+        last_gradients=last,
     )
+
+
+def loss_of(model: CharTransformer, tokens: Batch, targets: Batch) -> Tensor:
+    """Mean nats per character."""
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> float:
+    """What autograd keeps of a forward pass, every storage once."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(model, tokens, targets)  # which holds what is kept
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    del loss
+    return sum(size for at, size in kept.items() if at not in weights) / 2**20
+
+
+def block_gradients(model: CharTransformer, tokens: Batch, targets: Batch) -> list[float]:
+    """Norm of the loss's gradient in the parameters of every block, bottom first."""
+    model.zero_grad()
+    loss_of(model, tokens, targets).backward()
+    norms = [
+        nn.utils.get_total_norm([p.grad for p in block.parameters() if p.grad is not None]).item()
+        for block in model.stack.blocks
+    ]
+    model.zero_grad()
+    return norms
 
 
 def build_kind(case: Case, vocab_size: int) -> CharTransformer:
     """A fresh model of the kind, in float32."""
-    name, certificate = NETWORKS[case.kind.removesuffix("_post").removesuffix("_ball")]
+    stem = re.sub("_(post|ball|bare)$", "", case.kind)
+    options: dict[str, Any] = {"activation_norm": True, "diagonal_scaling": False}
     config = ModelConfig(
-        name=name, certificate=certificate, d_model=case.d_model,
-        num_heads=case.num_heads, num_layers=case.num_layers, position_bias=case.position_bias,
-        lipschitz_target=case.lipschitz_target,
-        input_radius=BALL if case.kind.endswith("_ball") else None,
-        activation_norm=True, diagonal_scaling=False,
+        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
+        position_bias=case.position_bias, lipschitz_target=case.lipschitz_target,
+        input_radius=BALL if case.kind.endswith("_ball") else None, **options | NETWORKS[stem],
     )  # fmt: skip
     model = build_model(config, vocab_size, case.seq_len)
-    if case.kind.endswith("_post"):
-        for index, block in enumerate(model.stack.blocks):
-            assert isinstance(block, PreNormBlock)
+    block: Any
+    for index, block in enumerate(model.stack.blocks):
+        if case.kind.endswith("_post"):
             attention, feed_forward = block.attention.inner, block.feed_forward.inner
             model.stack.blocks[index] = PostNormBlock(attention, feed_forward, case.d_model)
+        elif case.kind.endswith("_bare"):
+            block.attention.norm = block.feed_forward.norm = nn.Identity()
     return model.float()
 
 
@@ -189,8 +248,13 @@ class PostNormBlock(nn.Module):
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Who trained how deep."""
-    more: dict[str, Name] = {"paper, recalled": paper_nats, "trained (paper)": paper_trained}
-    lines = table(rows, more={"trained": lambda c, r: not r.failed} | more)
+    more: dict[str, Name] = {
+        "trained": lambda case, result: not result.failed,
+        "bottom/top": lambda case, result: result.first_gradients[0] / result.first_gradients[-1],
+        "paper, recalled": paper_nats,
+        "trained (paper)": paper_trained,
+    }
+    lines = table(rows, more=more)
     failed = {
         kind: {case.num_layers: result.failed for case, result in group}
         for kind, group in by(rows, "kind").items()
@@ -217,8 +281,9 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
     """What the failures of each kind, by depth, say about the paper's claim."""
     small = "at this size and number of steps, which are not the paper's"
-    dot = {kind: depths for kind, depths in failed.items() if kind.startswith("dot_product")}
-    others = {kind: depths for kind, depths in failed.items() if kind not in dot}
+    judged = {kind: depths for kind, depths in failed.items() if kind not in BESIDE}
+    dot = {kind: depths for kind, depths in judged.items() if kind.startswith("dot_product")}
+    others = {kind: depths for kind, depths in judged.items() if kind not in dot}
     if not dot or not others or max(max(depths) for depths in failed.values()) <= LIMIT:
         return "not in the paper", (
             "the claim needs more than 10 layers and both the dot product and another attention"
@@ -252,7 +317,7 @@ def paper_trained(case: Case, result: Result) -> str | None:
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Nats against depth, ours and the paper's; a cross is a model that did not train."""
-    figure, (ours, paper) = panels(1, 2)
+    figure, (ours, gradients, paper) = panels(1, 3)
     curves(ours, rows, "num_layers", "val_nats", ("kind",))
     failed = [(c.num_layers, r.unigram_nats) for c, r in rows if r.failed]
     ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
@@ -260,11 +325,16 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     ours.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
     for index, (kind, nats) in enumerate(PAPER_NATS.items()):
         paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **look_of(index))
+    deepest = max(values(rows, "num_layers"))
+    for index, (case, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
+        norms = result.first_gradients
+        gradients.plot(range(1, deepest + 1), norms, label=case.kind, **look_of(index))
     text, steps = rows[0][0].corpus, rows[0][0].num_steps
     ours.set(ylabel="validation nats per character", title=f"ours: {text}, {steps} steps")
     paper.set(ylabel="test nats per character", title="Kim et al. 2021: Penn Treebank (recalled)")
-    for axes in (ours, paper):
-        axes.set(xlabel="blocks")
+    gradients.set(ylabel="gradient norm before training", yscale="log", title=f"{deepest} blocks")
+    for axes, what in ((ours, "blocks"), (gradients, "block, bottom first"), (paper, "blocks")):
+        axes.set(xlabel=what)
         axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure
 

@@ -9,6 +9,7 @@ import torch
 from invformer.config import load_config
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.coupling import CouplingBlock
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
@@ -29,7 +30,7 @@ from studies.depth_stability import (
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TINY = ["d_model=8", "num_heads=2", "seq_len=8", "batch_size=4", "data.val_characters=200"]
-RESULT = Result(2.0, 2.0, 3.0, 1.0, 5)
+RESULT = Result(2.0, 2.0, 3.0, 1.0, 5, 1.0, [2.0, 1.0], [1.0, 1.0])
 
 
 def tiny_case(kind: Kind = "dot_product", depth: int = 2, *words: str) -> Case:
@@ -43,19 +44,26 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
     assert not result.failed
     assert result.steps_taken == 120
     assert result.train_nats < math.log(80)
+    assert len(result.first_gradients) == len(result.last_gradients) == 1
+    assert min(*result.first_gradients, *result.last_gradients, result.kept_mebibytes) > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
     model = build_kind(tiny_case(kind, 3), 20)
-    expected = {"d": DotProductAttention, "l": L2Attention, "c": ContractiveL2Attention}[kind[0]]
-    if kind.startswith("contractive_bounded"):
-        expected = BoundedAttention
+    contractive = kind.startswith("contractive") or kind == "certified"
+    expected = DotProductAttention if kind[0] == "d" or kind == "coupling" else L2Attention
+    if contractive:
+        bounded = kind == "certified" or kind.startswith("contractive_bounded")
+        expected = BoundedAttention if bounded else ContractiveL2Attention
     found = [m for m in model.modules() if isinstance(m, expected)]
     assert len(found) == len(model.stack.blocks) == 3
     blocks = {type(block) for block in model.stack.blocks}
     assert (blocks == {PostNormBlock}) == kind.endswith("_post")
-    assert (blocks == {InvertibleBlock}) == kind.startswith("contractive")
+    assert (blocks == {InvertibleBlock}) == contractive
+    assert (blocks == {CouplingBlock}) == (kind == "coupling")
+    norms = sum(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
+    assert (norms == 1) == (contractive or kind.endswith("_bare"))  # that of the head
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     radii = {m.input_radius for m in model.modules() if isinstance(m, InvertibleResidual)}
     assert (None not in radii and bool(radii)) == kind.endswith("_ball")
@@ -124,6 +132,13 @@ def test_the_papers_values_stand_beside_ours() -> None:
     assert table["contractive"][paper] == 1.060
     for ours in ("contractive_causal", "contractive_bounded"):
         assert table[ours]["trained (paper)"] is None
+
+
+def test_what_a_batch_keeps_grows_with_depth_and_leaves_weights_out() -> None:
+    few, many = (measure(tiny_case("dot_product", n, "num_steps=1"), CPU) for n in (2, 4))
+    per_block = (many.kept_mebibytes - few.kept_mebibytes) / 2
+    # Two inputs of LayerNorm, their two outputs, q, k, v, attention's output, hidden units twice.
+    assert 10 * 4 * 8 * 8 * 4 / 2**20 < per_block < 40 * 4 * 8 * 8 * 4 / 2**20
 
 
 def test_another_text_is_another_case(tmp_path: Path) -> None:
