@@ -83,7 +83,7 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.ablation"
     only: list[str] = option([], "variants, besides the unchanged one; [] is all of them")
-    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
+    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
     overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")
 
     def check(self) -> None:

@@ -24,9 +24,10 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 from statistics import fmean, geometric_mean
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -41,13 +42,13 @@ from invformer.nn.position_bias import CausalMask, VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
-from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, table, values
+from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, table
 from studies.study import Study, case_of, main
 from studies.training import (
     AdamOptions,
     ModelCase,
-    mean_nats,
     recorded_inputs,
+    scores,
     text_fields,
     text_of,
     train_by_adam,
@@ -56,11 +57,11 @@ from studies.training import (
 
 Attention = Literal["dot_product", "l2"]
 Inputs = Literal["gaussian", "clusters", "text"]
-Regulariser = Literal["none", "jasmin_0", "jasmin_10", "sensitivity"]
+Added = Literal["jasmin_0", "jasmin_10", "sensitivity"]
+Regulariser = Literal["none", Added]
 
 SCALES = (0.1, 0.3, 0.6, 1.0, 1.5)  # of random tokens: from uniform to one-hot attention
-NUM_CLUSTERS = 4
-CLUSTER_SPREAD = 0.1  # of the tokens around their centre, relative to the centres
+NUM_CLUSTERS, CLUSTER_SPREAD = 4, 0.1  # of tokens around their centre, relative to the centres
 LOOSE = 10.0  # mean bound/truth from which on a bound is called loose
 ROUNDING = 1e-9  # by how much a measured norm may exceed a bound before it counts
 
@@ -74,30 +75,18 @@ class Options(AdamOptions):
         "layer_sizes=[16,64,256] d_model=64 seq_len=64 num_layers=4 num_steps=2000 "
         "weights=[0.003,0.01,0.03,0.1,0.3,1.0] data.max_characters=null data.val_characters=100000"
     )
-    layer_sizes: list[int] = option(
-        [16, 64], "N of random layers on random tokens; [] for none", within="[2, 1e4]"
-    )
-    layer_width: int = option(64, "D of random layers, a multiple of num_heads", within="[1, 1e4]")
-    attentions: list[Attention] = option(
-        ["dot_product", "l2"], "attention of the layers and of the models that are trained"
-    )
-    regularisers: list[Literal["jasmin_0", "jasmin_10", "sensitivity"]] = option(
-        ["jasmin_0", "jasmin_10", "sensitivity"], "added to the loss; [] for none"
-    )
-    weights: list[float] = option(
-        [0.003, 0.03, 0.3], "of each regulariser, besides 0", within="(0, 1e6]"
-    )
-    num_seeds: int = option(3, "seeds, from seed on", within="[1, 1e4]")
-    allowance: float = option(
-        0.05, "nats per character above the loss without regulariser", within="[0, 100]"
-    )
-    num_sequences: int = option(4, "validation windows for local constants", within="[1, 1e5]")
-    num_layers: int = option(2, "blocks of the models", within="[1, 1e3]")
-    seq_len: int = option(32, "context of the models, more than 11 characters", within="[12, 1e4]")
-    num_penalised: int = option(
-        4, "windows of each batch that the regulariser is averaged over", within="[1, 1e6]"
-    )
-    num_steps: int = option(150, "optimiser steps", within=MANY)
+    layer_sizes: list[int] = option([16, 64], "N of random layers; [] for none", "[2, 1e4]")
+    layer_width: int = option(64, "D of random layers, a multiple of num_heads", "[1, 1e4]")
+    attentions: list[Attention] = option(["dot_product", "l2"], "of the layers and of the models")
+    regularisers: list[Added] = option(list(get_args(Added)), "added to the loss; [] for none")
+    weights: list[float] = option([0.003, 0.03, 0.3], "of each regulariser, besides 0", "(0, 1e6]")
+    num_seeds: int = option(3, "seeds, from seed on", "[1, 1e4]")
+    allowance: float = option(0.05, "nats above the loss without regulariser", "[0, 100]")
+    num_sequences: int = option(4, "validation windows for local constants", "[1, 1e5]")
+    num_layers: int = option(2, "blocks of the models", "[1, 1e3]")
+    seq_len: int = option(32, "context of the models, more than 11 characters", "[12, 1e4]")
+    num_penalised: int = option(4, "windows of each batch for the regulariser", "[1, 1e6]")
+    num_steps: int = option(150, "optimiser steps", MANY)
 
     def check(self) -> None:
         """Heads divide the widths."""
@@ -160,11 +149,8 @@ def cases(options: Options) -> list[Case]:
     for seed in range(options.num_seeds):
         for attention in options.attentions:
             found += [case(attention, seed, num_steps=0), case(attention, seed)]
-            found += [
-                case(attention, seed, regulariser=regulariser, weight=weight)
-                for regulariser in options.regularisers
-                for weight in sorted(options.weights)
-            ]
+            pairs = product(options.regularisers, sorted(options.weights))
+            found += [case(attention, seed, regulariser=r, weight=w) for r, w in pairs]
     return found
 
 
@@ -172,8 +158,8 @@ def measure(case: Case, device: torch.device) -> Result:
     """Build or train, then measure in float64."""
     if case.inputs != "text":
         return measure_layer(case, device)
-    model = build(case, device)
-    if model is None:
+    model = build(case).to(device)
+    if not train_by_adam(model, case, penalty_of(case)).finite:
         return Result(math.nan, [], math.nan, {})
     model = model.double().eval()
     windows, targets = validation_windows(text_of(case), case.seq_len, device)
@@ -181,31 +167,24 @@ def measure(case: Case, device: torch.device) -> Result:
         with recorded_inputs(model) as inputs:
             model(windows[: case.num_sequences])
         parts = [compare(layer, z) for layer, z in inputs]
-        return joined(parts, mean_nats(model, windows, targets))
+        return joined(parts, scores(model, windows, targets)[0])
 
 
 def joined(parts: Sequence[Comparison], nats: float) -> Result:
     """The comparisons of all layers as one result."""
-    return Result(
-        nats=nats,
-        truth=[value for part in parts for value in part.truth],
-        residual=max(part.residual for part in parts),
-        bounds={
-            name: [value for part in parts for value in part.bounds[name]]
-            for name in parts[0].bounds
-        },
-    )
+    truth = [value for part in parts for value in part.truth]
+    bounds = {n: [value for part in parts for value in part.bounds[n]] for n in parts[0].bounds}
+    return Result(nats, truth, max(part.residual for part in parts), bounds)
 
 
-def build(case: Case, device: torch.device) -> CharTransformer | None:
-    """The trained model; None after a non-finite loss."""
+def build(case: Case) -> CharTransformer:
+    """A fresh model, in float32."""
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=case.attention, certificate=None, d_model=case.d_model, num_heads=case.num_heads,
         num_layers=case.num_layers,
     )  # fmt: skip
-    model = build_model(config, text_of(case).vocab_size, case.seq_len).float().to(device)
-    return model if train_by_adam(model, case, penalty_of(case)).finite else None
+    return build_model(config, text_of(case).vocab_size, case.seq_len).float()
 
 
 def penalty_of(case: Case) -> Callable[[Layer, Tensor], Tensor] | None:
@@ -240,13 +219,11 @@ def measure_layer(case: Case, device: torch.device) -> Result:
 def random_tokens(case: Case) -> Float[Tensor, "scales tokens width"]:
     """Gaussian tokens, or tokens close to four Gaussian centres, once per scale."""
     generator = torch.Generator().manual_seed(case.seed)
-    shape = (len(SCALES), case.seq_len, case.d_model)
-    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    draw_normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    x = draw_normal(len(SCALES), case.seq_len, case.d_model)
     if case.inputs == "clusters":
-        centre = torch.randint(NUM_CLUSTERS, shape[:2], generator=generator)
-        centres = torch.randn(
-            len(SCALES), NUM_CLUSTERS, case.d_model, generator=generator, dtype=torch.float64
-        )
+        centre = torch.randint(NUM_CLUSTERS, x.shape[:2], generator=generator)
+        centres = draw_normal(len(SCALES), NUM_CLUSTERS, case.d_model)
         x = centres.take_along_dim(centre[..., None], dim=1) + CLUSTER_SPREAD * x
     return torch.tensor(SCALES, dtype=torch.float64)[:, None, None] * x
 
@@ -293,15 +270,11 @@ def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> floa
     The path leads through the weights of one regulariser from zero up, straight between them, and
     ends where it first leaves the allowed loss.
     """
-    limit = path[0][0] + allowance
-    best = path[0][1]
+    limit, best = path[0][0] + allowance, path[0][1]
     for (nats, value), (next_nats, next_value) in pairwise(path):
-        if not math.isfinite(next_nats):
-            break
-        if next_nats > limit:
+        if not next_nats <= limit:  # a failed training's is NaN, which is no minimum
             share = (limit - nats) / (next_nats - nats)
-            best = min(best, value + share * (next_value - value))
-            break
+            return min(best, value + share * (next_value - value))
         best = min(best, next_value)
     return best
 
@@ -311,7 +284,7 @@ Equal = dict[tuple[str, str], list[float]]  # by attention and regulariser, seed
 
 def trained(rows: Rows[Case, Result]) -> list[tuple[Case, Result]]:
     """The rows of models that were trained, by growing weight."""
-    found = [(c, r) for c, r in rows if c.inputs == "text" and c.num_steps]
+    found = [row for row in rows if row[0].inputs == "text" and row[0].num_steps]
     return sorted(found, key=lambda row: row[0].weight)
 
 
@@ -320,12 +293,10 @@ def equal_loss(rows: Rows[Case, Result]) -> Equal:
     found: Equal = {}
     for (attention, _), same in by(trained(rows), "attention", "seed").items():
         groups = by([row for row in same if row[1].truth], "regulariser")
-        for name in dict.fromkeys(values(same, "regulariser")) if "none" in groups else ():
-            if name == "none":
-                continue
-            path = [groups["none"][0], *groups.get(name, [])]
-            logs = [(r.nats, math.log(constant_of(c, r))) for c, r in path]
-            reached = at_equal_loss(logs, path[0][0].allowance)
+        plain = groups.get("none", [])
+        for name in [n for n in by(same, "regulariser") if n != "none" and plain]:
+            logs = [(r.nats, math.log(constant_of(c, r))) for c, r in plain + groups.get(name, [])]
+            reached = at_equal_loss(logs, plain[0][0].allowance)
             found.setdefault((attention, name), []).append(math.exp(reached - logs[0][1]))
     return found
 

@@ -52,7 +52,7 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.breaking"
     distances: list[float] = option(
-        [1.0, 10.0, 100.0, 1e3, 1e4], "c, how far apart tokens are", within="[1, 1e5]"
+        [1.0, 10.0, 100.0, 1e3, 1e4], "c, how far apart tokens are", "[1, 1e5]"
     )
 
 

@@ -47,7 +47,7 @@ from studies.study import Study, StudyOptions, case_of, main
 from studies.training import (
     TextCase,
     TextConfig,
-    mean_nats,
+    scores,
     text_fields,
     text_of,
     train_by_recipe,
@@ -82,10 +82,10 @@ class Options(StudyOptions):
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     depths: list[int] = option([4, 8, 16, 32, 64], "layers of the small models", "[1, 1e3]")
     kinds: list[str] = option(list(SMALL), "of the small models")
-    num_steps: int = option(200, "optimiser steps of the small models", within="[1, 1e6]")
-    muon_lr: float = option(1e-2, "peak learning rate of Muon", within="(0, 10]")
-    num_windows: int = option(8, "windows that are inverted", within="[1, 1e4]")
-    num_jacobians: int = option(2, "windows whose Jacobian is taken", within="[0, 100]")
+    num_steps: int = option(200, "optimiser steps of the small models", "[1, 1e6]")
+    muon_lr: float = option(1e-2, "peak learning rate of Muon", "(0, 10]")
+    num_windows: int = option(8, "windows that are inverted", "[1, 1e4]")
+    num_jacobians: int = option(2, "windows whose Jacobian is taken", "[0, 100]")
     data: TextConfig = section(TextConfig)
 
 
@@ -203,7 +203,7 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     model.eval()
     inputs, targets = validation_windows(text, 64, torch.device("cpu"))
     with torch.no_grad():
-        return model, inputs[: case.num_windows].long(), mean_nats(model, inputs, targets)
+        return model, inputs[: case.num_windows].long(), scores(model, inputs, targets)[0]
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

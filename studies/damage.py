@@ -56,11 +56,11 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.damage"
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
-    bits: list[int] = option([16, 10, 8, 6, 5, 4, 3], "of rounding", within="[1, 32]")
+    bits: list[int] = option([16, 10, 8, 6, 5, 4, 3], "of rounding", "[1, 32]")
     noise: list[float] = option([0.03, 0.1, 0.3], "of the states' root mean square", "[0, 1e3]")
-    dropped: list[int] = option([1, 4], "channels that are set to zero", within="[1, 1e5]")
-    num_windows: int = option(8, "windows of the validation split", within="[1, 1e5]")
-    num_candidates: int = option(8, "symbols tried at a position", within="[1, 1e6]")
+    dropped: list[int] = option([1, 4], "channels that are set to zero", "[1, 1e5]")
+    num_windows: int = option(8, "windows of the validation split", "[1, 1e5]")
+    num_candidates: int = option(8, "symbols tried at a position", "[1, 1e6]")
 
 
 @dataclass(frozen=True)

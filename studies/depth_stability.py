@@ -103,8 +103,8 @@ class Options(AdamOptions):
         "data.val_characters=1000000"
     )
     kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
-    depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", within="[1, 1e3]")
-    lipschitz_target: float = option(0.7, "c of the contractive kinds", within="(0, 1)")
+    depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", "[1, 1e3]")
+    lipschitz_target: float = option(0.7, "c of the contractive kinds", "(0, 1)")
     position_bias: bool = option(True, "learned relative position bias (the paper has none)")
 
 

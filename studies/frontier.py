@@ -9,9 +9,9 @@ on the same batches, with the schedule and the clipping of ``train.py``. Then, o
     estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
     inversion   characters recovered from the top of the stack, and what that costs
 
-Baselines have neither certificate nor c and are trained once. The best learning rate of a
-configuration, and the best configuration, are chosen on the split they are scored on, baselines and
-certified alike. The paper: Kim et al. 2021, whose contractive models are far behind at equal depth.
+Baselines have neither certificate nor c and are trained once. The best learning rates and the best
+configuration are chosen on the split they are scored on, baselines and certified alike. The paper:
+Kim et al. 2021, whose contractive models are far behind at equal depth.
 
 The default is 12 small trainings; docs/results.md has the command of a grid of 114.
 ``scale=paper``: nanoGPT's CPU recipe on Tiny Shakespeare, 2232 trainings; resume it at will.
@@ -20,9 +20,8 @@ The default is 12 small trainings; docs/results.md has the command of a grid of 
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from statistics import fmean
 from typing import Any, ClassVar, Literal
 
@@ -37,16 +36,15 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
-from invformer.evaluation.ngram import witten_bell_nats
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
-from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, values
-from studies.study import Study, StudyOptions, case_of, main
+from studies.report import Figure, Rows, Summary, by, grouped, look_of, mean, panels, values
+from studies.study import Study, case_of, main
 from studies.training import (
+    ModelOptions,
     RecipeCase,
-    Text,
     Training,
     WholeTextConfig,
     text_fields,
@@ -55,75 +53,50 @@ from studies.training import (
 )
 
 Optimiser = Literal["adamw", "muon"]
-
 LN2 = math.log(2)
-NGRAM_ORDER = 5
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(ModelOptions):
     """Train certified and unconstrained models and hold their loss against their constants."""
 
     program: ClassVar[str] = "-m studies.frontier"
     paper: ClassVar[str] = (
-        "certificates=[token_max,causal] strictly_causal=[false,true] "
-        "diagonal_scaling=[false,true] "
-        "lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] optimisers=[adamw,muon] depths=[2,4,8] "
-        "num_seeds=3 lr=[4e-3,8e-3] d_model=128 seq_len=64 batch_size=12 num_steps=2000 "
+        "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=3 depths=[2,4,8] "
+        "diagonal_scaling=[false,true] lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] lr=[4e-3,8e-3] "
+        "optimisers=[adamw,muon] d_model=128 seq_len=64 batch_size=12 num_steps=2000 "
         "data.name=tiny_shakespeare data.max_characters=null data.val_fraction=0.1 "
         "data.test_fraction=0.0"
     )
     models: list[AttentionName] = option(
         ["dot_product", "l2", "contractive_l2", "contractive_bounded"], "attention maps"
     )
-    certificates: list[CertificateName] = option(
-        ["token_max"], "of the contractive models; kim_* are for tied L2 attention only"
-    )
-    strictly_causal: list[bool] = option(
-        [False], "whether tokens of contractive_bounded see only those before them"
-    )
-    diagonal_scaling: list[bool] = option(
-        [True], "whether branches of contractive models contract in metrics of their own"
-    )
-    lipschitz_targets: list[float] = option(
-        [0.5, 0.97], "c of the contractive models", within="(0, 1)"
-    )
+    certificates: list[CertificateName] = option(["token_max"], "kim_* are for tied L2 alone")
+    strictly_causal: list[bool] = option([False], "contractive_bounded sees only tokens before")
+    diagonal_scaling: list[bool] = option([True], "branches contract in metrics of their own")
+    lipschitz_targets: list[float] = option([0.5, 0.97], "c of the contractive models", "(0, 1)")
     optimisers: list[Optimiser] = option(["adamw", "muon"], "optimisers")
-    depths: list[int] = option([2], "numbers of blocks", within="[1, 1e3]")
-    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
-    lr: list[float] = option(
-        [8e-3], "peak learning rates of AdamW, the best counts", within="(0, 10]"
-    )
-    muon_lr: list[float] = option([2e-2], "the same of Muon, with each lr", within="(0, 10]")
-    weight_decay: float = option(0.0, "decoupled weight decay", within="[0, 100]")
-    d_model: int = option(48, "width, channels", within="[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
-    seq_len: int = option(64, "context, characters", within="[2, 1e5]")
-    batch_size: int = option(12, "windows per batch", within="[1, 1e6]")
-    num_steps: int = option(400, "optimiser steps", within=MANY)
-    num_windows: int = option(
-        4, "validation windows for estimates and inversion", within="[1, 1e4]"
-    )
-    probe_steps: int = option(100, "power iteration steps per estimate", within=MANY)
+    depths: list[int] = option([2], "numbers of blocks", "[1, 1e3]")
+    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
+    lr: list[float] = option([8e-3], "peak learning rates of AdamW, the best counts", "(0, 10]")
+    muon_lr: list[float] = option([2e-2], "the same of Muon, with each lr", "(0, 10]")
+    weight_decay: float = option(0.0, "decoupled weight decay", "[0, 100]")
+    seq_len: int = option(64, "context, characters", "[2, 1e5]")
+    num_steps: int = option(400, "optimiser steps", MANY)
+    num_windows: int = option(4, "validation windows for estimates and inversion", "[1, 1e4]")
+    probe_steps: int = option(100, "power iteration steps per estimate", MANY)
     data: WholeTextConfig = section(WholeTextConfig)
-
-    def check(self) -> None:
-        """Heads divide the width."""
-        self.require_divided_by_heads("d_model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(RecipeCase):
-    """One model, everything about its training, and how it is measured.
-
-    ``certificate`` and ``lipschitz_target`` are None for baselines.
-    """
+    """One model, everything about its training, and how it is measured."""
 
     model: AttentionName
-    certificate: CertificateName | None
+    certificate: CertificateName | None  # None for baselines
     strictly_causal: bool
     diagonal_scaling: bool
-    lipschitz_target: float | None
+    lipschitz_target: float | None  # None for baselines
     optimiser: Optimiser
     weight_decay: float
     num_windows: int
@@ -142,7 +115,7 @@ class Result:
     nats: float  # per character of the whole validation split
     bpc: float
     train_nats: float  # mean over the last steps
-    ngram_nats: float  # of a Witten–Bell 5-gram of the same text on the same characters
+    ngram_nats: float  # of a 5-gram of the same text on the same characters
     num_characters: int
     num_parameters: int
     steps_taken: int  # fewer than asked for after a non-finite loss
@@ -181,27 +154,28 @@ def cases(options: Options) -> list[Case]:
 
 def constraints(
     model: AttentionName, options: Options
-) -> Iterator[tuple[CertificateName | None, bool, bool, float | None]]:
+) -> Iterable[tuple[CertificateName | None, bool, bool, float | None]]:
     """Certificate, strictly causal or not, in metrics or not, and c: what applies to a model."""
     if not model.startswith("contractive"):
-        yield None, False, False, None
-        return
-    is_bounded = model == "contractive_bounded"
-    strictly_causal = options.strictly_causal if is_bounded else [False]
-    for certificate, strictly, metric, target in itertools.product(
-        options.certificates, strictly_causal, options.diagonal_scaling, options.lipschitz_targets
-    ):
-        # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
-        is_tied_only = is_bounded and certificate.startswith("kim_")
-        yield "token_max" if is_tied_only else certificate, strictly, metric, target
+        return [(None, False, False, None)]
+    rest = options.diagonal_scaling, options.lipschitz_targets
+    if model != "contractive_bounded":
+        return itertools.product(options.certificates, [False], *rest)
+    # Kim's theorems are about tied attention: what is in the unit ball is held in token_max.
+    held: list[CertificateName] = [
+        "token_max" if name.startswith("kim_") else name for name in options.certificates
+    ]
+    return itertools.product(held, options.strictly_causal, *rest)
 
 
-def rates(options: Options) -> Iterator[tuple[Optimiser, float, float | None]]:
+def rates(options: Options) -> list[tuple[Optimiser, float, float | None]]:
     """Every optimiser with its learning rates: AdamW has one, Muon two."""
-    for optimiser in options.optimisers:
-        muon = options.muon_lr if optimiser == "muon" else [None]
-        for lr, muon_lr in itertools.product(options.lr, muon):
-            yield optimiser, lr, muon_lr
+    return [
+        (optimiser, lr, muon_lr)
+        for optimiser in options.optimisers
+        for lr in options.lr
+        for muon_lr in (options.muon_lr if optimiser == "muon" else [None])
+    ]
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -211,7 +185,7 @@ def measure(case: Case, device: torch.device) -> Result:
     model.eval()
     lost = Result(
         nats=math.nan, bpc=math.nan, train_nats=trained.final_nats,
-        ngram_nats=ngram_nats(text), num_characters=len(text.val),
+        ngram_nats=text.ngram_nats, num_characters=len(text.val),
         num_parameters=sum(p.numel() for p in model.parameters()),
         steps_taken=len(trained.losses),
     )  # fmt: skip
@@ -221,19 +195,16 @@ def measure(case: Case, device: torch.device) -> Result:
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     likelihood = score(model, windows, device)
     probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
-    estimate, residual, bound = local_constant(model, probe, case.probe_steps)
-    result = replace(
-        lost, nats=likelihood.nats, bpc=likelihood.bpc, estimate=estimate, residual=residual
-    )
-    if certificate is None:
-        return result
-    found = round_trip(model, probe, certificate, dtype=torch.float64).numbers()
-    return replace(
-        result, norm=certificate.norm, kind=certificate.kind, certified=certificate.bound_max,
-        certified_token_max=bound, certified_total=certificate.total,
-        recovered=found["characters_recovered"],
-        evaluations=[found["num_evaluations"][name] for name in certificate.per_branch],
-    )  # fmt: skip
+    numbers = local_constant(model, probe, case.probe_steps)
+    if certificate is not None:
+        found = round_trip(model, probe, certificate, dtype=torch.float64).numbers()
+        numbers |= {
+            "norm": certificate.norm, "kind": certificate.kind,
+            "certified": certificate.bound_max, "certified_total": certificate.total,
+            "recovered": found["characters_recovered"],
+            "evaluations": [found["num_evaluations"][name] for name in certificate.per_branch],
+        }  # fmt: skip
+    return replace(lost, nats=likelihood.nats, bpc=likelihood.bpc, **numbers)
 
 
 def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
@@ -247,14 +218,7 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     )  # fmt: skip
     model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
-    what = f"{case.model}, {case.num_layers} layers"
-    return model, train_by_recipe(model, case, case.weight_decay, what=what)
-
-
-@lru_cache(maxsize=2)
-def ngram_nats(text: Text) -> float:
-    """Nats per character under a Witten–Bell n-gram."""
-    return witten_bell_nats(text.train, text.val, NGRAM_ORDER, vocab_size=text.vocab_size)
+    return model, train_by_recipe(model, case, case.weight_decay)
 
 
 def spread_windows(
@@ -267,10 +231,8 @@ def spread_windows(
 
 def local_constant(
     model: CharTransformer, windows: Integer[Tensor, "count seq_len"], num_steps: int
-) -> tuple[float, float, float | None]:
+) -> dict[str, Any]:
     """The largest local constant of any branch in token_max, its residual, and the largest bound.
-
-    The bound is None for baselines.
 
     Raises:
         CertificateViolation: a branch's estimate exceeds its own bound.
@@ -278,24 +240,19 @@ def local_constant(
     estimates = LipschitzProbe(model, windows, "token_max", thorough=True).estimate(num_steps)
     bounds: dict[str, float] = {}
     if model.is_invertible:
-        dtype = model.embedding.position.dtype
-        bounds = certify(model, "token_max", dtype, "global").per_branch
+        bounds = certify(model, "token_max", model.head.weight.dtype, "global").per_branch
     for name, (value, _) in estimates.items():
         pair = {"estimate": value.max().item(), "bound": bounds.get(name)}
         require_sandwich(f"token_max/{name}", pair)
-    values, residuals = (torch.stack(each) for each in zip(*estimates.values(), strict=True))
-    largest = values.argmax()
-    bound = max(bounds.values()) if bounds else None
-    return values.flatten()[largest].item(), residuals.flatten()[largest].item(), bound
+    values, residuals = (torch.cat(each) for each in zip(*estimates.values(), strict=True))
+    largest = {"estimate": values.max().item(), "residual": residuals[values.argmax()].item()}
+    return largest | {"certified_token_max": max(bounds.values(), default=None)}
 
 
 # --- the seeds of every configuration together ---------------------------------------------------
 
-# What tells configurations apart, and their learning rates.
-CONFIGURATION = (
-    "model", "certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target", "optimiser",
-    "num_layers",
-)  # fmt: skip
+CONSTRAINT = ("certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target")
+CONFIGURATION = ("model", *CONSTRAINT, "optimiser", "num_layers")
 RATES = ("lr", "muon_lr")
 Seeds = Rows[Case, Result]
 
@@ -310,27 +267,21 @@ def finite(seeds: Seeds) -> Seeds:
     return [row for row in seeds if not row[1].failed] or seeds
 
 
-def cost(seeds: Seeds) -> tuple[int, float]:
-    """Fewest failed seeds first, then the smallest loss; a NaN comes last."""
+def loss(seeds: Seeds) -> float:
+    """Mean nats per character of these; infinite if every training failed."""
     nats = mean(finite(seeds), "nats")
-    return sum(values(seeds, "failed")), math.inf if math.isnan(nats) else nats
+    return math.inf if math.isnan(nats) else nats
 
 
-def best_of(points: Sequence[Seeds], certified: bool, depth: int | None = None) -> Seeds | None:
+def cost(seeds: Seeds) -> tuple[int, float]:
+    """Fewest failed seeds first, then the smallest loss."""
+    return sum(values(seeds, "failed")), loss(seeds)
+
+
+def best_of(points: Sequence[Seeds], certified: bool) -> Seeds | None:
     """The best certified or the best unconstrained configuration; None if none has a loss."""
-    kept = [
-        seeds
-        for seeds in points
-        if seeds[0][0].is_certified == certified
-        and depth in (None, seeds[0][0].num_layers)
-        and math.isfinite(cost(seeds)[1])
-    ]
+    kept = [s for s in points if s[0][0].is_certified == certified and loss(s) < math.inf]
     return min(kept, key=cost, default=None)
-
-
-def gap(certified: Seeds, free: Seeds) -> float:
-    """What the certificate costs, nats per character: positive if the certified model is worse."""
-    return mean(finite(certified), "nats") - mean(finite(free), "nats")
 
 
 def label(case: Case, result: Result | None = None) -> str:
@@ -343,26 +294,25 @@ def label(case: Case, result: Result | None = None) -> str:
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
     points = best_rates(rows)
-    depths = list(dict.fromkeys(values(rows, "num_layers")))
-    free = {depth: best_of(points, False, depth) for depth in depths}
-    lines = [table_line(seeds, free[seeds[0][0].num_layers]) for seeds in points]
+    lines, gaps = list[dict[str, Any]](), list[str]()
+    for depth, same in grouped(points, lambda seeds: seeds[0][0].num_layers).items():
+        certified, free = best_of(same, True), best_of(same, False)
+        lines += [table_line(seeds, free) for seeds in same]
+        if certified and free:
+            gaps.append(f"{loss(certified) - loss(free):+.3f} at {depth}")
     case, result = rows[0]
-    gaps = [
-        f"{gap(proven, other):+.3f} at {depth}"
-        for depth, other in free.items()
-        if other and (proven := best_of(points, True, depth))
-    ]
+    certified, free = best_of(points, True), best_of(points, False)
+    price = loss(certified) - loss(free) if certified and free else math.nan
     ours = (
-        f"{headline(best_of(points, True), best_of(points, False))}; gap in nats by layers: "
-        f"{', '.join(gaps) or 'not run'}; {NGRAM_ORDER}-gram {result.ngram_nats:.3f} nats; "
-        f"{case.corpus}, all {result.num_characters} validation characters once, context "
-        f"{case.seq_len}, {case.num_steps} steps"
+        f"{described('certified', certified)}; {described('unconstrained', free)}; gap "
+        f"{price:+.3f} nats, {price / LN2:+.3f} bpc; by layers: {', '.join(gaps) or 'not run'}; "
+        f"5-gram {result.ngram_nats:.3f} nats; {case.corpus}, all {result.num_characters} "
+        f"validation characters once, context {case.seq_len}, {case.num_steps} steps"
     )
-    failed = sum(cost(seeds)[0] for seeds in points)
     why = (
         "no frontier is published; learning rates and best rows are chosen on the split they are "
         f"scored on, {len(points[0])} seed{'s' if len(points[0]) > 1 else ''} each; "
-        f"{failed} of the best learning rates' trainings failed"
+        f"{sum(cost(seeds)[0] for seeds in points)} of the best learning rates' trainings failed"
     )
     pairs = zip(PAPER_DEPTHS, PAPER_NATS["contractive"], PAPER_NATS["dot_product"], strict=False)
     published = ", ".join(f"{ours - dot:+.3f} at {depth}" for depth, ours, dot in pairs)
@@ -380,7 +330,7 @@ def table_line(seeds: Seeds, free: Seeds | None) -> dict[str, Any]:
         "nats": fmean(nats),
         "range": max(nats) - min(nats) if len(nats) > 1 else None,
         "bpc": mean(kept, "bpc"),
-        "gap, nats": None if free is None else gap(seeds, free),
+        "gap, nats": fmean(nats) - loss(free) if free else None,
         "estimate, token_max": mean(kept, "estimate"),
     }
     if not case.is_certified or result.failed:
@@ -393,65 +343,49 @@ def table_line(seeds: Seeds, free: Seeds | None) -> dict[str, Any]:
     }
 
 
-def headline(certified: Seeds | None, free: Seeds | None) -> str:
-    """The best of both kinds and the gap between them."""
-    words = []
-    for kind, seeds in (("certified", certified), ("unconstrained", free)):
-        if seeds is None:
-            words.append(f"best {kind} not run")
-            continue
-        kept, (case, result) = finite(seeds), finite(seeds)[0]
-        said = f"{label(case)}, {case.optimiser}, {case.num_layers} layers"
-        if case.is_certified:
-            blocks = "diagonal blocks" if result.kind == "causal" else "branches"
-            bound = max(values(kept, "certified"))
-            said += f", c={case.lipschitz_target:g}, {blocks} ≤ {bound:.4f} in {result.norm}"
-        words.append(
-            f"best {kind} {mean(kept, 'nats'):.3f} nats, {mean(kept, 'bpc'):.3f} bpc ({said}, "
-            f"estimate {mean(kept, 'estimate'):.3g} in token_max)"
-        )
-    if certified and free:
-        price = gap(certified, free)
-        words.append(f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc")
-    return "; ".join(words)
+def described(kind: str, seeds: Seeds | None) -> str:
+    """The best configuration of a kind."""
+    if seeds is None:
+        return f"best {kind} not run"
+    kept = finite(seeds)
+    case, result = kept[0]
+    said = f"{label(case)}, {case.optimiser}, {case.num_layers} layers"
+    if case.is_certified:
+        blocks = "diagonal blocks" if result.kind == "causal" else "branches"
+        bound = max(values(kept, "certified"))
+        said += f", c={case.lipschitz_target:g}, {blocks} ≤ {bound:.4f} in {result.norm}"
+    return (
+        f"best {kind} {loss(seeds):.3f} nats, {mean(kept, 'bpc'):.3f} bpc ({said}, "
+        f"estimate {mean(kept, 'estimate'):.3g} in token_max)"
+    )
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against the bound and against the estimate, which proves nothing.
 
-    A line joins the targets c of a model under a certificate, optimiser and depth. Bars span the
-    seeds. Baselines have no bound: lines across that panel.
+    A line joins the targets c of a model under a certificate, optimiser and depth; dots are seeds.
+    Baselines have no bound: lines across that panel.
     """
     figure, (proven, measured) = panels(1, 2)
     kept = [row for seeds in best_rates(rows) for row in seeds if not row[1].failed]
     for index, (key, group) in enumerate(by(kept, label, "optimiser", "num_layers").items()):
         style = {"label": "{}, {}, {} layers".format(*key), **look_of(index)}
         group.sort(key=lambda row: row[0].lipschitz_target or 0)
-        targets = by(group, "lipschitz_target")
-        bpc = [values(seeds, "bpc") for seeds in targets.values()]
-        spans = [(min(seeds), fmean(seeds), max(seeds)) for seeds in bpc]
-        middle = [y for _, y, _ in spans]
-        bars = [[y - low for low, y, _ in spans], [high - y for _, y, high in spans]]
-        measured.errorbar([mean(g, "estimate") for g in targets.values()], middle, bars, **style)
-        if group[0][0].is_certified:
-            bounds = [mean(g, "certified") for g in targets.values()]
-            proven.errorbar(bounds, middle, bars, **style)
-        else:
-            proven.plot([0, 1], [middle[0]] * 2, transform=proven.get_yaxis_transform(), **style)
+        targets = by(group, "lipschitz_target").values()
+        for axes, x in ((measured, "estimate"), (proven, "certified")):
+            if x == "certified" and not group[0][0].is_certified:
+                axes.axhline(mean(group, "bpc"), **style)
+                continue
+            axes.plot([mean(g, x) for g in targets], [mean(g, "bpc") for g in targets], **style)
+            axes.plot(values(group, x), values(group, "bpc"), ".", color=style["color"])
     case, result = rows[0]
     for axes in (proven, measured):
-        axes.axhline(result.ngram_nats / LN2, color="0.7", label=f"{NGRAM_ORDER}-gram")
+        axes.axhline(result.ngram_nats / LN2, color="0.7", label="5-gram")
         axes.set(ylabel="bits per character, whole validation split")
-    proven.set(
-        xlabel="largest certified bound: of branches;\n"
-        "of diagonal blocks under a causal certificate",
-        title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}",
-    )
-    words = "1 (an estimate below it proves nothing)"
-    measured.axvline(1.0, color="0.7", linestyle=":", label=words)
-    measured.set(
-        xlabel="largest local constant of a branch,\ntoken_max, estimate from below", xscale="log"
-    )
+    proven.set(xlabel="largest certified bound of a branch (causal: of its diagonal blocks)")
+    proven.set(title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}")
+    measured.axvline(1.0, color="0.7", linestyle=":", label="1 (an estimate proves nothing)")
+    measured.set(xlabel="largest local constant of a branch, token_max, from below", xscale="log")
     handles, names = measured.get_legend_handles_labels()
     figure.set_figheight(figure.get_figheight() + 0.06 * len(names))
     figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")

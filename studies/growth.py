@@ -22,9 +22,8 @@ below ¼ is called no growth) are not in the paper. Without the attack there is 
 import math
 import sys
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import fmean
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -35,18 +34,20 @@ from invformer.config.section import option
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import merge_heads, split_heads
-from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap, linearise
 from studies import castin
-from studies.layer_bounds import attention_jacobian, jacobian_of, project
+from studies.layer_bounds import attention_jacobian, jacobian_of
 from studies.measured_layers import (
     DTYPE,
+    GPT2_INIT,
     SMALL_CONTEXT,
+    Weights,
     digest_of_text,
     layer_of,
+    random_weights,
     small_config,
     source,
+    tied_weights,
     unmasked_jacobian,
 )
 from studies.power_law import Fit, fit
@@ -57,6 +58,7 @@ from studies.report import (
     Summary,
     by,
     curves,
+    judged,
     look_of,
     mean,
     outcome_of,
@@ -72,7 +74,6 @@ Data = Literal["text", "two_cluster"]
 OURS: tuple[Attention, ...] = ("dot_product", "l2", "contractive_l2")
 L2_RADII = tuple(2.0**k for k in range(-8, 1))  # L2 is attacked at all of these, in units of R
 RANDOM_WEIGHTS = "random_weights"  # N(0, 0.02²), of GPT-2's shape: no network, no layer
-GPT2_INIT, GPT2_WIDTH, GPT2_HEADS = 0.02, 768, 12
 IN_WORDS = f"random N(0, {GPT2_INIT}²) weights of GPT-2's shape"
 PUBLISHED_RADIUS, PUBLISHED_C = 100.0, 0.92  # C n^(1/2) of all heads, the attack made for head 0
 IN_PAPER = (
@@ -95,19 +96,13 @@ class Options(StudyOptions):
     model: Model = option("small", "whose layers are measured")
     checkpoint: str | None = option(None, "run folder, for model=checkpoint")
     text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")
-    sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", within="[2, 1e5]")
-    num_sequences: int = option(4, "texts per n, the same starts for all n", within="[1, 1e4]")
-    layers: list[int] = option(
-        [], "layers, counted from 0; [] is the first and the middle one", within="[0, 1e4]"
-    )
-    attack_sizes: list[int] = option(
-        [7, 17, 32, 47, 62, 77, 97], "n of the two-cluster attack, tokens", within="[2, 1e5]"
-    )
-    attack_factors: list[float] = option(
-        [1.0, 10.0], "radii of the attack on all heads, in units of the paper's", within="(0, 1e6]"
-    )
-    max_steps: int = option(200, "power iteration steps at most", within="[1, 1e5]")
-    rtol: float = option(1e-4, "residual that counts as converged", within="(0, 1)")
+    sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", "[2, 1e5]")
+    num_sequences: int = option(4, "texts per n, the same starts for all n", "[1, 1e4]")
+    layers: list[int] = option([], "from 0 on; [] is the first and the middle one", "[0, 1e4]")
+    attack_sizes: list[int] = option([7, 17, 32, 47, 62, 77, 97], "n under attack", "[2, 1e5]")
+    attack_factors: list[float] = option([1.0, 10.0], "radii of the paper's attack", "(0, 1e6]")
+    max_steps: int = option(200, "power iteration steps at most", "[1, 1e5]")
+    rtol: float = option(1e-4, "residual that counts as converged", "(0, 1)")
 
     def check(self) -> None:
         """A checkpoint is named exactly where it is used."""
@@ -115,7 +110,7 @@ class Options(StudyOptions):
             self.refuse("checkpoint", "set it together with model=checkpoint, and only then")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
     """One layer at one length.
 
@@ -124,18 +119,18 @@ class Case:
     """
 
     model: str
-    path: str
-    digest: str
+    path: str = ""
+    digest: str = ""
     attention: Attention
-    layer: int
-    causal: bool
+    layer: int = 0
+    causal: bool = False
     data: Data
     num_tokens: int
-    alone: bool
-    radius: float
+    alone: bool = False
+    radius: float = 0.0
     num_sequences: int
     text: str
-    sha256: str
+    sha256: str = ""
     max_steps: int
     rtol: float
     seed: int
@@ -163,15 +158,13 @@ def cases(options: Options) -> list[Case]:
     if len(sizes) < len(options.sizes):
         print(f"growth: {model} takes at most {context} tokens; longer sizes are left out")
     masks = [True] if path else [True, False]  # unmasked, a trained layer would lose its bias
-    text = {
-        "model": model, "path": path, "text": options.text or "", "alone": False,
-        "radius": 0.0, "digest": read_checkpoint(path).sha256[:16] if path else "",
-        "sha256": digest_of_text(model, path, options.text or "") if attentions else "",
-    }  # fmt: skip
+    text = options.text or ""
+    digest = read_checkpoint(path).sha256[:16] if path else ""
+    sha256 = digest_of_text(model, path, text) if attentions else ""
     curves = [
         case_of(
-            Case, options, attention=attention, layer=layer, causal=causal, data="text",
-            num_tokens=n, **text,
+            Case, options, path=path, digest=digest, text=text, sha256=sha256, data="text",
+            attention=attention, layer=layer, causal=causal, num_tokens=n,
         )
         for attention in attentions
         for layer in layers
@@ -185,9 +178,8 @@ def cases(options: Options) -> list[Case]:
     ]
     attacks = [
         case_of(
-            Case, options, model=RANDOM_WEIGHTS, path="", digest="", attention=attention, layer=0,
-            causal=False, data="two_cluster", num_tokens=n, alone=alone,
-            radius=factor * PUBLISHED_RADIUS, num_sequences=1, text="", sha256="",
+            Case, options, model=RANDOM_WEIGHTS, text="", num_sequences=1, data="two_cluster",
+            attention=attention, num_tokens=n, alone=alone, radius=factor * PUBLISHED_RADIUS,
         )
         for attention, alone, factor in kinds
         for n in options.attack_sizes
@@ -251,21 +243,6 @@ def estimate(jacobian: LinearMap, case: Case) -> Result:
     return Result(found.value.tolist(), found.converged.double().mean().item())
 
 
-class Weights(NamedTuple):
-    """Weights of dot-product heads: (H, D, d) each, and an output map (H d, D) if there is one."""
-
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    w_o: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """f(X) = [softmax(Q_h K_hᵀ/√d) V_h]_h W^O, every token sees all."""
-        q, k, v = (project(x, w) for w in self[:3])
-        y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
-        return y if self.w_o is None else y @ self.w_o
-
-
 def attack(case: Case) -> Result:
     """The paper's two clusters, made for one dot-product head; L2 takes the worst of more radii."""
     weights = random_weights(case.seed)
@@ -284,27 +261,6 @@ def attack(case: Case) -> Result:
     bias = x.new_zeros(1, case.num_tokens, case.num_tokens)
     found = (estimate(attention_jacobian(s * x, w_q, g, bias), case) for s in L2_RADII)
     return max(found, key=lambda result: result.constants)
-
-
-@lru_cache(maxsize=1)
-def random_weights(seed: int) -> Weights:
-    """Random weights of the shape and the size of GPT-2's at initialisation, heads concatenated."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (GPT2_WIDTH, 3 * GPT2_WIDTH)
-    parts = GPT2_INIT * torch.randn(shape, generator=generator, dtype=DTYPE)
-    return Weights(*(split_heads(w, GPT2_HEADS) for w in parts.chunk(3, dim=1)))
-
-
-def tied_weights(weights: Weights) -> tuple[Tensor, Tensor]:
-    """Tied L2 attention of one head with the same W^Q and W^V, made comparable in size.
-
-    Its value path has the factor W^Q W^Qᵀ/√d, tiny for small weights: it is scaled to norm one.
-    """
-    assert weights.w_o is not None
-    d_head = weights.w_q.shape[-1]
-    g = paper_output_map(weights.w_q, weights.w_v, weights.w_o.unflatten(0, (-1, d_head)))
-    factor = torch.linalg.matrix_norm(weights.w_q, 2).square() / math.sqrt(d_head)
-    return weights.w_q, g / factor[:, None, None]
 
 
 # --- fits and verdict ----------------------------------------------------------------------------
@@ -335,17 +291,14 @@ def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
 
     Prop. 3.4 has √(n − 1): fitted in n it would look like n^0.53 at these lengths, for any weights.
     """
-    parts = by(sorted(rows, key=lambda row: row[0].num_tokens), *CURVE)
-    parts = {key: parts[key] for key in by(rows, *CURVE)}
+    parts = [sorted(part, key=lambda row: row[0].num_tokens) for part in by(rows, *CURVE).values()]
     return [
-        (part, fit(values(part, points), others=part[0][0].data == "two_cluster"))
-        for part in parts.values()
+        (
+            part,
+            fit([(c.num_tokens, r.constants) for c, r in part], others=bool(part[0][0].radius)),
+        )
+        for part in parts
     ]
-
-
-def points(case: Case, result: Result) -> tuple[int, list[float]]:
-    """n and the constants there."""
-    return case.num_tokens, result.constants
 
 
 def constant(case: Case, result: Result) -> float:
@@ -359,8 +312,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     lines = [table_line(part, one) for part, one in found]
     fitted = [(part, one) for part, one in found if one is not None]
     if not fitted:
-        why = "an exponent needs at least three lengths"
-        return Summary(lines, "C n^alpha", "not run", "not in the paper", why)
+        return judged([], lines, "C n^alpha", "an exponent needs at least three lengths")
     findings = [attack_finding(part, one) for part, one in fitted if part[0][0].radius]
     if slower := [one.exponent < 0.5 for part, one in fitted if not part[0][0].radius]:
         share = f"{sum(slower)} of {len(slower)}"

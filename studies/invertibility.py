@@ -58,13 +58,13 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.invertibility"
     paper: ClassVar[str] = "tokens=[32,64,128] widths=[32,64,128] batch_size=128"
-    scales: list[float] = option([0.5, 0.7, 0.9], "c", within="(0, 1)")
-    ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", within="(0, 1e6]")
-    tokens: list[int] = option([64], "N, tokens", within="[2, 1e4]")
-    widths: list[int] = option([64], "D, channels, each with each N", within="[1, 1e4]")
-    num_heads: int = option(8, "heads, a divisor of every width", within="[1, 1e4]")
-    batch_size: int = option(16, "inputs; the worst counts", within="[1, 1e5]")
-    num_steps: int = option(200, "steps of the iteration", within=MANY)
+    scales: list[float] = option([0.5, 0.7, 0.9], "c", "(0, 1)")
+    ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", "(0, 1e6]")
+    tokens: list[int] = option([64], "N, tokens", "[2, 1e4]")
+    widths: list[int] = option([64], "D, channels, each with each N", "[1, 1e4]")
+    num_heads: int = option(8, "heads, a divisor of every width", "[1, 1e4]")
+    batch_size: int = option(16, "inputs; the worst counts", "[1, 1e5]")
+    num_steps: int = option(200, "steps of the iteration", MANY)
     train_steps: int = option(
         200,
         "Adam steps of the one-layer models with trained weights; 0 for none",

@@ -51,15 +51,15 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.mass_splitting"
     paper: ClassVar[str] = "grid=201 first_atoms=[0.0,0.5,1.0,2.0,4.0]"
-    num_measures: int = option(400, "random measures per kind of attention", within="[1, 1e6]")
-    grid: int = option(81, "points per axis of the plane of two atoms", within="[2, 1000]")
-    radius: float = option(4.0, "R of the grid, in units of X", within="[1e-6, 100]")
+    num_measures: int = option(400, "random measures per kind of attention", "[1, 1e6]")
+    grid: int = option(81, "points per axis of the plane of two atoms", "[2, 1000]")
+    radius: float = option(4.0, "R of the grid, in units of X", "[1e-6, 100]")
     eigenvalues: list[float] = option(
-        [-1.0, 1.0], "A of the dot-product grids (D = 1)", within="[-1e3, 1e3]"
+        [-1.0, 1.0], "A of the dot-product grids (D = 1)", "[-1e3, 1e3]"
     )
     first_atoms: list[float] = option([0.0, 1.0, 4.0], "the atom that stays fixed, in units of X")
     first_masses: list[float] = option(
-        [0.5], "its mass; the other two share the rest equally", within="[1e-9, 1)"
+        [0.5], "its mass; the other two share the rest equally", "[1e-9, 1)"
     )
 
     def check(self) -> None:

@@ -63,25 +63,25 @@ class Options(StudyOptions):
         "lengths=[2,10,100,1000,3000]"
     )
     radii: list[float] = option(
-        [1.0, 2.0, 3.0, 4.0, 6.0, 8.0], "R of the two atoms, in units of X", within="[1e-6, 1e3]"
+        [1.0, 2.0, 3.0, 4.0, 6.0, 8.0], "R of the two atoms, in units of X", "[1e-6, 1e3]"
     )
     eigenvalues: list[float] = option(
         [-1.0, 1.0], "A of the two atoms (D = 1); the rate is -A if A < 0, A/8 else",
         within="[-1e3, 1e3]",
     )  # fmt: skip
     mass_factors: list[float] = option(
-        [1.0, 3.0], "s: the masses are as s e^(2 rate R^2) to 1", within="[1e-6, 1e3]"
+        [1.0, 3.0], "s: the masses are as s e^(2 rate R^2) to 1", "[1e-6, 1e3]"
     )
     bound_radii: list[float] = option(
-        [0.1, 0.3, 1.0], "R of the random measures, in units of X", within="[1e-6, 5]"
+        [0.1, 0.3, 1.0], "R of the random measures, in units of X", "[1e-6, 5]"
     )
-    num_measures: int = option(150, "random measures per radius", within="[1, 1e6]")
+    num_measures: int = option(150, "random measures per radius", "[1, 1e6]")
     scales: list[float] = option(
         [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0],
-        "R in the limit R X, no unit", within="[1e-6, 1e6]",
+        "R in the limit R X, no unit", "[1e-6, 1e6]",
     )  # fmt: skip
-    num_tokens: int = option(48, "n of the limit, tokens", within="[2, 1e3]")
-    lengths: list[int] = option([2, 10, 100, 1000], "n of the Cesaro mean", within="[2, 1e4]")
+    num_tokens: int = option(48, "n of the limit, tokens", "[2, 1e3]")
+    lengths: list[int] = option([2, 10, 100, 1000], "n of the Cesaro mean", "[2, 1e4]")
 
     def check(self) -> None:
         """An eigenvalue zero has no rate, and exponentials must not overflow."""

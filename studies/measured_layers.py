@@ -1,11 +1,13 @@
 """Attention layers whose constants are measured, and the inputs that a text gives them.
 
 They come from untrained models of ours and from checkpoints. Every layer is handed out bare (no
-residual, no LayerNorm, no dropout) and in float64.
+residual, no LayerNorm, no dropout) and in float64. Attacks are on random weights of GPT-2's shape.
 """
 
 import copy
+import math
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -18,14 +20,16 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.attention import TiedL2Attention
+from invformer.nn.attention import TiedL2Attention, merge_heads, split_heads
+from invformer.nn.kim_attention import paper_output_map
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer, PreNormBranch
 from invformer.numerics.linear_map import LinearMap, linearise
-from studies.layer_bounds import Layer, attention_jacobian
+from studies.layer_bounds import Layer, attention_jacobian, project
 
 DTYPE = torch.float64
 SMALL_CONTEXT = 128
+GPT2_INIT, GPT2_WIDTH, GPT2_HEADS = 0.02, 768, 12
 
 
 @lru_cache(maxsize=1)
@@ -98,3 +102,42 @@ def unmasked_jacobian(layer: Layer, x: Float[Tensor, "sequences tokens width"]) 
     layer = copy.deepcopy(layer)
     layer.position = VisibilityMask(torch.ones(n, n, dtype=torch.bool))
     return linearise(layer, x)
+
+
+# --- no network: random weights of GPT-2's shape -------------------------------------------------
+
+
+class Weights(NamedTuple):
+    """Weights of dot-product heads: (H, D, d) each, and an output map (H d, D) if there is one."""
+
+    w_q: Tensor
+    w_k: Tensor
+    w_v: Tensor
+    w_o: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """f(X) = [softmax(Q_h K_hᵀ/√d) V_h]_h W^O, every token sees all."""
+        q, k, v = (project(x, w) for w in self[:3])
+        y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+        return y if self.w_o is None else y @ self.w_o
+
+
+@lru_cache(maxsize=1)
+def random_weights(seed: int) -> Weights:
+    """Random weights of the shape and the size of GPT-2's at initialisation, heads concatenated."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (GPT2_WIDTH, 3 * GPT2_WIDTH)
+    parts = GPT2_INIT * torch.randn(shape, generator=generator, dtype=DTYPE)
+    return Weights(*(split_heads(w, GPT2_HEADS) for w in parts.chunk(3, dim=1)))
+
+
+def tied_weights(weights: Weights) -> tuple[Tensor, Tensor]:
+    """Tied L2 attention of one head with the same W^Q and W^V, made comparable in size.
+
+    Its value path has the factor W^Q W^Qᵀ/√d, tiny for small weights: it is scaled to norm one.
+    """
+    assert weights.w_o is not None
+    d_head = weights.w_q.shape[-1]
+    g = paper_output_map(weights.w_q, weights.w_v, weights.w_o.unflatten(0, (-1, d_head)))
+    factor = torch.linalg.matrix_norm(weights.w_q, 2).square() / math.sqrt(d_head)
+    return weights.w_q, g / factor[:, None, None]

@@ -45,9 +45,9 @@ class Options(StudyOptions):
     """Take training steps of both kinds in three ways."""
 
     program: ClassVar[str] = "-m studies.memory"
-    depths: list[int] = option([4, 16], "layers", within="[1, 1e3]")
-    batch_size: int = option(64, "windows of 64 characters", within="[1, 1e5]")
-    repeats: int = option(3, "steps; the median is reported", within="[1, 1e3]")
+    depths: list[int] = option([4, 16], "layers", "[1, 1e3]")
+    batch_size: int = option(64, "windows of 64 characters", "[1, 1e5]")
+    repeats: int = option(3, "steps; the median is reported", "[1, 1e3]")
 
 
 @dataclass(frozen=True)

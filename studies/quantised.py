@@ -40,8 +40,8 @@ class Options(StudyOptions):
 
     program: ClassVar[str] = "-m studies.quantised"
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
-    bits: list[int] = option([32, 8, 4, 3], "of a weight; 32 leaves it", within="[2, 32]")
-    num_windows: int = option(4, "windows that are inverted and proven", within="[1, 1e4]")
+    bits: list[int] = option([32, 8, 4, 3], "of a weight; 32 leaves it", "[2, 32]")
+    num_windows: int = option(4, "windows that are inverted and proven", "[1, 1e4]")
     scored: int | None = option(None, "characters scored; null is the whole split", "[1e3, 1e9]")
 
 

@@ -72,22 +72,22 @@ class Options(AdamOptions):
         "data.max_characters=null"
     )
     kinds: list[Kind] = option(list(get_args(Kind)), "models")
-    num_seeds: int = option(3, "seeds, from seed on", within="[1, 1e4]")
-    lipschitz_target: float = option(0.7, "c of the contractive kinds", within="(0, 1)")
+    num_seeds: int = option(3, "seeds, from seed on", "[1, 1e4]")
+    lipschitz_target: float = option(0.7, "c of the contractive kinds", "(0, 1)")
     activation_norm: bool = option(
         False, "ActivationNorm in the contractive kinds; its scales multiply the constant"
     )
     token_max_radii: list[float] = option(
-        [0.001, 0.01, 0.03, 0.1, 0.3], "relative radii of the balls in token_max", within="(0, 1e6]"
+        [0.001, 0.01, 0.03, 0.1, 0.3], "relative radii of the balls in token_max", "(0, 1e6]"
     )
     frobenius_radii: list[float] = option(
-        [0.001, 0.01, 0.1, 0.3, 1.0], "relative radii of the balls in frobenius", within="(0, 1e6]"
+        [0.001, 0.01, 0.1, 0.3, 1.0], "relative radii of the balls in frobenius", "(0, 1e6]"
     )
-    num_windows: int = option(16, "validation windows that are attacked", within="[1, 1e5]")
-    pgd_steps: int = option(20, "gradient steps of an attack", within="[1, 1e5]")
-    d_model: int = option(48, "width of the models, channels", within="[1, 1e4]")
-    num_layers: int = option(2, "blocks of the models", within="[1, 1e3]")
-    num_steps: int = option(300, "optimiser steps", within=MANY)
+    num_windows: int = option(16, "validation windows that are attacked", "[1, 1e5]")
+    pgd_steps: int = option(20, "gradient steps of an attack", "[1, 1e5]")
+    d_model: int = option(48, "width of the models, channels", "[1, 1e4]")
+    num_layers: int = option(2, "blocks of the models", "[1, 1e3]")
+    num_steps: int = option(300, "optimiser steps", MANY)
 
     def check(self) -> None:
         """Heads divide the width, and there is something to attack."""

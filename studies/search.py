@@ -48,10 +48,10 @@ class Options(StudyOptions):
     """Bring random texts back in three ways."""
 
     program: ClassVar[str] = "-m studies.search"
-    lengths: list[int] = option([64, 256, 1024], "characters of a text", within="[2, 1e5]")
-    vocabularies: list[int] = option([65, 256, 50_000], "symbols", within="[2, 1e7]")
-    num_places: int = option(4, "places at which search is measured", within="[1, 1e5]")
-    d_model: int = option(128, "width", within="[16, 1e5]")
+    lengths: list[int] = option([64, 256, 1024], "characters of a text", "[2, 1e5]")
+    vocabularies: list[int] = option([65, 256, 50_000], "symbols", "[2, 1e7]")
+    num_places: int = option(4, "places at which search is measured", "[1, 1e5]")
+    d_model: int = option(128, "width", "[16, 1e5]")
     dtype: Literal["float32", "float64"] = option("float64", "arithmetic of all")
 
 

@@ -38,8 +38,8 @@ class Options(StudyOptions):
     models: list[str] = option([], "run folders of certified models or couplings")
     strengths: list[float] = option([0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0], "t")
     mark: str = option("N", "character that texts of the mean difference have or lack")
-    num_windows: int = option(16, "windows that are steered", within="[1, 1e4]")
-    num_averaged: int = option(512, "windows behind the mean difference", within="[2, 1e5]")
+    num_windows: int = option(16, "windows that are steered", "[1, 1e4]")
+    num_averaged: int = option(512, "windows behind the mean difference", "[2, 1e5]")
 
 
 @dataclass(frozen=True)

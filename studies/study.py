@@ -6,7 +6,7 @@ A study is a module of this package with its cases, its measurement, its verdict
     class Options(StudyOptions):   # with a docstring: --help prints it
         program: ClassVar[str] = "-m studies.example"
         paper: ClassVar[str] = "sizes=[100,1000]"       # the words that scale=paper stands for
-        sizes: list[int] = option([100], "numbers of tokens N", within="[2, 1e5]")
+        sizes: list[int] = option([100], "numbers of tokens N", "[2, 1e5]")
 
     @dataclass(frozen=True)
     class Case: ...                # everything the numbers depend on, and nothing else
@@ -80,11 +80,9 @@ class StudyOptions(Root):
         "default", "paper is the published size; scale=paper --print-config shows what that sets"
     )
     out: str | None = option(None, "folder of the results; null is checkpoints/studies/NAME")
-    seed: int = option(0, "of weights, inputs and starts", within=SEED)
+    seed: int = option(0, "of weights, inputs and starts", SEED)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes a GPU if there is one")
-    num_threads: int | None = option(
-        None, "CPU threads; null leaves PyTorch's choice", within="[1, 1024]"
-    )
+    num_threads: int | None = option(None, "CPU threads; null leaves PyTorch's choice", "[1, 1024]")
     wandb: bool = option(True, "mirror rows, table and figure to W&B (offline without an API key)")
     project: str = option("invformer", "W&B project")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
@@ -133,10 +131,10 @@ class Study(Generic[AnyOptions, AnyCase, AnyResult]):
 
 
 def case_of(kind: type[AnyCase], chosen: StudyOptions, /, **values: Any) -> AnyCase:
-    """A case with the given values, and options of the same name in all other fields."""
+    """A case with the given values, in other fields options of the same name, or their defaults."""
     names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
-    same = {name: getattr(chosen, name) for name in names if name not in values}
-    return kind(**same, **values)
+    same = {name: getattr(chosen, name) for name in names if hasattr(chosen, name)}
+    return kind(**same | values)
 
 
 def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:

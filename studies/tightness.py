@@ -47,22 +47,20 @@ class Options(StudyOptions):
         "num_starts=50 num_steps=2000"
     )
     sizes: list[int] = option(
-        [100, 200, 400, 1000], "N in entry_max, D = H = 1, tokens", within="[2, 1e5]"
+        [100, 200, 400, 1000], "N in entry_max, D = H = 1, tokens", "[2, 1e5]"
     )
     frobenius_sizes: list[int] = option(
-        [10, 30, 100], "N in frobenius, D = H = 1, tokens", within="[2, 1e4]"
+        [10, 30, 100], "N in frobenius, D = H = 1, tokens", "[2, 1e4]"
     )
     shapes: list[str] = option(
         ["2x1", "2x2", "4x2", "8x4"], "DxH with unit weights, in all three norms; [] for none"
     )
-    shape_tokens: int = option(50, "N for these shapes, tokens", within="[2, 1e4]")
-    num_starts: int = option(20, "starts of the ascent, the best counts", within="[1, 1e5]")
-    num_steps: int = option(600, "Adam steps", within=MANY)
-    lr: float = option(0.1, "learning rate of Adam on X", within="(0, 10]")
-    spread: float = option(
-        10.0, "starts are uniform on [-s, s], s uniform up to this", within="(0, 1e6]"
-    )
-    refresh_every: int = option(40, "steps between two looks for the largest row", within=MANY)
+    shape_tokens: int = option(50, "N for these shapes, tokens", "[2, 1e4]")
+    num_starts: int = option(20, "starts of the ascent, the best counts", "[1, 1e5]")
+    num_steps: int = option(600, "Adam steps", MANY)
+    lr: float = option(0.1, "learning rate of Adam on X", "(0, 10]")
+    spread: float = option(10.0, "starts are uniform on [-s, s], s uniform up to this", "(0, 1e6]")
+    refresh_every: int = option(40, "steps between two looks for the largest row", MANY)
 
     def check(self) -> None:
         """Shapes read DxH, and heads divide the width."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -19,6 +19,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import TrainingWindows
 from invformer.errors import DataError
+from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.nn.transformer import CharTransformer
 from invformer.training.optimizers import build_optimizer, warmup_cosine
@@ -40,16 +41,16 @@ class TextConfig(Section):
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     max_characters: int | None = option(
-        200_000, "read only this many characters; null reads all", within="[1000, 1e12]"
+        200_000, "read only this many characters; null reads all", "[1000, 1e12]"
     )
     val_characters: int | None = option(
-        8192, "characters that are scored; null is the whole split", within="[2, 1e9]"
+        8192, "characters that are scored; null is the whole split", "[2, 1e9]"
     )
     val_fraction: float = option(
-        0.05, "share of the text for validation, where the corpus has no splits", within="(0, 1)"
+        0.05, "share of the text for validation, where the corpus has no splits", "(0, 1)"
     )
     test_fraction: float = option(
-        0.05, "share of the text that is left out, where the corpus has no splits", within="[0, 1)"
+        0.05, "share of the text that is left out, where the corpus has no splits", "[0, 1)"
     )
 
     def check(self) -> None:
@@ -65,7 +66,7 @@ class TextConfig(Section):
 class WholeTextConfig(TextConfig):
     """The text, whose validation split is scored whole."""
 
-    val_characters: int | None = option(None, "as above", within="[2, 1e9]")
+    val_characters: int | None = option(None, "as above", "[2, 1e9]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,11 @@ class Text:
     val: Integer[Tensor, " val_characters"]
     vocab_size: int
     sha256: str
+
+    @cached_property
+    def ngram_nats(self) -> float:
+        """Nats per character of the validation text under a 5-gram of the training text."""
+        return witten_bell_nats(self.train, self.val, vocab_size=self.vocab_size)
 
 
 @lru_cache(maxsize=2)
@@ -154,20 +160,29 @@ def validation_windows(
 
 
 @dataclass(kw_only=True)
-class AdamOptions(StudyOptions):
-    """What can be set where small models are trained by Adam at a constant learning rate."""
+class ModelOptions(StudyOptions):
+    """What can be set where models are trained."""
 
-    d_model: int = option(32, "width of the models, channels", within="[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of the width", within="[1, 1e4]")
-    seq_len: int = option(32, "context of the models, characters", within="[2, 1e5]")
-    batch_size: int = option(16, "windows per batch", within="[1, 1e6]")
-    num_steps: int = option(100, "optimiser steps", within=MANY)
-    lr: float = option(5e-3, "learning rate of Adam, constant", within="(0, 10]")
-    data: TextConfig = section(TextConfig)
+    d_model: int = option(48, "width of the models, channels", "[1, 1e5]")
+    num_heads: int = option(4, "attention heads, a divisor of the width", "[1, 1e4]")
+    seq_len: int = option(32, "context of the models, characters", "[2, 1e5]")
+    batch_size: int = option(12, "windows per batch", "[1, 1e6]")
+    num_steps: int = option(300, "optimiser steps", MANY)
 
     def check(self) -> None:
         """Heads divide the width."""
         self.require_divided_by_heads("d_model")
+
+
+@dataclass(kw_only=True)
+class AdamOptions(ModelOptions):
+    """The same for small models and Adam at a constant learning rate."""
+
+    d_model: int = option(32, "width of the models, channels", "[1, 1e5]")
+    batch_size: int = option(16, "windows per batch", "[1, 1e6]")
+    num_steps: int = option(100, "optimiser steps", MANY)
+    lr: float = option(5e-3, "learning rate of Adam, constant", "(0, 10]")
+    data: TextConfig = section(TextConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,14 +330,15 @@ def recorded_inputs(model: nn.Module) -> Iterator[list[tuple[Layer, Tensor]]]:
             handle.remove()
 
 
-def mean_nats(
+def scores(
     model: CharTransformer,
     windows: Int[Tensor, "windows tokens"],
     targets: Int[Tensor, "windows tokens"],
-) -> float:
-    """Nats per character."""
-    total = 0.0
+) -> tuple[float, float]:
+    """Nats per character, and the share of characters that were the likeliest."""
+    nats = correct = 0.0
     for tokens, following in zip(windows.split(64), targets.split(64), strict=True):
-        logits = model(tokens).flatten(0, 1)
-        total += nn.functional.cross_entropy(logits, following.flatten(), reduction="sum").item()
-    return total / targets.numel()
+        logits, true = model(tokens).flatten(0, 1), following.flatten()
+        nats += nn.functional.cross_entropy(logits, true, reduction="sum").item()
+        correct += (logits.argmax(-1) == true).sum().item()
+    return nats / targets.numel(), correct / targets.numel()

@@ -31,7 +31,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, ModelConfig
+from invformer.config.schema import ModelConfig
 from invformer.config.section import option, section
 from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharEmbedding, CharTransformer
@@ -52,10 +52,12 @@ from studies.report import (
     panels,
     values,
 )
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, case_of, main
 from studies.training import (
+    ModelOptions,
     RecipeCase,
     WholeTextConfig,
+    scores,
     text_fields,
     text_of,
     train_by_recipe,
@@ -68,7 +70,7 @@ NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
     program: ClassVar[str] = "-m studies.whole_network"
@@ -77,24 +79,15 @@ class Options(StudyOptions):
         "d_model=128 num_heads=16 seq_len=64 data.name=tiny_shakespeare data.max_characters=null "
         "data.val_fraction=0.1 data.test_fraction=0.0"
     )
-    totals: list[float] = option([2, 10, 100], "L of the whole network", within="[1, 1e12]")
-    c: list[float] = option([0.2], "constants of the branches; the best is kept", within="(0, 1)")
-    num_seeds: int = option(1, "seeds, from seed on", within="[1, 1e4]")
-    d_model: int = option(48, "width, channels", within="[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", within="[1, 1e4]")
-    num_layers: int = option(2, "blocks", within="[1, 1e3]")
-    seq_len: int = option(32, "context, characters", within="[2, 1e5]")
-    batch_size: int = option(12, "windows per batch", within="[1, 1e6]")
-    num_steps: int = option(300, "optimiser steps", within=MANY)
-    lr: float = option(5e-3, "peak learning rate of AdamW", within="(0, 10]")
-    muon_lr: float = option(2e-2, "peak learning rate of Muon", within="(0, 10]")
-    num_windows: int = option(16, "validation windows that are attacked", within="[1, 1e5]")
-    pgd_steps: int = option(20, "gradient steps of an attack", within="[1, 1e5]")
+    totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
+    c: list[float] = option([0.2], "constants of the branches; the best is kept", "(0, 1)")
+    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
+    num_layers: int = option(2, "blocks", "[1, 1e3]")
+    lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
+    muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
+    num_windows: int = option(16, "validation windows that are attacked", "[1, 1e5]")
+    pgd_steps: int = option(20, "gradient steps of an attack", "[1, 1e5]")
     data: WholeTextConfig = section(WholeTextConfig)
-
-    def check(self) -> None:
-        """Heads divide the width."""
-        self.require_divided_by_heads("d_model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,16 +183,6 @@ def measure(case: Case, device: torch.device) -> Result:
         model, windows[: case.num_windows], targets[: case.num_windows], case.pgd_steps,
         (trained.final_nats, nats, accuracy),
     )  # fmt: skip
-
-
-def scores(model: CharTransformer, windows: Tensor, targets: Tensor) -> tuple[float, float]:
-    """Nats per character and share of correct predictions."""
-    nats = correct = 0.0
-    for some, following in zip(windows.split(64), targets.split(64), strict=True):
-        logits = model(some).flatten(0, 1)
-        nats += nn.functional.cross_entropy(logits, following.flatten(), reduction="sum").item()
-        correct += (logits.argmax(-1) == following.flatten()).sum().item()
-    return nats / targets.numel(), correct / targets.numel()
 
 
 def examine(

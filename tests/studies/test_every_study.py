@@ -132,7 +132,7 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("mass_splitting", "first_atoms=[9.0]", 2, "9.0 is not within the radius 4"),
         ("mean_field", "radii=[50.0]", 2, "must be at most 13.23 with the eigenvalue -1"),
         ("mean_field", "eigenvalues=[0.0]", 2, "0.0 is nearer to 0"),
-        ("price", "kinds=[other]", 2, "no kind 'other'"),
+        ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
         ("robustness", "frobenius_radii=[]", 2, "frobenius_radii: give at least one"),
         ("tightness", "shapes=[4x3]", 2, "'4x3' is not DxH"),

@@ -23,7 +23,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> None:
-    for cache in (measured_layers.source, growth.random_weights):
+    for cache in (measured_layers.source, measured_layers.random_weights):
         cache.cache_clear()
 
 
