@@ -71,6 +71,7 @@ class Options(AdamOptions):
     """Compare local bounds of attention layers, and regularisers of attention at equal loss."""
 
     program: ClassVar[str] = "-m studies.attention_distribution"
+    widths: ClassVar[tuple[str, ...]] = ("d_model", "layer_width")
     paper: ClassVar[str] = (
         "layer_sizes=[16,64,256] d_model=64 seq_len=64 num_layers=4 num_steps=2000 "
         "weights=[0.003,0.01,0.03,0.1,0.3,1.0] data.max_characters=null data.val_characters=100000"
@@ -87,10 +88,6 @@ class Options(AdamOptions):
     seq_len: int = option(32, "context of the models, more than 11 characters", "[12, 1e4]")
     num_penalised: int = option(4, "windows of each batch for the regulariser", "[1, 1e6]")
     num_steps: int = option(150, "optimiser steps", MANY)
-
-    def check(self) -> None:
-        """Heads divide the widths."""
-        self.require_divided_by_heads("d_model", "layer_width")
 
 
 @dataclass(frozen=True, kw_only=True)

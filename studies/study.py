@@ -109,13 +109,6 @@ class StudyOptions(Root):
         ]
         return shlex.join(["python", *self.program.split(), *scale, *changed])
 
-    def require_divided_by_heads(self, *widths: str) -> None:
-        """Refuse ``num_heads`` that do not divide the options of these names."""
-        for name in widths:
-            heads, width = attrgetter("num_heads", name)(self)
-            if width % heads:
-                self.refuse("num_heads", f"{heads} heads do not divide {name}={width}")
-
 
 @dataclass(frozen=True)
 class Study(Generic[AnyOptions, AnyCase, AnyResult]):
