@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from invformer.assemble.attention import BUILDERS
 from invformer.config import from_dict
 from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
@@ -15,13 +16,8 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import evaluate
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingBlock, CouplingStack
-from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
-from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleBlock
 from invformer.nn.scaling import DiagonalScaling, written_channels
@@ -57,7 +53,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
         first = d_embedding + index * share
         padded = share and not config.diagonal_scaling
         channels = slice(first, first + share) if padded else None
-        attention = build_contractive_attention(config, seq_len, channels)
+        attention = BUILDERS[config.name](config, build_position(config, seq_len), channels)
         feed_forward = ContractiveFeedForward(
             width,
             config.feed_forward_width,
@@ -79,37 +75,14 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
     return InvertibleStack(blocks, seq_len, KIM_NORMS.get(config.certificate, "token_max"), kind)
 
 
-def build_contractive_attention(
-    config: ModelConfig, seq_len: int, channels: slice | None
-) -> LipschitzBranch:
-    """The contractive attention whose constant the chosen certificate bounds."""
-    position = build_position(config, seq_len)
-    width, heads, target = config.d_model, config.num_heads, config.lipschitz_target
-    kernel, size = config.attention_kernel, config.initial_output
-    match config.name, config.certificate:
-        case "contractive_bounded", "token_max" | "causal" as bound:
-            return BoundedAttention(
-                width, heads, config.head_width, position, target, channels, kernel, size, bound,
-                config.strictly_causal,
-            )  # fmt: skip
-        case "contractive_l2", "token_max" | "causal" as bound:
-            return ContractiveL2Attention(
-                width, heads, position, target, bound, channels, kernel, size
-            )
-        case "contractive_l2", "kim_entry_max" | "kim_frobenius" as bound:
-            return PaperContractiveL2Attention(width, heads, position, target, bound, kernel)
-    raise AssertionError(f"{config.name} has no certificate {config.certificate}")
-
-
 def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
     """The blocks of a baseline."""
-    attention = L2Attention if config.name == "l2" else DotProductAttention
     couples = config.name == "reversible"
     make_block = CouplingBlock if couples else PreNormBlock
-    width, hidden, kernel = config.d_model, config.feed_forward_width, config.attention_kernel
+    width, hidden = config.d_model, config.feed_forward_width
     blocks = [
         make_block(
-            attention(width, config.num_heads, build_position(config, seq_len), kernel),
+            BUILDERS[config.name](config, build_position(config, seq_len)),
             FeedForward(width, hidden, config.activation, config.feed_forward_kernel),
             width,
             config.dropout,

@@ -5,7 +5,7 @@ Integers have a ceiling too, so that ``10**20`` steps are refused before anythin
 
 import re
 from dataclasses import dataclass, fields
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from invformer.config.section import Root, Section, option, section, shown
 
@@ -16,8 +16,29 @@ SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 
-AttentionName = Literal["dot_product", "l2", "reversible", "contractive_l2", "contractive_bounded"]
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What a configuration has to know of an attention; ``assemble/attention.py`` builds it."""
+
+    certificates: tuple[CertificateName, ...] = ()  # theorems about it; none: a baseline
+    options: tuple[str, ...] = ()  # those of d_head and strictly_causal that it reads
+
+
+ATTENTIONS = {
+    "dot_product": Attention(),
+    "l2": Attention(),
+    "reversible": Attention(),
+    "contractive_l2": Attention(("token_max", "kim_entry_max", "kim_frobenius", "causal")),
+    "contractive_bounded": Attention(("token_max", "causal"), ("d_head", "strictly_causal")),
+}
+if TYPE_CHECKING:
+    AttentionName = str
+else:
+    AttentionName = Literal[tuple(ATTENTIONS)]
+
 CorpusName = Literal[
     "python_docs", "python_stdlib", "text_file",
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
@@ -77,18 +98,20 @@ class ModelConfig(Section):
         for key in ("d_embedding", "written_channels"):
             channels = getattr(self, key) or 0
             refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
-        if name != "contractive_bounded":
-            refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
-            refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")
+        for key, why in (
+            ("d_head", f"{name} has heads of d_model // num_heads channels"),
+            ("strictly_causal", f"tokens of {name} see themselves"),
+        ):
+            refuse(getattr(self, key) and key not in ATTENTIONS[name].options, key, why)
         if not contractive:
             refuse(self.input_radius, "input_radius", f"{name} normalises its inputs already")
             why = f"{name} has none: pick model={name}, or set model.certificate=null"
             refuse(bound, "certificate", why)
             return
         refuse(bound is None, "certificate", f"{name} needs one, such as token_max")
-        kim = bound in ("kim_entry_max", "kim_frobenius")
-        why = f"{bound} is a theorem about tied L2 attention: pick token_max or causal"
-        refuse(kim and name == "contractive_bounded", "certificate", why)
+        proven = ATTENTIONS[name].certificates
+        why = f"{bound} is no theorem about {name}: pick {' or '.join(proven)}"
+        refuse(bound not in proven, "certificate", why)
         why = f"{self.feed_forward_kernel} tokens need model.certificate=causal"
         many = self.feed_forward_kernel > 1
         refuse(many and bound != "causal", "feed_forward_kernel", why)
@@ -103,7 +126,7 @@ class ModelConfig(Section):
     @property
     def is_contractive(self) -> bool:
         """Whether the stack is invertible and certified."""
-        return self.name in ("contractive_l2", "contractive_bounded")
+        return bool(ATTENTIONS[self.name].certificates)
 
     @property
     def head_width(self) -> int:

@@ -151,6 +151,7 @@ class ContractiveL2Attention(TiedL2Attention):
     """
 
     folds_scaling = True
+    is_proven = True
 
     def __init__(
         self,

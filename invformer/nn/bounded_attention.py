@@ -80,6 +80,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
     """
 
     folds_scaling = True
+    is_proven = True
 
     def __init__(
         self,

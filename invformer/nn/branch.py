@@ -26,7 +26,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     :meth:`weights` computes it. All other methods take it, or compute it if it is None.
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
-    and an entry in ``certificate.BRANCHES``. The rest has defaults (CONTRIBUTING.md).
+    that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).
     :meth:`weights_of` with :meth:`group` instead of :meth:`weights` computes the weights of all
     layers of a model at once, which is faster.
 
@@ -37,6 +37,8 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         ValueError: c is something else.
     """
 
+    # True, in the class itself, if its bounds are proven: a subclass may compute something else.
+    is_proven: bool = False
     # True if :meth:`weights_of` can fold scalings of the channels into the weights.
     folds_scaling: bool = False
     # True if f maps every token by itself.

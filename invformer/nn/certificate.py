@@ -8,10 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from invformer.errors import NonFiniteError
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ContractiveFeedForward
-from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
@@ -20,15 +16,9 @@ from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up, upwards
 
-# There are proofs for these types. A subclass may compute something else.
+# There are proofs for these types and for branches that say so. A subclass may compute something
+# else.
 LAYERS = (InvertibleResidual, ActivationNorm)
-BRANCHES = (
-    ContractiveL2Attention,
-    BoundedAttention,
-    ContractiveFeedForward,
-    L2Attention,
-    PaperContractiveL2Attention,
-)
 
 
 class NoCertificateError(ValueError):
@@ -248,17 +238,21 @@ def require_own(stack: InvertibleStack) -> None:
             require_type(f"block_{index:02d}/{name}", layer, LAYERS)
     for name, layer in stack.layers():
         if isinstance(layer, InvertibleResidual):
-            require_type(name, layer.branch, BRANCHES)
+            own = own_type(layer.branch)
+            require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
 
 
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
     """Raise NoCertificateError for a type that nothing is proven about."""
-    kind = type(module)
-    if hasattr(kind, "unshard"):  # FSDP2 made a subclass of it
-        kind = kind.__bases__[-1]
-    if kind not in known:
+    if (kind := own_type(module)) not in known:
         raise NoCertificateError(f"{name}: no proof is known for {kind.__name__}")
+
+
+def own_type(module: nn.Module | None) -> type:
+    """The class that a module was made of; FSDP2 makes a subclass of it."""
+    kind = type(module)
+    return kind.__bases__[-1] if hasattr(kind, "unshard") else kind
 
 
 def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:

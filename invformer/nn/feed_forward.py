@@ -122,6 +122,8 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         ValueError: k is above one, and another norm than the spectral one is asked for.
     """
 
+    is_proven = True
+
     def __init__(
         self,
         d_model: int,

@@ -25,6 +25,8 @@ class L2Attention(TiedL2Attention):
     The arguments are those of :class:`.ContractiveL2Attention`.
     """
 
+    is_proven = True
+
     def __init__(
         self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
     ) -> None:
@@ -49,6 +51,8 @@ class PaperContractiveL2Attention(TiedL2Attention):
     Gradients flow through numerator and denominator, as in the paper. The arguments are those of
     :class:`.ContractiveL2Attention`.
     """
+
+    is_proven = True
 
     def __init__(
         self,

@@ -1,0 +1,117 @@
+"""An attention that the program does not know yet: the example of CONTRIBUTING.md, to copy."""
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from invformer.assemble.attention import BUILDERS
+from invformer.assemble.model import build_model
+from invformer.config.schema import ATTENTIONS, Attention, ModelConfig
+from invformer.errors import ConfigurationError
+from invformer.nn import CausalMask, CharTransformer, NoCertificateError, certify
+from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.spectral import SpectralNormalised
+from invformer.numerics.linear_map import dense_jacobian
+from invformer.numerics.norms import Norm
+from invformer.numerics.spectral_norm import spectral_norm_bound
+from tests.nn.builders import SEQ_LEN, VOCAB, random_tokens, trained_a_little
+
+
+class PositionWeights(NamedTuple):
+    """P as (N, N), and G as (D, D)."""
+
+    p: Tensor
+    g: Tensor
+
+
+class PositionAttention(LipschitzBranch[PositionWeights]):
+    """f(X) = P X G with P = mean_h softmax_j b_h(i − j) and ‖G‖₂ ≤ c: tokens are not compared.
+
+    Rows of P are ≥ 0 and sum to one, so ‖(P X G)_i‖₂ ≤ max_j ‖x_j‖₂ ‖G‖₂: Lip(f) ≤ c in token_max.
+    """
+
+    is_proven = True
+
+    def __init__(self, d_model: int, position: CausalMask, lipschitz_target: float) -> None:
+        super().__init__(lipschitz_target)
+        self.position = position
+        self.w_g = SpectralNormalised(torch.randn(d_model, d_model) / math.sqrt(d_model))
+
+    def weights(self) -> PositionWeights:
+        """P at full length and G = c Ĝ."""
+        p = self.position(self.position.seq_len).softmax(-1).mean(0)
+        return PositionWeights(p, self.w_g() * self.target_scale())
+
+    def forward(self, x: Tensor, weights: PositionWeights | None = None) -> Tensor:
+        """P X G, of the first tokens if X is shorter; a later column is zero in their rows."""
+        p, g = weights or self.weights()
+        n = x.shape[-2]
+        return p[:n, :n] @ x @ g
+
+    def lipschitz_bound(
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: PositionWeights | None = None
+    ) -> float:
+        """‖G‖₂ times the largest row sum of P, which rounding may have made more than one."""
+        if norm != "token_max":
+            raise ValueError(f"no bound of this attention is known in {norm}")
+        p, g = (cast(w, dtype).double() for w in weights or self.weights())
+        rows = p.sum(-1).max() * (1 + 2.0**-40)
+        return (spectral_norm_bound(g) * rows).item()
+
+
+class Untold(PositionAttention):
+    """A subclass, which does not say that the bound is proven for it as well."""
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> CharTransformer:
+    """Two blocks with the attention, made known in two lines and trained for two steps."""
+    monkeypatch.setitem(ATTENTIONS, "position", Attention(certificates=("token_max",)))
+    monkeypatch.setitem(
+        BUILDERS,
+        "position",
+        lambda config, position, channels: PositionAttention(
+            config.d_model, position, config.lipschitz_target
+        ),
+    )
+    config = ModelConfig(name="position", d_model=12, num_heads=3, num_layers=2)
+    return trained_a_little(build_model(config, VOCAB, SEQ_LEN), steps=2).double()
+
+
+def test_the_new_attention_trains_and_is_certified_at_its_target(model: CharTransformer) -> None:
+    certificate = certify(model)
+    assert certificate.holds
+    assert 0.49 < certificate.per_branch["block_01/attention"] <= 0.5
+
+
+def test_the_new_attention_is_inverted_and_its_error_is_bounded(model: CharTransformer) -> None:
+    x = model.embedding(random_tokens(3)).detach()
+    solution = model.stack.inverse(model.stack(x))
+    error = (solution.value - x).norm(dim=-1).amax(-1)
+    assert (error <= solution.error_bound).all()
+    assert (solution.error_bound < 1e-6).all()
+
+
+def test_a_dense_jacobian_of_the_new_attention_is_below_its_bound(model: CharTransformer) -> None:
+    branch: Any = model.stack.blocks[0].attention.branch
+    jacobian = dense_jacobian(branch, torch.randn(5, 12, dtype=torch.float64))
+    blocks = jacobian.unflatten(0, (5, 12)).unflatten(2, (5, 12)).detach()
+    gain = torch.linalg.matrix_norm(blocks.transpose(1, 2), 2).sum(-1).max().item()
+    assert gain <= branch.lipschitz_bound("token_max") * (1 + 1e-12)
+
+
+def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) -> None:
+    model.stack.blocks[0].attention.branch.__class__ = Untold
+    with pytest.raises(NoCertificateError, match="no proof is known for Untold"):
+        certify(model)
+
+
+@pytest.mark.parametrize(("key", "value"), [("certificate", "causal"), ("d_head", 4)])
+def test_what_the_new_attention_does_not_read_is_refused(
+    key: str, value: Any, model: CharTransformer
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"model.{key}: .*position"):
+        ModelConfig(name="position", **{key: value})
