@@ -85,8 +85,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if certificate is None:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
-        proven = f"≤ {largest_bound(certificate)} in {certified_norm(certificate)}"
-        lines.append(("every branch proven", proven))
+        lines.append(("every branch proven", largest_proven(certificate)))
     if inversion is not None:
         recovered, proven = shares(inversion)
         more = f"; {unknown}" if inversion["unknown_rate"] else ""
@@ -188,9 +187,16 @@ def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
 
 
-def largest_bound(certificate: Mapping[str, Any]) -> str:
+def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
     """The largest bound on a branch, rounded upwards."""
-    return upwards(max(certificate["per_branch"].values()), 6)
+    return upwards(max(certificate["per_branch"].values()), digits)
+
+
+def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
+    """The same with its norm and target, on one line."""
+    diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
+    norm = f"{'weighted ' if certificate['conditions'] else ''}{certificate['norm']}{diagonal}"
+    return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
 
 
 def shares(inversion: Mapping[str, Any], digits: int = 2) -> list[str]:
@@ -236,13 +242,6 @@ def worst_constants(report: Mapping[str, Any]) -> dict[str, float]:
     keys = ("estimate", "local_bound", "bound", "target")
     known = {key: [v for row in rows if (v := row[key]) is not None] for key in keys}
     return {key: max(values) for key, values in known.items() if values}
-
-
-def certified_norm(certificate: Mapping[str, Any]) -> str:
-    """The quantity that a certificate bounds, in words."""
-    diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
-    weighted = "weighted " if certificate["conditions"] else ""
-    return f"{weighted}{certificate['norm']}{diagonal} (target {certificate['target']})"
 
 
 def informative(value: float, limit: float, why: str, verbose: bool) -> str:

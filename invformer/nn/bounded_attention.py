@@ -264,8 +264,3 @@ def split(z: Float[Tensor, "*batch tokens channels"], num_heads: int) -> Project
     """(*batch, N, 3 H d) → three times (*batch, H, N, d)."""
     q, k, v = split_heads(z, 3 * num_heads).chunk(3, dim=-3)
     return q, k, v
-
-
-def merge(parts: Projections) -> Float[Tensor, "*batch tokens channels"]:
-    """The inverse of :func:`split`, and its adjoint."""
-    return merge_heads(torch.cat(parts, dim=-3))

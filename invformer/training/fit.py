@@ -12,10 +12,9 @@ from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
-from invformer.evaluation.report import certified_norm
+from invformer.evaluation.report import largest_proven
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
-from invformer.numerics.rounding import upwards
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import printable
 from invformer.runs.exit import explained
@@ -165,8 +164,7 @@ def print_result(run: Run) -> None:
     print(f"val        {best['val/bpc']:.4f} bits per character (step {best['step'] + 1})")
     newest, _ = newest_checkpoint(run.directory.checkpoints)
     if certificate := newest and newest.metadata.get("certificate"):
-        bound = upwards(max(certificate["per_branch"].values()), 4)
-        print(f"proven     every branch ≤ {bound} in {certified_norm(certificate)}")
+        print(f"proven     every branch {largest_proven(certificate, 4)}")
     if "inverse/characters_recovered" in best:
         recovered = percent(best["inverse/characters_recovered"])
         print(f"inversion  {recovered} of the characters recovered")
