@@ -395,7 +395,7 @@ def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) ->
         with torch.inference_mode(False), torch.no_grad():
             kinds = [torch.stack(kind) for kind in zip(*tensors, strict=True)]
         memory[:] = kinds, [kind[i] for i in range(len(tensors)) for kind in kinds]
-    else:
+    elif flat:
         torch._foreach_copy_(memory[1], flat)  # type: ignore  # torch's optimisers call it too
     return list(memory[0])
 
