@@ -11,6 +11,7 @@ from invformer.assemble.attention import BUILDERS
 from invformer.assemble.model import build_model
 from invformer.config.schema import ATTENTIONS, Attention, ModelConfig
 from invformer.errors import ConfigurationError
+from invformer.evaluation.lipschitz import measured_branches
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CausalMask, CharTransformer, NoCertificateError, certify
 from invformer.nn.branch import LipschitzBranch, cast
@@ -102,6 +103,10 @@ def test_a_dense_jacobian_of_the_new_attention_is_below_its_bound(model: CharTra
     blocks = jacobian.unflatten(0, (5, 12)).unflatten(2, (5, 12)).detach()
     gain = torch.linalg.matrix_norm(blocks.transpose(1, 2), 2).sum(-1).max().item()
     assert gain <= branch.lipschitz_bound("token_max") * (1 + 1e-12)
+
+
+def test_an_evaluation_leaves_out_norms_without_a_theorem(model: CharTransformer) -> None:
+    assert measured_branches(model, random_tokens(1), 3).keys() == {"token_max"}
 
 
 def test_the_monitor_estimates_the_new_attention_at_every_step(model: CharTransformer) -> None:
