@@ -5,7 +5,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # fmt: off
 VIEWS = {
     "alias", "as_strided", "broadcast_to", "chunk", "detach", "diagonal", "empty", "empty_like",
-    "empty_strided", "expand", "flatten", "movedim", "new_empty", "permute", "promote_types",
+    "empty_strided", "expand", "flatten", "mT", "movedim", "new_empty", "permute", "promote_types",
     "reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose",
     "unbind", "unflatten", "unfold", "unsqueeze", "view", "_reshape_alias", "_unsafe_view",
 }

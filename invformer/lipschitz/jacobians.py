@@ -10,15 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from invformer.kernels.attention import only
-from invformer.kernels.blocked import toeplitz
 from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
 from invformer.nn.bounded_attention import BoundedAttention, split
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
-from invformer.nn.position_bias import RelativePositionBias
+from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.attention_rows import AttentionRows
@@ -86,7 +84,7 @@ class StackedBranches:
 
     def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """What of each branch is needed with that of the others."""
-        return tuple(state_of(branch).values()) if isinstance(branch, PreNormBranch) else ()
+        return tuple(branch.state_dict().values()) if isinstance(branch, PreNormBranch) else ()
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
@@ -128,7 +126,7 @@ class StackedBranches:
         if not isinstance(first, PreNormBranch):
             each = zip(self.branches, self.seen(u), self.weights, strict=True)
             return torch.stack([branch(at, weights) for branch, at, weights in each])
-        state = dict(zip(state_of(first), self.kinds, strict=True))
+        state = dict(zip(first.state_dict(), self.kinds, strict=True))
         return torch.func.vmap(lambda s, x: torch.func.functional_call(first, s, (x,)))(state, u)
 
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
@@ -149,19 +147,15 @@ class StackedBranches:
 
 
 class StackedMaps(StackedBranches):
-    """Branches h(x W + b) V with W, (branches, D, inner), and V, the first two of :meth:`maps`."""
+    """Branches h(x W + b) V with W, (branches, D, inner), V and b, if there is one, as maps."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.w, self.v, *self.others = self.kinds
-        self.b = self.biases()
+        self.w, self.v, *b = self.kinds
+        self.b = b[0].unsqueeze(1) if b else self.w.new_zeros(1, 1, 1)
         if self.centre is not None:
             self.b = torch.baddbmm(self.b, self.centre, self.w)
         self.each = list(zip(self.w, self.b.expand(len(self.w), 1, -1), self.v, strict=True))
-
-    def biases(self) -> Float[Tensor, "#branches 1 #inner"]:
-        """b."""
-        return self.w.new_zeros(1, 1, 1)
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """The layer; what its Jacobian is made of is kept."""
@@ -213,10 +207,6 @@ class StackedFeedForward(StackedMaps):
         """W, V and b."""
         return weights.w_in, weights.w_out, weights.b_in
 
-    def biases(self) -> Float[Tensor, "branches 1 inner"]:
-        """b."""
-        return self.others[0].unsqueeze(1)
-
     def enter(self, x: Tensor) -> Tensor:
         """The tokens that hidden units see."""
         return windows(super().enter(x), self.weights[0].kernel)
@@ -264,7 +254,7 @@ class StackedAttention(StackedMaps):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.num_heads = len(self.weights[0].g)
-        self.bias = stacked_biases([b.position for b in self.branches], self.num_tokens)
+        self.bias = biases_together([b.position for b in self.branches], self.num_tokens)
 
     def heads(self, z: Float[Tensor, "*batch channels"]) -> Float[Tensor, "*batch heads d"]:
         """Every head's channels of a token."""
@@ -369,23 +359,14 @@ class StackedBoundedAttention(StackedAttention):
         return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
 
 
-STACKED: dict[type, type[StackedBranches]] = {
-    TiedL2Attention: StackedL2Attention,
-    BoundedAttention: StackedBoundedAttention,
-    ContractiveFeedForward: StackedFeedForward,
-}
-
-
 def stacked_class(branch: Any) -> type[StackedBranches]:
     """The class that knows the products of branches like this one."""
-    known = (STACKED[kind] for kind in STACKED if isinstance(branch, kind))
-    return next(known, StackedBranches)
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: t.detach() for name, t in state.items()}
+    known: dict[type, type[StackedBranches]] = {
+        TiedL2Attention: StackedL2Attention,
+        BoundedAttention: StackedBoundedAttention,
+        ContractiveFeedForward: StackedFeedForward,
+    }
+    return next((known[kind] for kind in known if isinstance(branch, kind)), StackedBranches)
 
 
 def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) -> list[Tensor]:
@@ -398,16 +379,6 @@ def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) ->
     elif flat:
         torch._foreach_copy_(memory[1], flat)  # type: ignore  # torch's optimisers call it too
     return list(memory[0])
-
-
-def stacked_biases(
-    positions: Sequence[Any], num_tokens: int
-) -> Float[Tensor, "branches heads tokens tokens"]:
-    """The numbers that are added to the logits of every branch."""
-    if not all(type(position) is RelativePositionBias for position in positions):
-        return torch.stack([position(num_tokens) for position in positions])
-    tables = torch.stack([position.table[:, : num_tokens - 1] for position in positions])
-    return toeplitz(F.pad(tables, (1, 0)), num_tokens)
 
 
 def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:
