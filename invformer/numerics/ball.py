@@ -36,7 +36,9 @@ def into_ball(
     """ψ_R(x) for R = ``radius`` > 0, in the format of x: ‖ψ_R(x)‖₂ < R for every token."""
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         mapped: Tensor = IntoBall.apply(x, radius)
-        return mapped
+        # Cast out here: torch 2.11 compiles wrong gradients if ``forward`` returns another name of
+        # a tensor that it made, as ``to`` does where there is nothing to cast (pytorch#180642).
+        return mapped.to(x.dtype)
     return (x * shrinkage(x, radius)).to(x.dtype)
 
 
@@ -50,14 +52,14 @@ def shrinkage(
 
 
 class IntoBall(torch.autograd.Function):
-    """ψ_R; autograd's own gradient passes over the tokens twice as often."""
+    """ψ_R, in float32 at least; autograd's own gradient passes over the tokens twice as often."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, radius: float) -> Tensor:
         """x ρ."""
         ctx.save_for_backward(x)
         ctx.radius = radius
-        return (x * shrinkage(x, radius)).to(x.dtype)
+        return x * shrinkage(x, radius)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
