@@ -74,7 +74,7 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
-@pytest.mark.parametrize("build", CONTRACTIVE)
+@pytest.mark.parametrize("build", [*CONTRACTIVE, partial(contractive_model, input_radius=1.0)])
 def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
     model = build().train()
     set_manual_refresh(model)
