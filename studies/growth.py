@@ -194,11 +194,12 @@ def resolve(options: Options) -> tuple[tuple[Attention, ...], int, int]:
     if options.checkpoint is None:
         return OURS, small_config("dot_product").num_layers, SMALL_CONTEXT
     trained = trained_configuration(read_checkpoint(options.checkpoint))
-    attention = trained.model.name
-    if attention == "contractive_bounded" or attention == "reversible":
+    name = trained.model.name
+    if name not in OURS:
         raise ConfigurationError(
-            f"checkpoint: the growth of {attention} is not studied; take one with {', '.join(OURS)}"
+            f"checkpoint: the growth of {name} is not studied; take one with {', '.join(OURS)}"
         )
+    attention = OURS[OURS.index(name)]  # the same string, of the narrower type
     return (attention,), trained.model.num_layers, trained.data.seq_len
 
 
