@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Integer
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from invformer.kernels.attention import only
 from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
@@ -19,14 +19,11 @@ from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activ
 from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
-from invformer.numerics.attention_rows import AttentionRows
+from invformer.numerics.attention_rows import AttentionRows, Chosen, by_row, own, take
 from invformer.numerics.ball import BallPoint, into_ball, to_ball
 from invformer.numerics.bounded_attention import attention_point
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
-
-# Output tokens, one for each vector.
-Chosen = Integer[Tensor, "branches sequences K"]
 
 
 class Products(NamedTuple):
@@ -84,7 +81,7 @@ class StackedBranches:
 
     def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """What of each branch is needed with that of the others."""
-        return tuple(branch.state_dict().values()) if isinstance(branch, PreNormBranch) else ()
+        return tuple(state_of(branch).values()) if isinstance(branch, PreNormBranch) else ()
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
@@ -126,7 +123,7 @@ class StackedBranches:
         if not isinstance(first, PreNormBranch):
             each = zip(self.branches, self.seen(u), self.weights, strict=True)
             return torch.stack([branch(at, weights) for branch, at, weights in each])
-        state = dict(zip(first.state_dict(), self.kinds, strict=True))
+        state = dict(zip(state_of(first), self.kinds, strict=True))
         return torch.func.vmap(lambda s, x: torch.func.functional_call(first, s, (x,)))(state, u)
 
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
@@ -359,14 +356,22 @@ class StackedBoundedAttention(StackedAttention):
         return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
 
 
+STACKED: dict[type, type[StackedBranches]] = {
+    TiedL2Attention: StackedL2Attention,
+    BoundedAttention: StackedBoundedAttention,
+    ContractiveFeedForward: StackedFeedForward,
+}
+
+
 def stacked_class(branch: Any) -> type[StackedBranches]:
     """The class that knows the products of branches like this one."""
-    known: dict[type, type[StackedBranches]] = {
-        TiedL2Attention: StackedL2Attention,
-        BoundedAttention: StackedBoundedAttention,
-        ContractiveFeedForward: StackedFeedForward,
-    }
-    return next((known[kind] for kind in known if isinstance(branch, kind)), StackedBranches)
+    return next((STACKED[kind] for kind in STACKED if isinstance(branch, kind)), StackedBranches)
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, masks too, which ``state_dict`` leaves out."""
+    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: t.detach() for name, t in state.items()}
 
 
 def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) -> list[Tensor]:
@@ -379,22 +384,3 @@ def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) ->
     elif flat:
         torch._foreach_copy_(memory[1], flat)  # type: ignore  # torch's optimisers call it too
     return list(memory[0])
-
-
-def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:
-    """The chosen tokens of each, (branches, sequences, K, *rest); as many as there are: all."""
-    if chosen.shape[-1] == t.shape[2]:
-        return t
-    index = chosen.view(*chosen.shape, *[1] * (t.ndim - 3))
-    return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
-
-
-def own(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
-    """The chosen token of each row, (branches, R, 1, m)."""
-    index = chosen.flatten(1)[..., None, None]
-    return x.gather(2, index.expand(-1, -1, 1, x.shape[-1]))
-
-
-def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tensor:
-    """Those of the sequence of each row, (branches, R, *rest) if that is not one sequence."""
-    return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)

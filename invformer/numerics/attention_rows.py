@@ -9,8 +9,11 @@ b_ij = q_i − q_j. A row takes O(N) where the whole Jacobian takes O(N²).
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
+
+# Output tokens, one for each vector.
+Chosen = Integer[Tensor, "branches sequences K"]
 
 
 @dataclass(frozen=True)
@@ -43,3 +46,22 @@ class AttentionRows:
     def of_softmax(self, a: Tensor) -> Tensor:
         """τ (diag(P_i) − P_i P_iᵀ) a_i."""
         return self.scaled * (a - (self.p * a).sum(-2, keepdim=True))
+
+
+def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:
+    """The chosen tokens of each, (branches, sequences, K, *rest); as many as there are: all."""
+    if chosen.shape[-1] == t.shape[2]:
+        return t
+    index = chosen.view(*chosen.shape, *[1] * (t.ndim - 3))
+    return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
+
+
+def own(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
+    """The chosen token of each row, (branches, R, 1, m)."""
+    index = chosen.flatten(1)[..., None, None]
+    return x.gather(2, index.expand(-1, -1, 1, x.shape[-1]))
+
+
+def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tensor:
+    """Those of the sequence of each row, (branches, R, *rest) if that is not one sequence."""
+    return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)

@@ -8,7 +8,13 @@ import torch
 
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
-from invformer.nn import ContractiveFeedForward, ContractiveL2Attention, RelativePositionBias
+from invformer.nn import (
+    CharTransformer,
+    ContractiveFeedForward,
+    ContractiveL2Attention,
+    RelativePositionBias,
+    VisibilityMask,
+)
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
@@ -29,6 +35,16 @@ from tests.nn.builders import (
     trained_a_little,
 )
 
+
+def windowed_baseline() -> CharTransformer:
+    """A baseline whose first block sees one token back, the second two: masks no file keeps."""
+    model = baseline()
+    for index, block in enumerate(model.stack.blocks):
+        near = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool).tril().triu(-1 - index)
+        block.attention.inner.position = VisibilityMask(near)
+    return model
+
+
 MODELS = {
     "actnorm": contractive_model,
     "plain": lambda: contractive_model(norm=False),
@@ -43,6 +59,7 @@ MODELS = {
         bounded=False, strictly_causal=False, certificate="token_max", input_radius=1.5
     ),
     "dot product": baseline,
+    "windows": windowed_baseline,
     "l2": l2_baseline,
     "convolution": convolutional_baseline,
     "coupling": coupling,
