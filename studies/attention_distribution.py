@@ -269,7 +269,9 @@ def at_equal_loss(path: Sequence[tuple[float, float]], allowance: float) -> floa
     """
     limit, best = path[0][0] + allowance, path[0][1]
     for (nats, value), (next_nats, next_value) in pairwise(path):
-        if not next_nats <= limit:  # a failed training's is NaN, which is no minimum
+        if not math.isfinite(next_nats):
+            return best
+        if next_nats > limit:
             share = (limit - nats) / (next_nats - nats)
             return min(best, value + share * (next_value - value))
         best = min(best, next_value)

@@ -52,7 +52,14 @@ from studies.report import (
     values,
 )
 from studies.study import Study, case_of, main
-from studies.training import AdamOptions, ModelCase, text_fields, text_of, train_by_adam
+from studies.training import (
+    AdamOptions,
+    ModelCase,
+    mean_nats,
+    text_fields,
+    text_of,
+    train_by_adam,
+)
 
 Kind = Literal[
     "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
@@ -175,11 +182,6 @@ def measure(case: Case, device: torch.device) -> Result:
     )
 
 
-def loss_of(model: CharTransformer, tokens: Batch, targets: Batch) -> Tensor:
-    """Mean nats per character."""
-    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-
-
 def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> float:
     """What autograd keeps of a forward pass, every storage once."""
     kept: dict[int, int] = {}
@@ -190,7 +192,7 @@ def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> flo
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = loss_of(model, tokens, targets)  # which holds what is kept
+        loss = mean_nats(model(tokens), targets)  # which holds what is kept
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     del loss
     return sum(size for at, size in kept.items() if at not in weights) / 2**20
@@ -199,7 +201,7 @@ def mebibytes_kept(model: CharTransformer, tokens: Batch, targets: Batch) -> flo
 def block_gradients(model: CharTransformer, tokens: Batch, targets: Batch) -> list[float]:
     """Norm of the loss's gradient in the parameters of every block, bottom first."""
     model.zero_grad()
-    loss_of(model, tokens, targets).backward()
+    mean_nats(model(tokens), targets).backward()
     norms = [
         nn.utils.get_total_norm([p.grad for p in block.parameters() if p.grad is not None]).item()
         for block in model.stack.blocks

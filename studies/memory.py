@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
@@ -28,6 +28,7 @@ from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
 from studies.study import Study, StudyOptions, case_of, main
+from studies.training import mean_nats
 
 Strategy = Literal["store", "checkpoint", "inverse"]
 VOCAB, SEQ_LEN = 51, 64
@@ -125,14 +126,14 @@ def step(model: CharTransformer, tokens: Tensor, strategy: Strategy) -> None:
     model.zero_grad()
     if strategy != "inverse":
         model.stack.checkpoint_activations = strategy == "checkpoint"
-        loss_of(model(tokens), tokens).backward()
+        mean_nats(model(tokens), tokens).backward()
         return
     x = model.embedding(tokens)
     with torch.no_grad():
         z = model.stack(x)
     undo = undoing(model)
     z = z.detach().requires_grad_()
-    loss_of(model.predict(z), tokens).backward()
+    mean_nats(model.predict(z), tokens).backward()
     gradient = z.grad
     for index in reversed(range(len(model.stack.blocks))):
         block = model.stack.blocks[index]
@@ -142,11 +143,6 @@ def step(model: CharTransformer, tokens: Tensor, strategy: Strategy) -> None:
         block(z).backward(gradient)
         gradient = z.grad
     x.backward(gradient)
-
-
-def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Mean cross-entropy."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
 def undoing(model: CharTransformer) -> Any:

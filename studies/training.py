@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Int, Integer
+from jaxtyping import Float, Int, Integer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -260,7 +260,7 @@ def train(
             model.initialise(inputs)
         with recorded_inputs(model) if penalty else nullcontext([]) as layers:
             logits = model(inputs)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = mean_nats(logits, targets)
         if penalty:
             loss = loss + sum(penalty(layer, z) for layer, z in layers)
         losses.append(loss.item())
@@ -332,6 +332,13 @@ def recorded_inputs(model: nn.Module) -> Iterator[list[tuple[Layer, Tensor]]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def mean_nats(
+    logits: Float[Tensor, "batch tokens symbols"], targets: Integer[Tensor, "batch tokens"]
+) -> Tensor:
+    """Mean cross-entropy, nats per character."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def scores(
