@@ -1,7 +1,7 @@
 """python -m tests.gpu.accept --out DIR: what a GPU machine runs first; under eight minutes.
 
 Each check writes its rows to DIR/accept.jsonl and DIR/accept.md as it ends, so that a cut leaves
-the rest. It needs torch 2.10 or newer, Python 3.11 or newer, no network, and the wheels that
+the rest. It needs torch 2.11 or newer, Python 3.11 or newer, no network, and the wheels that
 ``--wheels`` lists. ``--train TEXT`` is a run of its own: nine minutes of nanoGPT's Shakespeare
 configuration. On a processor everything is tiny and CUDA's rules are emulated: a smoke test.
 """
