@@ -30,7 +30,7 @@ from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import is_complete, resume_point
-from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process, write_config
+from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
 from invformer.runs.wandb_logger import OVERVIEW, open_wandb
@@ -69,7 +69,6 @@ def build_run(config: TrainConfig) -> Run:
     resume = resume_point(directory, metadata)
     is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
     if is_first_process():
-        write_config(directory.path, to_dict(config))
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))
     is_logged = is_first_process() and not is_finished

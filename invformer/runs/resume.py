@@ -52,7 +52,7 @@ def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint |
     if newest is None and not is_begun(run.path):
         return None
     before = saved_configuration(run.path) if newest is None else newest.metadata["config"]
-    if differing := differing_keys(before or {}, metadata["config"]):
+    if differing := differing_keys(before, metadata["config"]):
         raise CheckpointError(
             f"{run.path} was started with another configuration ({'; '.join(differing)}): "
             "choose another run.name, or repeat the old values to continue it"

@@ -1,67 +1,35 @@
 """The folder a run leaves behind: made once, continued or refused, never overwritten."""
 
 import itertools
-import json
 import shlex
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from invformer.config import load_config, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
-from invformer.runs.checkpoint import CHECKPOINTS, read_regular, sweep
-from invformer.runs.encoding import parse
-from invformer.runs.files import PARTIAL, replace_file
+from invformer.runs.checkpoint import CHECKPOINTS, sweep
+from invformer.runs.files import PARTIAL, open_regular
 from invformer.runs.launcher import from_first_rank
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.run_lock import LOCK, lock_run
 
-CONFIG = "config.json"
-CONFIG_YAML, METRICS = "config.yaml", "metrics.jsonl"
-BEFORE_TRAINING = {LOCK, CONFIG, CONFIG_YAML, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
+CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+BEFORE_TRAINING = {LOCK, CONFIG, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
 
 
-@dataclass(frozen=True)
 class RunDirectory:
-    """Paths inside one run's folder.
+    """Paths inside one run's folder."""
 
-    Attributes:
-        path: the folder.
-    """
-
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration as YAML."""
-        return self.path / CONFIG_YAML
-
-    @property
-    def command(self) -> str:
-        """The command that continues the run."""
-        return shlex.join(["python", TrainConfig.program, f"config={self.config}"])
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line, one line per optimiser step."""
-        return self.path / METRICS
-
-    @property
-    def certificate(self) -> Path:
-        """The latest certificate."""
-        return self.path / "certificate.json"
-
-    @property
-    def summary(self) -> Path:
-        """The picture that is drawn last."""
-        return self.path / "summary.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of its checkpoints."""
-        return self.path / CHECKPOINTS
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / CONFIG  # as resolved
+        self.metrics = path / METRICS  # one JSON object for every optimiser step
+        self.certificate = path / "certificate.json"  # the latest
+        self.summary = path / "summary.png"  # drawn last
+        self.checkpoints = path / CHECKPOINTS
+        self.command = shlex.join(["python", TrainConfig.program, f"config={self.config}"])
 
 
 def is_first_process() -> bool:
@@ -116,30 +84,26 @@ def open_run(root: Path, name: str | None, default_name: str, resume: bool) -> R
         path.mkdir(exist_ok=True)
     except OSError as error:
         raise StorageError(f"{root}: cannot create a run folder ({error.strerror})") from error
-    if is_begun(path):
-        if not resume:
-            raise CheckpointError(
-                f"{path} exists: choose another run.name, or run.resume=true to continue it"
-            )
-        if saved_configuration(path) is None:
-            raise CheckpointError(
-                f"{path} exists but holds no run that can be continued: choose another run.name"
-            )
+    if is_begun(path) and not resume:
+        raise CheckpointError(
+            f"{path} exists: choose another run.name, or run.resume=true to continue it"
+        )
+    if names_in(path) - {LOCK}:
+        saved_configuration(path)
     lock_run(path)
     return RunDirectory(path)
 
 
 def is_begun(path: Path) -> bool:
     """Whether a folder has a checkpoint, metrics, or other files than precede a first step."""
-    names = {file.name for file in path.iterdir() if not file.name.startswith(PARTIAL)} - {LOCK}
-    if not names:
-        return False
-    if not names <= BEFORE_TRAINING or saved_configuration(path) is None:
-        return True
     run = RunDirectory(path)
-    return any(run.checkpoints.glob("*")) or (
-        run.metrics.exists() and run.metrics.stat().st_size > 0
-    )
+    has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
+    return has_rows or any(run.checkpoints.glob("*")) or not names_in(path) <= BEFORE_TRAINING
+
+
+def names_in(path: Path) -> set[str]:
+    """The files of a folder, except what was being written when a process was killed."""
+    return {file.name for file in path.iterdir() if not file.name.startswith(PARTIAL)}
 
 
 def fresh_folder(root: Path, default_name: str) -> Path:
@@ -154,15 +118,13 @@ def fresh_folder(root: Path, default_name: str) -> Path:
     return path
 
 
-def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    """Keep the configuration, to which a continued run is compared."""
-    replace_file(path / CONFIG, json.dumps(config, indent=2) + "\n")
-
-
-def saved_configuration(path: Path) -> dict[str, Any] | None:
-    """The configuration a run was started with; None if the folder is not that of a run."""
+def saved_configuration(path: Path) -> dict[str, Any]:
+    """The configuration a run was started with; raises CheckpointError if there is none."""
     try:
-        saved = parse(read_regular(path / CONFIG), CONFIG)
-    except CheckpointError:
-        return None
-    return saved if isinstance(saved, dict) and "model" in saved else None
+        open_regular(path / CONFIG).close()
+        return to_dict(load_config([f"config={path / CONFIG}"]))
+    except (OSError, ConfigurationError) as error:
+        raise CheckpointError(
+            f"{path} exists but holds no run that can be continued ({error}): "
+            "choose another run.name"
+        ) from None

@@ -15,16 +15,14 @@ from invformer.errors import CheckpointError, ConfigurationError, InvformerError
 from invformer.evaluation.report import write_json
 from invformer.runs.files import open_kept, open_regular, replace_file
 from invformer.runs.json_lines import JsonLinesLogger
-from invformer.runs.run_directory import expand_home, open_run, write_config
+from invformer.runs.run_directory import expand_home, open_run
 from invformer.runs.run_lock import LOCK, require_lock
 from invformer.runs.saving import Checkpoints
 from invformer.runs.wandb_logger import open_wandb
 from invformer.training.plots import plot_run
 from tests.small_runs import write_rows
 
-CONFIG = {"model": {"d_model": 8}}
 WRITERS: dict[str, Callable[[Path], Any]] = {
-    "config.json": lambda run: write_config(run, CONFIG),
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
     "metrics.jsonl": lambda run: write_rows(run / "metrics.jsonl", {0: {"x": 1.0}}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
@@ -100,7 +98,7 @@ def test_a_run_is_refused_while_another_process_is_at_it_and_free_once_that_was_
     other.kill()
     other.communicate()
     write_rows(tmp_path / "a" / "metrics.jsonl", {0: {"x": 1.0}})
-    write_config(tmp_path / "a", CONFIG)
+    replace_file(tmp_path / "a" / "config.yaml", "model: {d_model: 8}")
     assert open_run(tmp_path, "a", "x", True)
 
 

@@ -1,6 +1,5 @@
 """A run continues from its own newest whole checkpoint on its own text, or says why not."""
 
-import json
 import logging
 import math
 import shutil
@@ -86,8 +85,6 @@ def folder(half_way: Path, tmp_path: Path) -> Path:
     """A copy of the run that was stopped, on the very text."""
     shutil.copytree(half_way / "runs", tmp_path / "runs")
     shutil.copy(half_way / "text.txt", tmp_path)
-    config = tmp_path / "runs" / "a" / "config.json"
-    config.write_text(config.read_text().replace(str(half_way), str(tmp_path)))
     for path in (tmp_path / "runs" / "a" / "checkpoints").iterdir():
         edit_json(path, MODEL, lambda m: m["config"]["data"].update(path=f"{tmp_path}/text.txt"))
     return tmp_path
@@ -300,12 +297,11 @@ def test_a_changed_text_is_refused_with_code_3(folder: Path, change: Callable[[s
 
 def test_fewer_steps_than_a_run_has_taken_are_refused_and_change_nothing(folder: Path) -> None:
     run = folder / "runs" / "a"
-    before = {name: (run / name).read_bytes() for name in ("config.json", "config.yaml")}
+    before = (run / "config.yaml").read_bytes()
     with pytest.raises(CheckpointError, match=r"is at step 4, past trainer\.max_steps=3: ask for"):
         train(folder, "trainer.max_steps=3")
-    assert {name: (run / name).read_bytes() for name in before} == before
+    assert (run / "config.yaml").read_bytes() == before
     train(folder, "trainer.max_steps=7")
-    assert json.loads((run / "config.json").read_text())["trainer"]["max_steps"] == 7
     assert OmegaConf.load(run / "config.yaml").trainer.max_steps == 7
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from invformer.config import from_dict, to_dict, to_yaml
 from invformer.errors import CheckpointError, StorageError
-from invformer.runs.resume import resume_point
-from invformer.runs.run_directory import open_run, write_config
+from invformer.runs.resume import differing_keys, resume_point
+from invformer.runs.run_directory import open_run
 
 CONFIG = {"model": {"d_model": 96}, "optim": {"lr": 1e-3}, "run": {"resume": True}}
 OTHER = {**CONFIG, "optim": {"lr": 2e-3}}
@@ -17,14 +18,14 @@ OTHER = {**CONFIG, "optim": {"lr": 2e-3}}
 def begin(root: Path, config: dict = CONFIG) -> None:
     """A run that has done a step."""
     run = open_run(root, "a", "x", True)
-    write_config(run.path, config)
+    run.config.write_text(to_yaml(from_dict(config)))
     run.metrics.write_text('{"step": 0}\n')
 
 
 def continue_run(root: Path, config: dict, resume: bool = True) -> Path:
     """Its folder, which nothing refuses to continue in; no step was saved."""
     run = open_run(root, "a", "x", resume)
-    assert resume_point(run, {"config": config}) is None
+    assert resume_point(run, {"config": to_dict(from_dict(config))}) is None
     return run.path
 
 
@@ -44,10 +45,12 @@ def test_another_configuration_is_refused_with_the_differing_key(tmp_path: Path)
 
 def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path: Path) -> None:
     begin(tmp_path)
+    (tmp_path / "a" / "config.yaml").write_text("model: {d_model: 96}\noptim: {lr: 0.001}")
     default, other = ({**CONFIG, "optim": {"lr": 1e-3, "ema_decay": d}} for d in (None, 0.9))
     continue_run(tmp_path, default)
     with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
         continue_run(tmp_path, other)
+    assert differing_keys(CONFIG, to_dict(from_dict(CONFIG))) == []  # of a checkpoint
 
 
 def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: Path) -> None:
@@ -56,21 +59,21 @@ def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: 
         continue_run(tmp_path, CONFIG, resume=False)
 
 
-@pytest.mark.parametrize("config", [None, "{}", "[]", '{"mod', "[" * 100_000, os.mkfifo])
+@pytest.mark.parametrize("config", [None, "[]", "mod: 1", '{"mod', "[" * 100_000, os.mkfifo])
 def test_a_foreign_folder_is_refused(tmp_path: Path, config: Any) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("precious")
     if callable(config):
-        config(tmp_path / "a" / "config.json")
+        config(tmp_path / "a" / "config.yaml")
     elif config is not None:
-        (tmp_path / "a" / "config.json").write_text(config)
+        (tmp_path / "a" / "config.yaml").write_text(config)
     with pytest.raises(CheckpointError, match="holds no run"):
         open_run(tmp_path, "a", "x", True)
     assert (tmp_path / "a" / "thesis.tex").read_text() == "precious"
     assert not (tmp_path / "a" / ".lock").exists()
 
 
-@pytest.mark.parametrize("left", [[], [".partial-config.json-7"], [".lock"]])
+@pytest.mark.parametrize("left", [[], [".partial-config.yaml-7"], [".lock"]])
 def test_a_folder_whose_making_was_interrupted_is_made_again(
     tmp_path: Path, left: list[str]
 ) -> None:
@@ -89,8 +92,7 @@ def test_a_run_that_did_nothing_gives_its_name_to_another_configuration(
     begin(tmp_path)
     for name in ("checkpoints", "wandb"):
         (tmp_path / "a" / name).mkdir()
-    for name in ("config.yaml", "metrics.jsonl"):
-        (tmp_path / "a" / name).write_text("")
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
     continue_run(tmp_path, OTHER, resume)
 
 
