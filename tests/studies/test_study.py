@@ -5,14 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from invformer.config import load_config
 from invformer.config.section import Section, option, section
@@ -20,7 +18,6 @@ from invformer.errors import CertificateViolation, ConfigurationError, StorageEr
 from studies import __main__ as listing
 from studies import study as runner
 from studies.report import Summary, outcome_of, panels
-from studies.rows import Measured, RowFile
 from studies.study import Study, StudyOptions, case_of, main, run, scale_words
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
@@ -166,49 +163,6 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
     (tmp_path / "file").write_text("")
     assert main(Squares().study(), [f"out={tmp_path / 'file' / 'below'}"]) == 7
     assert capsys.readouterr().err.count("\n") == 1
-
-
-numbers = st.floats(allow_nan=False)
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    number=st.integers(-(10**12), 10**12),
-    offset=numbers,
-    label=st.none() | st.text(st.characters(codec="utf-8", exclude_characters="\r")),
-    square=numbers,
-    history=st.lists(numbers),
-)
-def test_rows_come_back_from_the_file_exactly(
-    tmp_path_factory: pytest.TempPathFactory, number: int, offset: float, label: str | None,
-    square: float, history: list[float],
-) -> None:  # fmt: skip
-    path = tmp_path_factory.mktemp("rows") / "rows.csv"
-    case = Case(number, offset, "odd", label)
-    row = Measured(Result(square, history), 1.25, 'a "CPU", 2 threads', "abc-dirty")
-    table = RowFile(path, Case, Result)
-    assert table.read() == {}
-    table.append(case, row)
-    table.append(replace(case, number=number + 1), row)
-    assert table.read() == {case: row, replace(case, number=number + 1): row}
-
-
-def test_nan_is_written_and_read_as_nan(tmp_path: Path) -> None:
-    table = RowFile(tmp_path / "rows.csv", Case, Result)
-    table.read()
-    table.append(Case(1, 0.0, "odd", None), Measured(Result(math.nan, [math.inf]), 0.0, "", ""))
-    (row,) = table.read().values()
-    assert math.isnan(row.result.square)
-    assert row.result.history == [math.inf]
-
-
-def test_a_cell_of_a_million_characters_comes_back_from_the_file(tmp_path: Path) -> None:
-    table = RowFile(tmp_path / "rows.csv", Case, Result)
-    table.read()
-    case, history = Case(1, 0.0, "odd", None), [0.125] * 200_000
-    table.append(case, Measured(Result(1.0, history), 0.0, "", ""))
-    assert max(map(len, (tmp_path / "rows.csv").read_text().splitlines())) > 10**6
-    assert table.read()[case].result.history == history
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
