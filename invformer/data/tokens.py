@@ -12,7 +12,7 @@ from torch import Tensor
 
 from invformer.config.schema import ScoredSplit
 from invformer.data.corpus import SPLITS, Corpus
-from invformer.data.vocabulary import CHUNK, Vocabulary
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
 from invformer.kernels.host import cache_folder
 from invformer.runs.files import PARTIAL
@@ -55,8 +55,7 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
         with wait_for_lock(file.with_suffix(".lock")):
             if not file.exists() or file.stat().st_size != num_bytes:
                 write_tokens(file, corpus, vocabulary)
-        kind = str(vocabulary.dtype).removeprefix("torch.")
-        numbers = np.memmap(file, kind, "r", shape=corpus.total)
+        numbers = np.memmap(file, vocabulary.dtype, "r", shape=corpus.total)
     except OSError as error:
         raise StorageError(
             f"{file}: cannot be written ({error.strerror}); free {num_bytes:,} bytes, or set "
@@ -84,6 +83,6 @@ def write_tokens(file: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
 
 
 def unknown_rate(tokens: Tokens) -> float:
-    """The share of tokens that are the unknown symbol, a few at a time; 0 of none."""
-    unknown = sum(int((part == 0).sum()) for part in tokens.split(CHUNK))
+    """The share of tokens that are the unknown symbol; 0 of none."""
+    unknown = len(tokens) - int(np.count_nonzero(tokens.numpy()))  # which takes no memory
     return unknown / max(1, len(tokens))

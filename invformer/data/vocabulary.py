@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Integer
 from torch import Tensor
@@ -40,10 +41,10 @@ class Vocabulary:
         The text may come in pieces.
         """
         pieces = [train_text] if isinstance(train_text, str) else train_text
-        found: set[int] = set()
+        found = np.zeros(CODE_POINTS, bool)
         for codes in (codes for piece in pieces for codes in code_points(piece)):
-            found.update(codes.bincount().nonzero().flatten().tolist())
-        characters = list(map(chr, sorted(found)))
+            found[codes] = True
+        characters = list(map(chr, found.nonzero()[0]))
         if len(characters) >= 1 << 16:
             raise DataError(
                 f"the training text has {len(characters)} distinct characters, more than the "
@@ -81,14 +82,14 @@ class Vocabulary:
         return len(self.symbols)
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> np.dtype:
         """The smallest unsigned type that holds every token."""
-        return torch.uint8 if self.size <= 1 << 8 else torch.uint16
+        return np.min_scalar_type(self.size - 1)
 
     def encode(self, text: str) -> Integer[Tensor, "characters"]:
         """The tokens of a text, uint8 or uint16; 0 for characters not in the vocabulary."""
-        tokens = [self._token_of.index_select(0, codes) for codes in code_points(text)]
-        return torch.cat(tokens or [self._token_of[:0]]).view(self.dtype)
+        tokens = [self._token_of[codes] for codes in code_points(text)]
+        return torch.from_numpy(np.concatenate(tokens))
 
     def decode(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
         """The text of a sequence of tokens, the unknown token shown as U+FFFD."""
@@ -122,17 +123,15 @@ class Vocabulary:
         )
 
     @cached_property
-    def _token_of(self) -> Integer[Tensor, "code_points"]:
-        # index_select knows no uint16: 16-bit tokens travel as int16 and are reinterpreted.
-        table = torch.zeros(CODE_POINTS, dtype=torch.int32)
-        table[torch.tensor([ord(c) for c in self.symbols[1:]])] = torch.arange(
-            1, self.size, dtype=torch.int32
-        )
-        return table.to(torch.uint8 if self.dtype == torch.uint8 else torch.int16)
+    def _token_of(self) -> np.ndarray:
+        """The token of every code point, 0 for most."""
+        table = np.zeros(CODE_POINTS, self.dtype)
+        table[[ord(character) for character in self.symbols[1:]]] = range(1, self.size)
+        return table
 
 
-def code_points(text: str) -> Iterator[Integer[Tensor, "characters"]]:
-    """The code points of a text, int32, so many at a time that they need little memory."""
-    for start in range(0, len(text), CHUNK):
+def code_points(text: str) -> Iterator[np.ndarray]:
+    """The code points of a text, so many at a time that they need little memory."""
+    for start in range(0, max(1, len(text)), CHUNK):
         part = text[start : start + CHUNK].encode("utf-32-le", "surrogatepass")
-        yield torch.frombuffer(bytearray(part), dtype=torch.int32)
+        yield np.frombuffer(part, np.uint32)
