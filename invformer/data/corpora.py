@@ -7,19 +7,19 @@ files may be larger than the memory.
 import codecs
 import glob
 import hashlib
-import io
 import os
 import platform
+import re
 import sysconfig
-import tokenize
 from collections.abc import Iterable, Iterator
 from functools import partial
+from importlib.util import decode_source
 from pathlib import Path
 
 from invformer.config.schema import DataConfig, Split
 from invformer.data import hub
 from invformer.data.corpus import SPLITS, Corpus, by_split
-from invformer.data.files import SavedPath, chunks, require_texts, texts_below
+from invformer.data.files import SavedPath, chunks, files_below, require_texts
 from invformer.errors import DataError
 
 # What the files of a split may be called, first match wins. {} is a word for the split.
@@ -33,8 +33,10 @@ UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such a file begins
 # Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
 HUNDRED_MILLION = ("text8", "enwik8")
 # Not Python's own sources: tests, installed packages, and what differs from machine to machine.
-FOREIGN_FOLDERS = ("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__")
-FOREIGN_FILES = ("sitecustomize.py", "usercustomize.py")
+FOREIGN = re.compile(
+    r"tests?|idle_test|(site|dist)-packages|__pycache__|config-.*"
+    r"|(site|user)customize\.py|_sysconfigdata.*"
+)
 
 
 def read_corpus(config: DataConfig) -> Corpus:
@@ -158,9 +160,9 @@ def read_stdlib(config: DataConfig) -> Corpus:
     """
     root = Path(sysconfig.get_path("stdlib"))
     packages: dict[str, str] = {}
-    for file in python_sources(root):
+    for file in files_below(root, ".py", FOREIGN):
         package = file.relative_to(root).parts[0]
-        packages[package] = packages.get(package, "") + decode_source(file)
+        packages[package] = packages.get(package, "") + decode_source(file.read_bytes())
     if not packages:
         raise DataError(f"{root}: no .py files; this Python hides its standard library")
     texts = deal(config, packages)
@@ -170,33 +172,6 @@ def read_stdlib(config: DataConfig) -> Corpus:
 def python() -> str:
     """The running Python, such as CPython 3.11.7."""
     return f"{platform.python_implementation()} {platform.python_version()}"
-
-
-def python_sources(root: Path) -> list[Path]:
-    """Python's own modules in sorted order."""
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            f for f in subfolders if f not in FOREIGN_FOLDERS and not f.startswith("config-")
-        ]
-        files += [
-            Path(folder, name)
-            for name in names
-            if name.endswith(".py")
-            and name not in FOREIGN_FILES
-            and not name.startswith("_sysconfigdata")
-        ]
-    return sorted(files, key=lambda file: file.relative_to(root).parts)
-
-
-def decode_source(file: Path) -> str:
-    """A module's text in the encoding it declares."""
-    try:
-        content = file.read_bytes()
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-        return content.decode(encoding)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise DataError(f"{file}: {error}") from None
 
 
 # --- Local files and the Hub ---------------------------------------------------------------------
@@ -249,7 +224,7 @@ def text_files(name: str, path: str) -> list[Path]:
         found = sorted(map(Path, glob.glob(path, recursive=True))) if is_pattern else []
         return [match for match in found if not match.is_dir()] or [file]
     known = [file / named for named in (name, f"{name}.zip") if (file / named).is_file()]
-    if files := known[:1] or texts_below(file):
+    if files := known[:1] or files_below(file, ".txt"):
         return files
     raise DataError(
         f"{path}: no *.txt in this folder and no train.txt; give data.path a file, or a pattern "

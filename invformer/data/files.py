@@ -7,6 +7,7 @@ refusal is a DataError of one line.
 
 import lzma
 import os
+import re
 import stat
 import zipfile
 import zlib
@@ -31,20 +32,22 @@ class SavedPath(str):
     """A path that nobody typed: it stood in a checkpoint, which may come from anywhere."""
 
 
-def texts_below(path: Path) -> list[Path]:
-    """The ``*.txt`` of a folder and its folders, in any case, in the order of their paths.
+def files_below(folder: Path, suffix: str, foreign: re.Pattern[str] | None = None) -> list[Path]:
+    """The files with a suffix, in any case, of a folder and its folders, sorted by their paths.
 
-    What is hidden is left out, as shells do: ``.git``, and the ``._x.txt`` of macOS.
+    What is hidden is left out, as shells do: ``.git``, and the ``._x.txt`` of macOS. So are files
+    and folders whose whole names match ``foreign``.
     """
+
+    def is_wanted(name: str) -> bool:
+        return not (name.startswith(".") or (foreign and foreign.fullmatch(name)))
+
     found: list[Path] = []
-    for parent, folders, names in os.walk(path):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [
-            Path(parent, name)
-            for name in names
-            if name.lower().endswith(".txt") and not name.startswith(".")
-        ]
-    return sorted(found, key=lambda file: file.relative_to(path).parts)
+    for parent, folders, names in os.walk(folder):
+        folders[:] = filter(is_wanted, folders)
+        wanted = (name for name in filter(is_wanted, names) if name.lower().endswith(suffix))
+        found += (Path(parent, name) for name in wanted)
+    return sorted(found, key=lambda file: file.relative_to(folder).parts)
 
 
 def require_texts(files: Iterable[Path], path: str) -> None:

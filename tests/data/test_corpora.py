@@ -15,7 +15,7 @@ from invformer.config.schema import CorpusName, DataConfig
 from invformer.data import corpora, hub
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
-from invformer.data.files import SavedPath
+from invformer.data.files import SavedPath, files_below
 from invformer.errors import DataError
 from tests.fake_wandb import FakeServer
 
@@ -68,15 +68,9 @@ def test_python_stdlib_leaves_out_tests_and_what_differs_between_machines(tmp_pa
                  "site-packages/c.py", "idlelib/idle_test/d.py", "_sysconfigdata_x.py",
                  "config-3.11/e.py", "sitecustomize.py", "notes.txt"):  # fmt: skip
         write(tmp_path / name, "x = 1\n")
-    names = [f.relative_to(tmp_path).as_posix() for f in corpora.python_sources(tmp_path)]
+    found = files_below(tmp_path, ".py", corpora.FOREIGN)
+    names = [f.relative_to(tmp_path).as_posix() for f in found]
     assert names == ["json/__init__.py", "json/tool.py", "os.py"]
-
-
-def test_a_source_file_is_read_in_the_encoding_it_declares(tmp_path: Path) -> None:
-    content = "# -*- coding: latin-1 -*-\r\ns = 'é'\r\n"
-    assert corpora.decode_source(write(tmp_path / "a.py", content.encode("latin-1"))) == content
-    with pytest.raises(DataError, match=r"b\.py: .*encoding"):
-        corpora.decode_source(write(tmp_path / "b.py", b"# coding: nonsense\n"))
 
 
 # --- Local files ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from invformer.config.schema import DataConfig
 from invformer.data import files
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
-from invformer.data.files import SavedPath, texts_below
+from invformer.data.files import SavedPath, files_below
 from invformer.errors import DataError
 
 UNTYPED = "it was the checkpoint that named it; name the text yourself with data.path=PATH"
@@ -144,7 +144,7 @@ def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path)
     hidden = [".git/a.txt", ".hidden.txt", "a/._b.txt", ".txt", "d.txt/.cache/f.txt"]
     for name in [*wanted, *hidden, "notes.md", "a/x.txt.gz"]:
         write(tmp_path / name)
-    found = [f.relative_to(tmp_path).as_posix() for f in texts_below(tmp_path)]
+    found = [f.relative_to(tmp_path).as_posix() for f in files_below(tmp_path, ".txt")]
     assert found == ["B.TXT", "a/b/c.Txt", "a/b.txt", "a.txt", "d.txt/e.txt", "z.txt"]
     write(tmp_path / ".texts" / "a.txt")
-    assert len(texts_below(tmp_path / ".texts")) == 1
+    assert len(files_below(tmp_path / ".texts", ".txt")) == 1
