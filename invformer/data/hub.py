@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from invformer.data.corpus import as_bytes
-from invformer.errors import DataError
+from invformer.errors import DataError, StorageError
+from invformer.runs.files import replace_file
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
 # The repository and configuration of each corpus. Where the main branch is a loading script, which
@@ -70,16 +71,15 @@ def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None
     if not files:
         return
     folder = Path(files[0]["filename"]).parent
-    record, partial = folder / "invformer.sha256", folder / "invformer.sha256.partial"
+    record = folder / "invformer.sha256"
     found = hashlib.sha256("\0".join(texts).encode()).hexdigest()
     try:
-        known = record.read_text(encoding="ascii") if record.exists() else ""
-        if not known:
-            partial.write_text(found, encoding="ascii")
-            partial.replace(record)
-    except OSError:  # a cache that belongs to somebody else is not guarded
+        if not record.exists():
+            replace_file(record, found)
+        known = record.read_text(encoding="ascii")
+    except (OSError, StorageError):  # a cache that belongs to somebody else is not guarded
         return
-    if known and known != found:
+    if known != found:
         raise DataError(
             f"{source}: the copy in {folder} is not what it was when it was first read (SHA-256 "
             f"{known[:12]}…, now {found[:12]}…); delete that folder to load it anew"
@@ -88,15 +88,12 @@ def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None
 
 def read_parquet(name: str, file: Path) -> str:
     """The text in a table that was downloaded by hand."""
-    import datasets
+    import pyarrow.parquet  # which datasets brings
 
     try:
-        rows = datasets.load_dataset("parquet", data_files=str(file), split="train")
-        text = rows_to_text(name, rows)
+        return rows_to_text(name, pyarrow.parquet.read_table(file).to_pylist())
     except Exception as error:
         raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
-    refuse_changed_cache(str(file), {"train": rows}, [text])
-    return text
 
 
 def rows_to_text(name: str, rows: Iterable[Any]) -> str:
