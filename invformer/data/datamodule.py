@@ -106,20 +106,26 @@ class TextDataModule(L.LightningDataModule):
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()
-        num_processes = self._process[1]
+        rank, num_processes = self._process
         if self.batch_size % num_processes:
             raise ConfigurationError(
                 f"data.batch_size: {self.batch_size} windows cannot be shared by {num_processes} "
                 "processes; choose a multiple of their number"
             )
         order = self.seq_len, self.batch_size // num_processes, self.seed, self._first_batch()
-        return TrainingWindows(self.tokens("train"), *order, *self._process)
+        return TrainingWindows(self.tokens("train"), *order, rank, num_processes)
 
     def val_dataloader(self) -> EvaluationWindows:
         """The validation split, every character once."""
         return EvaluationWindows(
             self.tokens("val"), self.seq_len, self.seq_len, self.eval_batch_size, *self._process
         )
+
+    def on_before_batch_transfer(self, batch: tuple[Tensor, ...], dataloader_idx: int) -> Any:
+        """Batches in page-locked memory, from which a CUDA device copies without waiting."""
+        assert self.trainer is not None
+        on_cuda = self.trainer.strategy.root_device.type == "cuda"
+        return tuple(part.pin_memory() for part in batch) if on_cuda else batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where training continues: the batch after the last completed optimiser step."""
@@ -137,12 +143,9 @@ class TextDataModule(L.LightningDataModule):
         self._saved = {key: int(state_dict[key]) for key in self._saved}
 
     @property
-    def _process(self) -> tuple[int, int, bool]:
-        """Rank, number of processes, and whether batches are pinned."""
-        if self.trainer is None:
-            return 0, 1, False
-        on_cuda = self.trainer.strategy.root_device.type == "cuda"
-        return self.trainer.global_rank, self.trainer.world_size, on_cuda
+    def _process(self) -> tuple[int, int]:
+        """Rank, and number of processes."""
+        return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
     def _first_batch(self) -> int:
         saved = self._saved

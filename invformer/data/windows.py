@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Integer
@@ -18,7 +17,6 @@ SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
 ScoredBatch = tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]
-AnyBatch = TypeVar("AnyBatch", Batch, ScoredBatch)
 
 
 def first_sequences(tokens: Tokens, seq_len: int, count: int) -> Windows:
@@ -84,8 +82,6 @@ class TrainingWindows:
         rank: this process.
         world_size: W processes with batches of b see, side by side, the batches of W b that one
             process sees.
-        pin_memory: whether batches lie in page-locked memory, from which a CUDA device copies
-            without waiting.
     """
 
     tokens: Tokens
@@ -95,11 +91,10 @@ class TrainingWindows:
     start_batch: int = 0
     rank: int = 0
     world_size: int = 1
-    pin_memory: bool = False
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from ``start_batch`` on, without end."""
-        return (pinned(self.batch(i), self.pin_memory) for i in itertools.count(self.start_batch))
+        return map(self.batch, itertools.count(self.start_batch))
 
     def batch(self, number: int) -> Batch:
         """(inputs, targets) of a batch: int64, each target the character after its input."""
@@ -114,11 +109,6 @@ class TrainingWindows:
         positions = (starts[:, None] + torch.arange(self.seq_len + 1)) % len(self.tokens)
         windows = self.tokens[positions].long()
         return windows[:, :-1], windows[:, 1:]
-
-
-def pinned(batch: AnyBatch, pin_memory: bool) -> AnyBatch:
-    """The batch, in page-locked memory if asked for."""
-    return type(batch)(part.pin_memory() for part in batch) if pin_memory else batch
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +132,6 @@ class EvaluationWindows:
         batch_size: windows per batch.
         rank: this process; it takes every ``world_size``-th batch.
         world_size: number of processes.
-        pin_memory: as in :class:`TrainingWindows`.
     """
 
     tokens: Tokens
@@ -151,7 +140,6 @@ class EvaluationWindows:
     batch_size: int = 64
     rank: int = 0
     world_size: int = 1
-    pin_memory: bool = False
 
     @property
     def num_windows(self) -> int:
@@ -167,8 +155,7 @@ class EvaluationWindows:
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
             last = min(first + self.batch_size, self.num_windows)
-            windows = self._windows(torch.arange(first, max(first + 1, last)))
-            yield pinned(windows, self.pin_memory)
+            yield self._windows(torch.arange(first, max(first + 1, last)))
 
     def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
         positions = numbers[:, None] * self.stride + torch.arange(self.seq_len + 1)
