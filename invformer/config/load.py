@@ -284,6 +284,8 @@ def _prepared(setting: Setting, field: Field) -> Any:
         return value
     if value in NULL_WORDS and is_optional(field.type):
         return None
+    if field.type is bool and re.fullmatch(r"[-+\d_]+", value) and value not in ("0", "1"):
+        refuse(where, f"{shown(value)} is not {describe(bool)}")  # OmegaConf takes it for true
     if get_origin(required_part(field.type)) is list:
         items = value if field.metadata.get("again") else _parse_yaml(value, where)
         return [items] if isinstance(items, str) else items  # one word is a list of one
