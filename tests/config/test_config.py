@@ -93,6 +93,12 @@ def test_every_model_takes_the_place_of_an_experiments_own_and_keeps_its_size(pa
     assert (taken.name, taken.certificate, taken.d_model) == (own.name, own.certificate, 384)
 
 
+def test_every_optimiser_brings_its_own_rates_after_an_experiments() -> None:
+    for name in ("adamw", "muon"):
+        own, taken = (train(*e, f"optim={name}").optim for e in ([], ["experiment=ptb_kim"]))
+        assert taken == own
+
+
 def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace() -> None:
     assert train("run.seed=1", "run.seed=2").run.seed == 2
     assert train("model=contractive_l2_paper", "model=l2") == train("model=l2")
