@@ -27,6 +27,7 @@ from invformer.runs.sharding import (
     shard,
 )
 from invformer.training.guard import UpdateGuard
+from invformer.training.optimizers import learning_rates
 from invformer.training.rows import non_finite, record
 from invformer.training.stopwatch import Stopwatch
 from invformer.training.weight_average import WeightAverage
@@ -152,7 +153,7 @@ class CharLanguageModel(L.LightningModule):
                 "train/nats": nats,
                 "train/bpc": nats / LN2,
                 "optim/grad_norm": norm,
-                "optim/lr": optimizer.param_groups[-1]["lr"],
+                **learning_rates(optimizer),
             },
         )
         if sharded or has_answer_at_hand(norm):  # in parts, no update is skipped on the device

@@ -73,6 +73,14 @@ class MuonWithAdamW(Optimizer):
                 group[key] = value
 
 
+def learning_rates(optimizer: Optimizer) -> dict[str, float]:
+    """The present rates by the keys of metrics.jsonl; Muon's only where there is Muon."""
+    rates = {"optim/lr": optimizer.param_groups[-1]["lr"]}
+    if isinstance(optimizer, MuonWithAdamW):
+        rates["optim/muon_lr"] = optimizer.param_groups[0]["lr"]
+    return rates
+
+
 def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
     """All entries in one vector: one launch for all."""
     return torch.cat([tensor.flatten() for tensor in tensors])

@@ -6,7 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from invformer.training.optimizers import build_optimizer, split_matrices, warmup_cosine
+from invformer.training.optimizers import (
+    build_optimizer,
+    learning_rates,
+    split_matrices,
+    warmup_cosine,
+)
 from tests.nn.builders import contractive_model, random_tokens
 
 OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0}
@@ -46,6 +51,14 @@ def test_muon_gets_the_matrices_of_the_stack_and_adamw_the_rest() -> None:
     assert all("weight" in names[id(p)] and "stack" in names[id(p)] for p in matrices)
     assert len(matrices) + len(others) == len(list(model.parameters()))
     assert any("embedding" in names[id(p)] for p in others)
+
+
+def test_every_rate_is_logged_as_the_schedule_moves_it() -> None:
+    for name, keys in (("adamw", {"optim/lr"}), ("muon", {"optim/lr", "optim/muon_lr"})):
+        optimiser = build_optimizer(contractive_model(), name, **OPTIONS)
+        warmup_cosine(optimiser, warmup_steps=2, max_steps=4)
+        rates = learning_rates(optimiser)
+        assert rates == {key: OPTIONS[key.removeprefix("optim/")] / 2 for key in keys}
 
 
 def test_the_schedule_warms_up_linearly_and_ends_at_its_floor() -> None:
