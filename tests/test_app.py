@@ -60,7 +60,13 @@ def test_metrics_hold_one_complete_row_per_step(tmp_path: Path) -> None:
     rows = read_rows(train(options(tmp_path)) / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     for row in rows:
-        assert {"train/nats", "train/bpc", "optim/lr", "optim/muon_lr", "optim/grad_norm"} <= row.keys()
+        assert {
+            "train/nats",
+            "train/bpc",
+            "optim/lr",
+            "optim/muon_lr",
+            "optim/grad_norm",
+        } <= row.keys()
         assert row["lipschitz/estimate"] <= row["lipschitz/bound"] <= row["lipschitz/target"]
     assert "val/bpc" in rows[3]
     assert "val/bpc" in rows[7]

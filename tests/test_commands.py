@@ -3,17 +3,15 @@
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import create_autospec
 
 import pytest
 import torch
-from huggingface_hub import HfApi, ModelCard, snapshot_download
+from huggingface_hub import ModelCard
 
 import invformer
 from invformer import commands
@@ -27,6 +25,7 @@ from invformer.errors import (
 )
 from invformer.evaluation.side_by_side import as_characters, perturb
 from invformer.training.fit import fit
+from tests import fake_hub
 from tests.small_runs import options, write_text
 
 ROOT = Path(__file__).parent.parent
@@ -215,24 +214,25 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back(
-    run: Path, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def upload(repo_id: str, folder_path: Path) -> None:
-        shutil.copytree(folder_path, tmp_path / repo_id)
-
-    api = create_autospec(HfApi, instance=True)
-    api.create_repo.return_value = "https://hub/me/squares"
-    api.upload_folder.side_effect = upload
-    download = create_autospec(snapshot_download, side_effect=lambda name: tmp_path / name)
-    monkeypatch.setattr("huggingface_hub.HfApi", lambda: api)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    said = typed("export", f"out={tmp_path / 'shared'}", "hub=me/squares")
-    assert "uploaded to https://hub/me/squares" in said
-    model, original = invformer.load("me/squares"), invformer.load(run)
-    tokens = torch.arange(1, 9)[None]
-    assert torch.equal(model.network(tokens), original.network(tokens))
-    assert "invformer.load('me/squares')" in (tmp_path / "me/squares/README.md").read_text()
+def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, torch, invformer; from invformer.commands import export\n"
+        "run, out = sys.argv[1:]; tokens = torch.arange(1, 9)[None]\n"
+        "try: export([f'checkpoint={run}', f'out={out}', 'hub=me/squares'])\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "model, original = invformer.load('me/squares', 'cpu'), invformer.load(run, 'cpu')\n"
+        "assert torch.equal(model.network(tokens), original.network(tokens))\n"
+        "invformer.load('me/nothing')"
+    )
+    with fake_hub.serve(tmp_path) as environment:
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(run), str(tmp_path / "out")],
+            cwd=ROOT, env=environment, capture_output=True, text=True,
+        )  # fmt: skip
+    assert f"uploaded to {environment['HF_ENDPOINT']}/me/squares\n" in done.stdout
+    said = "CheckpointError: me/nothing: no folder here, and no model on the Hub"
+    assert said in done.stderr.splitlines()[-1]
+    assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
 
 
 def test_a_changed_byte_is_refused(exported: Path) -> None:

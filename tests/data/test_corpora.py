@@ -17,6 +17,7 @@ from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.files import SavedPath, files_below
 from invformer.errors import DataError
+from tests import fake_hub
 from tests.fake_wandb import FakeServer
 
 TEXT = "".join(f"line {i}: naïve “text”\r\n" for i in range(100)) + "\n\nno newline at the end"
@@ -207,44 +208,57 @@ def test_a_path_that_holds_no_corpus_is_refused_in_one_line(
 # --- The Hugging Face Hub ------------------------------------------------------------------------
 
 
-def hub_answers(monkeypatch: pytest.MonkeyPatch, column: str, splits: dict[str, list[str]]) -> list:
-    """Put tables in the place of the Hub; returns the calls that ask for them."""
+def hub_answers(monkeypatch: pytest.MonkeyPatch, column: str, splits: dict[str, list[str]]) -> None:
+    """Put tables in the place of the Hub."""
     import datasets
 
-    calls: list = []
-
-    def load_dataset(*args: Any, **kwargs: Any) -> datasets.DatasetDict:
-        calls.append((args, kwargs))
+    def load_dataset(*_: Any, **__: Any) -> datasets.DatasetDict:
         return datasets.DatasetDict(
             {name: datasets.Dataset.from_dict({column: rows}) for name, rows in splits.items()}
         )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(hub, "reach", lambda repository: None)
-    return calls
 
 
-def test_tiny_shakespeare_comes_from_the_hub_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    splits = {"train": ["First\r\n"], "validation": ["Second"], "test": ["Third"]}
-    calls = hub_answers(monkeypatch, "text", splits)
-    corpus = read_corpus(DataConfig(name="tiny_shakespeare"))
-    assert texts(corpus) == ["First\r\n", "Second", "Third"]
-    assert calls == [(("karpathy/tiny_shakespeare", None), {})]
-    assert corpus.source == "Hugging Face Hub, karpathy/tiny_shakespeare"
+def test_tables_are_downloaded_from_the_hub_as_they_are(tmp_path: Path) -> None:
+    import datasets
+
+    for split in ("train", "validation", "test"):
+        for path, row in (
+            (f"karpathy/tiny_shakespeare/{split}-00000-of-00001.parquet", {"text": f"{split}\r\n"}),
+            (
+                f"ptb-text-only/ptb_text_only/penn_treebank/{split}/0000.parquet",
+                {"sentence": split},
+            ),
+        ):
+            datasets.Dataset.from_list([row]).to_parquet(write(tmp_path / "datasets" / path, ""))
+    program = (
+        "from invformer.config.schema import DataConfig\n"
+        "from invformer.data.corpora import read_corpus\n"
+        "for name in ('tiny_shakespeare', 'ptb'):\n"
+        "    corpus = read_corpus(DataConfig(name=name))\n"
+        "    print(corpus.source, [corpus.split(split) for split in ('train', 'val', 'test')])"
+    )
+    with fake_hub.serve(tmp_path) as environment:
+        done = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+        )
+    assert done.stdout.splitlines() == [
+        r"Hugging Face Hub, karpathy/tiny_shakespeare ['train\r\n', 'validation\r\n', 'test\r\n']",
+        r"Hugging Face Hub, ptb-text-only/ptb_text_only ['train\n', 'validation\n', 'test\n']",
+    ], done.stderr
 
 
 def test_penn_treebank_is_the_same_from_the_hub_and_from_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     sentences = {"train": ["the <unk> of N", "no"], "validation": ["yes"], "test": ["so it is"]}
-    calls = hub_answers(monkeypatch, "sentence", sentences)
+    hub_answers(monkeypatch, "sentence", sentences)
     corpus = read_corpus(DataConfig(name="ptb"))
     for split, lines in sentences.items():
         write(tmp_path / f"{split}.txt", "".join(f" {line} \n" for line in lines))
     assert read(tmp_path, "ptb").sha256 == corpus.sha256
-    ((arguments, options),) = calls
-    assert arguments == ("parquet",)
-    assert all("refs%2Fconvert%2Fparquet" in f for f in options["data_files"].values())
 
 
 def test_wikitext_gets_its_blank_lines_back(monkeypatch: pytest.MonkeyPatch) -> None:
