@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import kim
 from invformer.config.section import option
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
+from studies import kim
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, main
 

@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.bounds import contractive, kim
+from invformer.bounds import contractive
 from invformer.config import load_config
 from invformer.config.schema import MANY
 from invformer.config.section import option
@@ -39,7 +39,7 @@ from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
-from studies import depth_stability
+from studies import depth_stability, kim
 from studies.report import Figure, Name, Outcome, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, StudyOptions, case_of, main, progress
 from studies.training import text_of, train_by_adam

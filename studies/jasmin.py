@@ -5,13 +5,14 @@ Lipschitz Bound for Transformers* (JaSMin), arXiv 2507.07814. With p sorted, p�
 largest eigenvalue of S(p) is at most g_k(p) = p_k (1 − p_k + p_{k+1}), so ‖S(p)‖₂ ≤ g_1 ≤ ½.
 """
 
+import math
 from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.local import query_and_key_terms
+from invformer.bounds.local import covariance
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 
@@ -81,3 +82,29 @@ def sensitivity_regulariser(
     """
     query, key = query_and_key_terms(q, p, w_q)
     return (query + key).mean()
+
+
+def query_and_key_terms(
+    q: Float[Tensor, "*batch heads tokens d_head"],
+    p: Float[Tensor, "*batch heads tokens tokens"],
+    w_q: Float[Tensor, "heads width d_head"],
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """The query and key terms of (Y^h)_h from above (frobenius), with s = √d, to rounding.
+
+    query = (2/s) max_i (Σ_h ‖W_h C_i^h‖_F²)^½
+    key   = (2/s) max_j (Σ_h Σ_i P_ij^h ‖C_i^h‖_F ‖W_h(q_j − q_i)‖²)^½
+
+    Both vanish where the attention weights do not react to the input.
+    """
+    q, scale = q - q[..., :1, :], 2 / math.sqrt(q.shape[-1])
+    c = covariance(p, q, q)  # C_i, (*batch, H, N, d, d)
+    query = torch.linalg.matrix_norm(w_q.unsqueeze(-3) @ c).square()
+    z = q @ w_q.mT
+    square = z.square().sum(-1)
+    distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * z @ z.mT
+    key = p * torch.linalg.matrix_norm(c).unsqueeze(-1) * distance.clamp_min(0)
+    tiny = torch.finfo(q.dtype).tiny  # the square root is then differentiable at zero
+    return (
+        scale * query.sum(-2).amax(-1).clamp_min(tiny).sqrt(),
+        scale * key.sum((-3, -2)).amax(-1).clamp_min(tiny).sqrt(),
+    )

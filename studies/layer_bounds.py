@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import kim, local
+from invformer.bounds import local
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import attention_weights, softmax_jacobian
+from invformer.numerics.l2_attention import attention_weights
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies import castin, jasmin
+from studies import castin, jasmin, kim
 
 Layer = DotProductAttention | TiedL2Attention
 
@@ -222,6 +222,11 @@ def l2_attention_vjp(q: Tensor, p: Tensor, g: Tensor) -> Tensor:
     t = softmax_jacobian(p, g @ k.mT)
     pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
     return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
+
+
+def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
+    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
+    return p * (a - (p * a).sum(-1, keepdim=True))
 
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

@@ -22,12 +22,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from invformer.bounds import contractive, kim
+from invformer.bounds import contractive
 from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.linear_map import LinearMap
 from invformer.numerics.norms import Norm
+from studies import kim
 from studies.layer_bounds import attention_jacobian, project, unproject
 from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, case_of, main, progress

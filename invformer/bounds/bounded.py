@@ -39,35 +39,32 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.heads import separate_inputs, shared_input
+from invformer.bounds.heads import OutputMaps, separate_inputs, shared_input
 from invformer.bounds.local import outward, row_normalised
 from invformer.numerics.bounded_attention import AttentionPoint
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
+Projections = Float[Tensor, "3 heads width d_head"]
+Temperatures = Float[Tensor, "heads"]
 
-def head_gains(
-    w_qkv: Float[Tensor, "3 heads width d_head"], temperature: Float[Tensor, "heads"]
-) -> list[float]:
+
+def head_gains(w_qkv: Projections, temperature: Temperatures) -> list[float]:
     """√(σ_V² + τ² max(σ_Q, σ_K)²) of every head, rounded up."""
     norms = zip(*spectral_norm_bound(w_qkv).tolist(), temperature.tolist(), strict=True)
     logits = ((product_up(tau, max(q, k)), v) for q, k, v, tau in norms)
     return [sqrt_up(sum_up(product_up(v, v), product_up(a, a))) for a, v in logits]
 
 
-def token_max_bound(
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    temperature: Float[Tensor, "heads"],
-    g: Float[Tensor, "heads d_head width_out"],
-) -> float:
+def token_max_bound(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> float:
     """Lip(F) in token_max, for any mask, bias and number of tokens."""
     return separate_inputs(head_gains(w_qkv, temperature), g)
 
 
 def causal_bound(
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    temperature: Float[Tensor, "heads"],
-    g: Float[Tensor, "heads d_head width_out"],
+    w_qkv: Projections,
+    temperature: Temperatures,
+    g: OutputMaps,
     weights: list[float],
     strictly_causal: bool = False,
 ) -> float:
@@ -90,20 +87,13 @@ def causal_bound(
 
 
 def frobenius_bound(
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    temperature: Float[Tensor, "heads"],
-    g: Float[Tensor, "heads d_head width_out"],
-    num_tokens: int,
+    w_qkv: Projections, temperature: Temperatures, g: OutputMaps, num_tokens: int
 ) -> float:
     """Lip in frobenius ≤ √N Lip in token_max: ‖dF‖_F ≤ √N max_i ‖dF_i‖, max_j ‖dx_j‖ ≤ ‖dX‖_F."""
     return product_up(sqrt_up(float(num_tokens)), token_max_bound(w_qkv, temperature, g))
 
 
-def entry_max_bound(
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    temperature: Float[Tensor, "heads"],
-    g: Float[Tensor, "heads d_head width_out"],
-) -> float:
+def entry_max_bound(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> float:
     """Lip in entry_max ≤ √D Lip in token_max: ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞ for every token."""
     width = float(w_qkv.shape[-2])
     return product_up(sqrt_up(width), token_max_bound(w_qkv, temperature, g))
@@ -111,8 +101,8 @@ def entry_max_bound(
 
 def local_bound(
     at: AttentionPoint,
-    w_qkv: Float[Tensor, "3 heads width d_head"],
-    g: Float[Tensor, "heads d_head width"],
+    w_qkv: Projections,
+    g: OutputMaps,
     measured: Literal["token_max", "frobenius", "diagonal_block"],
     strictly_causal: bool = False,
     tight: bool = False,
@@ -141,7 +131,7 @@ def local_bound(
 
 
 def comparison(
-    at: AttentionPoint, w_qkv: Float[Tensor, "3 heads width d_head"], strictly_causal: bool
+    at: AttentionPoint, w_qkv: Projections, strictly_causal: bool
 ) -> Float[Tensor, "*batch heads tokens tokens"]:
     """B_ij ≥ ‖∂Y_i/∂x_j‖₂ per head: P_ij (σ_V ρ(v_j) + τ σ_K ‖q_i‖ρ(k_j)‖v_j − Y_i‖), and on the
     diagonal also τ σ_Q ρ(q_i) √(E‖v − Y_i‖² E‖k − E k‖²). In float64.

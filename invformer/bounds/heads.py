@@ -6,10 +6,14 @@ Any positive weight per head gives a valid bound. A few choices are tried, the l
 import math
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.rounding import product_up, quotient_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
+
+InputMaps = Float[Tensor, "heads width d_head"]
+OutputMaps = Float[Tensor, "heads d_head width"]
 
 
 def separate_inputs(gains: list[float], g: Tensor) -> float:

@@ -5,12 +5,12 @@ alike; entry_max needs its own formulas. Weights are (in, out), the transpose of
 ``torch.nn.Linear.weight``. Results are Python floats, rounded up.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.kim import max_row_sum
 from invformer.numerics.norms import Norm
-from invformer.numerics.rounding import product_up
+from invformer.numerics.rounding import product_up, round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 # sup |φ′|, rounded up. GELU attains 1.12890414… at √2, SiLU 1.09983932… at 2.39935… (1.12 and 1.1
@@ -34,3 +34,9 @@ def feed_forward_bound(
 def linear_bound(weight: Float[Tensor, "width width_out"], norm: Norm) -> float:
     """Lip(x ↦ x W + b) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max."""
     return max_row_sum(weight.mT) if norm == "entry_max" else spectral_norm_bound(weight).item()
+
+
+def max_row_sum(w: Float[Tensor, "m n"]) -> float:
+    """‖W‖_∞ = max_i Σ_j |W_ij|, computed in float64 and rounded up."""
+    sums = w.detach().to(torch.float64).abs().sum(-1)
+    return round_up(sums.amax().item(), w.shape[-1])

@@ -22,8 +22,8 @@ MOST_ROWS, LEAST_ROWS = 64, 32
 
 
 def toeplitz(
-    by_lag: Float[Tensor, "heads tokens"], rows: int
-) -> Float[Tensor, "heads rows tokens"]:
+    by_lag: Float[Tensor, "*masks heads tokens"], rows: int
+) -> Float[Tensor, "*masks heads rows tokens"]:
     """The last ``rows`` rows of the matrix b(i − j), −∞ above the diagonal."""
     if rows == 1:
         return by_lag.flip(-1).unsqueeze(-2)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds import contractive, kim
+from invformer.bounds import contractive
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
@@ -102,7 +102,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
             case "frobenius":
                 return contractive.frobenius_bound(w_q, g, log_mass)
             case "entry_max":
-                return kim.entry_max_composite_bound(w_q, g, log_mass.amax(-1))
+                return contractive.entry_max_bound(w_q, g, log_mass.amax(-1))
 
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: L2Weights | None = None

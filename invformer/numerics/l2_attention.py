@@ -78,11 +78,6 @@ def l2_attention_rows(
     return (p @ keys[..., :-1]).to(queries.dtype)
 
 
-def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
-    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
-    return p * (a - (p * a).sum(-1, keepdim=True))
-
-
 def _shifted(q: Tensor) -> Tensor:
     """Q minus its first token: distances ignore a common shift, rounding does not.
 

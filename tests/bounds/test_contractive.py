@@ -6,8 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from invformer.bounds.contractive import causal_bound, frobenius_bound, token_max_bound
-from invformer.bounds.head_gain import diagonal_gains
+from invformer.bounds.contractive import (
+    causal_bound,
+    entry_max_bound,
+    frobenius_bound,
+    token_max_bound,
+)
+from invformer.bounds.head_gain import diagonal_gains, mean_gaps
 from tests.problems import (
     AttentionProblem,
     attention_problems,
@@ -28,6 +33,7 @@ def test_no_dense_jacobian_exceeds_a_certificate(problem: AttentionProblem) -> N
     jac = problem.jacobian()
     w_q, g, log_mass = problem.w_q, problem.g, problem.log_mass()
     assert norm_from_below(jac, "token_max") <= token_max_bound(w_q, g, log_mass)
+    assert norm_from_below(jac, "entry_max") <= entry_max_bound(w_q, g, log_mass)
     assert diagonal_norm(jac) <= causal_bound(w_q, g, log_mass)
     assert norm_from_below(jac, "frobenius") <= frobenius_bound(w_q, g, problem.log_mass_per_row())
 
@@ -137,6 +143,7 @@ def test_what_is_not_finite_gets_an_infinite_bound(where: str) -> None:
     w_q, g, rows = torch.randn(2, 4, 2), torch.randn(2, 2, 4), torch.zeros(2, 5)
     {"w_q": w_q, "g": g, "bias": rows}[where].view(-1)[4] = math.nan
     assert token_max_bound(w_q, g, rows[:, -1]) == math.inf
+    assert entry_max_bound(w_q, g, rows[:, -1]) == math.inf
     assert causal_bound(w_q, g, rows[:, -1]) == math.inf
     assert frobenius_bound(w_q, g, rows) == math.inf
 
@@ -152,3 +159,23 @@ def test_masses_that_do_not_fit_the_heads_are_refused() -> None:
         causal_bound(w_q, g, torch.zeros(2, dtype=torch.float32))
     with pytest.raises(ValueError, match="always sees itself"):
         token_max_bound(w_q, g, 0)
+
+
+def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
+    """One large entry among many small ones, and two equal heads, each at the two-sided witness."""
+    num_tokens, d_head = 101, 64
+    sides = torch.ones(num_tokens, 1)
+    sides[1::2] = -1
+    sides[-1] = 0
+    gap, bias = best_two_sided_gap(num_tokens - 1), plain_bias(1, num_tokens, causal=True)
+    direction = torch.full((d_head,), 1 / math.sqrt(2 * (d_head - 1)))
+    direction[0] = 1 / math.sqrt(2)
+    eye, twice = torch.eye(d_head)[None], torch.ones(2, 1, 1)
+    (g,) = mean_gaps(num_tokens, 1)
+    for x, w, biases, too_small in (
+        (math.sqrt(gap * math.sqrt(d_head)) * sides * direction, eye, bias, 4 * g + 1),
+        (math.sqrt(gap) * sides, twice, bias.expand(2, -1, -1), 4 * g + 1),
+    ):
+        row = AttentionProblem(x, w, w, biases).last_row()
+        assert too_small < norm_from_below(row, "entry_max")
+        assert norm_from_below(row, "entry_max") <= entry_max_bound(w, w, num_tokens)

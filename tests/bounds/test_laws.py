@@ -49,8 +49,6 @@ def l2_bound(name: str) -> Callable[[int], Tensor]:
         g = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
         q = x[:, None] @ w
         p = l2_attention.attention_weights(q)
-        if name == "query_and_key_terms":
-            return math.sqrt(heads) * torch.stack(local.query_and_key_terms(q, p, w))
         return getattr(local, name)(q, p, w, g)
 
     return bound
@@ -79,7 +77,6 @@ BOUNDS = {
         "fast_local_bound",
         "tight_local_bound",
         "comparison_local_bound",
-        "query_and_key_terms",
     )
 } | {
     "ball, token_max": bounded_bound("token_max"),

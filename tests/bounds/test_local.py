@@ -9,7 +9,6 @@ from torch import Tensor
 
 from invformer.bounds import contractive, local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.numerics import l2_attention as core
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.linear_map import dense_jacobian, linearise
 from tests.bounds.attention_cases import (
@@ -172,35 +171,6 @@ def test_no_bound_is_violated_by_a_witness(name: str) -> None:
             estimate = operator_norm(linearise(case.f, case.x), "token_max", num_steps=20)
             true = float(estimate.value)
         assert float(ALL_BOUNDS[name](*case.weights)) >= true * (1 - 1e-9)
-
-
-def test_the_query_and_key_terms_are_differentiable_even_where_they_vanish() -> None:
-    for x in (torch.randn(2, 5, 8), torch.zeros(2, 5, 8)):
-        case = replace(attention_case(0, num_tokens=5, d_model=8, mask="causal"), x=x)
-        w_q = case.w_q.clone().requires_grad_()
-        q = x.unsqueeze(-3) @ w_q
-        query, key = local.query_and_key_terms(q, core.attention_weights(q, case.bias), w_q)
-        (query + key).sum().backward()
-        assert w_q.grad is not None
-        assert w_q.grad.isfinite().all()
-
-
-def test_the_query_and_key_terms_bound_what_the_weights_add_to_the_jacobian() -> None:
-    case = attention_case(3, num_tokens=8, d_model=8, num_heads=2, scale=2.0)
-    p = case.p
-
-    def reaction(x: Tensor) -> Tensor:
-        """The heads' outputs with values held fixed."""
-        weights = core.attention_weights(x.unsqueeze(-3) @ case.w_q, case.bias)
-        return (weights @ case.q).transpose(-2, -3).flatten(-2)
-
-    def values(x: Tensor) -> Tensor:
-        return (p @ (x.unsqueeze(-3) @ case.w_q)).transpose(-2, -3).flatten(-2)
-
-    query, key = local.query_and_key_terms(case.q, p, case.w_q)
-    true = torch.linalg.matrix_norm(dense_jacobian(reaction, case.x), 2)
-    assert true <= query + key <= 4 * true
-    assert torch.linalg.matrix_norm(dense_jacobian(values, case.x), 2) > 0
 
 
 def feed_forward_case() -> tuple[Tensor, Tensor, Tensor, Tensor]:

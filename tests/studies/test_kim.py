@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from invformer.bounds.head_gain import mean_gaps
-from invformer.bounds.kim import entry_max_bound, entry_max_composite_bound, frobenius_bound
+from invformer.bounds import contractive
+from studies.kim import entry_max_bound, frobenius_bound
 from tests.problems import (
     AttentionProblem,
     attention_problems,
@@ -51,8 +51,8 @@ def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
     jac = jacobian(lambda x: l2_attention(x, w_q, g, problem.bias), problem.x)
     entry_max = norm_from_below(jac, "entry_max")
     frobenius = norm_from_below(jac, "frobenius")
-    assert entry_max <= entry_max_bound(w_q, w_v, w_o, log_mass)
-    assert entry_max <= entry_max_composite_bound(w_q, g, log_mass)
+    ours = contractive.entry_max_bound(w_q, g, log_mass)
+    assert entry_max <= ours <= entry_max_bound(w_q, w_v, w_o, log_mass)
     assert frobenius <= frobenius_bound(w_q, w_v, w_o, log_mass, num_tokens)
 
 
@@ -75,7 +75,7 @@ def test_the_scalar_case_has_its_closed_form_optimum(
     assert norm_from_below(row, "entry_max") == pytest.approx(best, abs=1e-3)
     assert two_sided_gain(last, a**2) == pytest.approx(best, abs=1e-3)
     assert entry_max_bound(one, one, one[0], num_tokens) == pytest.approx(bound, abs=1e-3)
-    assert entry_max_composite_bound(one, one, num_tokens) == pytest.approx(bound, abs=1e-3)
+    assert contractive.entry_max_bound(one, one, num_tokens) == pytest.approx(bound, abs=1e-3)
 
 
 def test_the_exponent_of_the_query_norm_is_four() -> None:
@@ -109,36 +109,13 @@ def test_without_one_of_its_assumptions_the_map_is_steeper_than_the_bound(broken
         x = torch.tensor([[1000.0], [2100.0], [1900.0]] if untied else [[0.0], [100.0], [-100.0]])
         change = {"bias": bias, "w_k": one / 2} if untied else {"bias": hidden}
         maps = [partial(l2_attention, w_q=one, g=one, **o) for o in ({"bias": bias}, change)]
-        norm, bound = "entry_max", entry_max_composite_bound(one, one, 3)
+        norm, bound = "entry_max", contractive.entry_max_bound(one, one, 3)
     sound, steep = (norm_from_below(jacobian(f, x), norm) for f in maps)
     assert sound <= bound < steep
 
 
-def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
-    """One large entry among many small ones, and two equal heads, each at the two-sided witness."""
-    num_tokens, d_head = 101, 64
-    sides = torch.ones(num_tokens, 1)
-    sides[1::2] = -1
-    sides[-1] = 0
-    gap, bias = best_two_sided_gap(num_tokens - 1), plain_bias(1, num_tokens, causal=True)
-    direction = torch.full((d_head,), 1 / math.sqrt(2 * (d_head - 1)))
-    direction[0] = 1 / math.sqrt(2)
-    eye, twice = torch.eye(d_head)[None], torch.ones(2, 1, 1)
-    (g,) = mean_gaps(num_tokens, 1)
-    for x, w, biases, too_small in (
-        (math.sqrt(gap * math.sqrt(d_head)) * sides * direction, eye, bias, 4 * g + 1),
-        (math.sqrt(gap) * sides, twice, bias.expand(2, -1, -1), 4 * g + 1),
-    ):
-        row = AttentionProblem(x, w, w, biases).last_row()
-        assert too_small < norm_from_below(row, "entry_max")
-        assert norm_from_below(row, "entry_max") <= entry_max_composite_bound(w, w, num_tokens)
-
-
 def test_what_is_not_finite_gets_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
-    for unknown in (math.nan, math.inf):
-        assert entry_max_composite_bound(w_q, w_q.mT, torch.tensor([0.0, unknown])) == math.inf
     w_q[0, 1, 1] = math.nan
     assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf
     assert frobenius_bound(w_q, w_v, w_o, 5, 5) == math.inf
-    assert entry_max_composite_bound(w_q, w_q.mT, 5) == math.inf

@@ -1,0 +1,53 @@
+"""Kim et al. 2021, arXiv 2006.04710, Theorem 3.2 as printed: tied L2 multi-head attention.
+
+    F(X)_i = Σ_h Y_i^h G_h,   Y^h = P^h q^h,   q^h = X W^Q_h,   G_h = W^Q_hᵀ W^V_h W^O_h / √d
+    P^h = softmax_j(−‖q_i − q_j‖²/√d + b_h(i − j))
+
+The tie W^K = W^Q, a visible self token and the factor A_h = W^Q_h W^Q_hᵀ/√d in the value path are
+assumptions: without any one of them the map is not Lipschitz. u is the largest φ⁻¹(n_h) of the
+heads (``bounds/head_gain.py``, also for ``visible``); the paper has no bias, and n = N − 1. ‖·‖_∞
+is the largest absolute row sum. Results are Python floats, proven, rounding included.
+"""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.bounds.head_gain import Visible, head_gain, mean_gaps
+from invformer.bounds.heads import InputMaps
+from invformer.bounds.layers import max_row_sum
+from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
+from invformer.numerics.spectral_norm import spectral_norm_bound
+
+
+def entry_max_bound(
+    w_q: InputMaps, w_v: InputMaps, w_o: Float[Tensor, "width width_out"], visible: Visible
+) -> float:
+    """Lip(F) in entry_max ≤ (4u + 1/√d) ‖W^Oᵀ‖_∞ max_h(‖W^Q_h‖_∞‖W^Q_hᵀ‖_∞) max_h‖W^V_hᵀ‖_∞."""
+    u = max(mean_gaps(visible, len(w_q)))
+    bracket = sum_up(product_up(4, u), sqrt_up(quotient_up(1, w_q.shape[-1])))
+    query = max(product_up(max_row_sum(w), max_row_sum(w.mT)) for w in w_q)
+    value = max(max_row_sum(w.mT) for w in w_v)
+    return product_up(bracket, max_row_sum(w_o.mT), query, value)
+
+
+def frobenius_bound(
+    w_q: InputMaps,
+    w_v: InputMaps,
+    w_o: Float[Tensor, "width width_out"],
+    visible: Visible,
+    num_tokens: int,
+) -> float:
+    """Lip(F) in frobenius ≤ √(N/d) (4u + 1) √(Σ_h ‖W^Q_h‖₂⁴ ‖W^V_h‖₂²) ‖W^O‖₂.
+
+    The exponent of ‖W^Q_h‖₂ is 4. It is often reproduced as 2, which cannot hold: F is quadratic in
+    W^Q (N = 2, D = 1, W^Q = 10, X = 0 has ‖J‖₂ = 100, and the square gives 29.9).
+    """
+    u = max(mean_gaps(visible, len(w_q)))
+    query, value = spectral_norm_bound(w_q).tolist(), spectral_norm_bound(w_v).tolist()
+    heads = (product_up(q, q, q, q, v, v) for q, v in zip(query, value, strict=True))
+    return product_up(
+        sqrt_up(quotient_up(num_tokens, w_q.shape[-1])),
+        head_gain(u),
+        sqrt_up(sum_up(*heads)),
+        spectral_norm_bound(w_o).item(),
+    )
