@@ -41,7 +41,7 @@ from torch import Tensor
 
 from invformer.bounds.heads import OutputMaps, separate_inputs, shared_input
 from invformer.bounds.local import outward, row_normalised
-from invformer.numerics.bounded_attention import AttentionPoint
+from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -120,14 +120,14 @@ def local_bound(
     if measured == "frobenius":
         total = (blocks * sizes[..., None]).sum(-3)
         rows, columns = total.sum(-1).amax(-1), total.sum(-2).amax(-1)
-        return outward(spectral_norm_bound(total) if tight else (rows * columns).sqrt(), at.q.u)
+        return outward(spectral_norm_bound(total) if tight else (rows * columns).sqrt(), at.q)
     diagonal = measured == "diagonal_block"
     gain = blocks.diagonal(dim1=-2, dim2=-1) if diagonal else blocks.sum(-1)
     worst = gain.amax(-1).clamp_min(torch.finfo(gain.dtype).tiny)
     summed = (gain * sizes).sum(-2).amax(-1)
     rows = (gain / worst.unsqueeze(-1)).square().sum(-2).amax(-1).sqrt()
     stacked = (worst[..., None, None] * output).flatten(-3, -2)
-    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q.u)
+    return outward(torch.minimum(summed, rows * spectral_norm_bound(stacked)), at.q)
 
 
 def comparison(
@@ -139,14 +139,12 @@ def comparison(
     Strictly causal, the keys and values in ``at`` are those of the token before, zero at first.
     """
     query, key, value = spectral_norm_bound(w_qkv)[..., None, None]
-    p = row_normalised(at.p)
-    u_q, u_k, u_v = (point.u.double() for point in (at.q, at.k, at.v))
-    rho_q, rho_k, rho_v = (point.rho.double() for point in (at.q, at.k, at.v))
-    temperature = at.temperature.double()
-    apart = square_distances(p @ u_v, u_v)
+    q, rho_q, k, rho_k, v, rho_v, p, temperature = (t.double() for t in at)
+    p = row_normalised(p)
+    apart = square_distances(p @ v, v)
     spread_v = (p * apart).sum(-1, keepdim=True)
-    spread_k = (p * square_distances(p @ u_k, u_k)).sum(-1, keepdim=True)
-    length = torch.linalg.vector_norm(u_q, dim=-1, keepdim=True)
+    spread_k = (p * square_distances(p @ k, k)).sum(-1, keepdim=True)
+    length = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
     along_key = temperature * key * length * rho_k.mT * apart.sqrt()
     at_query = temperature * query * rho_q * (spread_v * spread_k).sqrt()
     of_others = p * (value * rho_v.mT + along_key)

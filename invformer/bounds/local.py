@@ -25,20 +25,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.heads import InputMaps, OutputMaps
+from invformer.bounds.heads import InputMaps, OutputMaps, side_by_side
+from invformer.numerics.l2_attention import AttentionWeights, PerHead
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 # Numbers in the matrices of the tokens that are multiplied at once: 64 MiB of them.
 CHUNK_ELEMENTS = 2**23
 
-Queries = Float[Tensor, "*batch heads tokens d_head"]
-AttentionWeights = Float[Tensor, "*batch heads tokens tokens"]
 Slopes = Float[Tensor, "*batch tokens hidden"]
 PerSequence = Float[Tensor, "*batch"]
 
 
 def token_max_local_bound(
-    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps, diagonal: bool = False
+    q: PerHead, p: AttentionWeights, w_q: InputMaps, g: OutputMaps, diagonal: bool = False
 ) -> PerSequence:
     """‖J‖ in token_max ≤ ‖[b_h σ_h G_h/t_h]_h‖₂ · max_i (Σ_h (t_h β_i^h/b_h)²)^½ for any t_h > 0.
 
@@ -59,7 +58,7 @@ def token_max_local_bound(
     return outward(torch.stack(bounds).amin(0), q)
 
 
-def token_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
+def token_gains(q: PerHead, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
     """β_i = (2/s) λ_max(C_i) + Σ_j P_ij ‖I − (2/s)(q_j − Y_i)(q_j − q_i)ᵀ‖₂ ≥ ‖dY_i‖/max_j ‖dq_j‖.
 
     With ‖I − abᵀ‖ ≤ 1 + ‖a‖‖b‖ it follows that β_i ≤ 4 φ⁻¹(n) + 1 at any input.
@@ -68,13 +67,13 @@ def token_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads 
     return 2 / at.s * at.covariance_norm + (at.p * at.key_and_value_norms).sum(-1)
 
 
-def diagonal_gains(q: Queries, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
+def diagonal_gains(q: PerHead, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
     """‖∂Y_i/∂q_i‖ = P_ii + (2/s) λ_max(C_i): the diagonal block of row i."""
     at = _Moments.of(q.double(), p)
     return at.p.diagonal(dim1=-2, dim2=-1) + 2 / at.s * at.covariance_norm
 
 
-def fast_local_bound(q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps) -> PerSequence:
+def fast_local_bound(q: PerHead, p: AttentionWeights, w_q: InputMaps, g: OutputMaps) -> PerSequence:
     """‖J‖ in frobenius ≤ ‖[G′_h]_h‖₂ (‖[W_h L_h]_h‖₂ max_h (max_j Σ_i P_ij)^½ + query + key).
 
     G_h = L_h G′_h by the better of two factorisations. ‖P‖₂ ≤ (largest column sum)^½ because rows
@@ -95,7 +94,7 @@ def fast_local_bound(q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputM
 
 
 def tight_local_bound(
-    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+    q: PerHead, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
 ) -> PerSequence:
     """‖J‖ in frobenius ≤ min(val + qry + key, (‖Σ_h W_h G_h‖² + (val_⊥ + qry + key)²)^½).
 
@@ -116,7 +115,7 @@ def tight_local_bound(
 
 
 def comparison_local_bound(
-    q: Queries, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
+    q: PerHead, p: AttentionWeights, w_q: InputMaps, g: OutputMaps
 ) -> PerSequence:
     """‖J‖ in frobenius ≤ ‖[G′_h]_h‖₂ ‖[K^h]_h‖₂, K_ij^h ≥ the norm of block (i, j) of head h.
 
@@ -322,11 +321,6 @@ def row_normalised(p: Tensor) -> Tensor:
     """P with rows that sum to one in float64."""
     p = p.double()
     return p / p.sum(-1, keepdim=True)
-
-
-def side_by_side(w: Tensor) -> Tensor:
-    """[W_1, …, W_H] as one matrix with D rows."""
-    return w.transpose(-3, -2).flatten(-2)
 
 
 def rounding(z: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from invformer.kernels import native
 from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import native_attention, native_ball_attention
 from invformer.numerics.ball import into_ball
-from invformer.numerics.l2_attention import l2_attention
+from invformer.numerics.l2_attention import PerHead, l2_attention
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.token_shift import delay
 
@@ -66,13 +66,7 @@ class LogitBias:
     is_zero: bool = False
 
 
-def attend(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    k: Float[Tensor, "*batch heads tokens d_head"],
-    v: Float[Tensor, "*batch heads tokens d_head"],
-    bias: LogitBias,
-    kernel: Kernel = "auto",
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     """Dot-product attention softmax(q kᵀ/√d + b) v; ValueError if the kernel cannot do it."""
     kernel = choose(kernel, q, bias)
     if kernel == "math":
@@ -99,7 +93,7 @@ def attend_in_ball(
     bias: LogitBias,
     late: bool,
     kernel: Kernel = "auto",
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+) -> PerHead:
     """softmax(τ q kᵀ + b) v for [q, k, v] = ψ(z) of every head; ValueError as in :func:`attend`.
 
     Late, keys and values are those of the token before, and zero for the first token.
@@ -120,9 +114,7 @@ def attend_in_ball(
     return attend(q * scale, k, v, bias, kernel)
 
 
-def attend_l2(
-    q: Float[Tensor, "*batch heads tokens d_head"], bias: LogitBias, kernel: Kernel = "auto"
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     """Tied L2 attention softmax(−‖q_i − q_j‖²/√d + b) q; ValueError as in :func:`attend`.
 
     Keys are taken relative to the first token. This centre is treated as a constant: rows of P sum

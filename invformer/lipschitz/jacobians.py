@@ -20,8 +20,7 @@ from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.attention_rows import AttentionRows, Chosen, by_row, own, take
-from invformer.numerics.ball import BallPoint, into_ball, to_ball
-from invformer.numerics.bounded_attention import attention_point
+from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
@@ -322,8 +321,8 @@ class StackedBoundedAttention(StackedAttention):
         """P v; the points in the ball and P are kept."""
         q, k, v = self.branches[0].delayed(split(z, self.num_heads))
         at = attention_point(q, k, v, self.weights[index].temperature, self.bias[index])
-        self.points.append(at.tensors())
-        return merge_heads(at.p @ at.v.u)
+        self.points.append(at)
+        return merge_heads(at.p @ at.v)
 
     def evidence(self) -> list[Tensor]:
         """Points, P, τ, W and G."""

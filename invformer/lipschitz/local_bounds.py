@@ -18,7 +18,7 @@ from invformer.lipschitz.probe import LipschitzProbe, Measured
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import FeedForwardWeights, without_sharpness
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
-from invformer.numerics.bounded_attention import AttentionPoint
+from invformer.numerics.ball import AttentionPoint
 
 # Multiplications in float64 that a tight bound of one branch may take: some seconds.
 MOST_TIGHT = 2e11
@@ -72,7 +72,7 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
     def of_bounded(*evidence: Tensor) -> Tensor:
         *point, w_qkv, g = evidence
         strict = at.branches[0].strictly_causal
-        return bounded.local_bound(AttentionPoint.of(*point), w_qkv, g, measured, strict, tight)
+        return bounded.local_bound(AttentionPoint(*point), w_qkv, g, measured, strict, tight)
 
     def of_feed_forward(slope: Tensor, *weights: Tensor) -> Tensor:
         by_lag, w_out = without_sharpness(FeedForwardWeights(*weights))

@@ -14,10 +14,10 @@ from collections.abc import Hashable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds import contractive
+from invformer.bounds.heads import InputMaps, OutputMaps, side_by_side
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
@@ -42,10 +42,10 @@ AttentionCertificate = Literal["token_max", "causal"]
 
 
 class L2Weights(NamedTuple):
-    """W^Q as (H, D, d), in the memory of one (D, H d) matrix, and G as (H, d, D)."""
+    """W^Q, in the memory of one (D, H d) matrix, and G."""
 
-    w_q: Tensor
-    g: Tensor
+    w_q: InputMaps
+    g: OutputMaps
 
 
 class TiedL2Attention(LipschitzBranch[L2Weights]):
@@ -59,10 +59,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
     kernel: Kernel = "auto"
 
     def forward(
-        self,
-        x: Tokens,
-        weights: L2Weights | None = None,
-        centre: Float[Tensor, "width"] | None = None,
+        self, x: Tokens, weights: L2Weights | None = None, centre: Tensor | None = None
     ) -> Tokens:
         """Σ_h (P^h q^h) G_h with q^h = X W^Q_h.
 
@@ -217,11 +214,6 @@ def merge_heads(y: Tensor) -> Tensor:
     return y.transpose(-2, -3).flatten(-2)
 
 
-def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
-    """[W_1, …, W_H] as one (D, H d) matrix."""
-    return w.transpose(-3, -2).flatten(-2)
-
-
-def by_side(w: Float[Tensor, "heads width d_head"]) -> Float[Tensor, "heads width d_head"]:
+def by_side(w: InputMaps) -> InputMaps:
     """The same weights in the memory of one (D, H d) matrix."""
     return side_by_side(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)

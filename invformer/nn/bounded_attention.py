@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.bounds import bounded
+from invformer.bounds.heads import side_by_side
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import by_side, merge_heads, side_by_side, split_heads
+from invformer.nn.attention import by_side, merge_heads, split_heads
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
@@ -144,10 +145,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         ]
 
     def forward(
-        self,
-        x: Tokens,
-        weights: BoundedWeights | None = None,
-        centre: Float[Tensor, "width"] | None = None,
+        self, x: Tokens, weights: BoundedWeights | None = None, centre: Tensor | None = None
     ) -> Tokens:
         """Σ_h P^h v^h G_h, of X + m with a centre m."""
         weights = weights or self.weights()

@@ -155,10 +155,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
             self.w_past = nn.Parameter(INITIAL_PAST / math.sqrt(past) * torch.randn(past, d_ff))
 
     def forward(
-        self,
-        x: Tokens,
-        weights: FeedForwardWeights | None = None,
-        centre: Float[Tensor, "width"] | None = None,
+        self, x: Tokens, weights: FeedForwardWeights | None = None, centre: Tensor | None = None
     ) -> Tokens:
         """φ((X + m) W + b) V; φ overwrites its argument unless a gradient needs it."""
         weights = weights or self.weights()

@@ -244,11 +244,3 @@ class InvertibleBlock(nn.Module):
         for name, layer in self.layers():
             x = layer(x, None if weights is None else weights[name])
         return x
-
-    @torch.no_grad()
-    def initialise(self, x: Tokens) -> Tokens:
-        """Initialise scalings and normalisations from a batch; returns the block's output."""
-        for _, layer in self.layers():
-            layer.initialise(x)
-            x = layer(x)
-        return x

@@ -100,9 +100,6 @@ class ActivationNorm(DiagonalScaling):
         d_model: width.
     """
 
-    def __init__(self, d_model: int) -> None:
-        super().__init__(d_model)
-
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:
         """Set D and b so that this batch leaves with zero mean and unit variance per channel."""

@@ -130,9 +130,9 @@ class InvertibleStack(nn.Module):
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:
         """Initialise every scale and shift from the activations that this batch produces."""
-        for block in self.blocks:
-            assert isinstance(block, InvertibleBlock)
-            x = block.initialise(x)
+        for _, layer in self.layers():
+            layer.initialise(x)
+            x = layer(x)
 
     @torch.no_grad()
     def inverse(

@@ -1,7 +1,12 @@
 """The smooth map into a ball: ψ_R(x) = x/√(1 + ‖x‖²/R²) = R ψ(x/R), the identity near zero.
 
 Its Jacobian at x is ρ (I − uuᵀ) with u = ψ(x/R) in the open unit ball and ρ = √(1 − ‖u‖²), whose
-norm is ρ ≤ 1: ψ_R never moves two points apart.
+norm is ρ ≤ 1: ψ_R never moves two points apart. Attention in the ball has, per head and for the
+projections z of X,
+
+    q, k, v = ψ(z_Q), ψ(z_K), ψ(z_V),    P = softmax_j(τ q_i·k_j + b_ij),    Y = P v
+
+``bounds/bounded.py`` makes a Lipschitz constant of that.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.l2_attention import AttentionWeights, DenseBias, PerHead
 from invformer.numerics.precision import at_least_single, without_autocast
 
 
@@ -28,6 +34,35 @@ def to_ball(z: Float[Tensor, "*batch tokens d"]) -> BallPoint:
     """ψ(z) = z/√(1 + ‖z‖²), with its ρ."""
     rho = torch.rsqrt(1 + z.square().sum(-1, keepdim=True))
     return BallPoint(z * rho, rho)
+
+
+class AttentionPoint(NamedTuple):
+    """Where attention in the ball is linearised: q, k and v, each with its ρ, P and τ."""
+
+    q: PerHead
+    q_rho: Float[Tensor, "*batch heads tokens 1"]
+    k: PerHead
+    k_rho: Float[Tensor, "*batch heads tokens 1"]
+    v: PerHead
+    v_rho: Float[Tensor, "*batch heads tokens 1"]
+    p: AttentionWeights
+    temperature: Float[Tensor, "heads 1 1"]
+
+
+def attention_point(
+    z_q: PerHead, z_k: PerHead, z_v: PerHead, temperature: Float[Tensor, "heads"], bias: DenseBias
+) -> AttentionPoint:
+    """Everything that values and derivatives need, in the precision of the projections.
+
+    Args:
+        z_q: projections before the map into the ball; z_k and z_v likewise.
+        temperature: τ ≥ 0, the size of the logits.
+        bias: added to the logits; −∞ hides (i, j).
+    """
+    q, k, v = (to_ball(z) for z in (z_q, z_k, z_v))
+    scale = temperature[..., None, None].to(z_q)
+    p = (scale * q.u @ k.u.mT + bias).softmax(-1)
+    return AttentionPoint(*q, *k, *v, p, scale)
 
 
 def into_ball(

@@ -19,11 +19,13 @@ from torch.nn import functional as F
 
 from invformer.numerics.precision import at_least_single, without_autocast
 
+# Queries, keys or values of every head; attention weights; what is added to the logits.
+PerHead = Float[Tensor, "*batch heads tokens d_head"]
+AttentionWeights = Float[Tensor, "*batch heads tokens tokens"]
+DenseBias = Float[Tensor, "#heads tokens tokens"]
 
-def attention_weights(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    bias: Float[Tensor, "#heads tokens tokens"] | None = None,
-) -> Float[Tensor, "*batch heads tokens tokens"]:
+
+def attention_weights(q: PerHead, bias: DenseBias | None = None) -> AttentionWeights:
     """P = softmax_j(−‖q_i − q_j‖²/√d + b_ij), in float32 at least.
 
     ‖q_i‖² is constant in j, which softmax ignores: the logits are (2 q_i·q_j − ‖q_j‖²)/√d + b_ij.
@@ -59,10 +61,7 @@ def _row_weights(
         return (logits if bias is None else logits + bias).softmax(-1)
 
 
-def l2_attention(
-    q: Float[Tensor, "*batch heads tokens d_head"],
-    bias: Float[Tensor, "#heads tokens tokens"] | None = None,
-) -> Float[Tensor, "*batch heads tokens d_head"]:
+def l2_attention(q: PerHead, bias: DenseBias | None = None) -> PerHead:
     """Y = P q, the output of every head before its output map."""
     p = attention_weights(q, bias)
     return (p @ q.to(p.dtype)).to(q.dtype)

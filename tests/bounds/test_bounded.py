@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from invformer.bounds import bounded
-from invformer.numerics.bounded_attention import attention_point
+from invformer.numerics.ball import attention_point
 from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below
 
 FAR = 1e9

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from invformer.bounds import bounded, local
-from invformer.numerics import bounded_attention, l2_attention
+from invformer.numerics import l2_attention
+from invformer.numerics.ball import AttentionPoint, attention_point
 
 HEADS, TOKENS, WIDTH, D_HEAD = 3, 6, 5, 4
 
@@ -24,13 +25,13 @@ def test_blocks_of_strictly_causal_attention_are_bounded_one_by_one() -> None:
     def delayed(z: Tensor) -> Tensor:
         return torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], 1)
 
-    def point(x: Tensor) -> bounded_attention.AttentionPoint:
+    def point(x: Tensor) -> AttentionPoint:
         q, k, v = x @ w_qkv
-        return bounded_attention.attention_point(q, delayed(k), delayed(v), tau, bias)
+        return attention_point(q, delayed(k), delayed(v), tau, bias)
 
     def output(x: Tensor) -> Tensor:
         at = point(x)
-        return (at.p @ at.v.u)[0]
+        return (at.p @ at.v)[0]
 
     jacobian = torch.autograd.functional.jacobian(output, x)  # (tokens, d, tokens, width)
     blocks = torch.linalg.matrix_norm(jacobian.transpose(1, 2), 2)
@@ -64,7 +65,7 @@ def bounded_bound(norm: str, **options: bool) -> Callable[[int], Tensor]:
         g = torch.randn(1, D_HEAD, WIDTH, generator=generator).expand(heads, -1, -1)
         bias = torch.zeros(1, TOKENS, TOKENS)
         tau = torch.full((heads,), 2.0)
-        at = bounded_attention.attention_point(*(x[:, None] @ w[:, None]), tau, bias)
+        at = attention_point(*(x[:, None] @ w[:, None]), tau, bias)
         return bounded.local_bound(at, w, g, norm, **options)
 
     return bound
