@@ -70,9 +70,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"],
                         help="default: the CPU, then a GPU if there is one")  # fmt: skip
     parser.add_argument("--kernel", default="auto",
-                        choices=["auto", "math", "native", "blocked", "flex"],
-                        help="what the attention of all models but plain runs on, such as flex on "
-                        "a GPU")  # fmt: skip
+                        choices=["auto", "math", "native", "blocked", "sdpa"],
+                        help="what the attention of all models but plain runs on")  # fmt: skip
     parser.add_argument("--compile", action="store_true",
                         help="training steps with compiled blocks, and nothing else")  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="leave out peak memory")
@@ -81,8 +80,6 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("argument --device: PyTorch finds no CUDA device here")
-    if args.kernel == "flex" and args.device != "cuda":
-        parser.error("argument --kernel: flex trains on a GPU only: add --device cuda")
     if args.compile:
         for device in devices(args.device):
             if complaint := compiler_complaint(device):

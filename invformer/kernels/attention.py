@@ -9,27 +9,24 @@
 | ``native`` | O(N) | causal, any bias of the lag | CPU, with a C++ compiler | first, reverse |
 | ``blocked`` | O(N · block) | causal, any bias of the lag | any | first, reverse |
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
-| ``flex`` | O(N) | causal, any bias of the lag | GPU (never run there) | first, reverse |
 
 L2 logits are computed in float32 or more by every kernel, because their expansion
 (2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. For ``sdpa`` the lengths are one more
 channel of the keys, which ones of the queries meet. In bfloat16 three channels would hold a length
 to 24 bits and give the values of ``math``, but gradients 2 to 3 times as wrong, and 14 to 70 times
-where tokens share a shift. ``flex`` computes logits in float32 and leaves float64 to ``math``.
+where tokens share a shift.
 """
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from invformer.kernels import native
 from invformer.kernels.blocked import blocked_attention
@@ -39,7 +36,7 @@ from invformer.numerics.l2_attention import PerHead, l2_attention
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.token_shift import delay
 
-Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "flex"]
+Kernel = Literal["auto", "math", "native", "blocked", "sdpa"]
 
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
@@ -76,8 +73,6 @@ def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel =
         return F.scaled_dot_product_attention(q, k, v, **_mask(bias, q.dtype))
     shape, dtype = q.shape, q.dtype
     with without_autocast(q.device):
-        if kernel == "flex":
-            return _flex(q, k, v, None, bias).view(shape)
         q, k, v = _batched(q), _batched(k), _batched(v)
         if kernel == "native":
             y = native_attention(q, k, v, _by_lag(bias, q))[0]
@@ -104,8 +99,8 @@ def attend_in_ball(
     kernel = choose(kernel, like, bias)
     if kernel == "native" and z.dtype.itemsize >= 4:
         z = z.reshape(-1, *z.shape[-2:]).contiguous()
-        y = native_ball_attention(z, temperature.to(z.dtype), _by_lag(bias, like), late)[0]
-        return y.view(like.shape)
+        made_of = temperature.to(z.dtype), _by_lag(bias, like)
+        return native_ball_attention(z, *made_of, late)[0].view(like.shape)
     q, k, v = (part.transpose(-3, -2) for part in into_ball(rows, 1.0).unbind(-3))
     if late:
         k, v = delay(k), delay(v)
@@ -125,17 +120,13 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         return l2_attention(q, bias.dense())
     shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
     with without_autocast(q.device):
-        q = q.reshape(-1, *shape[-3:]) if kernel == "flex" else _batched(q)
+        q = _batched(q)
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         centre = q[..., :1, :].detach()
-        # In half precision the difference would be rounded, and lengths be those of other points.
-        centre = torch.zeros_like(centre) if q.dtype.itemsize < 4 else centre
         k = q - centre
-        lengths = -scale * k.to(torch.promote_types(k.dtype, torch.float32)).square().sum(-1)
-        if kernel == "flex":
-            y = _flex(2 * k, k, k, lengths, bias)
-        elif kernel == "sdpa":
+        lengths = -scale * k.square().sum(-1)
+        if kernel == "sdpa":
             y = _sdpa(k, lengths / (2 * scale), bias, 2 * scale)
         else:
             y = blocked_attention(k, k, k, lengths, _by_lag(bias, q), 2 * scale)
@@ -174,9 +165,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         why = f"is for the CPU, not {q.device.type}: choose 'auto'"
     elif kernel == "native" and not native.is_available():
         why = f"could not be compiled: {native.complaint()}; choose 'auto'"
-    elif kernel == "flex" and q.dtype == torch.float64:
-        return "math"
-    elif kernel in ("flex", "sdpa") and not q.numel():
+    elif kernel == "sdpa" and not q.numel():
         return "math"  # PyTorch's own give no gradient to the bias of nothing
     if why:
         raise ValueError(f"attention kernel {kernel!r} {why}")
@@ -219,37 +208,3 @@ def _sdpa(k: Tensor, halves: Tensor, bias: LogitBias, scale: float) -> Tensor:
     # The values are the keys, so that all rows are of one width, as the fastest kernels want them.
     y = F.scaled_dot_product_attention(queries, keys, keys, scale=scale, **mask)
     return y[..., : k.shape[-1]]
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, column: Tensor | None, bias: LogitBias) -> Tensor:
-    """FlexAttention: column_j and bias join the float32 logits, whatever precision q has."""
-    assert bias.by_lag is not None
-    by_lag = bias.by_lag.float().expand(q.shape[-3], -1)
-
-    def score(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        s = s.float() + by_lag[h, (i - j).clamp(min=0)]
-        return s if column is None else s + column[b, h, j]
-
-    fused, mask = flex_attention, _causal_mask
-    if not torch.compiler.is_compiling():
-        fused, mask = _flex_for(q.device.type), _kept_causal_mask
-    q, k, v = (x.reshape(-1, *x.shape[-3:]) for x in (q, k, v))
-    return fused(q, k, v, score_mod=score, block_mask=mask(q.shape[-2], q.device))
-
-
-@cache
-def _flex_for(device_type: str) -> Callable[..., Tensor]:
-    """FlexAttention, compiled where its kernels are."""
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention)
-
-
-def _causal_mask(tokens: int, device: torch.device) -> BlockMask:
-    """Query i sees the keys j ≤ i."""
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, str(device))
-
-
-@lru_cache(maxsize=8)
-def _kept_causal_mask(tokens: int, device: torch.device) -> BlockMask:
-    """The same mask for all layers and steps."""
-    with torch.inference_mode(False):  # or nothing could be derived with it later
-        return _causal_mask(tokens, device)

@@ -12,9 +12,6 @@ from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.host import compiler_complaint
 
-# Smallest heads that FlexAttention's GPU kernels take.
-LEAST_FLEX_CHANNELS = 16
-
 
 def pick_device(name: str, key: str) -> torch.device:
     """The named device, or for ``auto`` the best there is.
@@ -52,33 +49,17 @@ def refuse_missing_hardware(config: TrainConfig) -> None:
             f"asked for, {present[trainer.accelerator]} are here; try trainer.accelerator=cpu"
         )
     device = training_device(trainer)
-    if complaint := kernel_complaint(config, device):
-        raise ConfigurationError(f"model.attention_kernel: {complaint}")
+    if config.model.attention_kernel == "native":
+        missing = native.complaint() if device.type == "cpu" else "it is for the CPU"
+        if missing is not None:
+            why = f"no native here ({missing}); pick auto"
+            raise ConfigurationError(f"model.attention_kernel: {why}")
     complaint = compiler_complaint(device) if trainer.compile else None
     if complaint is not None:
         raise ConfigurationError(
             f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "
             "it misses, or leave trainer.compile out"
         )
-
-
-def kernel_complaint(config: TrainConfig, device: torch.device) -> str | None:
-    """Why the chosen attention cannot be trained on a device; None if it can."""
-    on_cpu = device.type == "cpu"
-    match config.model.attention_kernel:
-        case "native":
-            missing = native.complaint() if on_cpu else "it is for the CPU"
-            return None if missing is None else f"no native here ({missing}); pick auto"
-        case "flex" if on_cpu:
-            return "flex has no backward pass on the CPU; pick auto or blocked"
-        case "flex" if config.model.head_width < LEAST_FLEX_CHANNELS:
-            return (
-                f"flex needs heads of at least {LEAST_FLEX_CHANNELS} channels, "
-                f"not {config.model.head_width}; pick auto, or fewer heads"
-            )
-        case "flex" if config.trainer.deterministic:
-            return "flex adds up gradients in any order; pick auto, or trainer.deterministic=false"
-    return None
 
 
 def training_device(config: TrainerConfig) -> torch.device:

@@ -184,7 +184,6 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
         (["--seconds", "nan"], "argument --seconds: nan is not above 0"),
         (["--threads", "0"], "argument --threads: 0 is not in [1, 1024]"),
         (["--threads", "many"], "argument --threads: invalid threads value: 'many'"),
-        (["--kernel", "flex"], "argument --kernel: flex trains on a GPU only: add --device cuda"),
         (["--compile"], "argument --compile: torch.compile does not work here: no compiler"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tests.gpu.machine import MODELS, PRECISIONS, Machine, Row, at_most, failed, holds
 
-KERNELS = ("auto", "math", "blocked", "sdpa", "flex")
+KERNELS = ("auto", "math", "blocked", "sdpa")
 # Relative errors of the loss and of all gradients together, against float64 on the processor.
 LIMITS = {"32-true": (1e-5, 1e-4), "bf16-mixed": (2e-3, 3e-2), "16-mixed": (3e-4, 4e-3)}
 TRAINED = ("contractive_l2", "causal_bounded", "dot_product")
@@ -50,9 +50,6 @@ def arithmetic(machine: Machine) -> Iterator[Row]:
         for precision, (of_loss, of_gradients) in LIMITS.items():
             for kernel in KERNELS:
                 case = f"{name}, {precision}, {kernel}"
-                if kernel == "flex" and not machine.is_gpu:
-                    yield Row("gradients", case, verdict="not run", note="needs a GPU")
-                    continue
                 try:
                     with machine.rules(), only(kernel):
                         got, found = gradients(model, text, precision)

@@ -95,12 +95,9 @@ def attention(machine: Machine) -> Iterator[Row]:
                 def call(kernel: Any, q: Any = q, bias: Any = bias) -> None:
                     attend_l2(q, bias.logit_bias(q.shape[-2]), kernel).sum().backward()
 
-                for kernel in ("math", "blocked", "sdpa", "flex"):
+                for kernel in ("math", "blocked", "sdpa"):
                     where = f"{type(bias).__name__}, {dtype}, {tokens}, {kernel}"
                     where = where.replace("torch.", "")
-                    if kernel == "flex" and not machine.is_gpu:
-                        yield Row("L2 attention", where, verdict="not run", note="needs a GPU")
-                        continue
                     try:
                         milliseconds = 1e3 * machine.seconds({"": partial(call, kernel)})[""]
                     except ValueError:

@@ -250,33 +250,6 @@ def test_derivatives_of_any_order_go_through_the_plain_form() -> None:
     assert torch.equal(plain, attend_l2(x, where.logit_bias(40), "math"))
 
 
-@pytest.mark.compiles
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [1.0, 10.0])
-def test_flex_attention_agrees_in_its_forward_pass(scale: float, dtype: torch.dtype) -> None:
-    b = position("table", 2, 40, torch.float32).logit_bias(40)
-    q, k, v = (scale * torch.randn(3, 1, 2, 40, 16)).to(dtype)
-    allowed = 2**-8 if dtype == torch.bfloat16 else 1e-5
-    with torch.no_grad():
-        results = [(attend_l2(q, b, "flex"), attend_l2(q.float(), b, "math"))]
-        if dtype == torch.float32:
-            results.append((attend(q, k, v, b, "flex"), attend(q, k, v, b, "math")))
-    for y, expected in results:
-        assert y.dtype == dtype
-        assert (y.float() - expected).abs().max() <= allowed * expected.abs().max()
-
-
-def test_flex_attention_leaves_double_precision_and_empty_batches_to_the_plain_form() -> None:
-    where = position("table", 2, 40, torch.float64)
-    q = torch.randn(1, 2, 40, 8)
-    plain = attend_l2(q, where.logit_bias(40), "math")
-    assert torch.equal(attend_l2(q, where.logit_bias(40), "flex"), plain)
-    empty = attend_l2(q[:0].float(), where.float().logit_bias(40), "flex")
-    assert empty.shape == (0, 2, 40, 8)
-
-
 @pytest.mark.parametrize(
     ("kernel", "device", "reason"),
     [
