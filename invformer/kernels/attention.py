@@ -86,12 +86,12 @@ def attend_in_ball(
     z: Float[Tensor, "*batch tokens three_heads_d"],
     temperature: Float[Tensor, "heads"],
     bias: LogitBias,
-    late: bool,
+    strictly_causal: bool,
     kernel: Kernel = "auto",
 ) -> PerHead:
     """softmax(τ q kᵀ + b) v for [q, k, v] = ψ(z) of every head; ValueError as in :func:`attend`.
 
-    Late, keys and values are those of the token before, and zero for the first token.
+    Strictly causal, keys and values are those of the token before, and zero for the first token.
     """
     heads = len(temperature)
     rows = z.unflatten(-1, (3, heads, -1))
@@ -100,9 +100,9 @@ def attend_in_ball(
     if kernel == "native" and z.dtype.itemsize >= 4:
         z = z.reshape(-1, *z.shape[-2:]).contiguous()
         made_of = temperature.to(z.dtype), _by_lag(bias, like)
-        return native_ball_attention(z, *made_of, late)[0].view(like.shape)
+        return native_ball_attention(z, *made_of, strictly_causal)[0].view(like.shape)
     q, k, v = (part.transpose(-3, -2) for part in into_ball(rows, 1.0).unbind(-3))
-    if late:
+    if strictly_causal:
         k, v = delay(k), delay(v)
     # Kernels divide logits by √d, so that they are τ q·k + b.
     scale = (temperature * math.sqrt(q.shape[-1]))[:, None, None].to(q)

@@ -199,7 +199,7 @@ class ContractiveL2Attention(TiedL2Attention):
         if scalings is not None:
             w_q = list((torch.stack(w_q) * scalings.scale[:, None, :, None]).unbind())
         return [
-            L2Weights(by_side(w), g_b.unflatten(0, (num_heads, d_head)))
+            L2Weights(in_one_matrix(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
 
@@ -214,6 +214,6 @@ def merge_heads(y: Tensor) -> Tensor:
     return y.transpose(-2, -3).flatten(-2)
 
 
-def by_side(w: InputMaps) -> InputMaps:
+def in_one_matrix(w: InputMaps) -> InputMaps:
     """The same weights in the memory of one (D, H d) matrix."""
     return side_by_side(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)

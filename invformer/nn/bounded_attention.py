@@ -12,7 +12,7 @@ from invformer.bounds import bounded
 from invformer.bounds.heads import side_by_side
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import by_side, merge_heads, split_heads
+from invformer.nn.attention import in_one_matrix, merge_heads, split_heads
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
@@ -134,10 +134,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         if first.certificate == "causal":
             per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
             joined = scaled_weights([b.w_qkv for b in branches], per_column, rows)
-            w_qkv = [split_heads(by_side(w.squeeze(1)), num_heads) for w in joined]
+            w_qkv = [split_heads(in_one_matrix(w.squeeze(1)), num_heads) for w in joined]
         else:
             apart = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
-            w_qkv = [by_side(w.flatten(0, 1)).unflatten(0, (3, -1)) for w in apart]
+            w_qkv = [in_one_matrix(w.flatten(0, 1)).unflatten(0, (3, -1)) for w in apart]
         w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
             BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
@@ -152,9 +152,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         # Queries, keys and values of all heads, z = (X + m) W
         w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
         z = affine(x, w, centre=centre)  # (*batch, N, 3 H d)
-        bias, late = self.position.logit_bias(x.shape[-2]), self.strictly_causal
+        bias = self.position.logit_bias(x.shape[-2])
         # softmax_j(τ q_i·k_j + b(i − j)) v_j for q, k, v = ψ(z), ‖·‖₂ < 1
-        y = attend_in_ball(z, weights.temperature, bias, late, self.kernel)  # (*batch, H, N, d)
+        tau = weights.temperature
+        y = attend_in_ball(z, tau, bias, self.strictly_causal, self.kernel)  # (*batch, H, N, d)
         return merge_heads(y) @ weights.g.flatten(-3, -2)  # (*batch, N, D)
 
     def next_outputs(

@@ -110,7 +110,7 @@ def certify(
         ValueError: there is no such norm or kind.
     """
     stack = invertible_stack(model)
-    require_own(stack)
+    require_proven(stack)
     norm, kind = norm or stack.norm, kind or stack.kind
     for name, value, choices in (("norm", norm, NORMS), ("kind", kind, get_args(Kind))):
         if value not in choices:
@@ -216,7 +216,7 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
     return stack
 
 
-def require_own(stack: InvertibleStack) -> None:
+def require_proven(stack: InvertibleStack) -> None:
     """Raise if a block, layer or branch may compute something that the proof does not cover.
 
     Raises:
@@ -238,18 +238,18 @@ def require_own(stack: InvertibleStack) -> None:
             require_type(f"block_{index:02d}/{name}", layer, LAYERS)
     for name, layer in stack.layers():
         if isinstance(layer, InvertibleResidual):
-            own = own_type(layer.branch)
+            own = original_class(layer.branch)
             require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
 
 
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
     """Raise NoCertificateError for a type that nothing is proven about."""
-    if (kind := own_type(module)) not in known:
+    if (kind := original_class(module)) not in known:
         raise NoCertificateError(f"{name}: no proof is known for {kind.__name__}")
 
 
-def own_type(module: nn.Module | None) -> type:
+def original_class(module: nn.Module | None) -> type:
     """The class that a module was made of; FSDP2 makes a subclass of it."""
     kind = type(module)
     return kind.__bases__[-1] if hasattr(kind, "unshard") else kind

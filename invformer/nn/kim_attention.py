@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.kernels.attention import Kernel
-from invformer.nn.attention import L2Weights, TiedL2Attention, by_side
+from invformer.nn.attention import L2Weights, TiedL2Attention, in_one_matrix
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import SpectralNormalised, max_row_sum
 from invformer.numerics.lambert_w import phi_inverse_from_log
@@ -40,7 +40,7 @@ class L2Attention(TiedL2Attention):
 
     def weights(self) -> L2Weights:
         """W^Q, and G_h = W^Q_hᵀ W^V_h W^O_h / √d."""
-        return L2Weights(by_side(self.w_q), paper_output_map(self.w_q, self.w_v, self.w_o))
+        return L2Weights(in_one_matrix(self.w_q), paper_output_map(self.w_q, self.w_v, self.w_o))
 
 
 class PaperContractiveL2Attention(TiedL2Attention):
@@ -79,7 +79,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
         w_o = self.w_o.weight.unflatten(0, (w_q.shape[0], w_q.shape[2]))
         bound = self.published_bound()
         scale = self.target_scale() / bound.clamp_min(torch.finfo(bound.dtype).tiny)
-        return L2Weights(by_side(w_q), paper_output_map(w_q, w_v, w_o) * scale)
+        return L2Weights(in_one_matrix(w_q), paper_output_map(w_q, w_v, w_o) * scale)
 
     def published_bound(self) -> Float[Tensor, ""]:
         """Theorem 3.2 on the present weights, differentiable; float rounding is left to certify."""

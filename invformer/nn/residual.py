@@ -85,9 +85,9 @@ class InvertibleResidual(nn.Module):
         weights = weights or self.weights()
         if weights.centre is not None:
             return x + self.branch(x, weights.branch, weights.centre)
-        return x + weights.leave(self.added(weights.enter(x), weights.branch))
+        return x + weights.leave(self.f(weights.enter(x), weights.branch))
 
-    def added(self, u: Tokens, weights: Any = None) -> Tokens:
+    def f(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
         return self.branch(self.seen(u), weights)
 
@@ -182,9 +182,9 @@ class InvertibleResidual(nn.Module):
         weights.require_plain()
         exact = None
         if options.get("evidence", True):
-            exact = partial(self.added, weights=in_double(weights.branch))
+            exact = partial(self.f, weights=in_double(weights.branch))
         solution = invert_residual(
-            partial(self.added, weights=weights.branch),
+            partial(self.f, weights=weights.branch),
             weights.enter(y),
             lipschitz_bound=lipschitz_bound,
             norm=norm,
@@ -205,7 +205,7 @@ class InvertibleResidual(nn.Module):
     def initialise(self, x: Tokens) -> None:
         """Set D and b, if there are any, from a batch."""
         if self.scaling is not None:
-            self.scaling.initialise_for(self.added, x)
+            self.scaling.initialise_for(self.f, x)
 
 
 class InvertibleBlock(nn.Module):

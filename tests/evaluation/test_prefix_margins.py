@@ -167,9 +167,9 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
         for place in range(SEQ_LEN):  # the corner that raises one entry most, to first order
             channel = place % 12
             at = x.clone().requires_grad_()
-            layer.added(at[None], weights[name].branch)[0, place, channel].backward()
+            layer.f(at[None], weights[name].branch)[0, place, channel].backward()
             corner = (x + at.grad.sign() * radius)[None]
-            corner = layer.added(corner, weights[name].branch).detach()[0]
+            corner = layer.f(corner, weights[name].branch).detach()[0]
             away = (corner - found.middle).abs() - 1e-14
             assert (away <= found.radius).all()
             fullest = max(fullest, (away / found.radius)[place, channel].item())

@@ -116,20 +116,20 @@ def test_fused_kernels_have_the_values_and_gradients_of_the_plain_form(
         torch.testing.assert_close(pulled, wanted, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("strictly_causal", [True, False])
 @pytest.mark.parametrize("tokens", [1, 33, 130])
 @every_kernel
 def test_attention_in_the_ball_has_the_values_and_gradients_of_its_formula(
-    kernel: str, tokens: int, late: bool
+    kernel: str, tokens: int, strictly_causal: bool
 ) -> None:
     where = position("table", 3, tokens, torch.float64)
     z = torch.randn(2, tokens, 3 * 3 * 5, requires_grad=True)
     temperature = (1 + torch.rand(3)).requires_grad_()
     b = where.logit_bias(tokens)
-    y = attend_in_ball(z, temperature, b, late, kernel)
+    y = attend_in_ball(z, temperature, b, strictly_causal, kernel)
     u = z.unflatten(-1, (3, 3, 5)).transpose(1, 3)  # (2, H, 3, N, d)
     q, k, v = (u / (1 + u.square().sum(-1, keepdim=True)).sqrt()).unbind(2)
-    if late:
+    if strictly_causal:
         k, v = (torch.cat([torch.zeros_like(t[..., :1, :]), t[..., :-1, :]], -2) for t in (k, v))
     expected = (temperature[:, None, None] * (q @ k.mT) + b.dense()).softmax(-1) @ v
     torch.testing.assert_close(y, expected)

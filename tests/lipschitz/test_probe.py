@@ -73,7 +73,7 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     for name, layer in model.stack.layers() if model.is_invertible else []:
         if hasattr(layer, "branch"):
             at = x if layer.scaling is None else layer.scaling(x)
-            found[name] = dense_jacobian(layer.added, at[0].detach())
+            found[name] = dense_jacobian(layer.f, at[0].detach())
         x = layer(x).detach()
     if not model.is_invertible:
 

@@ -36,7 +36,7 @@ def test_no_jacobian_exceeds_the_bounds_of_the_branches(options: dict) -> None:
     norms = ("token_max", "frobenius")
     bounds = {norm: certify(model, norm, torch.float64, "global").per_branch for norm in norms}
     for name, layer, x in layers_and_inputs(model, tokens):
-        dense = dense_jacobian(layer.added, x[0])
+        dense = dense_jacobian(layer.f, x[0])
         assert torch.linalg.matrix_norm(dense, 2).item() <= bounds["frobenius"][name]
         rows = dense.unflatten(0, (SEQ_LEN, -1))
         # ‖X‖_F ≤ 1 holds every token at 1, so a token's rows gain no more than in token_max.
@@ -47,7 +47,7 @@ def test_no_jacobian_exceeds_the_bounds_of_the_branches(options: dict) -> None:
 def test_what_a_branch_adds_stays_bounded_however_large_its_input(options: dict) -> None:
     model = model_in_a_ball(**options)
     for _, layer, x in layers_and_inputs(model, random_tokens(2)):
-        added = [layer.added(scale * x).norm(dim=-1).max().item() for scale in (1e3, 1e6)]
+        added = [layer.f(scale * x).norm(dim=-1).max().item() for scale in (1e3, 1e6)]
         assert added[1] == pytest.approx(added[0], rel=1e-3)
 
 

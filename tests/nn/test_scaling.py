@@ -37,10 +37,10 @@ def test_what_a_branch_adds_to_the_stream_contracts_in_its_weighted_norm(options
     layer = model.stack.blocks[0].attention
     scale, shift = layer.scaling.log_scale.exp().detach(), layer.scaling.shift.detach()
 
-    def added(x: torch.Tensor) -> torch.Tensor:
-        return layer.added(x * scale + shift) / scale
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return layer.f(x * scale + shift) / scale
 
-    jacobian = dense_jacobian(added, x[0]).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
+    jacobian = dense_jacobian(f, x[0]).view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH)
     weighted = jacobian * scale[:, None, None] / scale
     if certificate.kind == "causal":  # of single tokens
         blocks = weighted.diagonal(dim1=0, dim2=2).movedim(-1, 0)
@@ -90,7 +90,7 @@ def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(opt
     folded, plain = model.stack(x), x
     for _, layer in model.stack.residual_layers():
         u = layer.scaling(plain)
-        plain = plain + layer.added(u) * (-layer.scaling.log_scale).exp()
+        plain = plain + layer.f(u) * (-layer.scaling.log_scale).exp()
     torch.testing.assert_close(folded, plain, rtol=1e-11, atol=1e-11)
     with torch.no_grad():
         assert torch.equal(model.stack(x), plain)
