@@ -11,10 +11,10 @@
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
 
 L2 logits are computed in float32 or more by every kernel, because their expansion
-(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. For ``sdpa`` the lengths are one more
-channel of the keys, which ones of the queries meet. In bfloat16 three channels would hold a length
-to 24 bits and give the values of ``math``, but gradients 2 to 3 times as wrong, and 14 to 70 times
-where tokens share a shift.
+(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. The lengths are one more channel of the
+keys, which ones of the queries meet. In bfloat16 three channels would hold a length to 24 bits and
+give the values of ``math``, but gradients 2 to 3 times as wrong, and 14 to 70 times where tokens
+share a shift.
 """
 
 import math
@@ -32,7 +32,7 @@ from invformer.kernels import native
 from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import native_attention, native_ball_attention
 from invformer.numerics.ball import into_ball
-from invformer.numerics.l2_attention import PerHead, l2_attention
+from invformer.numerics.l2_attention import PerHead, l2_attention, with_lengths
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.token_shift import delay
 
@@ -77,8 +77,7 @@ def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel =
         if kernel == "native":
             y = native_attention(q, k, v, _by_lag(bias, q))[0]
         else:
-            scale = 1 / math.sqrt(q.shape[-1])
-            y = blocked_attention(q, k, v, None, _by_lag(bias, q), scale)
+            y = blocked_attention(q / math.sqrt(q.shape[-1]), k, v, _by_lag(bias, q))
     return y.view(shape).to(dtype)
 
 
@@ -118,18 +117,20 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     kernel = choose(kernel, q, bias, l2=True)
     if kernel == "math":
         return l2_attention(q, bias.dense())
-    shape, dtype, scale = q.shape, q.dtype, 1 / math.sqrt(q.shape[-1])
+    shape, dtype = q.shape, q.dtype
     with without_autocast(q.device):
         q = _batched(q)
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         centre = q[..., :1, :].detach()
         k = q - centre
-        lengths = -scale * k.square().sum(-1)
+        # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, but for a term that is constant in j.
+        queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
+        keys = with_lengths(k)
         if kernel == "sdpa":
-            y = _sdpa(k, lengths / (2 * scale), bias, 2 * scale)
+            y = _sdpa(queries, keys, bias)[..., :-1]
         else:
-            y = blocked_attention(k, k, k, lengths, _by_lag(bias, q), 2 * scale)
+            y = blocked_attention(queries, keys, k, _by_lag(bias, q))
     return (y + centre).view(shape).to(dtype)
 
 
@@ -199,12 +200,10 @@ def _mask(bias: LogitBias, dtype: torch.dtype) -> dict[str, Any]:
     return {"is_causal": True} if bias.is_zero else {"attn_mask": bias.dense().to(dtype)}
 
 
-def _sdpa(k: Tensor, halves: Tensor, bias: LogitBias, scale: float) -> Tensor:
-    """softmax(scale (k_i·k_j + halves_j) + b) k: [k_i, 1]·[k_j, halves_j] is one dot product."""
-    padding = (0, -(k.shape[-1] + 1) % ROW_OF_FLOATS)
-    queries = F.pad(F.pad(k, (0, 1), value=1.0), padding)
-    keys = F.pad(torch.cat([k, halves.unsqueeze(-1)], -1), padding)
-    mask = _mask(bias, k.dtype)
+def _sdpa(queries: Tensor, keys: Tensor, bias: LogitBias) -> Tensor:
+    """softmax(queries keysᵀ + b) keys by PyTorch's kernel."""
+    width = keys.shape[-1]
+    queries, keys = (F.pad(t, (0, -width % ROW_OF_FLOATS)) for t in (queries, keys))
     # The values are the keys, so that all rows are of one width, as the fastest kernels want them.
-    y = F.scaled_dot_product_attention(queries, keys, keys, scale=scale, **mask)
-    return y[..., : k.shape[-1]]
+    y = F.scaled_dot_product_attention(queries, keys, keys, scale=1, **_mask(bias, keys.dtype))
+    return y[..., :width]

@@ -1,6 +1,6 @@
 """The ``blocked`` kernel: causal attention with a bias of the lag, a block of queries at a time.
 
-    Y = P V,   P = softmax_j S,   S_ij = scale · q_i·k_j + column_j + b(i − j),   j ≤ i
+    Y = P V,   P = softmax_j S,   S_ij = q_i·k_j + b(i − j),   j ≤ i
 
 It serves where ``native`` does not, on every device. P exists for one block at a time and is
 computed again in the backward pass (Dao et al. 2022), so memory is linear in N.
@@ -41,14 +41,12 @@ def sum_by_lag(t: Float[Tensor, "heads rows tokens"]) -> Float[Tensor, "heads to
 
 
 class Logits(NamedTuple):
-    """The parts of S: queries and keys (pairs of sample and head, N, d), column (pairs, N) or None,
-    the last rows of the Toeplitz matrix b (H, rows, N), and the scale."""
+    """The parts of S: queries and keys (pairs of sample and head, N, d), and the last rows of the
+    Toeplitz matrix b (H, rows, N)."""
 
     q: Tensor
     k: Tensor
-    column: Tensor | None
     bias: Tensor
-    scale: float
 
     def heads(self, pairs: slice) -> Tensor:
         """The head of each pair."""
@@ -58,9 +56,7 @@ class Logits(NamedTuple):
         """P of some pairs and the queries begin … end − 1, (pairs, queries, end)."""
         bias = self.bias[:, begin - end :, self.bias.shape[-1] - end :]
         p = bias.index_select(0, self.heads(pairs))
-        if self.column is not None:
-            p += self.column[pairs, None, :end]
-        p.baddbmm_(self.q[pairs, begin:end], self.k[pairs, :end].mT, alpha=self.scale)
+        p.baddbmm_(self.q[pairs, begin:end], self.k[pairs, :end].mT)
         torch.softmax(p, -1, out=p)
         # Weights that round to nothing, before products with them leave the normal numbers: those
         # cost a hundred times as much, and steep biases make many. Gradients are small themselves,
@@ -89,19 +85,16 @@ def _elements(q: Tensor) -> int:
     return BLOCK_ELEMENTS if q.device.type == "cpu" else BLOCK_ELEMENTS_ON_ACCELERATOR
 
 
-def _logits(q: Tensor, k: Tensor, column: Tensor | None, by_lag: Tensor, scale: float) -> Logits:
-    """From (B, H, N, …) to pairs."""
+def _logits(q: Tensor, k: Tensor, by_lag: Tensor) -> Logits:
+    """From (B, H, N, d) to pairs."""
     q, k = q.flatten(0, 1), k.flatten(0, 1)
-    column = None if column is None else column.flatten(0, 1)
-    return Logits(q, k, column, toeplitz(by_lag, _rows(q)), scale)
+    return Logits(q, k, toeplitz(by_lag, _rows(q)))
 
 
 @torch.library.custom_op("invformer::blocked_attention", mutates_args=())
-def blocked_attention(
-    q: Tensor, k: Tensor, v: Tensor, column: Tensor | None, by_lag: Tensor, scale: float
-) -> Tensor:
-    """softmax(scale · q kᵀ + column_j + b(i − j)) v; causal, (B, H, N, d), columns (B, H, N)."""
-    logits, values = _logits(q, k, column, by_lag, scale), v.flatten(0, 1)
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor) -> Tensor:
+    """softmax(q kᵀ + b(i − j)) v; causal, all (B, H, N, d), values perhaps of another d."""
+    logits, values = _logits(q, k, by_lag), v.flatten(0, 1)
     y = torch.empty_like(values)
     for pairs, begin, end in _blocks(logits.q):
         y[pairs, begin:end] = logits.weights(pairs, begin, end) @ values[pairs, :end]
@@ -110,54 +103,41 @@ def blocked_attention(
 
 @torch.library.custom_op("invformer::blocked_attention_backward", mutates_args=())
 def blocked_attention_backward(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    column: Tensor | None,
-    by_lag: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, column and by_lag: dS = P∘(dY Vᵀ − rowsum(P∘dY Vᵀ))."""
-    logits, values, outer = _logits(q, k, column, by_lag, scale), v.flatten(0, 1), dy.flatten(0, 1)
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, by_lag: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and by_lag: dS = P∘(dY Vᵀ − rowsum(P∘dY Vᵀ))."""
+    logits, values, outer = _logits(q, k, by_lag), v.flatten(0, 1), dy.flatten(0, 1)
     dq, dk, dv = (torch.zeros_like(t) for t in (logits.q, logits.k, values))
-    dcolumn, dbias = torch.zeros_like(logits.k[..., 0]), torch.zeros_like(logits.bias)
+    dbias = torch.zeros_like(logits.bias)
     for pairs, begin, end in _blocks(logits.q):
         p, g = logits.weights(pairs, begin, end), outer[pairs, begin:end]
         ds = g @ values[pairs, :end].mT
         torch._softmax_backward_data(ds, p, -1, ds.dtype, grad_input=ds)  # type: ignore
         # Products into a part of each matrix are one call per matrix: slower than a sum apart.
-        dq[pairs, begin:end].add_(ds @ logits.k[pairs, :end], alpha=scale)
-        dk[pairs, :end].add_(ds.mT @ logits.q[pairs, begin:end], alpha=scale)
+        dq[pairs, begin:end] += ds @ logits.k[pairs, :end]
+        dk[pairs, :end] += ds.mT @ logits.q[pairs, begin:end]
         dv[pairs, :end] += p.mT @ g
-        dcolumn[pairs, :end] += ds.sum(-2)
         part = dbias[:, begin - end :, dbias.shape[-1] - end :]
         part.index_add_(0, logits.heads(pairs), ds)
-    of = (dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), dcolumn.view(k.shape[:-1]))
-    return *of, sum_by_lag(dbias)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), sum_by_lag(dbias)
 
 
 @blocked_attention.register_fake
-def _(q, k, v, column, by_lag, scale):
+def _(q, k, v, by_lag):
     return v.new_empty(v.shape)
 
 
 @blocked_attention_backward.register_fake
-def _(dy, q, k, v, column, by_lag, scale):
-    return *(t.new_empty(t.shape) for t in (q, k, v, k[..., 0])), torch.empty_like(by_lag)
+def _(dy, q, k, v, by_lag):
+    return *(t.new_empty(t.shape) for t in (q, k, v)), torch.empty_like(by_lag)
 
 
 def _keep(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx, dy):
-    saved = ctx.saved_tensors
-    gradients = list(blocked_attention_backward(dy, *saved, ctx.scale))
-    if saved[3] is None:
-        gradients[3] = None
-    return *gradients, None
+    return blocked_attention_backward(dy, *ctx.saved_tensors)
 
 
 blocked_attention.register_autograd(_backward, setup_context=_keep)
