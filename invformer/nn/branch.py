@@ -103,13 +103,6 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         return self.lipschitz_bound("token_max", dtype, weights)
 
 
-def in_double(weights: Any) -> Any:
-    """The same weights in float64: a named tuple of tensors, of None and of such tuples."""
-    if weights is None or isinstance(weights, Tensor):
-        return None if weights is None else weights.detach().double()
-    return type(weights)(*(in_double(w) for w in weights))
-
-
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:
     """The weight as it is used when the forward pass runs in ``dtype``."""
     return (w.detach() if dtype is None else w.detach().to(dtype)).contiguous()

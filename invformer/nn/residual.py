@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.affine import Tokens
-from invformer.nn.branch import LipschitzBranch, in_double
+from invformer.nn.branch import LipschitzBranch
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import (
@@ -182,7 +182,8 @@ class InvertibleResidual(nn.Module):
         weights.require_plain()
         exact = None
         if options.get("evidence", True):
-            exact = partial(self.f, weights=in_double(weights.branch))
+            in_double = (w.detach().double() for w in weights.branch)
+            exact = partial(self.f, weights=type(weights.branch)(*in_double))
         solution = invert_residual(
             partial(self.f, weights=weights.branch),
             weights.enter(y),

@@ -187,9 +187,9 @@ def invert_residual(
 
     # Rows iterate: samples, or single tokens if f is token-wise.
     per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
-    start = flat.reshape(len(flat) * per_sample, -1, y.shape[-1])
+    y_rows = flat.reshape(len(flat) * per_sample, -1, y.shape[-1])
     length, status = (t.repeat_interleave(per_sample) for t in (length, status))
-    x, fx = start, fx.reshape(start.shape)
+    x, fx = y_rows, fx.reshape(y_rows.shape)
     residual, num_steps = eq.size(fx), torch.zeros_like(status)
     limit = num_steps + (eq.predicted_steps(residual, length) if max_steps is None else max_steps)
     measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
@@ -199,14 +199,14 @@ def invert_residual(
         while bool((running := status == RUNNING).any()):
             everything, index = bool(running.all()), running.nonzero().squeeze(-1)
             rows = slice(None) if everything else index
-            old = fx[rows]
-            new = start[rows] - old  # x ← y − f(x)
-            f_new = f(new)
-            change = eq.size(f_new - old)  # ‖y − x − f(x)‖, as long as the next step
-            disproved = eq.disproves(residual[rows], change, new, f_new)
-            x = new if everything else x.index_copy(0, index, new)
-            fx = f_new if everything else fx.index_copy(0, index, f_new)
-            residual[rows], length[rows] = change, eq.size(new)
+            fx_before = fx[rows]
+            x_next = y_rows[rows] - fx_before  # x ← y − f(x)
+            fx_next = f(x_next)
+            change = eq.size(fx_next - fx_before)  # ‖y − x − f(x)‖, as long as the next step
+            disproved = eq.disproves(residual[rows], change, x_next, fx_next)
+            x = x_next if everything else x.index_copy(0, index, x_next)
+            fx = fx_next if everything else fx.index_copy(0, index, fx_next)
+            residual[rows], length[rows] = change, eq.size(x_next)
             num_steps[rows] += 1
             longest = length.view(-1, per_sample).amax(1).repeat_interleave(per_sample)[rows]
             verdict = status[rows]

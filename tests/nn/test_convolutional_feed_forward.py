@@ -5,7 +5,6 @@ import torch
 
 from invformer.bounds.layers import ACTIVATION_SLOPE
 from invformer.lipschitz.local_bounds import local_bound
-from invformer.nn.branch import in_double
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, FeedForward
 from invformer.numerics.norms import NORMS
 from invformer.numerics.token_shift import advance, delay, windows, windows_adjoint
@@ -52,7 +51,7 @@ def test_its_outputs_are_those_of_a_loop_over_tokens_and_lags(kernel: int) -> No
         expected.append(ACTIVATIONS["silu"](sharpness * hidden) / sharpness @ w_out)
     torch.testing.assert_close(made(x), torch.stack(expected))
     together = made.weights_of([layer(kernel, seed=1), made])[1]
-    for weights in (together, in_double(made.weights())):
+    for weights in (together, made.weights()):
         torch.testing.assert_close(made(x, weights), torch.stack(expected))
 
 
