@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,12 @@ from invformer.runs.encoding import (
 from invformer.runs.files import (
     PARTIAL,
     make_folder,
-    open_regular,
+    read_regular,
     replace_file,
     sync_folder,
     write_new,
 )
+from invformer.runs.run_log import MAX_STEP
 
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 MANIFEST = "MANIFEST.json"
@@ -49,7 +50,6 @@ FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
 PART = "state-{:05d}.safetensors"  # of the optimiser's memory, by the process that keeps it
 PARTS = re.compile(r"state-\d{5}\.safetensors")
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
-MAX_STEP = 10**9
 POLL = 0.05  # seconds between looks at what other processes write
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 
@@ -84,17 +84,12 @@ class Checkpoint:
 
     @property
     def evaluation(self) -> Path:
-        """Where results belong: in the run's folder, or beside a checkpoint outside a run.
-
-        If the folder of checkpoints is a link to another disk, the run's folder is the one that
-        was typed. Names such as ``.`` or a link to one checkpoint do not tell it.
-        """
-        folder = self.path.parent
-        if folder.name != CHECKPOINTS or self.path.is_symlink():
-            folder = self.path.resolve().parent
-        if folder.name == CHECKPOINTS:
-            return folder.parent / EVALUATION
-        return folder / f"{self.path.resolve().name}.{EVALUATION}"
+        """Where results belong: in the run's folder, or beside a checkpoint outside a run."""
+        resolved = self.path.resolve()  # a link to one checkpoint, or ``.``
+        for path in (self.path, resolved):  # ``checkpoints`` may be a link to another disk
+            if path.parent.name == CHECKPOINTS:
+                return path.parent.parent / EVALUATION
+        return resolved.with_name(f"{resolved.name}.{EVALUATION}")
 
     def verify(self) -> None:
         """Compare every file with its hash; raises CheckpointError."""
@@ -103,7 +98,10 @@ class Checkpoint:
 
     def read(self, name: str) -> bytes:
         """The content of a file, verified; raises CheckpointError."""
-        content = read_regular(self.path / name)
+        try:
+            content = read_regular(self.path / name)
+        except OSError as error:
+            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
         if record_of(content) != self.files[name]:
             raise CheckpointError(
                 f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
@@ -170,22 +168,13 @@ def record_of(content: bytes) -> dict[str, Any]:
     return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def read_regular(path: Path) -> bytes:
-    """The content of a file; raises CheckpointError if it is a link, a pipe or not there."""
-    try:
-        with open_regular(path) as file:
-            return file.read()
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-
-
 def encode(
     metadata: dict[str, Any], weights: Mapping[str, Tensor], state: dict[str, Any], rank: int = 0
 ) -> dict[str, bytes]:
     """The files that a process contributes to a checkpoint: all but the others' parts, or its part.
 
     Args:
-        metadata: what :func:`read_metadata` requires, and provenance.
+        metadata: what :func:`open_checkpoint` requires, and provenance.
         weights: the model's parameters and buffers by name.
         state: see ``STATE_KEYS`` and ``LEARNING``; plain values and tensors, some of them sharded
             along their first axis.
@@ -266,16 +255,16 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         CheckpointError: not a checkpoint of this format, or a damaged one.
     """
-    if path.is_file():
+    try:
+        names = set(os.listdir(path))
+        content = read_regular(path / MANIFEST)
+    except NotADirectoryError:
         raise CheckpointError(
             f"{path}: a checkpoint is a directory with a {MANIFEST}; single files such as *.ckpt "
             "are pickles, which can run code, and are not opened"
-        )
-    try:
-        names = set(os.listdir(path))
+        ) from None
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    content = read_regular(path / MANIFEST)
+        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
     match parse(content, str(path / MANIFEST)):
         case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
             checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
@@ -286,18 +275,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )
-    checkpoint.metadata.update(read_metadata(checkpoint.read(MODEL), path))
-    return checkpoint
-
-
-def read_metadata(content: bytes, path: Path) -> dict[str, Any]:
-    """The content of ``model.json``; raises CheckpointError if it does not describe a model."""
-    metadata = parse(content, str(path / MODEL))
+    metadata = parse(checkpoint.read(MODEL), str(path / MODEL))
     match metadata:
         case {"step": int(step), "config": dict(), "vocabulary": dict(), "data_sha256": str()} if (
             0 <= step <= MAX_STEP
         ):
-            return metadata
+            return replace(checkpoint, metadata=metadata)
     raise CheckpointError(
         f"{path / MODEL}: a step, config, vocabulary or data_sha256 is missing or of another type"
     )

@@ -47,9 +47,10 @@ def open_kept(path: Path) -> BinaryIO:
     return _open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, "a+b")
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading."""
-    return _open(path, os.O_RDONLY, "rb")
+def read_regular(path: Path) -> bytes:
+    """The content of a file."""
+    with _open(path, os.O_RDONLY, "rb") as file:
+        return file.read()
 
 
 def _open(path: Path, flags: int, mode: str) -> BinaryIO:

@@ -13,9 +13,9 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from invformer.errors import StorageError
-from invformer.runs.files import open_kept, replace_file
+from invformer.runs.files import open_kept, read_regular, replace_file
 from invformer.runs.run_lock import require_lock
-from invformer.runs.run_log import Row, read_all, read_row
+from invformer.runs.run_log import read_row
 
 DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no rows
 
@@ -38,12 +38,11 @@ class JsonLinesLogger(Logger):
     def __init__(self, path: Path, first_step: int = 0) -> None:
         super().__init__()
         self.path = path
-        self.step, self.row = -1, Row()  # that waits
-        self.newest, self._begin = -1, 0  # step in the file, and where its row begins
+        self.row: dict[str, Any] = {"step": -1}  # the newest
+        self.begin: int | None = None  # of its line in the file, if it has one
+        self.is_saved = True
         try:
             self._take_up(first_step)
-        except FileNotFoundError:
-            report_gaps(path, [], first_step)
         except OSError as error:
             raise StorageError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -60,50 +59,43 @@ class JsonLinesLogger(Logger):
         """Nothing: they are in ``config.yaml``."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take one row, or more numbers of the newest one."""
-        assert step is not None
-        if step != self.step:
-            self.save()
-        self.step = step
-        self.row |= metrics
-
-    def save(self) -> None:
-        """Append the row that waits, or replace the newest one by it if that has the same step.
+        """Take one row, or more numbers of the newest one.
 
         Non-finite numbers become the strings JSON lacks a literal for.
         """
-        if not self.row:
+        if step != self.row["step"]:
+            self.save()
+            self.row, self.begin = {"step": step}, None
+        self.row |= {k: v if math.isfinite(v) else str(v) for k, v in sorted(metrics.items())}
+        self.is_saved = False
+
+    def save(self) -> None:
+        """Write the newest row, which replaces its line if it has one."""
+        if self.is_saved:
             return
         require_lock(self.path.parent)
-        finite = {k: v if math.isfinite(v) else str(v) for k, v in sorted(self.row.items())}
+        line = json.dumps(self.row).encode() + b"\n"
         try:
-            if self.step == self.newest:
-                content = read_all(self.path)
-                last = read_row(content[self._begin :]) or {"step": self.step}
-                joined = json.dumps(last | finite).encode() + b"\n"
-                replace_file(self.path, content[: self._begin] + joined)
-            else:
+            if self.begin is None:
                 with open_kept(self.path) as file:
-                    self._begin = file.seek(0, os.SEEK_END)
-                    file.write(json.dumps({"step": self.step, **finite}).encode() + b"\n")
+                    self.begin = file.seek(0, os.SEEK_END)
+                    file.write(line)
+            else:
+                replace_file(self.path, read_regular(self.path)[: self.begin] + line)
         except OSError as error:
             raise StorageError(f"{self.path}: cannot write metrics ({error.strerror})") from error
-        self.newest, self.row = self.step, Row()
+        self.is_saved = True
 
     def _take_up(self, first_step: int) -> None:
         """Keep the rows before a step, move away what is damaged, say what is missing."""
-        content = read_all(self.path)
-        *lines, torn = content.split(b"\n")
-        if read_row(torn) is not None:
-            lines.append(torn)
-        steps = {n: row["step"] for n, line in enumerate(lines) if (row := read_row(line))}
-        ordered = longest_increase(steps)
-        kept = [n for n in ordered if steps[n] < first_step]
-        is_missing = report_gaps(self.path, [steps[n] for n in kept], first_step)
-        damaged = [line for n, line in enumerate(lines) if line and n not in set(ordered)]
-        if is_missing and torn:  # else it was being written when the process was killed
-            damaged.append(torn)
-        if damaged:
+        content = read_regular(self.path) if os.path.lexists(self.path) else b""
+        lines = content.split(b"\n")
+        rows = {n: row for n, line in enumerate(lines) if (row := read_row(line))}
+        in_order = longest_increase({n: row["step"] for n, row in rows.items()})
+        kept = [n for n in in_order if rows[n]["step"] < first_step]
+        report_gaps(self.path, [rows[n]["step"] for n in kept], first_step)
+        others = set(range(len(lines))).difference(in_order)
+        if damaged := [lines[n] for n in sorted(others) if lines[n]]:
             with open_kept(self.path.with_name(DAMAGED)) as file:
                 file.write(b"\n".join(damaged) + b"\n")
                 file.flush()
@@ -113,8 +105,7 @@ class JsonLinesLogger(Logger):
         if whole != content:
             replace_file(self.path, whole)
         if kept:
-            self.newest = steps[kept[-1]]
-            self._begin = len(whole) - len(lines[kept[-1]]) - 1
+            self.row, self.begin = rows[kept[-1]], len(whole) - len(lines[kept[-1]]) - 1
 
 
 def longest_increase(steps: Mapping[int, int]) -> list[int]:
@@ -134,10 +125,9 @@ def longest_increase(steps: Mapping[int, int]) -> list[int]:
     return found[::-1]
 
 
-def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> bool:
-    """Warn about the steps before ``first_step`` that have no row; whether there are any."""
+def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> None:
+    """Warn about the steps before ``first_step`` that have no row."""
     gaps = [(a + 1, b - 1) for a, b in pairwise([-1, *steps, first_step]) if b - a > 1]
     if gaps:
         named = ", ".join(f"{a} to {b}" for a, b in gaps)
         log.warning("%s: there are no rows for steps %.200s", path, named)
-    return bool(gaps)

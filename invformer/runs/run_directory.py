@@ -10,7 +10,7 @@ from invformer.config import load_config, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
-from invformer.runs.files import PARTIAL, open_regular
+from invformer.runs.files import PARTIAL, read_regular
 from invformer.runs.launcher import from_first_rank
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.run_lock import LOCK, lock_run
@@ -121,7 +121,7 @@ def fresh_folder(root: Path, default_name: str) -> Path:
 def saved_configuration(path: Path) -> dict[str, Any]:
     """The configuration a run was started with; raises CheckpointError if there is none."""
     try:
-        open_regular(path / CONFIG).close()
+        read_regular(path / CONFIG)  # from a pipe there would be no end of reading
         return to_dict(load_config([f"config={path / CONFIG}"]))
     except (OSError, ConfigurationError) as error:
         raise CheckpointError(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from invformer.runs.files import open_regular
+from invformer.runs.files import read_regular
 
 MAX_STEP = 10**9
 
@@ -15,15 +15,9 @@ Row = dict[str, float]
 BRANCH = re.compile(r"lipschitz_branches/(.+)/(\w+)")
 
 
-def read_all(path: Path) -> bytes:
-    """The content of a regular file."""
-    with open_regular(path) as file:
-        return file.read()
-
-
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics file, without damaged lines."""
-    lines = read_all(path).split(b"\n")
+    lines = read_regular(path).split(b"\n")
     return [row for line in lines if (row := read_row(line)) is not None]
 
 

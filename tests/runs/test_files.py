@@ -13,7 +13,7 @@ import pytest
 
 from invformer.errors import CheckpointError, ConfigurationError, InvformerError, StorageError
 from invformer.evaluation.report import write_json
-from invformer.runs.files import open_kept, open_regular, replace_file
+from invformer.runs.files import open_kept, read_regular, replace_file
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_directory import expand_home, open_run
 from invformer.runs.run_lock import LOCK, require_lock
@@ -60,7 +60,7 @@ def test_wandb_writes_nothing_through_a_link(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-@pytest.mark.parametrize("open_file", [open_kept, open_regular])
+@pytest.mark.parametrize("open_file", [open_kept, read_regular])
 def test_only_regular_files_are_opened(
     tmp_path: Path, make: Callable[[Path], None], open_file: Callable[[Path], Any]
 ) -> None:

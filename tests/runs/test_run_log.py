@@ -102,13 +102,6 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
     ]
 
 
-def test_the_numbers_of_a_validation_join_the_row_of_the_last_step(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\n".join(LINES[:4]) + b"\n")
-    write_rows(path, {2: {"val/bpc": 3.0}, 3: {"x": 1.0}}, first_step=3)
-    assert read_rows(path)[2:] == [{"step": 2, "x": 1.0, "val/bpc": 3.0}, {"step": 3, "x": 1.0}]
-
-
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
 def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
