@@ -23,42 +23,38 @@ class ContainedCalls:
     def __init__(self) -> None:
         self.failed = 0
         self.dropped = 0
-        self._waiting: queue.Queue[tuple[str, Callable[[], Any]]] = queue.Queue(MAX_WAITING)
-        threading.Thread(target=self._work, name="wandb-calls", daemon=True).start()
+        self._waiting: queue.Queue[tuple[str, Callable[[], Any], bool]] = queue.Queue(MAX_WAITING)
+        self._end = in_background(self._work, "wandb-calls")
 
     def submit(self, what: str, call: Callable[[], Any]) -> None:
         """Queue a call."""
         try:
-            self._waiting.put_nowait((what, call))
+            self._waiting.put_nowait((what, call, False))
         except queue.Full:
             self.dropped += 1
 
     def last(self, call: Callable[[], Any], seconds: float) -> bool:
         """Make a call after all others and wait for it; whether it succeeded."""
         deadline = time.monotonic() + seconds
-        done = threading.Event()
-        went_well = []
+        try:
+            self._waiting.put(("closing the run", call, True), timeout=seconds)
+            return self._end.result(deadline - time.monotonic())
+        except (queue.Full, TimeoutError):
+            return False
 
-        def then() -> None:
-            try:
-                went_well.append(call() is None)
-            finally:
-                done.set()
-
-        with contextlib.suppress(queue.Full):
-            self._waiting.put(("closing the run", then), timeout=seconds)
-            done.wait(deadline - time.monotonic())
-        return bool(went_well)
-
-    def _work(self) -> None:
+    def _work(self) -> bool:
+        """Make calls, until the last one is done; whether that succeeded."""
         while True:
-            what, call = self._waiting.get()
+            what, call, is_last = self._waiting.get()
+            failed = self.failed
             try:
                 call()
             except BaseException as error:
                 self.failed += 1
                 if self.failed == 1:
                     warn(f"{what} failed ({one_line(error)}); the run goes on")
+            if is_last:
+                return self.failed == failed
 
 
 def in_background(call: Callable[[], Any], name: str) -> Future[Any]:
