@@ -23,7 +23,6 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import StorageError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.runs.checkpoint import Checkpoint
-from invformer.runs.collective import backends
 from invformer.runs.files import LINK, replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.json_lines import JsonLinesLogger
@@ -178,7 +177,8 @@ def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | st
     if not is_rank():
         return "auto"
     timeout = timedelta(seconds=config.rank_timeout + START_SECONDS)
-    backend = backends(training_device(config))
+    # Numbers of the host travel between hosts, tensors of a GPU between GPUs.
+    backend = "cpu:gloo,cuda:nccl" if training_device(config).type == "cuda" else None
     if config.strategy == "fsdp":
         return ShardedStrategy(launcher_value("WORLD_SIZE", 1), saved, timeout, backend)
     # Buffers are functions of the weights, and so the same in every process.

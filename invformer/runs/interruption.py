@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import Interrupted, InvformerError, RankLost
-from invformer.runs.collective import Agreement, largest_of_processes
+from invformer.runs.collective import ask_for_largest, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
 
@@ -35,7 +35,7 @@ class Interruption(L.Callback):
         self.again = again
         self.signal = 0
         self.validating = False
-        self.agreement = Agreement()
+        self.asked: Callable[[], int] = lambda: 0  # whether any process was told to stop
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let the loop start even at the last step, whose validation may have to be done again."""
@@ -98,8 +98,11 @@ class Interruption(L.Callback):
             Interrupted: naming the signal.
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
-        alone = trainer.world_size == 1
-        if number := self.signal if alone else self.agreement.ask(self.signal):
+        number = self.signal
+        if trainer.world_size > 1:  # what was asked for before: nobody waits for the others
+            asked, self.asked = self.asked, ask_for_largest(self.signal)
+            number = asked()
+        if number:
             check_everywhere(lambda: self.check(trainer))
             raise Interrupted(number, trainer.global_step, self.again)
 

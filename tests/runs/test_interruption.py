@@ -17,7 +17,6 @@ from invformer.config import load_config
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
-from invformer.runs.collective import backends
 from invformer.runs.interruption import check_everywhere
 from invformer.training.rows import Rows
 from tests.small_runs import StopAt, options, write_text
@@ -116,8 +115,3 @@ def test_all_processes_refuse_what_one_of_them_refuses(monkeypatch: pytest.Monke
             check_in_one_of_two(sound)
         with pytest.raises(CertificateViolation, match=f"step 3: {BRANCH}: estimate 99"):
             check_in_one_of_two(broken)
-
-
-def test_processes_on_gpus_exchange_numbers_of_their_hosts_through_the_hosts() -> None:
-    assert backends(torch.device("cpu")) is None
-    assert backends(torch.device("cuda")) == "cpu:gloo,cuda:nccl"
