@@ -5,14 +5,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from invformer.errors import CheckpointError, StorageError
 from invformer.runs.files import open_kept
 
 LOCK = ".lock"
-# By process, since a child that was forked has inherited what its parent holds.
-_held: dict[tuple[int, Path], int] = {}  # descriptors
+_held: dict[Path, int] = {}  # descriptors
 
 
 def lock_run(path: Path) -> None:
@@ -25,32 +23,26 @@ def lock_run(path: Path) -> None:
         CheckpointError: another process has it.
         StorageError: the folder takes no file.
     """
-    key = os.getpid(), path.resolve()
-    if key in _held:
+    if path.resolve() in _held:
         return
     try:
         with open_kept(path / LOCK) as file:
-            if is_taken(file):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
                 file.seek(0)
                 owner = file.read(200).decode(errors="replace").strip() or "of unknown number"
                 raise CheckpointError(
                     f"{path} is in use by another process ({owner}): "
                     "wait until it has ended, or choose another run.name"
-                )
+                ) from None
+            except OSError:  # a file system without locks
+                pass
             file.truncate(0)
             file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
-            _held[key] = os.dup(file.fileno())  # which keeps the lock
+            _held[path.resolve()] = os.dup(file.fileno())  # which keeps the lock
     except OSError as error:
         raise StorageError(f"{path / LOCK}: cannot be locked ({error.strerror})") from error
-
-
-def is_taken(file: BinaryIO) -> bool:
-    """Lock a file for this process; whether another one has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:  # if of another kind, of a file system without locks
-        return isinstance(error, BlockingIOError)
-    return False
 
 
 def require_lock(path: Path) -> None:
@@ -59,7 +51,7 @@ def require_lock(path: Path) -> None:
     Raises:
         CheckpointError: its file was deleted or replaced, so that another process may be at work.
     """
-    held = _held.get((os.getpid(), path.resolve()))
+    held = _held.get(path.resolve())
     if held is None:
         return
     try:
