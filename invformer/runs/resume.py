@@ -6,7 +6,7 @@ compared with the one that this program would have at that step.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning as L
@@ -139,8 +139,8 @@ def require_own_state(
     at_step = schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1}
     parts = {
         "callbacks": (sorted(saved["callbacks"]), sorted(names)),
-        "loops": (types_in(loop), types_in(trainer.fit_loop.state_dict())),
-        "position": (types_in(saved[DATA]), types_in(position)),
+        "loops": (outline(loop, type), outline(trainer.fit_loop.state_dict(), type)),
+        "position": (outline(saved[DATA], type), outline(position, type)),
         "optimiser": (outline(saved["optimizer_states"]), outline([with_memory(fresh, step)])),
         "schedule": (outline(saved["lr_schedulers"]), outline([at_step])),
     }
@@ -157,23 +157,21 @@ def require_own_state(
         raise CheckpointError(f"{trainer.ckpt_path}: not a state of this run ({differing})")
 
 
-def outline(tree: Any) -> Any:
-    """What stays the same in a nested state as a run goes on: all but rates and tensors' values."""
+def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> Any:
+    """What stays the same in a nested state as a run goes on: all but rates and tensors' values.
+
+    Args:
+        tree: the state.
+        of_value: what stays the same of a number, such as the type of a counter.
+    """
     match tree:
         case Mapping():
-            return {key: outline(value) for key, value in tree.items() if key not in RATES}
+            return {k: outline(item, of_value) for k, item in tree.items() if k not in RATES}
         case list() | tuple():
-            return [outline(value) for value in tree]
+            return [outline(item, of_value) for item in tree]
         case torch.Tensor():
             return tree.shape
-    return tree
-
-
-def types_in(tree: Any) -> Any:
-    """The structure of a nested state, with the types of its counters."""
-    if isinstance(tree, Mapping):
-        return {key: types_in(value) for key, value in tree.items()}
-    return type(tree)
+    return of_value(tree)
 
 
 def with_memory(optimizer: Optimizer, step: int) -> dict[str, Any]:
