@@ -50,13 +50,11 @@ class Checkpoints(L.Callback):
         self.previous = previous
         self.best = math.inf
         self.best_name: str | None = None
-        self.restored = False
         self.started = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on there is a state worth saving."""
-        if self.restored:
-            follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
+        follow_schedule(trainer.optimizers[0], trainer.lr_scheduler_configs[0].scheduler)
         self.started = True
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -119,7 +117,6 @@ class Checkpoints(L.Callback):
         module: Any = pl_module
         fresh = module.make_optimizer(module.model)
         require_own_state(trainer, checkpoint, fresh, module.make_schedule(fresh))
-        self.restored = True
 
     def state_dict(self) -> dict[str, Any]:
         """The best value so far, and where it is."""
