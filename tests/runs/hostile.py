@@ -5,14 +5,21 @@ import os
 import pickle
 import struct
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
 
-from invformer.runs.checkpoint import FILES, MANIFEST, MODEL, STATE, STATE_TENSORS, WEIGHTS
+from invformer.runs.checkpoint import (
+    FILES,
+    MANIFEST,
+    MODEL,
+    STATE,
+    STATE_TENSORS,
+    WEIGHTS,
+    record_of,
+)
 
 Attack = Callable[[Path, Path], str | None]  # (checkpoint, canary) -> another path to open
 
@@ -29,13 +36,7 @@ class Payload:
 
 def seal(path: Path) -> None:
     """Make the manifest fit the files, as whoever changes them can."""
-    files = {
-        name: {
-            "bytes": (path / name).stat().st_size,
-            "sha256": sha256((path / name).read_bytes()).hexdigest(),
-        }
-        for name in FILES
-    }
+    files = {name: record_of((path / name).read_bytes()) for name in FILES}
     manifest = {"format": "invformer checkpoint", "version": 1, "files": files}
     (path / MANIFEST).write_text(json.dumps(manifest))
 

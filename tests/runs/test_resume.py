@@ -12,10 +12,10 @@ from unittest.mock import Mock
 
 import lightning as L
 import pytest
+import safetensors.torch
 import torch
 from omegaconf import OmegaConf
 
-from invformer.assemble.model import weights_on_meta
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
@@ -24,6 +24,7 @@ from invformer.runs.checkpoint import (
     LEARNING,
     MODEL,
     STATE,
+    WEIGHTS,
     Checkpoint,
     newest_checkpoint,
 )
@@ -51,6 +52,9 @@ def options(folder: Path, *more: str) -> list[str]:
 
 
 def train(folder: Path, *more: str, until: int | None = None, stop_at: int | None = None) -> Path:
+    """Train on the text in a folder, which is written there if it has none."""
+    if not (folder / "text.txt").exists():
+        (folder / "text.txt").write_text(TEXT)
     run = build_run(load_config(options(folder, *more)))
     if stop_at is not None:
         run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM))  # type: ignore[attr-defined]
@@ -65,7 +69,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a text and a run of six steps that was never interrupted."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "text.txt").write_text(TEXT)
     train(folder)
     return folder
 
@@ -75,7 +78,6 @@ def half_way(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same, stopped after four steps."""
     torch.set_default_dtype(torch.float32)
     folder = tmp_path_factory.mktemp("half")
-    (folder / "text.txt").write_text(TEXT)
     train(folder, until=4)
     return folder
 
@@ -102,9 +104,20 @@ def contents(checkpoint: Checkpoint) -> dict[str, bytes]:
     return {name: (checkpoint.path / name).read_bytes() for name in names}
 
 
-def losses(folder: Path, name: str = "a") -> list[str]:
+def column(folder: Path, key: str, name: str = "a") -> list[float]:
+    """The numbers of one key in all rows of a run."""
     rows = read_rows(folder / "runs" / name / "metrics.jsonl")
-    return [row["train/nats"].hex() for row in rows]
+    return [row[key] for row in rows if key in row]
+
+
+def losses(folder: Path, name: str = "a") -> list[float]:
+    return column(folder, "train/nats", name)
+
+
+def validated(folder: Path) -> list[int]:
+    """The steps after which a run was validated."""
+    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
+    return [row["step"] for row in rows if "val/bpc" in row]
 
 
 def test_a_stopped_run_ends_at_the_same_bits(whole: Path, folder: Path) -> None:
@@ -130,7 +143,6 @@ DROPOUT = ("model=dot_product", "model.dropout=0.2", "model.d_model=12", "model.
 def test_every_recipe_resumes_at_the_same_bits(
     whole: Path, tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     train(tmp_path, *more, "run.name=once")
     train(tmp_path, *more, until=4)
     train(tmp_path, *more)
@@ -143,7 +155,6 @@ def test_every_recipe_resumes_at_the_same_bits(
 def test_a_signal_between_the_batches_of_a_step_lets_it_end_and_costs_no_bit(
     tmp_path: Path, model: tuple[str, ...]
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     more = (*model, "trainer.accumulate=3", "monitor.enabled=false")
     train(tmp_path, *more, "run.name=once")
     with pytest.raises(Interrupted):
@@ -166,7 +177,6 @@ def assert_same(folder: Path, *ignored: str) -> None:
 def test_a_run_ends_with_a_validation_and_a_checkpoint_wherever_its_last_step_is(
     tmp_path: Path, more: tuple[str, ...]
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     more = (*more, "trainer.val_every=4")
     train(tmp_path, *more, "run.name=once")
     train(tmp_path, *more, until=4)
@@ -185,7 +195,6 @@ def test_a_run_ends_with_a_validation_and_a_checkpoint_wherever_its_last_step_is
 def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     train(tmp_path, "trainer.val_every=5", "trainer.max_steps=3")
     assert validated(tmp_path) == [2]
     train(tmp_path, "trainer.val_every=5", "trainer.max_steps=7")
@@ -195,24 +204,17 @@ def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer
 def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     for optim in ("adamw", "muon"):
         more = (f"optim={optim}", "monitor.enabled=false")
         train(tmp_path, *more, f"run.name={optim}-once", "trainer.max_steps=9")
         train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=6")
         train(tmp_path, *more, f"run.name={optim}", "trainer.max_steps=9")
-        rates, wanted = learning_rates(tmp_path, optim), learning_rates(tmp_path, f"{optim}-once")
+        rates, wanted = (column(tmp_path, "optim/lr", n) for n in (optim, f"{optim}-once"))
         assert rates[6:] == wanted[6:]
         assert rates[6] > 0
 
 
-def learning_rates(folder: Path, name: str) -> list[float]:
-    rows = read_rows(folder / "runs" / name / "metrics.jsonl")
-    return [row["optim/lr"] for row in rows]
-
-
 def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     train(tmp_path, "trainer.val_every=4", "run.name=once")
     with pytest.raises(Interrupted):
         train(tmp_path, "trainer.val_every=4", stop_at=5)
@@ -222,15 +224,9 @@ def test_a_signal_after_the_last_step_leaves_a_validation_to_be_made_up(tmp_path
     assert_same(tmp_path, STATE)
 
 
-def validated(folder: Path) -> list[int]:
-    rows = read_rows(folder / "runs" / "a" / "metrics.jsonl")
-    return [row["step"] for row in rows if "val/bpc" in row]
-
-
 def test_a_checkpoint_without_the_weights_that_learn_does_not_continue_an_average(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "text.txt").write_text(TEXT)
     train(tmp_path, "optim.ema_decay=0.9", until=4)
     edit_json(newest(tmp_path).path, STATE, lambda s: s.pop(LEARNING))
     with pytest.raises(CheckpointError, match="learning_weights"):
@@ -318,16 +314,10 @@ def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
     """Change metadata and state of the newest checkpoint, and write it properly."""
     saved = newest(folder)
     metadata, state = dict(saved.metadata), saved.read_state()
-    weights = saved.read_weights(run_specs(folder))
+    weights = safetensors.torch.load_file(saved.path / WEIGHTS)
     shutil.rmtree(saved.path)
     change(metadata, state)
     write_checkpoint(saved.path, metadata, weights, state)
-
-
-def run_specs(folder: Path) -> dict:
-    config = load_config(options(folder))
-    specs = weights_on_meta(config, len(set(TEXT)) + 1)
-    return {f"model.{name}": spec for name, spec in specs.items()}
 
 
 def adamw(state: dict) -> dict:
@@ -347,10 +337,6 @@ def schedule(state: dict) -> dict:
     return state["lr_schedulers"][0]
 
 
-def vectors(state: dict) -> dict:
-    return state["callbacks"]["LipschitzMonitor"]
-
-
 def progress(state: dict) -> dict:
     return state["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
 
@@ -361,8 +347,9 @@ def in_callback(name: str, **changed: Any) -> Callable[[dict, dict], Any]:
 
 def in_vectors(change: Callable[[Any], Any]) -> Callable[[dict, dict], Any]:
     def apply(metadata: dict, state: dict) -> None:
-        name = next(iter(vectors(state)))
-        vectors(state)[name] = change(vectors(state)[name])
+        vectors = state["callbacks"]["LipschitzMonitor"]
+        name = next(iter(vectors))
+        vectors[name] = change(vectors[name])
 
     return apply
 
