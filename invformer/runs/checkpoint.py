@@ -293,10 +293,9 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             checkpoint = open_checkpoint(path)
             checkpoint.verify()
+            return checkpoint, refused
         except CheckpointError as error:
             refused.append(str(error))
-            continue
-        return checkpoint, refused
     if refused:
         raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} is whole")
     return None, []
@@ -324,10 +323,8 @@ def keep_only(folder: Path, names: Collection[str | None]) -> None:
     """Delete all other checkpoints of a folder; each loses its name before its content."""
     for path in saved_in(folder):
         if path.name not in names:
-            doomed = path.with_name(PARTIAL + path.name)
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(path, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            os.rename(path, path.with_name(PARTIAL + path.name))
+    sweep(folder)
 
 
 def sweep(folder: Path) -> None:
