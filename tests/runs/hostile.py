@@ -105,23 +105,6 @@ def old_run(path: Path, canary: Path) -> str:
     return str(folder)
 
 
-def tensors_file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
-
-
-def with_header(change: Callable[[dict, dict], Any], more: bytes = b"") -> Attack:
-    """Change the header of the weights, given it and the first two tensors in it, or the data."""
-
-    def changed(content: bytes) -> bytes:
-        length = struct.unpack("<Q", content[:8])[0]
-        header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
-        change(*[entry for entry in header.values() if len(entry["shape"]) == 2][:2])
-        return tensors_file(header, data + more)
-
-    return put(WEIGHTS, changed)
-
-
 def with_weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Attack:
     """Change the weights and write them properly."""
 
@@ -175,11 +158,6 @@ def best(name: Any) -> Attack:
     return attack
 
 
-def in_manifest(**changed: Any) -> Attack:
-    """Change what the manifest says about the state."""
-    return edited(MANIFEST, lambda m: m["files"][STATE].update(changed))
-
-
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 BIG = 10**30
 ZERO = "0" * 64
@@ -203,16 +181,13 @@ ATTACKS: dict[str, Attack] = {
     "a state that is a list": put(STATE, b"[]"),
     **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
     "a terabyte of weights": terabyte,
-    # --- headers of tensors that lie ---
-    "a header of 2^63 bytes": put(WEIGHTS, tensors_file({}, length=1 << 63)),
-    "a header of 16 megabytes": put(WEIGHTS, tensors_file(b" " * (16 << 20))),
-    "a deep header": put(STATE_TENSORS, tensors_file(DEEP)),
-    "overlapping tensors": with_header(lambda one, two: two.update(one)),
-    "bytes that no tensor has": with_header(lambda *_: None, more=bytes(4)),
-    **{
-        f"a tensor with {changed}": with_header(lambda one, _, changed=changed: one.update(changed))
-        for changed in ({"shape": [1 << 31, 1 << 31]}, {"data_offsets": [64, 0]}, {"dtype": "OBJ"})
+    **{  # what else safetensors refuses is tested there
+        f"tensors with a header of 2^{power} bytes": put(
+            STATE_TENSORS, struct.pack("<Q", 1 << power) + bytes(9)
+        )
+        for power in (24, 63)
     },
+    "bytes that no tensor has": put(WEIGHTS, lambda content: content + bytes(4)),
     # --- weights of another model ---
     "weights in double precision": with_weights(
         lambda w: w.update({name: value.double() for name, value in w.items()})
@@ -245,8 +220,6 @@ ATTACKS: dict[str, Attack] = {
         f"model.json with {what}": put(MODEL, content)
         for what, content in {
             "a key twice": b'{"step": 1, "step": 2}',
-            "NaN": b'{"step": NaN}',
-            "1e999": b'{"step": 1e999}',
             "bytes that are no text": b"\xff\xfe{}",
             "nothing": b"",
             "null": b"null",
@@ -269,8 +242,9 @@ ATTACKS: dict[str, Attack] = {
     },
     # --- manifests ---
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),
-    "a manifest with another hash": in_manifest(sha256=ZERO),
-    "a manifest with no size": in_manifest(bytes=None),
+    "a manifest with another hash": edited(
+        MANIFEST, lambda m: m["files"][STATE].update(sha256=ZERO)
+    ),
     "a manifest of version 2": edited(MANIFEST, lambda m: m.update(version=2)),
     "a manifest of another format": edited(MANIFEST, lambda m: m.update(format="pickle")),
     "a manifest of files in a list": edited(MANIFEST, lambda m: m.update(files=list(m["files"]))),

@@ -43,6 +43,7 @@ from tests.saved_runs import NO_STATE, save_run, write_checkpoint
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
 WANTED = {"w": torch.empty(100, dtype=torch.float64)}
 INTERVALS = 3
+pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 def save(folder: Path, step: int) -> str:
@@ -210,33 +211,35 @@ def test_a_state_that_is_not_finite_is_never_written(folder: Path, where: str) -
     assert not folder.exists()
 
 
+def flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
+    "a flipped bit": flipped,
+    "cut short": lambda content: content[:-2],
+    "a byte more": lambda content: content + b"\0",
+    "empty": lambda _: b"",
+    "removed": lambda _: None,
+}
+
+
 @pytest.mark.parametrize("name", [*FILES, MANIFEST])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "append", "empty", "remove"])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_any_damage_to_any_file_is_found_and_the_one_before_is_taken(
     folder: Path, name: str, damage: str
 ) -> None:
     save(folder, 1)
     path = folder / save(folder, 2) / name
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    match damage:
-        case "flip":
-            path.write_bytes(content)
-        case "truncate":
-            path.write_bytes(path.read_bytes()[:-2])
-        case "append":
-            path.write_bytes(path.read_bytes() + b"\0")
-        case "empty":
-            path.write_bytes(b"")
-        case "remove":
-            path.unlink()
-    found, refused = newest_checkpoint(folder)
+    content = DAMAGES[damage](path.read_bytes())
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    found, (refused,) = newest_checkpoint(folder)
     assert found is not None
     assert found.step == 1
-    assert len(refused) == 1
-    assert "step-00000002" in refused[0]
-    with pytest.raises(CheckpointError):
-        open_checkpoint(path.parent).verify()
+    assert "step-00000002" in refused
 
 
 def test_when_none_verifies_nothing_is_started_over(folder: Path) -> None:
@@ -294,11 +297,6 @@ def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(
 SMALL = {"d_model": 12, "num_heads": 3, "num_layers": 2, "d_embedding": 4}
 CONFIG = from_dict({"model": SMALL, "data": {"seq_len": 10}})
 MEGABYTES = 400  # that all attempts together may take; the smallest bomb here has a gigabyte
-
-
-@pytest.fixture(autouse=True)
-def _single_precision() -> None:
-    torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -367,11 +365,6 @@ def mutated(content: bytes, chance: random.Random) -> bytes:
     return bytes(data)
 
 
-def same_weights(one: CharTransformer, other: CharTransformer) -> bool:
-    first, second = one.state_dict(), other.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
 def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
     """With a new manifest a changed float is another valid checkpoint, which no check can tell.
 
@@ -393,7 +386,7 @@ def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
             refused += 1
         else:
             if not sealed or name == MANIFEST:
-                assert same_weights(model, wanted), seed
+                torch.testing.assert_close(model.state_dict(), wanted.state_dict(), rtol=0, atol=0)
                 assert checkpoint.metadata == wanted_checkpoint.metadata, seed
             else:
                 assert all(w.isfinite().all() for w in model.state_dict().values()), seed
