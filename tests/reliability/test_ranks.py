@@ -16,7 +16,7 @@ from invformer.runs.run_log import read_rows
 from tests.small_runs import DROPOUT, difference, options
 from tests.zygote import ROOT
 
-PROGRAM = "tests.reliability.rank_program"
+PROGRAM, TRAIN = "tests.reliability.rank_program", "tests.reliability.broken_train"
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[str]:
@@ -104,14 +104,18 @@ def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
     assert process.returncode == 0, stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "to_all"),  # as a cluster's scheduler sends it
+    [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
+)
 def test_a_signal_reaches_every_rank_and_each_may_save(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
     process = start(PROGRAM, "be told", str(tmp_path))
     pids = ranks(tmp_path)
     time.sleep(0.2)
-    process.send_signal(number)
+    for pid in (process.pid, *pids) if to_all else (process.pid,):
+        os.kill(pid, number)
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert stderr.startswith(f"error: interrupted at step 7 by {number.name}, saved")
@@ -142,7 +146,7 @@ def test_training_with_a_broken_rank_ends_with_code_9(root: Path, how: str, mess
     arguments = options(
         root, f"ranks-{how}", "trainer.devices=2", "trainer.rank_timeout=15", model=DROPOUT
     )
-    process = start("tests.reliability.broken_train", how, *arguments)
+    process = start(TRAIN, how, *arguments)
     while not (children := ranks_below(process.pid)) and process.poll() is None:
         time.sleep(0.05)
     _, stderr = process.communicate(timeout=800)
@@ -161,16 +165,9 @@ def test_training_in_two_processes_is_stopped_and_continued_to_the_same_bits(
 ) -> None:
     names = strategy, f"{strategy}-parts"
     several = "trainer.devices=2", f"trainer.strategy={strategy}"
-    whole, parts = (options(root, name, *several, model=DROPOUT) for name in names)
-    finish("not", *whole)
-    process = start("tests.reliability.broken_train", "slowly", *parts)
-    while not (root / names[1] / "metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.02)
-    process.terminate()
-    _, stderr = process.communicate(timeout=800)
-    assert process.returncode == 143, stderr
-    assert stderr.count("\n") == 1
-    finish("not", *parts)
+    finish(root, names[0], *several)
+    stop(root, names[1], *several)
+    finish(root, names[1], *several)
     assert difference(root / names[0], root / names[1]) is None
 
 
@@ -184,26 +181,31 @@ def test_a_run_continues_with_another_number_of_ranks(
 ) -> None:
     exact = f"trainer.precision={precision}", "trainer.accumulate=2"
     names = f"{strategy}-one", f"{strategy}-mixed"
-    one, mixed = (options(root, name, *exact, model=DROPOUT) for name in names)
-    finish("not", *one)
-    several = "trainer.devices=2", f"trainer.strategy={strategy}"
-    process = start("tests.reliability.broken_train", "slowly", *mixed, *several)
-    while not (root / names[1] / "metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.02)
-    process.terminate()
-    _, stderr = process.communicate(timeout=800)
-    assert process.returncode == 143, stderr
-    finish("not", *mixed)
+    finish(root, names[0], *exact)
+    stop(root, names[1], *exact, "trainer.devices=2", f"trainer.strategy={strategy}")
+    finish(root, names[1], *exact)
     losses = [
         [row["train/nats"] for row in read_rows(root / name / "metrics.jsonl")] for name in names
     ]
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
 
 
-def finish(*arguments: str) -> None:
-    process = start("tests.reliability.broken_train", *arguments)
+def finish(root: Path, name: str, *more: str) -> None:
+    """Train to the end."""
+    process = start(TRAIN, "not", *options(root, name, *more, model=DROPOUT))
     _, stderr = process.communicate(timeout=800)
     assert process.returncode == 0, stderr
+
+
+def stop(root: Path, name: str, *more: str) -> None:
+    """Train until there are rows, then stop by a signal."""
+    process = start(TRAIN, "slowly", *options(root, name, *more, model=DROPOUT))
+    while not (root / name / "metrics.jsonl").exists() and process.poll() is None:
+        time.sleep(0.02)
+    process.terminate()
+    _, stderr = process.communicate(timeout=800)
+    assert process.returncode == 143, stderr
+    assert stderr.count("\n") == 1
 
 
 def ranks_below(pid: int) -> list[int]:
@@ -213,17 +215,6 @@ def ranks_below(pid: int) -> list[int]:
     return children if len(children) == 2 else []
 
 
-def test_a_signal_to_the_group_of_processes_is_answered_once(tmp_path: Path) -> None:
-    process = start(PROGRAM, "be told", str(tmp_path))
-    pids = ranks(tmp_path)
-    time.sleep(0.2)
-    for pid in (process.pid, *pids):  # as a cluster's scheduler does
-        os.kill(pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 143
-    assert stderr.count("\n") == 1
-
-
 def agents(name: str, root: Path, how: str) -> list[subprocess.Popen[str]]:
     """Two torchrun agents with one rank each, as on two machines."""
     with socket.socket() as probe:
@@ -231,7 +222,7 @@ def agents(name: str, root: Path, how: str) -> list[subprocess.Popen[str]]:
         port = probe.getsockname()[1]
     words = [
         "--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--local-addr=localhost",
-        f"--rdzv-endpoint=localhost:{port}", "-m", "tests.reliability.broken_train", how,
+        f"--rdzv-endpoint=localhost:{port}", "-m", TRAIN, how,
         *options(root, name, model=DROPOUT),
     ]  # fmt: skip
     return [start("torch.distributed.run", *words) for _ in range(2)]
