@@ -128,7 +128,12 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
         keys = with_lengths(k)
         if kernel == "sdpa":
-            y = _sdpa(queries, keys, bias)[..., :-1]
+            padding = (0, -keys.shape[-1] % ROW_OF_FLOATS)
+            queries, keys = F.pad(queries, padding), F.pad(keys, padding)
+            # Values as wide as keys, as the fastest kernels want them.
+            mask = _mask(bias, keys.dtype)
+            y = F.scaled_dot_product_attention(queries, keys, keys, scale=1, **mask)
+            y = y[..., : k.shape[-1]]
         else:
             y = blocked_attention(queries, keys, k, _by_lag(bias, q))
     return (y + centre).view(shape).to(dtype)
@@ -198,12 +203,3 @@ def _batched(x: Tensor) -> Tensor:
 def _mask(bias: LogitBias, dtype: torch.dtype) -> dict[str, Any]:
     """The bias as PyTorch's attention takes it."""
     return {"is_causal": True} if bias.is_zero else {"attn_mask": bias.dense().to(dtype)}
-
-
-def _sdpa(queries: Tensor, keys: Tensor, bias: LogitBias) -> Tensor:
-    """softmax(queries keysᵀ + b) keys by PyTorch's kernel."""
-    width = keys.shape[-1]
-    queries, keys = (F.pad(t, (0, -width % ROW_OF_FLOATS)) for t in (queries, keys))
-    # The values are the keys, so that all rows are of one width, as the fastest kernels want them.
-    y = F.scaled_dot_product_attention(queries, keys, keys, scale=1, **_mask(bias, keys.dtype))
-    return y[..., :width]

@@ -32,7 +32,10 @@ def attention_weights(q: PerHead, bias: DenseBias | None = None) -> AttentionWei
     This expansion cancels badly in half precision, hence the float32 floor, also under autocast.
     """
     with without_autocast(q.device):
-        k = _shifted(at_least_single(q))
+        q = at_least_single(q)
+        # Distances ignore a common shift, rounding does not. Relative to the mean, later tokens
+        # would reach the rounding of earlier rows.
+        k = q - q[..., :1, :]
         return _row_weights(k, with_lengths(k), bias)
 
 
@@ -75,11 +78,3 @@ def l2_attention_rows(
     """Some rows of Y = P k, for tokens after others whose keys :func:`with_lengths` has kept."""
     p = _row_weights(queries, keys, bias)
     return (p @ keys[..., :-1]).to(queries.dtype)
-
-
-def _shifted(q: Tensor) -> Tensor:
-    """Q minus its first token: distances ignore a common shift, rounding does not.
-
-    The mean would serve as well, but then later tokens would reach the rounding of earlier rows.
-    """
-    return q - q[..., :1, :]
