@@ -225,9 +225,7 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
 
 
 def scaled_by_row_sums(
-    weights: Sequence[SpectralNormalised],
-    factors: Float[Tensor, "weights #rows #columns"],
-    further: Float[Tensor, "weights #rows #columns"] | None = None,
+    weights: Sequence[SpectralNormalised], factors: Tensor, further: Tensor | None = None
 ) -> list[Float[Tensor, "rows columns"]]:
     """W · factor/‖Wᵀ‖_∞ of several weights, for constants in entry_max."""
     tiny = torch.finfo(weights[0].weight.dtype).tiny
