@@ -338,7 +338,7 @@ class StackedBoundedAttention(StackedAttention):
         at_k, at_v = BallPoint(k, k_rho), BallPoint(v, v_rho)
         p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)
         scaled = p * temperature[:, None, None, :, 0, 0]
-        rows, like = AttentionRows(p, scaled, k, at_q.u.unsqueeze(2), v), self.branches[0]
+        rows, like = AttentionRows(p, scaled, at_q.u.unsqueeze(2), k, v), self.branches[0]
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = like.delayed(dz.chunk(3, -1))
