@@ -124,7 +124,7 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         centre = q[..., :1, :].detach()
         k = q - centre
-        # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, but for a term that is constant in j.
+        # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
         keys = with_lengths(k)
         if kernel == "sdpa":

@@ -1,4 +1,4 @@
-"""What the host may look at without waiting for the device, keep, and compile."""
+"""The host's cache folder, its compiler for torch.compile, and its memory allocator."""
 
 import ctypes
 import os
@@ -12,16 +12,16 @@ def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/invformer``, by default ``~/.cache/invformer``; it may not exist.
 
     Raises:
-        RuntimeError: nobody's home.
+        RuntimeError: the user has no home directory.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invformer"
 
 
 def compiler_complaint(device: torch.device) -> str | None:
-    """What torch.compile misses for this device, such as a C++ compiler; None if it works.
+    """Why torch.compile does not work for this device, such as no C++ compiler; None if it works.
 
-    Asked of torch itself, by one small function: what it needs differs from device to device.
-    Warnings, such as those of its own deprecated calls, are no complaint.
+    One small function is compiled to find out, because requirements differ between devices.
+    Warnings do not count: torch warns of its own deprecated calls.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -32,12 +32,12 @@ def compiler_complaint(device: torch.device) -> str | None:
 
 
 def keep_freed_memory() -> bool:
-    """Have the C library keep freed memory for the next allocation; whether it does.
+    """Make the C library keep freed memory for later allocations; returns True if it does.
 
-    glibc hands blocks of 32 MiB and more back to the system when they are freed. Of larger models
-    every activation is one: each step gets them anew, zeroed page by page, which is several percent
-    of its time. The largest resident set of training steps was the same (docs/log.md); a loop that
-    does nothing but take and free one block settles only after some ten of them.
+    glibc returns blocks of 32 MiB and more to the system when they are freed. Every activation of a
+    larger model is such a block: each step would get them anew, zeroed page by page, which takes
+    several percent of its time. The largest resident set of training steps was the same
+    (docs/log.md); a loop that only allocates and frees one block settles after about ten of them.
     """
     trim_threshold, most_mapped_blocks = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
     try:
@@ -48,9 +48,9 @@ def keep_freed_memory() -> bool:
 
 
 def leave_new_memory_unfilled() -> None:
-    """Have deterministic algorithms take memory as it comes, as others do.
+    """Keep PyTorch from filling new memory with NaN in deterministic runs.
 
-    PyTorch fills it with NaN there, so that reading what was never written shows: 2 to 8 % of a
-    training step (docs/log.md). Nothing of ours reads it: a test fills it, and sees the same bits.
+    It does so to reveal reads of unwritten memory, at 2 to 8 % of a training step (docs/log.md). We
+    read none: a test fills it and sees the same bits.
     """
     torch._C._set_deterministic_fill_uninitialized_memory(False)

@@ -1,9 +1,9 @@
-"""The project's C++, compiled once for this processor by the C++ compiler that is here, if one is.
+"""The project's C++, compiled once for this processor if there is a C++ compiler.
 
-Nothing has to be installed for it, and nothing is lost without it but time. What was compiled is
-kept in ``$XDG_CACHE_HOME/invformer`` (``~/.cache/invformer``), under a name that changes with the
-source, the compiler, what the processor can do and the code itself; where there is no such folder,
-each process compiles for itself. ``CXX`` names another compiler than ``c++``.
+Without one everything works, only slower. The compiled code is kept in
+``$XDG_CACHE_HOME/invformer`` (``~/.cache/invformer``), under a name with digests of the source, the
+compiler, the processor's features and the code itself. If that folder cannot be used, each process
+compiles for itself. ``CXX`` names a compiler other than ``c++``.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from invformer.kernels.host import cache_folder
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
-# A compiler that takes longer is none: it takes about six seconds.
+# A compiler that takes longer is given up; it usually takes about six seconds.
 PATIENCE_S = 120
 
 
 def is_available() -> bool:
-    """Whether there is compiled code for this processor; the first call may compile it."""
+    """True if there is compiled code for this processor; the first call may compile it."""
     return complaint() is None
 
 
@@ -47,7 +47,7 @@ def complaint() -> str | None:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run the compiled function of this name for numbers of this format; code :func:`is_available`.
+    """Run a compiled function for numbers of this format, if code :func:`is_available`.
 
     Raises:
         MemoryError: it needs more memory than there is.
@@ -59,17 +59,17 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
 
 
 def occupies_threads(parts: int) -> bool:
-    """Whether so many parts, none of which is split, are work for half of the threads or more."""
+    """True if this many indivisible parts keep at least half of the threads busy."""
     return 2 * parts >= torch.get_num_threads()
 
 
 def threads_for(parts: int) -> ctypes.c_int:
-    """As many threads as PyTorch uses, and no more than parts."""
+    """As many threads as PyTorch uses, but at most one for each part."""
     return ctypes.c_int(max(1, min(torch.get_num_threads(), parts)))
 
 
 def pointer(t: Tensor) -> ctypes.c_void_p:
-    """Where its numbers are; they have to stay there for the time of a call."""
+    """The address of the tensor's numbers; the tensor has to outlive the call."""
     return ctypes.c_void_p(t.data_ptr())
 
 
@@ -83,7 +83,7 @@ def _found() -> ctypes.CDLL | str:
 
 
 def _load() -> ctypes.CDLL:
-    """The compiled code, compiled if it is not kept, or if what is kept is damaged."""
+    """The compiled code; compiled here if no intact copy is kept."""
     if sys.platform == "win32":
         raise OSError("not on Windows")
     arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -109,19 +109,19 @@ def _compiler() -> str:
 
 
 def _fingerprint(command: list[str]) -> str:
-    """Of the source, of the flags, and of the compiler with all it would use of this processor."""
+    """A digest of the source, the flags and the compiler's macros for this processor."""
     macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
     parts = (*(source.read_text("utf-8") for source in SOURCES), " ".join(command), macros)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _own_folder() -> Path | None:
-    """Where compiled code is kept: a folder that nobody else can write to, or none."""
+    """The cache folder, if only this user can write to it; None otherwise."""
     try:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):  # a RuntimeError: nobody's home
+    except (OSError, RuntimeError):  # RuntimeError: no home directory
         return None
     is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if is_own and os.access(folder, os.W_OK) else None
@@ -130,7 +130,7 @@ def _own_folder() -> Path | None:
 def _compile(command: list[str], folder: Path, stem: str) -> Path:
     """Compile into a file whose name ends with the digest of its content.
 
-    It has another name first: several processes may compile at once, and any may be killed.
+    It is renamed at the end: several processes may compile at once, and any may be killed.
     """
     handle, unfinished = tempfile.mkstemp(suffix=".so.tmp", dir=folder)
     os.close(handle)

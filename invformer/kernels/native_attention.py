@@ -27,7 +27,7 @@ class _Heads(ctypes.Structure):
     ]
 
 
-# Stands for the gradients of keys and values where that of q includes them.
+# Passed for the gradients of keys and values if the gradient of q includes them.
 NOTHING = _Heads()
 # No temperature, and every token's own keys and values.
 PLAIN = (None, ctypes.c_bool(False))

@@ -41,7 +41,7 @@ def sample_keys(seed: int, first: int, count: int) -> Int32[Tensor, "batch"]:
 
 
 def set_sample_keys(model: nn.Module, keys: Int32[Tensor, "batch"] | None) -> None:
-    """Make the masks of the next forward pass those of these samples; None draws them again.
+    """Use the masks of these samples in the next forward pass; None draws masks at random again.
 
     Layers have different masks: they are numbered in the order of the model's modules.
     """
