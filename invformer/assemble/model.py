@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invformer.assemble.attention import BUILDERS
 from invformer.config import from_dict
 from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
@@ -16,8 +15,12 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, ConfigurationError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import evaluate
+from invformer.nn.attention import ContractiveL2Attention
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForward
+from invformer.nn.kim_attention import L2Attention, PaperContractiveL2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleBlock
 from invformer.nn.scaling import DiagonalScaling, written_channels
@@ -53,7 +56,7 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
         first = d_embedding + index * share
         padded = share and not config.diagonal_scaling
         channels = slice(first, first + share) if padded else None
-        attention = BUILDERS[config.name](config, build_position(config, seq_len), channels)
+        attention = build_attention(config, seq_len, channels)
         feed_forward = ContractiveFeedForward(
             width,
             config.feed_forward_width,
@@ -82,7 +85,7 @@ def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
     width, hidden = config.d_model, config.feed_forward_width
     blocks = [
         make_block(
-            BUILDERS[config.name](config, build_position(config, seq_len)),
+            build_attention(config, seq_len),
             FeedForward(width, hidden, config.activation, config.feed_forward_kernel),
             width,
             config.dropout,
@@ -92,11 +95,29 @@ def build_pre_norm_stack(config: ModelConfig, seq_len: int) -> PreNormStack:
     return CouplingStack(blocks) if couples else PreNormStack(blocks)
 
 
-def build_position(config: ModelConfig, seq_len: int) -> CausalMask:
-    """A causal mask, with a learned relative bias or without."""
-    if not config.position_bias:
-        return CausalMask(seq_len)
-    return RelativePositionBias(config.num_heads, seq_len, sees_itself=not config.strictly_causal)
+def build_attention(config: ModelConfig, seq_len: int, channels: slice | None = None) -> Any:
+    """The attention of one block; a contractive one writes to ``channels`` at first."""
+    position = CausalMask(seq_len)
+    if config.position_bias:
+        sees_itself = not config.strictly_causal
+        position = RelativePositionBias(config.num_heads, seq_len, sees_itself=sees_itself)
+    sizes, target = (config.d_model, config.num_heads), config.lipschitz_target
+    kernel, start = config.attention_kernel, config.initial_output
+    match config.name, config.certificate:
+        case "dot_product" | "reversible", None:
+            return DotProductAttention(*sizes, position, kernel)
+        case "l2", None:
+            return L2Attention(*sizes, position, kernel)
+        case "contractive_l2", ("kim_entry_max" | "kim_frobenius") as bound:
+            return PaperContractiveL2Attention(*sizes, position, target, bound, kernel)
+        case "contractive_l2", ("token_max" | "causal") as bound:
+            return ContractiveL2Attention(*sizes, position, target, bound, channels, kernel, start)
+        case "contractive_bounded", ("token_max" | "causal") as bound:
+            return BoundedAttention(
+                *sizes, config.head_width, position, target, channels, kernel, start, bound,
+                config.strictly_causal,
+            )  # fmt: skip
+    raise ValueError(f"no attention is called {config.name}")
 
 
 class Trained(NamedTuple):

@@ -21,7 +21,7 @@ CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal
 
 @dataclass(frozen=True)
 class Attention:
-    """What a configuration has to know of an attention; ``assemble/attention.py`` builds it."""
+    """What a configuration has to know of an attention; ``assemble/model.py`` builds it."""
 
     certificates: tuple[CertificateName, ...] = ()  # theorems about it; none: a baseline
     options: tuple[str, ...] = ()  # those of d_head and strictly_causal that it reads

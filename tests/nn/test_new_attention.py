@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.assemble.attention import BUILDERS
-from invformer.assemble.model import build_model
+from invformer.assemble import model as assemble
 from invformer.config.schema import ATTENTIONS, Attention, ModelConfig
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CausalMask, CharTransformer, NoCertificateError, certify
 from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.position_bias import RelativePositionBias
 from invformer.nn.spectral import SpectralNormalised
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
@@ -68,19 +68,18 @@ class Untold(PositionAttention):
     """A subclass, which does not say that the bound is proven for it as well."""
 
 
+def build_attention(config: ModelConfig, seq_len: int, channels: slice | None) -> PositionAttention:
+    position = RelativePositionBias(config.num_heads, seq_len)
+    return PositionAttention(config.d_model, position, config.lipschitz_target)
+
+
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> CharTransformer:
-    """Two blocks with the attention, made known in two lines and trained for two steps."""
+    """Two blocks with the attention, made known to the program and trained for two steps."""
     monkeypatch.setitem(ATTENTIONS, "position", Attention(certificates=("token_max",)))
-    monkeypatch.setitem(
-        BUILDERS,
-        "position",
-        lambda config, position, channels: PositionAttention(
-            config.d_model, position, config.lipschitz_target
-        ),
-    )
+    monkeypatch.setattr(assemble, "build_attention", build_attention)
     config = ModelConfig(name="position", d_model=12, num_heads=3, num_layers=2)
-    return trained_a_little(build_model(config, VOCAB, SEQ_LEN), steps=2).double()
+    return trained_a_little(assemble.build_model(config, VOCAB, SEQ_LEN), steps=2).double()
 
 
 def test_the_new_attention_trains_and_is_certified_at_its_target(model: CharTransformer) -> None:
