@@ -3,7 +3,7 @@
 python evaluate.py checkpoint=checkpoints/first data.split=test
 """
 
-from invformer.commands import evaluate as main
+from invformer.commands import COMMANDS, run
 
 if __name__ == "__main__":
-    main()
+    run(*COMMANDS["evaluate"])

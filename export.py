@@ -3,7 +3,7 @@
 python export.py checkpoint=checkpoints/first out=first-model
 """
 
-from invformer.commands import export as main
+from invformer.commands import COMMANDS, run
 
 if __name__ == "__main__":
-    main()
+    run(*COMMANDS["export"])

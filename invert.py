@@ -3,7 +3,7 @@
 python invert.py checkpoint=checkpoints/first text="To be, or not to be"
 """
 
-from invformer.commands import invert as main
+from invformer.commands import COMMANDS, run
 
 if __name__ == "__main__":
-    main()
+    run(*COMMANDS["invert"])

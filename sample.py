@@ -3,7 +3,7 @@
 python sample.py checkpoint=checkpoints/first prompt="The " top_k=20
 """
 
-from invformer.commands import sample as main
+from invformer.commands import COMMANDS, run
 
 if __name__ == "__main__":
-    main()
+    run(*COMMANDS["sample"])

@@ -3,7 +3,7 @@
 python train.py model=contractive_l2 data=python_docs trainer.max_steps=1500 run.name=first
 """
 
-from invformer.commands import train as main
+from invformer.commands import COMMANDS, run
 
 if __name__ == "__main__":
-    main()
+    run(*COMMANDS["train"])

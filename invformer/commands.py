@@ -26,19 +26,21 @@ from invformer.runs.ranks import end_with_launcher, is_rank
 Config = TypeVar("Config", bound=Root)
 
 
-def run(schema: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None) -> None:
+def run(
+    schema: type[Config], work: Callable[[Config], None], argv: Sequence[str] | None = None
+) -> None:
     """Parse a command line, do the work, and end the program with its exit code."""
     outlive_console()
     stop_on_signals()
     words = sys.argv[1:] if argv is None else argv
     config = parse_or_exit(words, schema)
-    debug = "--debug" in words or bool(getattr(getattr(config, "run", None), "debug", False))
+    debug = "--debug" in words or (isinstance(config, TrainConfig) and config.run.debug)
 
     def guarded_work() -> None:
         require_paths(config)
         work(config)
 
-    raise SystemExit(guarded(guarded_work, debug=debug))
+    raise SystemExit(guarded(guarded_work, debug))
 
 
 def require_paths(config: Root) -> None:
@@ -49,12 +51,12 @@ def require_paths(config: Root) -> None:
         DataError: there is no such text.
     """
     named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
-    text = getattr(getattr(config, "data", None), "path", None)
     for checkpoint in [named] if isinstance(named, str) else named:
         if is_missing(checkpoint):
             raise CheckpointError(
                 f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
             )
+    text = getattr(getattr(config, "data", None), "path", None)
     if text and is_missing(text):
         raise DataError(f"{text:.200}: no such file or folder; check data.path")
 
@@ -65,89 +67,73 @@ def is_missing(path: str) -> bool:
     return "://" not in path and not os.path.lexists(here) and not glob.glob(here, recursive=True)
 
 
-def train(argv: Sequence[str] | None = None) -> None:
+def train(config: TrainConfig) -> None:
     """Fit, in this process or in several."""
+    if is_rank():
+        end_with_launcher()
+    elif config.trainer.devices > 1:
+        from invformer.runs.launcher import launch
 
-    def work(config: TrainConfig) -> None:
-        if is_rank():
-            end_with_launcher()
-        elif config.trainer.devices > 1:
-            from invformer.runs.launcher import launch
+        launch(config.trainer.devices)
+        return
+    else:
+        print(f"{config.model.name} on {config.data.name}; loading PyTorch", flush=True)
+    from invformer.assemble.run import build_run
+    from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
+    from invformer.numerics.precision import denormals_flushed
+    from invformer.training.fit import fit
 
-            launch(config.trainer.devices)
-            return
-        else:
-            print(f"{config.model.name} on {config.data.name}; loading PyTorch", flush=True)
-        from invformer.assemble.run import build_run
-        from invformer.kernels.host import keep_freed_memory, leave_new_memory_unfilled
-        from invformer.numerics.precision import denormals_flushed
-        from invformer.training.fit import fit
-
-        keep_freed_memory()
-        leave_new_memory_unfilled()
-        with denormals_flushed():
-            fit(build_run(config))
-
-    run(TrainConfig, work, argv)
+    keep_freed_memory()
+    leave_new_memory_unfilled()
+    with denormals_flushed():
+        fit(build_run(config))
 
 
-def evaluate(argv: Sequence[str] | None = None) -> None:
+def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
+    from invformer.assemble.model import evaluate_checkpoint
+    from invformer.evaluation.evaluate import keep_report
+    from invformer.evaluation.report import print_comparison, print_table, summary_values
+    from invformer.kernels.host import keep_freed_memory
+    from invformer.page import keep_comparison, keep_page
 
-    def work(config: EvaluateConfig) -> None:
-        from invformer.assemble.model import evaluate_checkpoint
-        from invformer.evaluation.evaluate import keep_report
-        from invformer.evaluation.report import (
-            print_comparison,
-            print_table,
-            summary_values,
-        )
-        from invformer.kernels.host import keep_freed_memory
-        from invformer.page import keep_comparison, keep_page
+    keep_freed_memory()
+    reports, paths = [], []
+    for checkpoint in config.checkpoint:
+        report, latest = evaluate_checkpoint(replace(config, checkpoint=[checkpoint]))
+        reports.append(report)
+        try:
+            paths.append(keep_report(report, latest))
+            page = keep_page(report, paths[-1], latest)
+        finally:  # the measurements are not lost to a full disk
+            print_table(report, config.verbose)
+        print(f"written to {paths[-1]} and {page}")
+        if report["wandb"] and report["data"]["same_as_training"]:
+            from invformer.runs.wandb_logger import add_to_summary
 
-        keep_freed_memory()
-        reports, paths = [], []
-        for checkpoint in config.checkpoint:
-            report, latest = evaluate_checkpoint(replace(config, checkpoint=[checkpoint]))
-            reports.append(report)
-            try:
-                paths.append(keep_report(report, latest))
-                page = keep_page(report, paths[-1], latest)
-            finally:  # the measurements are not lost to a full disk
-                print_table(report, config.verbose)
-            print(f"written to {paths[-1]} and {page}")
-            if report["wandb"] and report["data"]["same_as_training"]:
-                from invformer.runs.wandb_logger import add_to_summary
-
-                add_to_summary(latest.parent, summary_values(report), **report["wandb"])
-        if len(reports) > 1:
-            print_comparison(reports)
-            print(f"written to {keep_comparison(reports, paths[0].parent)}")
-
-    run(EvaluateConfig, work, argv)
+            add_to_summary(latest.parent, summary_values(report), **report["wandb"])
+    if len(reports) > 1:
+        print_comparison(reports)
+        print(f"written to {keep_comparison(reports, paths[0].parent)}")
 
 
-def sample(argv: Sequence[str] | None = None) -> None:
+def sample(config: SampleConfig) -> None:
     """Continue a prompt, character by character."""
+    from invformer.model import load
 
-    def work(config: SampleConfig) -> None:
-        from invformer.model import load
-
-        model = load(config.checkpoint, config.device)
-        seed = config.seed
-        for prompt in [config.prompt] if config.prompt else prompts():
-            for _ in range(config.num_samples):
-                characters = model.stream(
-                    prompt, config.length, temperature=config.temperature,
-                    top_k=config.top_k, top_p=config.top_p, seed=seed,
-                )  # fmt: skip
-                first = next(characters)  # warns of unknown characters before anything is printed
-                for text in chain([prompt, first], characters):
-                    print(printable(text), end="", flush=True)
-                print("\n---" if config.num_samples > 1 else "")
-                seed += 1
-
-    run(SampleConfig, work, argv)
+    model = load(config.checkpoint, config.device)
+    seed = config.seed
+    for prompt in [config.prompt] if config.prompt else prompts():
+        for _ in range(config.num_samples):
+            characters = model.stream(
+                prompt, config.length, temperature=config.temperature,
+                top_k=config.top_k, top_p=config.top_p, seed=seed,
+            )  # fmt: skip
+            first = next(characters)  # warns of unknown characters before anything is printed
+            for text in chain([prompt, first], characters):
+                print(printable(text), end="", flush=True)
+            print("\n---" if config.num_samples > 1 else "")
+            seed += 1
 
 
 def prompts() -> Iterator[str]:
@@ -166,46 +152,42 @@ def prompts() -> Iterator[str]:
             return
 
 
-def invert(argv: Sequence[str] | None = None) -> None:
+def invert(config: InvertConfig) -> None:
     """Encode a text or read its states, perturb them, and recover the text."""
+    text = None if config.states else text_to_invert(config)
 
-    def work(config: InvertConfig) -> None:
-        text = None if config.states else text_to_invert(config)
+    from invformer.evaluation.side_by_side import as_characters, perturb, print_side_by_side
+    from invformer.model import load, read_states, write_states
 
-        from invformer.evaluation.side_by_side import as_characters, perturb, print_side_by_side
-        from invformer.model import load, read_states, write_states
-
-        model = load(config.checkpoint, config.device)
-        z = model.encode(text) if text is not None else read_states(str(config.states))
-        z = perturb(z, config.noise, config.bits, config.seed)
-        if config.save_states:
-            write_states(z, config.save_states)
-        start = time.perf_counter()
-        found = model.invert(z)
-        seconds = time.perf_counter() - start
-        symbols, shown = found.symbols, (found.symbols, found.proven)
-        text = text and model.vocabulary.symbols_of(text)
-        is_bytes = model.vocabulary.is_bytes
-        if is_bytes and text in (None, symbols):
-            shown = as_characters(*shown)
-        print_side_by_side(shown[0] if text == symbols else text, *shown)
-        count, unit = len(symbols), "bytes" if is_bytes else "characters"
-        if text is not None:
-            right = [a == b for a, b in zip(text, symbols, strict=True)]
-            print(f"{sum(right)} of {count} {unit} recovered, ", end="")
-            undamaged = not config.noise and config.bits is None
-            wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
-            if undamaged and any(wrong):
-                raise CertificateViolation("a proven character is wrong: a bug in invformer")
-        known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""
-        why = f" (none: {found.unproven})" if found.unproven else ""
-        print(f"{sum(found.proven)} of {count} proven{why}")
-        if found.radius > 0:
-            print(f"no other text has states within {found.radius:.3g} of these")
-        print(f"error {found.residual:.2g} at the embedding{known}")
-        print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
-
-    run(InvertConfig, work, argv)
+    model = load(config.checkpoint, config.device)
+    z = model.encode(text) if text is not None else read_states(str(config.states))
+    z = perturb(z, config.noise, config.bits, config.seed)
+    if config.save_states:
+        write_states(z, config.save_states)
+    start = time.perf_counter()
+    found = model.invert(z)
+    seconds = time.perf_counter() - start
+    symbols, shown = found.symbols, (found.symbols, found.proven)
+    text = text and model.vocabulary.symbols_of(text)
+    is_bytes = model.vocabulary.is_bytes
+    if is_bytes and text in (None, symbols):
+        shown = as_characters(*shown)
+    print_side_by_side(shown[0] if text == symbols else text, *shown)
+    count, unit = len(symbols), "bytes" if is_bytes else "characters"
+    if text is not None:
+        right = [a == b for a, b in zip(text, symbols, strict=True)]
+        print(f"{sum(right)} of {count} {unit} recovered, ", end="")
+        undamaged = not config.noise and config.bits is None
+        wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
+        if undamaged and any(wrong):
+            raise CertificateViolation("a proven character is wrong: a bug in invformer")
+    known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""
+    why = f" (none: {found.unproven})" if found.unproven else ""
+    print(f"{sum(found.proven)} of {count} proven{why}")
+    if found.radius > 0:
+        print(f"no other text has states within {found.radius:.3g} of these")
+    print(f"error {found.residual:.2g} at the embedding{known}")
+    print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 
 
 def text_to_invert(config: InvertConfig) -> str:
@@ -214,36 +196,37 @@ def text_to_invert(config: InvertConfig) -> str:
     Raises:
         DataError: it cannot be read, or there is none.
     """
+    where = config.file or "standard input"
     try:
         if config.file is not None:
             text = Path(config.file).expanduser().read_text(encoding="utf-8")
         else:
             text = config.text if config.text is not None else sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{config.file or 'standard input'}: {error}") from None
+        raise DataError(f"{where}: {error}") from None
     if not text:
-        raise DataError(f"{config.file or 'standard input'}: there is no text to invert")
+        raise DataError(f"{where}: there is no text to invert")
     return text
 
 
-def export(argv: Sequence[str] | None = None) -> None:
+def export(config: ExportConfig) -> None:
     """Write a model to a folder that can be shared, and upload it if asked to."""
+    from invformer.export import upload
+    from invformer.model import load
 
-    def work(config: ExportConfig) -> None:
-        from invformer.export import upload
-        from invformer.model import load
-
-        load(config.checkpoint, "cpu").export(config.out, name=config.hub)
-        print(f"written to {config.out}; load it with invformer.load({config.out!r})")
-        if config.hub:
-            print(f"uploaded to {upload(Path(config.out), config.hub)}")
-
-    run(ExportConfig, work, argv)
+    load(config.checkpoint, "cpu").export(config.out, name=config.hub)
+    print(f"written to {config.out}; load it with invformer.load({config.out!r})")
+    if config.hub:
+        print(f"uploaded to {upload(Path(config.out), config.hub)}")
 
 
-COMMANDS: dict[str, Any] = {
-    "train": train, "evaluate": evaluate, "sample": sample, "invert": invert, "export": export,
-}  # fmt: skip
+COMMANDS: dict[str, tuple[type[Any], Callable[[Any], None]]] = {
+    "train": (TrainConfig, train),
+    "evaluate": (EvaluateConfig, evaluate),
+    "sample": (SampleConfig, sample),
+    "invert": (InvertConfig, invert),
+    "export": (ExportConfig, export),
+}
 
 
 def main() -> None:
@@ -254,7 +237,7 @@ def main() -> None:
     elif name in ("-h", "--help"):
         print(f"usage: invformer {'|'.join(COMMANDS)} key=value ... [--help]\n       --version")
     elif name in COMMANDS:
-        COMMANDS[name](sys.argv[2:])
+        run(*COMMANDS[name], sys.argv[2:])
     else:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near!r}?" if near else f"there are {', '.join(COMMANDS)}"

@@ -88,4 +88,4 @@ def save(config: WorkspaceConfig) -> None:
 
 
 if __name__ == "__main__":
-    run(WorkspaceConfig, save, None)
+    run(WorkspaceConfig, save)

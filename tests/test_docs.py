@@ -50,7 +50,7 @@ def run_line(line: str) -> None:
         fit(build_run(load_config([*words[2:], *(w for w in SMALL if not w.startswith(brought))])))
         return
     with pytest.raises(SystemExit) as end:
-        commands.COMMANDS[command](words[2:])
+        commands.run(*commands.COMMANDS[command], words[2:])
     assert end.value.code == 0, line
 
 

@@ -113,7 +113,7 @@ from invformer.evaluation import evaluate
 evaluate.NGRAM_CHARACTERS = 1 << 20
 command, *words = sys.argv[1:]
 try:
-    getattr(commands, command)(words)
+    commands.run(*commands.COMMANDS[command], words)
 finally:
     print("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -149,7 +149,7 @@ def test_a_full_disk_does_not_take_the_table(
     monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *QUICK])
     with pytest.raises(SystemExit) as ended:
-        commands.evaluate()
+        commands.run(*commands.COMMANDS["evaluate"])
     assert ended.value.code == 7
     shown = capsys.readouterr()
     assert "val bpc" in shown.out

@@ -121,7 +121,7 @@ def test_the_debug_flag_adds_the_traceback(
     words = ["checkpoint=missing", *(["--debug"] if debug else [])]
     monkeypatch.setattr(sys, "argv", ["x", *words])
     with pytest.raises(SystemExit) as end:
-        commands.evaluate()
+        commands.run(*commands.COMMANDS["evaluate"])
     assert end.value.code == 4
     lines = capsys.readouterr().err.splitlines()
     assert (len(lines) > 1) == debug
