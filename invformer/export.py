@@ -5,8 +5,9 @@ Loading such a folder compares every file with its SHA-256 and proves the certif
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 import torch
@@ -17,28 +18,49 @@ from invformer.config import from_dict, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, StorageError
-from invformer.evaluation.report import certificate_sentences, shares
-from invformer.nn.certificate import Certificate, certify
+from invformer.evaluation.report import certificate_sentences, headlines
+from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.contained import one_line
+
+if TYPE_CHECKING:
+    from invformer.model import TrainedModel
 
 WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
 CERTIFICATE, MANIFEST, CARD = "certificate.json", "manifest.json", "README.md"
 FORMAT = "invformer-model-1"
 KEPT = ("step", "command", "commit", "data_source", "data_sha256")
 ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines
+CARD_TEXT = """---
+{front}---
+
+# invformer model
+
+A character-level Transformer ({kind}, context {context} characters), trained by invformer. It
+predicts the next character of a text and is no assistant.
+
+{training}
+
+## Evaluation
+
+{evaluation}
+
+## Certificate
+
+{certificate}
+
+## Use
+
+```python
+import invformer
+
+model = invformer.load({name!r})  # proves the certificate again
+print(model.generate("The ", length=200))
+```
+"""
 
 
-def write_export(
-    folder: Path,
-    network: CharTransformer,
-    vocabulary: Vocabulary,
-    config: TrainConfig,
-    metadata: dict[str, Any],
-    certificate: Certificate | None,
-    evaluation: dict[str, Any] | None,
-    name: str | None,
-) -> None:
+def write_export(folder: Path, model: "TrainedModel", name: str | None) -> None:
     """Write the folder, which must not exist yet or be empty.
 
     ``name`` is what the model card loads it by; None for the folder's own name.
@@ -46,19 +68,18 @@ def write_export(
     Raises:
         StorageError: it holds something, or cannot be written.
     """
-    proven = None if certificate is None else certificate.to_dict()
-    about = {"config": to_dict(config), "training": {k: metadata.get(k) for k in KEPT}}
-    weights = {name: tensor.contiguous() for name, tensor in network.state_dict().items()}
+    proven = None if model.certificate is None else model.certificate.to_dict()
+    training = {key: model.metadata.get(key) for key in KEPT}
+    weights = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
     files = {
         WEIGHTS: safetensors.torch.save(weights),
-        CONFIG: as_json(about),
-        VOCABULARY: as_json(vocabulary.to_dict()),
+        CONFIG: as_json({"config": to_dict(model.config), "training": training}),
+        VOCABULARY: as_json(model.vocabulary.to_dict()),
         CERTIFICATE: as_json(proven),
     }
     hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     files[MANIFEST] = as_json({"format": FORMAT, "sha256": hashes})
-    name = name or folder.name
-    files[CARD] = model_card(network, config, metadata, proven, evaluation, name).encode()
+    files[CARD] = model_card(model, training, proven, name or folder.name).encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
@@ -150,58 +171,39 @@ def prove_again(network: CharTransformer, claimed: dict[str, Any] | None, folder
 
 
 def model_card(
-    network: CharTransformer,
-    config: TrainConfig,
-    metadata: dict[str, Any],
+    model: "TrainedModel",
+    training: dict[str, Any],
     certificate: dict[str, Any] | None,
-    evaluation: dict[str, Any] | None,
     name: str,
 ) -> str:
     """README.md of the folder: what the model is, how good, what is proven, how to load it."""
-    parameters = sum(p.numel() for p in network.parameters())
     head: dict[str, Any] = {
         "license": "mit", "library_name": "invformer", "pipeline_tag": "text-generation",
         "tags": ["invertible", "lipschitz", "character-level"],
     }  # fmt: skip
-    facts = {
-        "Text": metadata.get("data_source") or config.data.name, "Steps": metadata.get("step"),
-        "Command": metadata.get("command") and f"`{metadata['command']}`",
-        "Commit": metadata.get("commit"),
-    }  # fmt: skip
-    lines = [
-        f"A character-level Transformer ({config.model.name}, {parameters:,} parameters, context "
-        f"{config.data.seq_len} characters), trained by "
-        "invformer. It predicts the next character of a text and is no assistant.",
-        "",
-        *(f"- {key}: {value}" for key, value in facts.items() if value),
-        *("", "## Likelihood", ""),
-    ]
-    if evaluation is None:
-        lines.append("This model was exported without an evaluation.")
-    else:
-        data, ngram, inversion = (evaluation[key] for key in ("data", "ngram", "inversion"))
-        beside = f" (a 5-gram of the training text: {ngram['bpc']:.4f})" if ngram else ""
-        lines.append(
-            f"{evaluation['bpc']:.4f} bits per character on the {data['split']} split of "
-            f"{data['name']}, {evaluation['num_characters']:,} characters{beside}."
-        )
-        if inversion:
-            recovered, proven = shares(inversion, 1)
-            lines.append(
-                f"\nOf {inversion['num_characters']:,} characters {recovered} were recovered from "
-                f"the network's top states, {proven} were proven."
-            )
+    evaluation = "This model was exported without an evaluation."
+    if report := model.evaluation:
+        data = report["data"]
+        text = f"On the {data['split']} split of {data['name']}, {report['num_characters']:,}"
+        evaluation = f"{text} characters:\n\n{bullets(headlines(report))}"
         result = {
             "task": {"type": "text-generation"},
             "dataset": {"name": data["name"], "type": data["name"], "split": data["split"]},
-            "metrics": [{"type": "bits_per_character", "value": round(evaluation["bpc"], 4)}],
+            "metrics": [{"type": "bits_per_character", "value": round(report["bpc"], 4)}],
         }
         head["model-index"] = [{"name": name, "results": [result]}]
-    lines += ["", "## Certificate", "", "\n\n".join(certificate_sentences(certificate))]
-    lines += [
-        "", "## Use", "", "```python", "import invformer", "",
-        f"model = invformer.load({name!r})  # proves the certificate again",
-        'print(model.generate("The ", length=200))', "```", "", "License: MIT", "",
-    ]  # fmt: skip
-    front = yaml.safe_dump(head, sort_keys=False)
-    return "\n".join(["---", front.rstrip(), "---", "", "# invformer model", "", *lines])
+    parameters = sum(p.numel() for p in model.network.parameters())
+    return CARD_TEXT.format(
+        front=yaml.safe_dump(head, sort_keys=False),
+        kind=f"{model.config.model.name}, {parameters:,} parameters",
+        context=model.config.data.seq_len,
+        training=bullets(training.items()),
+        evaluation=evaluation,
+        certificate="\n\n".join(certificate_sentences(certificate)),
+        name=name,
+    )
+
+
+def bullets(facts: Iterable[tuple[str, Any]]) -> str:
+    """A list in Markdown of the facts that are known."""
+    return "\n".join(f"- {name.replace('_', ' ')}: {value}" for name, value in facts if value)

@@ -69,30 +69,26 @@ class RecoveredText:
         return f"RecoveredText({shown!r}, {share}, {self.num_steps} steps)"
 
 
+@dataclass(eq=False, repr=False)
 class TrainedModel:
     """A trained character model with its vocabulary.
 
     Attributes:
-        network: the PyTorch module, in eval mode.
+        network: the PyTorch module, which is put into eval mode.
         vocabulary: the characters behind its tokens.
         config: the configuration of its training.
         metadata: step, command, commit and source of the text, if known.
         evaluation: the latest evaluation on the run's own text, or None.
     """
 
-    def __init__(
-        self,
-        network: CharTransformer,
-        vocabulary: Vocabulary,
-        config: TrainConfig,
-        metadata: dict[str, Any],
-        evaluation: dict[str, Any] | None = None,
-    ) -> None:
-        self.network = network.eval()
-        self.vocabulary = vocabulary
-        self.config = config
-        self.metadata = metadata
-        self.evaluation = evaluation
+    network: CharTransformer
+    vocabulary: Vocabulary
+    config: TrainConfig
+    metadata: dict[str, Any]
+    evaluation: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self.network.eval()
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
@@ -195,10 +191,7 @@ class TrainedModel:
 
         ``name`` is what the card says that the model is called; None for the folder's name.
         """
-        write_export(
-            Path(folder).expanduser(), self.network, self.vocabulary, self.config, self.metadata,
-            self.certificate, self.evaluation, name,
-        )  # fmt: skip
+        write_export(Path(folder).expanduser(), self, name)
 
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate]:

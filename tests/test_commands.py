@@ -54,7 +54,7 @@ def typed(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 
     def typed(command: str, *words: str, code: int = 0) -> str:
         with pytest.raises(SystemExit) as end:
-            commands.COMMANDS[command]([f"checkpoint={run}", *words])
+            commands.run(*commands.COMMANDS[command], [f"checkpoint={run}", *words])
         said = capsys.readouterr()
         assert end.value.code == code, said.err
         return said.err if code else said.out
@@ -143,7 +143,7 @@ def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
     """Before torch is loaded."""
     script = (
         "import sys; from invformer import commands\n"
-        "try: commands.COMMANDS[sys.argv[1]](sys.argv[2:])\n"
+        "try: commands.run(*commands.COMMANDS[sys.argv[1]], sys.argv[2:])\n"
         "finally: assert not {'torch', 'lightning'} & set(sys.modules)"
     )
     done = subprocess.run(
@@ -204,7 +204,7 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     (result,) = card.data.eval_results or []  # from model-index
     assert (result.dataset_name, result.metric_value) == ("text_file", round(report["bpc"], 4))
     for said in (
-        f"{report['bpc']:.4f} bits",
+        f"val bpc: {report['bpc']:.4f}",
         "5-gram",
         "proven to be at most 0.",
         "python train.py",
@@ -216,9 +216,9 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
 
 def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> None:
     program = (
-        "import sys, torch, invformer; from invformer.commands import export\n"
+        "import sys, torch, invformer; from invformer.commands import COMMANDS, run as main\n"
         "run, out = sys.argv[1:]; tokens = torch.arange(1, 9)[None]\n"
-        "try: export([f'checkpoint={run}', f'out={out}', 'hub=me/squares'])\n"
+        "try: main(*COMMANDS['export'], [f'checkpoint={run}', f'out={out}', 'hub=me/squares'])\n"
         "except SystemExit as end: assert not end.code, end.code\n"
         "model, original = invformer.load('me/squares', 'cpu'), invformer.load(run, 'cpu')\n"
         "assert torch.equal(model.network(tokens), original.network(tokens))\n"
