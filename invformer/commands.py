@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from invformer import __version__
 from invformer.config import parse_or_exit
 from invformer.config.schema import TrainConfig
-from invformer.config.section import Root, nearest
+from invformer.config.section import Root, suggestion
 from invformer.config.trained import EvaluateConfig, ExportConfig, InvertConfig, SampleConfig
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
@@ -239,8 +239,7 @@ def main() -> None:
     elif name in COMMANDS:
         run(*COMMANDS[name], sys.argv[2:])
     else:
-        near = nearest(name, COMMANDS)
-        hint = f"did you mean {near!r}?" if near else f"there are {', '.join(COMMANDS)}"
+        hint = suggestion(name, COMMANDS, f"there are {', '.join(COMMANDS)}")
         error = ConfigurationError(f"unknown command {name!r:.60}: {hint}")
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code)

@@ -72,16 +72,14 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         curves: metrics of the run it belongs to, as :func:`.plots.read_curves` returns them; empty
             if there is no run.
     """
-    data, certificate, inversion = report["data"], report["certificate"], report["inversion"]
-    title = f"{report['checkpoint']} on {data['name']}, {data['split']}"
+    data, inversion = report["data"], report["inversion"]
     parts = [
-        f"<title>{shown(title)}</title>\n<h1>{shown(title)}</h1>",
         table(headlines(report)),
         picture(draw_figure(report, curves), "Bits per character; constants of every branch"),
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
         "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
-        *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(certificate)),
+        *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(report["certificate"])),
         "<div class=two>",
         *(
             table(branch_cells(rows), (norm, "estimate ≤", "local bound ≤", "bound"))
@@ -90,14 +88,14 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         "</div>",
     ]
     if inversion is not None:
-        parts.append("<h2>The text that comes back</h2>")
-        parts.append(
+        parts += [
+            "<h2>The text that comes back</h2>",
             "<p>Left is the text. Right is what was recovered from the states at the top of the "
             "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
             "<span class=wrong>wrong</span>. A character is proven if no text that differs in it, "
-            "or in an earlier one, could have these states, rounding included.</p>"
-        )
-        parts += [side_by_side(**one) for one in inversion["texts"]]
+            "or in an earlier one, could have these states, rounding included.</p>",
+            *(side_by_side(**one) for one in inversion["texts"]),
+        ]
     sample = report["sample"]
     parts += [
         "<h2>A sample</h2>",
@@ -107,7 +105,13 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         "<h2>All numbers</h2>",
         table(details(report, verbose=True)),
     ]
-    return HEAD + "\n".join(parts) + "\n</html>\n"
+    return document(f"{report['checkpoint']} on {data['name']}, {data['split']}", parts)
+
+
+def document(title: str, parts: Iterable[str]) -> str:
+    """A whole page."""
+    head = f"<title>{shown(title)}</title>\n<h1>{shown(title)}</h1>"
+    return HEAD + "\n".join([head, *parts]) + "\n</html>\n"
 
 
 def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path:
@@ -122,9 +126,6 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
 
     Returns:
         The page that a reader should open.
-
-    Raises:
-        StorageError: it cannot be written.
     """
     curves: Mapping[str, Series] = {}
     if latest.name == EVALUATION:
@@ -143,17 +144,12 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
 
 
 def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write a page into a folder: several evaluations in one table and one figure.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a page into a folder: several evaluations in one table and one figure."""
     header, *rows = comparison(reports)
     names = names_of(reports)
     texts = {(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports}
     commands = [(name, r["command"] or "–") for name, r in zip(names, reports, strict=True)]
     parts = [
-        f"<title>{len(reports)} models</title>\n<h1>{shown(' beside '.join(names))}</h1>",
         f"<p>On {shown('; '.join(' '.join(text) for text in sorted(texts)))}.",
         table(rows, header),
         picture(draw_comparison(reports), "Bits per character and largest constants"),
@@ -162,7 +158,7 @@ def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
     ]
     name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names)[:100]
     path = folder / f"comparison-{name}.html"
-    replace_file(path, HEAD + "\n".join(parts) + "\n</html>\n")
+    replace_file(path, document(" beside ".join(names), parts))
     return path
 
 

@@ -38,6 +38,7 @@ from invformer.config.section import (
     refuse,
     required_part,
     shown,
+    suggestion,
 )
 from invformer.errors import ConfigurationError
 
@@ -186,9 +187,8 @@ def _read_preset(
     elif name in (known := _presets(group)):
         path, source = known[name], f"configs/{group}/{name}.yaml"
     else:
-        near = nearest(name, known)
         there = f"there are {', '.join(known)}" if known else f"there is no folder configs/{group}"
-        refuse(where, f"no preset {shown(name)}: {f'did you mean {near!r}?' if near else there}")
+        refuse(where, f"no preset {shown(name)}: {suggestion(name, known, there)}")
     if source in above:
         refuse(where, f"experiments extend each other: {' > '.join([*above, source])}")
     try:
@@ -247,8 +247,7 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
         if key not in known:
             if inside := [name for name in known if name.startswith(f"{key}.")]:
                 refuse(source + key, f"is a section: set a field of it, such as {inside[0]}=VALUE")
-            near = nearest(key, [*schema.groups, *known])
-            hint = f"did you mean {near!r}?" if near else "see --help"
+            hint = suggestion(key, [*schema.groups, *known], "see --help")
             refuse(f"{source}unknown key {shown(key)}", hint)
 
     from omegaconf import OmegaConf

@@ -97,6 +97,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return near[0] if near else None
 
 
+def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:
+    """What to write instead of a word that is not known."""
+    near = nearest(word, known)
+    return f"did you mean {near!r}?" if near else otherwise
+
+
 def shown(value: Any) -> str:
     """A value as an error message quotes it: on one line and never long."""
     text = repr(value)
@@ -117,7 +123,7 @@ def is_plain(value: Any) -> bool:
     if not isinstance(value, str):
         return not isinstance(value, list | dict)
     words = (*NULL_WORDS, "???")  # ??? is OmegaConf's word for a missing value
-    return not (value in words or re.search(r"\$\{|[\0\ud800-\udfff]", value))
+    return value not in words and not re.search(r"\$\{|[\0\ud800-\udfff]", value)
 
 
 def is_optional(kind: Any) -> bool:

@@ -4,9 +4,8 @@ import random
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
@@ -19,7 +18,6 @@ from invformer.config import (
     to_dict,
     to_yaml,
 )
-from invformer.config import load as module
 from invformer.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
 from invformer.config.section import Root, options, required_part
 from invformer.config.trained import EvaluateConfig
@@ -45,14 +43,6 @@ def refusal(*words: str, schema: type[Root] = TrainConfig) -> str:
     return str(caught.value)
 
 
-@pytest.fixture
-def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the presets, empty."""
-    monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
-    (tmp_path / "configs/experiment").mkdir(parents=True)
-    return tmp_path / "configs"
-
-
 # --- what is accepted ----------------------------------------------------------------------------
 
 
@@ -61,42 +51,12 @@ def test_without_arguments_the_schema_speaks_alone() -> None:
     assert evaluate() == EvaluateConfig(checkpoint=["checkpoints/a"])
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
-def test_every_preset_loads_and_describes_itself(path: Path) -> None:
-    extra = ["data.path=book.txt"] if path.stem == "text_file" else []
-    config = train(f"{path.parent.name}={path.stem}", *extra)
-    assert from_dict(to_dict(config)) == config
-    assert path.read_text(encoding="utf-8").startswith("# ")
-
-
-def test_the_default_presets_say_what_the_schema_says() -> None:
-    words = ["model=contractive_l2", "data=python_docs", "optim=muon", "trainer=default"]
-    assert train(*words, "logger=wandb") == TrainConfig()
-    text = (ROOT / "configs/trainer/default.yaml").read_text(encoding="utf-8")
-    for f in fields(TrainConfig().trainer):
-        assert f"\n{f.name}: " in text
-    names = {path.stem for path in PRESETS if path.parent.name == "data"}
-    assert names == set(get_args(dict(options(TrainConfig))["data.name"].type))
-
-
 def test_single_fields_beat_groups_and_groups_beat_the_experiment_in_any_order() -> None:
     words = ["model.d_embedding=7", "model=contractive_l2_paper", "experiment=nanogpt_cpu"]
     for seed in range(6):
         random.Random(seed).shuffle(words)
         model = train(*words).model
         assert (model.d_model, model.certificate, model.d_embedding) == (128, "kim_entry_max", 7)
-
-
-@pytest.mark.parametrize("path", [p for p in PRESETS if p.parent.name == "model"])
-def test_every_model_takes_the_place_of_an_experiments_own_and_keeps_its_size(path: Path) -> None:
-    own, taken = (train(*e, f"model={path.stem}").model for e in ([], ["experiment=nanogpt_gpu"]))
-    assert (taken.name, taken.certificate, taken.d_model) == (own.name, own.certificate, 384)
-
-
-def test_every_optimiser_brings_its_own_rates_after_an_experiments() -> None:
-    for name in ("adamw", "muon"):
-        own, taken = (train(*e, f"optim={name}").optim for e in ([], ["experiment=ptb_kim"]))
-        assert taken == own
 
 
 def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace() -> None:
@@ -136,13 +96,6 @@ def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace()
 def test_a_value_stays_text_until_it_meets_the_type_of_its_field(word: str, value: Any) -> None:
     section, key = word.removeprefix("--").partition("=")[0].split(".")
     assert getattr(getattr(train(word), section), key) == value
-
-
-def test_text_keeps_its_letters_in_a_file_and_blank_is_null(configs: Path) -> None:
-    text = "run: {name: 010}\ndata:\n  path:\nmodel: {d_ff: 010}\n"
-    (configs / "experiment/mine.yaml").write_text(text)
-    config = train("experiment=mine")
-    assert (config.run.name, config.data.path, config.model.d_ff) == ("010", None, 10)
 
 
 def test_what_is_left_alone_follows_the_rest() -> None:
@@ -256,51 +209,9 @@ def test_what_a_file_sets_for_another_model_is_ignored_and_not_repeated(tmp_path
     assert "lipschitz_target" not in command_line(train(f"experiment={tmp_path}/mine.yaml"))
 
 
-def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("base: nanogpt_cpu\nrun: {seed: 4}\n", encoding="utf-8")
-    config = train("experiment=nanogpt_cpu", "run.seed=4")
-    assert train("experiment=mine.yaml") == train(f"experiment={tmp_path}/mine.yaml") == config
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    assert train("config=run") == train("config=run/config.yaml") == config
-
-
 def test_evaluation_takes_the_presets_of_the_data_and_needs_a_checkpoint() -> None:
     assert evaluate("data=ptb").data.name == "ptb"
     assert refusal(schema=EvaluateConfig).startswith("checkpoint: give one")
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("model: {d_modl: 3}", ": unknown key 'model.d_modl': did you"),
-        ("model: {d_model: 3, d_model: 4}", ": line 1: a key is given twice"),
-        ("model:\n  d_model: 3\n d_ff: 3", ": line 3"),
-        ("model: 3", ": model: '3' does not map fields to values"),
-        ("- model", ": the file: ['model'] does not map fields"),
-        ("model: {d_model: wide}", ": model.d_model: 'wide' is not int"),
-        ("model: {d_model: {a: 1}}", ": model.d_model: {'a': '1'} is not"),
-        ("run: {name: '${oc.env:HOME}'}", ": run.name: '${oc.env:HOME}'"),
-        ("model: {? [a] : 3}", ": line 1"),
-        ("a: &a [*a]", ": line 1"),
-        ("\x07", ": "),
-        (b"\xff\xfe", ": "),
-    ],
-)
-def test_a_broken_preset_is_refused_by_its_file_and_key(
-    configs: Path, text: str | bytes, says: str
-) -> None:
-    content = text if isinstance(text, bytes) else text.encode()
-    (configs / "experiment/mine.yaml").write_bytes(content)
-    assert refusal("experiment=mine").startswith(f"configs/experiment/mine.yaml{says}")
-
-
-def test_an_empty_preset_changes_nothing(configs: Path) -> None:
-    for text in ("", "# nothing\n", "model:\n"):
-        (configs / "experiment/mine.yaml").write_text(text)
-        assert train("experiment=mine") == TrainConfig()
-    assert "there is no folder configs/model" in refusal("model=l2")
 
 
 @pytest.mark.parametrize(

@@ -1,49 +1,103 @@
-"""Experiments that extend each other, and what of a configuration reaches the layers."""
+"""Files of settings: the presets of each group, experiments that extend each other, broken ones."""
 
-import inspect
+from dataclasses import fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
-import torch
 
-from invformer.assemble.model import build_model
+from invformer.config import from_dict, load_config, to_dict, to_yaml
 from invformer.config import load as module
-from invformer.config import load_config
-from invformer.config.schema import ModelConfig, TrainConfig
+from invformer.config.schema import TrainConfig
+from invformer.config.section import options
 from invformer.errors import ConfigurationError
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ContractiveFeedForward
 
-NAMES = sorted(path.stem for path in (module.CONFIGS / "experiment").glob("*.yaml"))
-VOCAB = 65  # of tiny Shakespeare
-BOTH = pytest.mark.parametrize("name", ["contractive_l2", "contractive_bounded"])
-
-
-@pytest.fixture
-def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the presets, empty."""
-    monkeypatch.setattr(module, "CONFIGS", tmp_path / "configs")
-    return tmp_path / "configs"
-
-
-def write(configs: Path, **experiments: str) -> None:
-    folder = configs / "experiment"
-    folder.mkdir(parents=True)
-    for name, text in experiments.items():
-        (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+PRESETS = sorted(module.CONFIGS.glob("*/*.yaml"))
+MODELS = [path.stem for path in PRESETS if path.parent.name == "model"]
 
 
 def load(*words: str) -> TrainConfig:
     return load_config(words)
 
 
-# --- experiments that extend each other ----------------------------------------------------------
+@pytest.fixture
+def experiments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the experiments, empty, beside which there are no other presets."""
+    monkeypatch.setattr(module, "CONFIGS", tmp_path)
+    (tmp_path / "experiment").mkdir()
+    return tmp_path / "experiment"
 
 
-def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(configs: Path) -> None:
+def write(folder: Path, **texts: str | bytes) -> None:
+    for name, text in texts.items():
+        content = text if isinstance(text, bytes) else text.encode()
+        (folder / f"{name}.yaml").write_bytes(content)
+
+
+# --- the presets of the project ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: f"{path.parent.name}={path.stem}")
+def test_every_preset_loads_and_describes_itself(path: Path) -> None:
+    extra = ["data.path=book.txt"] if path.stem == "text_file" else []
+    config = load(f"{path.parent.name}={path.stem}", *extra)
+    assert from_dict(to_dict(config)) == config
+    assert path.read_text(encoding="utf-8").startswith("# ")
+
+
+def test_the_default_presets_say_what_the_schema_says() -> None:
+    words = ["model=contractive_l2", "data=python_docs", "optim=muon", "trainer=default"]
+    assert load(*words, "logger=wandb") == TrainConfig()
+    text = (module.CONFIGS / "trainer/default.yaml").read_text(encoding="utf-8")
+    for f in fields(TrainConfig().trainer):
+        assert f"\n{f.name}: " in text
+    names = {path.stem for path in PRESETS if path.parent.name == "data"}
+    assert names == set(get_args(dict(options(TrainConfig))["data.name"].type))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_takes_the_place_of_an_experiments_own_and_keeps_its_size(name: str) -> None:
+    own, taken = (load(*e, f"model={name}").model for e in ([], ["experiment=nanogpt_gpu"]))
+    assert (taken.name, taken.certificate, taken.d_model) == (own.name, own.certificate, 384)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_every_optimiser_brings_its_own_rates_after_an_experiments(name: str) -> None:
+    assert load("experiment=ptb_kim", f"optim={name}").optim == load(f"optim={name}").optim
+
+
+# --- experiments ---------------------------------------------------------------------------------
+
+
+def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, mine="base: nanogpt_cpu\nrun: {seed: 4}\n")
+    config = load("experiment=nanogpt_cpu", "run.seed=4")
+    assert load("experiment=mine.yaml") == load(f"experiment={tmp_path}/mine.yaml") == config
+    (tmp_path / "run").mkdir()
+    write(tmp_path / "run", config=to_yaml(config))
+    assert load("config=run") == load("config=run/config.yaml") == config
+
+
+def test_text_keeps_its_letters_in_a_file_and_blank_is_null(experiments: Path) -> None:
+    write(experiments, mine="run: {name: 010}\ndata:\n  path:\nmodel: {d_ff: 010}\n")
+    config = load("experiment=mine")
+    assert (config.run.name, config.data.path, config.model.d_ff) == ("010", None, 10)
+
+
+def test_an_empty_file_changes_nothing(experiments: Path) -> None:
+    for text in ("", "# nothing\n", "model:\n"):
+        write(experiments, mine=text)
+        assert load("experiment=mine") == TrainConfig()
+    with pytest.raises(ConfigurationError, match="there is no folder configs/model"):
+        load("model=l2")
+
+
+def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(
+    experiments: Path,
+) -> None:
     write(
-        configs,
+        experiments,
         grandparent="model: {d_model: 48, num_layers: 3}\noptim: {betas: [0.5, 0.6], lr: 1e-3}",
         parent="model: {num_layers: 2}\nbase: grandparent\noptim: {betas: [0.7, 0.8]}",
         child="base: parent\nmodel: {d_embedding: '${model.d_model}', d_model: 24}",
@@ -59,6 +113,18 @@ def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(config
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ("model: {d_modl: 3}", "mine.yaml: unknown key 'model.d_modl': did you"),
+        ("model: {d_model: 3, d_model: 4}", "mine.yaml: line 1: a key is given twice"),
+        ("model:\n  d_model: 3\n d_ff: 3", "mine.yaml: line 3"),
+        ("model: 3", "mine.yaml: model: '3' does not map fields to values"),
+        ("- model", "mine.yaml: the file: ['model'] does not map fields"),
+        ("model: {d_model: wide}", "mine.yaml: model.d_model: 'wide' is not int"),
+        ("model: {d_model: {a: 1}}", "mine.yaml: model.d_model: {'a': '1'} is not"),
+        ("run: {name: '${oc.env:HOME}'}", "mine.yaml: run.name: '${oc.env:HOME}'"),
+        ("model: {? [a] : 3}", "mine.yaml: line 1"),
+        ("a: &a [*a]", "mine.yaml: line 1"),
+        ("\x07", "mine.yaml: "),
+        (b"\xff\xfe", "mine.yaml: "),
         ("base: parnt", "mine.yaml: base: no preset 'parnt': did you mean 'par"),
         ("base: zzz", "mine.yaml: base: no preset 'zzz': there are mine, other"),
         ("base: ../model/l2", "mine.yaml: base: no preset '../model/l2'"),
@@ -70,67 +136,11 @@ def test_an_experiment_changes_what_it_extends_wherever_its_base_is_named(config
         ("base: wrong", "wrong.yaml: unknown key 'model.d_modl'"),
     ],
 )
-def test_a_base_that_leads_nowhere_is_refused_by_its_file(
-    configs: Path, text: str, says: str
+def test_a_broken_file_is_refused_by_its_name_and_key(
+    experiments: Path, text: str | bytes, says: str
 ) -> None:
-    write(configs, mine=text, other="base: mine", parent="", wrong="model: {d_modl: 3}")
+    write(experiments, mine=text, other="base: mine", parent="", wrong="model: {d_modl: 3}")
     with pytest.raises(ConfigurationError) as caught:
         load("experiment=mine")
     assert str(caught.value).startswith(f"configs/experiment/{says}")
-
-
-# --- what reaches the layers ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_experiment_composes_and_its_model_predicts(name: str) -> None:
-    model = build_model(load(f"experiment={name}").model, VOCAB, 8).eval()
-    with torch.no_grad():
-        assert model(torch.arange(8)[None]).isfinite().all()
-
-
-def test_who_is_seen_reaches_the_layers() -> None:
-    plain = ModelConfig(name="contractive_bounded", d_model=12)
-    past = ModelConfig(
-        name="contractive_bounded", certificate="causal", strictly_causal=True,
-        feed_forward_kernel=3, d_model=12,
-    )  # fmt: skip
-    blocks = [build_model(config, VOCAB, 8).stack.blocks[0] for config in (past, plain)]
-    assert blocks[0].attention.branch.strictly_causal
-    assert blocks[0].feed_forward.branch.weights().kernel == 3
-    starts = [block.attention.branch.position.by_lag(8).detach() for block in blocks]
-    # Beside each other the tokens before weigh what they weigh where a token sees itself too.
-    assert torch.allclose(starts[0].diff(dim=-1)[:, 1:], starts[1].diff(dim=-1)[:, 1:])
-    assert not torch.allclose(*starts)
-
-
-@BOTH
-def test_the_ball_that_inputs_are_mapped_into_grows_with_the_width(name: str) -> None:
-    config = ModelConfig(name=name, d_model=16, input_radius=2.0)
-    block = build_model(config, VOCAB, 8).stack.blocks[0]
-    assert block.attention.input_radius == block.feed_forward.input_radius == 8.0
-
-
-def test_the_schema_and_the_layers_start_alike() -> None:
-    for layer in (ContractiveFeedForward, BoundedAttention, ContractiveL2Attention):
-        parameters = inspect.signature(layer).parameters
-        for key in {"initial_sharpness", "initial_output"} & parameters.keys():
-            assert parameters[key].default == getattr(ModelConfig(), key)
-
-
-@BOTH
-def test_the_scales_of_the_start_reach_the_weights_and_nothing_else(name: str) -> None:
-    def weights(**scales: float) -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        config = ModelConfig(name=name, d_model=12, num_layers=2, **scales)
-        return build_model(config, VOCAB, 8).state_dict()
-
-    plain, scaled = weights(), weights(initial_sharpness=1.0, initial_output=1.0)
-    for key, weight in plain.items():
-        if key.endswith("feed_forward.branch.log_sharpness"):
-            assert not scaled[key].any()
-            assert torch.allclose(weight.exp(), torch.tensor(8.0).to(weight))
-        elif key.endswith(("w_out.weight", "w_g.weight")):
-            assert torch.allclose(10 * weight, scaled[key])
-        else:
-            assert torch.equal(weight, scaled[key]), key
+    assert "\n" not in str(caught.value)
