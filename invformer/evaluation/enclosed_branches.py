@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from invformer.nn.attention import L2Weights, merge_heads, side_by_side, split_heads
+from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.feed_forward import (
     ACTIVATIONS,
     Activation,
+    FeedForwardWeights,
     activation_slope,
 )
 from invformer.nn.position_bias import VisibilityMask
@@ -24,7 +27,6 @@ from invformer.numerics.enclosure import (
     divide,
     exp,
     into_ball,
-    inverse_root,
     joined,
     length_up,
     matmul,
@@ -52,21 +54,19 @@ class NotEnclosed(ValueError):
 
 
 class Branch:
-    """x ↦ inner(x W) V + b in enclosures, for linear maps W and V.
+    """x ↦ inner(x W) V in enclosures, for linear maps W and V.
 
     Args:
         reads: matrices W, (D, …); of rows that continue a text only the first ``num_reads``.
         output: V, (inner, D).
-        bias: b.
     """
 
     # What is done to the input first, token by token.
     prepare: Callable[[Enclosure], Enclosure] | None = None
     num_reads = 1
 
-    def __init__(self, reads: list[Tensor], output: Tensor, bias: Tensor | None = None) -> None:
-        self.weights = [constant(w) for w in (*reads, output)]
-        self.terms = [] if bias is None else [constant(bias)]
+    def __init__(self, reads: list[Tensor], output: Tensor) -> None:
+        self.weights = [weight(w) for w in (*reads, output)]
 
     def make_matrices(self, split: bool) -> None:
         """Get ready to multiply, more accurately than in float64 if split."""
@@ -84,32 +84,19 @@ class Branch:
         raise NotImplementedError
 
 
-def layer_norm(x: Enclosure, norm: nn.LayerNorm) -> Enclosure:
-    """LayerNorm."""
-    width = constant(torch.tensor(float(x.middle.shape[-1]), device=x.middle.device))
-    mean = divide(sum_last(x), width).map(lambda t: t.unsqueeze(-1))
-    centred = add(x, negated(mean))
-    eps = constant(torch.tensor(norm.eps, dtype=torch.float64, device=x.middle.device))
-    root = inverse_root(add(divide(square_sum(centred), width), eps))
-    y = multiply(centred, root.map(lambda t: t.unsqueeze(-1)))
-    return add(multiply(y, constant(norm.weight)), constant(norm.bias))
-
-
 class FeedForwardBranch(Branch):
-    """φ(Σ_l x_{i−l} W_l + b) V + b′, W_0 for the own token."""
+    """φ(Σ_l x_{i−l} W_l + b) V, W_0 for the own token."""
 
-    def __init__(
-        self, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor | None, activation: Any
-    ) -> None:
-        require_normal(w_in, b_in, w_out, b_out)
-        reads = [w.double() for w in w_in.split(w_out.shape[-1], dim=-2)]
-        super().__init__(reads, w_out, b_out)
-        self.b_in, self.activation = constant(b_in), activation
+    def __init__(self, weights: FeedForwardWeights, activation: Activation) -> None:
+        w_in, b_in, w_out, _ = weights
+        super().__init__(list(w_in.split(w_out.shape[-1], dim=-2)), w_out)
+        self.b_in = weight(b_in)
+        self.activation: Activation = activation
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """φ, and x_{i−l} W_l of every l ≥ 1."""
         if past is None:
-            past = [delayed(part, lag) for lag, part in enumerate(z[1:], 1)]
+            past = [part.map(partial(delay, lag=lag)) for lag, part in enumerate(z[1:], 1)]
         hidden = add(z[0], self.b_in)
         for part in past:
             hidden = add(hidden, part.map(lambda t: t[places]))
@@ -137,35 +124,27 @@ class AttentionBranch(Branch):
         position: mask or bias.
         output: G of all heads, (H d, D).
         length: tokens of a text.
-        strictly_causal: whether rows see the tokens up to the one before them, each a place later,
-            and a null token in front, but not themselves.
 
     Raises:
         NotEnclosed: the mask is not causal.
     """
 
+    # (H, 1, 1), what logits are multiplied by, to a relative error of u.
+    factor: Tensor
+
     def __init__(
-        self,
-        reads: list[Tensor],
-        position: VisibilityMask,
-        output: Tensor,
-        length: int,
-        strictly_causal: bool = False,
+        self, reads: list[Tensor], position: VisibilityMask, output: Tensor, length: int
     ) -> None:
         if not position.is_causal:
             raise NotEnclosed("tokens see later ones, so that a beginning has no states of its own")
-        bias = position(length).detach()
-        require_normal(bias, output, *reads)
         super().__init__(reads, output)
-        self.bias, self.strictly_causal = bias.double(), strictly_causal
+        self.bias = weight(position(length)).middle
 
     def attended(
         self,
         logits: Enclosure,
-        own_logits: Enclosure | None,
-        factor: Tensor,
         values: Enclosure,
-        own_values: Enclosure | None,
+        own: tuple[Enclosure, Enclosure] | None,
         places: Tensor,
         origin: Tensor,
     ) -> Enclosure:
@@ -173,34 +152,31 @@ class AttentionBranch(Branch):
 
         Args:
             logits: (H, rows, tokens), of the text.
-            own_logits: (H, rows, 1), of rows that see themselves.
-            factor: (H, 1, 1), to a relative error of u.
-            values: (H, tokens, d).
-            own_values: (H, rows, d).
+            values: (H, tokens, d), of the text.
+            own: logits, (H, rows, 1), and values, (H, rows, d), of rows that see themselves. Others
+                see the tokens up to the one before them, each a place later behind a null token.
             places: of the rows.
             origin: (H, 1, d), what values are relative to.
         """
         count = logits.middle.shape[-1]
         tokens = torch.arange(count, device=places.device)
         bias = self.bias[:, places, :count]
-        hidden = tokens > places[:, None] if self.strictly_causal else tokens >= places[:, None]
-        if own_logits is not None:
-            logits = joined(logits, own_logits)
+        hidden = tokens > places[:, None] if own is None else tokens >= places[:, None]
+        if own is not None:
+            logits = joined(logits, own[0])
             bias = torch.cat([bias, self.bias[:, places, places, None]], -1)
             hidden = nn.functional.pad(hidden, (0, 1), value=False)
         hidden = hidden | bias.isinf()
-        scaled = logits.middle * factor
+        scaled = logits.middle * self.factor
         scores = (scaled + bias).masked_fill_(hidden, -math.inf)
         highest = scores.amax(-1, keepdim=True)
         behind = scores - highest
         rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
-        radius = (logits.radius * size(factor) + rounding).masked_fill_(hidden, 0)
+        radius = (logits.radius * size(self.factor) + rounding).masked_fill_(hidden, 0)
         weights = exp(Enclosure(behind, outward(radius)))
         total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values), self.split))
-        if own_values is not None:
-            total = add(
-                total, multiply(with_one(own_values), weights.map(lambda t: t[..., count:]))
-            )
+        if own is not None:
+            total = add(total, multiply(with_one(own[1]), weights.map(lambda t: t[..., count:])))
         means = divide(total.map(lambda t: t[..., :-1]), total.map(lambda t: t[..., -1:]))
         return add(means, constant(origin)).map(merge_heads)
 
@@ -229,9 +205,8 @@ class L2AttentionBranch(AttentionBranch):
         error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
         spread = error.float() * (distance + error.float() / 2)
         logits = Enclosure(behind.middle, outward(behind.radius + spread))
-        own_logits = constant(torch.zeros_like(half.middle))
-        y = self.attended(logits, own_logits, self.factor, keys, q, places, origin)
-        return y, past or (q, origin)
+        own = constant(torch.zeros_like(half.middle)), q
+        return self.attended(logits, keys, own, places, origin), past or (q, origin)
 
 
 def squares(q: Enclosure) -> Enclosure:
@@ -239,65 +214,46 @@ def squares(q: Enclosure) -> Enclosure:
     return negated(square_sum(constant(q.middle)).map(lambda t: t.unsqueeze(-1) / 2))
 
 
-class DotProductBranch(AttentionBranch):
-    """Attention by dot products, of projections that may first be mapped into the unit ball."""
+class BoundedAttentionBranch(AttentionBranch):
+    """Attention by dot products τ q·k of projections in the unit ball.
 
-    def __init__(
-        self,
-        position: VisibilityMask,
-        w_qkv: Tensor,
-        output: Tensor,
-        factor: Tensor,
-        length: int,
-        in_ball: bool = False,
-        strictly_causal: bool = False,
-    ) -> None:
-        reads = list(w_qkv.tensor_split([w_qkv.shape[-1] // 3], -1))
-        super().__init__(reads, position, output, length, strictly_causal)
-        require_normal(factor)
-        self.factor, self.in_ball = factor.detach().double()[:, None, None], in_ball
-        self.num_reads = 1 if strictly_causal else 2
+    Strictly causal, rows do not see themselves.
+    """
+
+    def __init__(self, branch: BoundedAttention, weights: BoundedWeights, length: int) -> None:
+        w_qkv, temperature, g = weights
+        reads = [side_by_side(w) for w in w_qkv]
+        super().__init__(reads, branch.position, g.flatten(-3, -2), length)
+        self.factor = weight(temperature).middle[:, None, None]
+        self.sees_itself = not branch.strictly_causal
+        self.num_reads = 3 if self.sees_itself else 1
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys and values."""
-        (q,) = self.projected(z[0], 1)
-        sees_itself = not self.strictly_causal
-        own = self.projected(z[1], 2) if len(z) == 2 else None
+        per_head = (part.map(lambda t: split_heads(t, len(self.factor))) for part in z)
+        q, *kv = (into_ball(part, 1.0) for part in per_head)
         if past is None:
-            assert own is not None
-            k, v = (delayed(part, 0 if sees_itself else 1) for part in own)
+            k, v = kv if self.sees_itself else (part.map(delay) for part in kv)
             past = k, v, v.middle.mean(-2, keepdim=True)
-        upto = int(places.max()) + 1
-        keys, values = (part.map(lambda t: t[:, :upto]) for part in past[:2])
+        *text, origin = past
+        keys, values = (part.map(lambda t: t[:, : int(places.max()) + 1]) for part in text)
         logits = matmul(q, matrix(keys.map(lambda t: t.mT), self.split))
-        own_logits = own_values = None
-        if own is not None and sees_itself:
-            own_logits = sum_last(multiply(q, own[0])).map(lambda t: t.unsqueeze(-1))
-            own_values = add(own[1], constant(-past[2]))
-        values = add(values, constant(-past[2]))
-        y = self.attended(logits, own_logits, self.factor, values, own_values, places, past[2])
-        return y, past
-
-    def projected(self, z: Enclosure, parts: int) -> tuple[Enclosure, ...]:
-        """z of every head, in the unit ball if asked for: ``parts`` times (H, rows, d)."""
-        heads = len(self.factor)
-        z = z.map(lambda t: split_heads(t, parts * heads))
-        z = into_ball(z, 1.0) if self.in_ball else z
-        return tuple(Enclosure(*p) for p in zip(*(t.split(heads) for t in z), strict=True))
+        own = None
+        if self.sees_itself:
+            k, v = kv
+            own_logits = sum_last(multiply(q, k)).map(lambda t: t.unsqueeze(-1))
+            own = own_logits, add(v, constant(-origin))
+        values = add(values, constant(-origin))
+        return self.attended(logits, values, own, places, origin), past
 
 
-def delayed(x: Enclosure, lag: int) -> Enclosure:
-    """x_{i−lag} at token i, zero before the first."""
-    return x.map(lambda t: delay(t, lag))
-
-
-def require_normal(*weights: Tensor | None) -> None:
-    """Refuse weights that a processor may read as zero.
+def weight(x: Tensor) -> Enclosure:
+    """A weight, which has no error.
 
     Raises:
-        NotEnclosed: there is one.
+        NotEnclosed: a processor may read an entry as zero.
     """
-    for weight in weights:
-        if weight is not None and bool(is_denormal(weight).any()):
-            least = torch.finfo(weight.dtype).tiny
-            raise NotEnclosed(f"there are weights below {least:.2g}, which may be read as zero")
+    if bool(is_denormal(x).any()):
+        least = torch.finfo(x.dtype).tiny
+        raise NotEnclosed(f"there are weights below {least:.2g}, which may be read as zero")
+    return constant(x)

@@ -108,7 +108,7 @@ def evidence_of(
     None if the products are float64's own and that is not enough: an error is more than a
     sixteenth of its margin.
     """
-    length, symbols = len(tokens), network.vocab_size
+    length, symbols = len(tokens), len(network.symbols.middle)
     own, past = network(tokens, torch.arange(length, device=tokens.device), None)
     distance = norm_at_most(add(own, negated(constant(states))))
     margins, errors = [], []
