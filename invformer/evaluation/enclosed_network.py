@@ -178,13 +178,13 @@ def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch
     """A branch in enclosures, with its weights.
 
     Raises:
-        NotEnclosed: it is not known here.
+        NotEnclosed: its forward is not known here. A subclass may have one of its own.
     """
-    match branch:
-        case ContractiveFeedForward():
+    match type(branch).forward:
+        case ContractiveFeedForward.forward:
             return FeedForwardBranch(weights, branch.activation)
-        case TiedL2Attention():
+        case TiedL2Attention.forward:
             return L2AttentionBranch(branch.position, weights, length)
-        case BoundedAttention():
+        case BoundedAttention.forward:
             return BoundedAttentionBranch(branch, weights, length)
     raise NotEnclosed(f"{name}: the rounding of a {type(branch).__name__} is not bounded")

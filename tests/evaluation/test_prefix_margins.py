@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import mpmath
 import numpy as np
@@ -16,7 +17,7 @@ from invformer.evaluation import prefix_margins as prefix_module
 from invformer.evaluation.enclosed_branches import activate
 from invformer.evaluation.enclosed_network import Network
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.nn import ActivationNorm
+from invformer.nn import ActivationNorm, ContractiveL2Attention
 from invformer.nn.feed_forward import ACTIVATIONS, activation_slope
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer
@@ -321,6 +322,22 @@ def test_what_sees_later_tokens_is_not_proven_and_says_why() -> None:
     evidence = prefix_margins(model, tokens, model.stack(model.embedding(tokens)))
     assert not evidence.proven.any()
     assert "see later ones" in evidence.reason
+
+
+class Doubled(ContractiveL2Attention):
+    """Twice what the class above it computes."""
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(*args, **options)
+
+
+@torch.no_grad()
+def test_a_subclass_with_a_forward_of_its_own_is_not_proven() -> None:
+    model, tokens = contractive_model().eval(), random_tokens(1)
+    model.stack.blocks[0].attention.branch.__class__ = Doubled
+    evidence = prefix_margins(model, tokens, model.stack(model.embedding(tokens)))
+    assert not evidence.proven.any()
+    assert evidence.reason == "block_00/attention: the rounding of a Doubled is not bounded"
 
 
 @pytest.mark.parametrize("make", [baseline, l2_baseline, coupling])
