@@ -46,7 +46,6 @@ class MeasureConfig(Section):
     lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
     inversion_sequences: int = option(4, "sequences that are inverted and proven", "[0, 1e6]")
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
-    atol: float | None = option(None, "error allowed per layer, beside a relative one", "(0, 1]")
     device: str = option("auto", DEVICES, DEVICE)
 
 

@@ -288,7 +288,7 @@ def inverted(
 ) -> dict[str, Any]:
     """Round trip of some sequences: the report's numbers, and each text beside the recovered."""
     dtype = getattr(torch, measure.inversion_dtype)
-    trip = round_trip(model, sequences, certificate, dtype=dtype, atol=measure.atol)
+    trip = round_trip(model, sequences, certificate, dtype=dtype)
     start = time.perf_counter()
     proof = trip.proof()
     seconds = {"proof": time.perf_counter() - start, **trip.seconds()}

@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ class RoundTrip:
         states: at the top of the stack.
         solution: of the inversion, where samples that did not converge are counted, not refused.
         decoded: the tokens nearest to it.
-        options: of the solver.
     """
 
     model: CharTransformer
@@ -47,7 +47,6 @@ class RoundTrip:
     states: States
     solution: StackSolution
     decoded: Text
-    options: Mapping[str, Any]
 
     def numbers(self) -> dict[str, Any]:
         """How far the text came back: largest over samples, lengths in the stack's norm.
@@ -98,17 +97,14 @@ class RoundTrip:
         (:func:`.fixed_point.rtol_of_single_precision`).
         """
         stack = invertible_stack(self.model)
-        coarse = {"rtol": rtol_of_single_precision(self.certificate.bound_max)}
-
-        def inverse(**more: Any) -> StackSolution:
-            options = {**self.options, **more}
-            return stack.inverse(self.states, self.weights, self.certificate, **options)
-
+        rtol = rtol_of_single_precision(self.certificate.bound_max)
+        known = self.states, self.weights, self.certificate
+        inverse = partial(stack.inverse, *known, throw=False)
         return in_turns(
             {
                 "forward": lambda: stack(self.embedded, self.weights),
                 "inverse": inverse,
-                "inverse_coarse": lambda: inverse(**coarse),
+                "inverse_coarse": partial(inverse, rtol=rtol),
             }
         )
 
@@ -120,8 +116,7 @@ def round_trip(
     certificate: Certificate,
     *,
     dtype: torch.dtype = torch.float32,
-    atol: float | None = None,
-    max_steps: int = 500,
+    max_steps: int | None = None,
 ) -> RoundTrip:
     """Push a text up the stack, and bring it back down.
 
@@ -131,9 +126,7 @@ def round_trip(
         certificate: proven constants of that stack, for the solver and its error bounds; made anew
             if it is for another dtype.
         dtype: arithmetic of forward pass and iteration.
-        atol: error allowed per layer, on top of the relative one that follows dtype and constant;
-            None allows none.
-        max_steps: iterations allowed per layer.
+        max_steps: iterations allowed per layer, as in :func:`.invert_residual`.
     """
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
@@ -142,12 +135,9 @@ def round_trip(
         certificate = certify(stack, dtype=dtype)
     x, weights = model.embedding(tokens), stack.weights()
     z = stack(x, weights)
-    options: dict[str, Any] = {"max_steps": max_steps, "throw": False}
-    if atol is not None:
-        options["atol"] = atol
-    solution = stack.inverse(z, weights, certificate, **options)
+    solution = stack.inverse(z, weights, certificate, max_steps=max_steps, throw=False)
     decoded = model.embedding.nearest_tokens(solution.value)
-    return RoundTrip(model, weights, certificate, tokens, x, z, solution, decoded, options)
+    return RoundTrip(model, weights, certificate, tokens, x, z, solution, decoded)
 
 
 def in_turns(work: Mapping[str, Callable[[], Any]], turns: int = 3) -> dict[str, float]:

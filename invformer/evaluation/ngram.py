@@ -31,7 +31,7 @@ def witten_bell_nats(
     Args:
         train_tokens: the text that is counted.
         eval_tokens: the text that is predicted, in the same vocabulary, at least one token.
-        order: n, the length of the longest n-gram; order − 1 characters of context.
+        order: n ≥ 1, the length of the longest n-gram; order − 1 characters of context.
         vocab_size: V, the number of tokens, the unknown one included.
 
     Returns:
@@ -41,10 +41,6 @@ def witten_bell_nats(
         Witten & Bell 1991, "The zero-frequency problem", method C; interpolated as in Chen &
         Goodman 1999, §2.
     """
-    if order < 1:
-        raise ValueError(f"order {order} is not at least 1")
-    if len(eval_tokens) == 0:
-        raise ValueError("a text without characters has no mean")
     depth = min(order, len(eval_tokens), len(train_tokens))
     counts, places, contexts = [], [], [torch.zeros(len(eval_tokens), dtype=torch.int64)]
     for _ in range(depth):

@@ -58,10 +58,3 @@ def test_probabilities_sum_to_one_after_any_context(context: list[int], order: i
 
     total = sum(math.exp(nats(context) - nats([*context, x])) for x in range(VOCAB))
     assert total == pytest.approx(1, rel=1e-12)
-
-
-@pytest.mark.parametrize(("order", "text"), [(0, [1]), (3, [])])
-def test_nothing_to_do_is_refused(order: int, text: list[int]) -> None:
-    tokens = torch.tensor(text, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"order|characters"):
-        witten_bell_nats(random_text(9, 0), tokens, order, vocab_size=VOCAB)
