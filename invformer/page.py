@@ -103,7 +103,7 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         "<h2>How it was made</h2>",
         table(provenance(report)),
         "<h2>All numbers</h2>",
-        table(details(report, verbose=True)),
+        table(details(report)),
     ]
     return document(f"{report['checkpoint']} on {data['name']}, {data['split']}", parts)
 

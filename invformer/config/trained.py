@@ -58,7 +58,7 @@ class EvaluateConfig(Root):
     checkpoint: list[str] = field(
         metadata={"help": f"{CHECKPOINT['help']}; given again, they are compared", "again": True}
     )
-    verbose: bool = option(False, "print every number and norm, those that say little too")
+    verbose: bool = option(False, "print the branches in every norm that is measured")
     data: EvaluateDataConfig = section(EvaluateDataConfig)
     evaluate: MeasureConfig = section(MeasureConfig)
 

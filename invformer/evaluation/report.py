@@ -37,12 +37,11 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
 
     Args:
         report: as :func:`.evaluate.evaluate` returns it.
-        verbose: also print numbers that say nothing, such as a bound of 10⁶ on an error, and the
-            branches in the Frobenius norm.
+        verbose: also print the branches in every further norm.
     """
     data = report["data"]
     print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
-    blocks = [columns(headlines(report)), columns(details(report, verbose))]
+    blocks = [columns(headlines(report)), columns(details(report))]
     norms = list(report["local_lipschitz"].items())
     for norm, rows in norms if verbose else norms[:1]:
         blocks.append([f"  {norm:<24}   estimate ≤ local bound ≤      bound"])
@@ -104,7 +103,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [*lines, ("characters per second", ", ".join(rates))]
 
 
-def details(report: Mapping[str, Any], verbose: bool = False) -> list[tuple[str, str]]:
+def details(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The numbers behind the headlines."""
     context, certificate, inversion = (report[k] for k in ("context", "certificate", "inversion"))
     scored, size = report["num_characters"], report["data"]["split_characters"]
@@ -117,12 +116,11 @@ def details(report: Mapping[str, Any], verbose: bool = False) -> list[tuple[str,
     ]
     if certificate is not None and certificate["total"] is not None:
         why = "a product over all branches and scalings"
-        total = informative(certificate["total"], 1e4, why, verbose)
-        lines.append(("bound on the whole stack", total))
+        lines.append(("bound on the whole stack", informative(certificate["total"], 1e4, why)))
     if inversion is not None:
         steps, margin = inversion["num_steps"].values(), inversion["decoding_margin"]
         why = f"larger than {margin:.2g}, half the distance of two symbols"
-        bound = informative(inversion["error_bound"], margin, why, verbose)
+        bound = informative(inversion["error_bound"], margin, why)
         times = [inversion[f"seconds_{k}"] for k in ("inverse", "inverse_coarse")]
         whole, coarse = (t / inversion["seconds_forward"] for t in times)
         lines += [
@@ -244,12 +242,9 @@ def worst_constants(report: Mapping[str, Any]) -> dict[str, float]:
     return {key: max(values) for key, values in known.items() if values}
 
 
-def informative(value: float, limit: float, why: str, verbose: bool) -> str:
-    """A number, or the reason why it says nothing."""
-    if value < limit:
-        return f"{value:.2e}"
-    number = f"{value:.2e}, " if verbose and math.isfinite(value) else ""
-    return f"{number}not informative: {why}"
+def informative(value: float, limit: float, why: str) -> str:
+    """A number and, from a limit on, the reason why it says nothing."""
+    return f"{value:.2e}" if value < limit else f"{value:.2e}, not informative: {why}"
 
 
 def proof(inversion: Mapping[str, Any]) -> str:
