@@ -1,7 +1,6 @@
 """Residual branches in enclosures of real numbers."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -61,8 +60,8 @@ class Branch:
         output: V, (inner, D).
     """
 
-    # What is done to the input first, token by token.
-    prepare: Callable[[Enclosure], Enclosure] | None = None
+    # Of the ball into which the input is mapped first, token by token.
+    input_radius: float | None = None
     num_reads = 1
 
     def __init__(self, reads: list[Tensor], output: Tensor) -> None:

@@ -1,6 +1,5 @@
 """The stack of a model in enclosures of real numbers: its rounding, bounded number by number."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -79,8 +78,7 @@ class Network:
                 factor, shift = inside
                 continue
             branch = enclosed_branch(name, layer.branch, length, weights[name].branch)
-            if layer.input_radius is not None:
-                branch.prepare = partial(into_ball, radius=layer.input_radius)
+            branch.input_radius = layer.input_radius
             branch.make_matrices(split)
             self.steps.append(Step(branch, *inside, writes))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].high])
@@ -148,14 +146,14 @@ class Step(View):
     ) -> None:
         super().__init__(factor, shift, writes)
         self.branch = branch
-        matrices = [] if branch.prepare is not None else branch.weights[:-1]
+        matrices = [] if branch.input_radius is not None else branch.weights[:-1]
         self.to_reads = [sizes_of(writes * factor.high, w.middle) for w in matrices]
 
     def read(self, x: Pair, errors: Tensor, count: int | None) -> list[Enclosure]:
         """(A x + B) W for the first W of the branch, or for all."""
-        matrices, prepare = self.branch.reads[:count], self.branch.prepare
-        if prepare is not None:
-            seen = prepare(self.state(x, errors))
+        matrices, radius = self.branch.reads[:count], self.branch.input_radius
+        if radius is not None:
+            seen = into_ball(self.state(x, errors), radius)
             return [matmul(seen, w) for w in matrices]
         u = affine(x, self.factor, self.shift)
         pairs = zip(matrices, self.to_reads, strict=False)

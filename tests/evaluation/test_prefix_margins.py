@@ -159,7 +159,8 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
         x = torch.randn(SEQ_LEN, 12, generator=generator)
         radius = (relative * torch.rand(x.shape, generator=generator)).float()
         branch, seen = step.branch, Enclosure(x, radius)
-        seen = seen if branch.prepare is None else branch.prepare(seen)
+        if branch.input_radius is not None:
+            seen = enclosure.into_ball(seen, branch.input_radius)
         z = [enclosure.matmul(seen, w) for w in branch.reads]
         inner, _ = branch.inner(z, torch.arange(SEQ_LEN), None)
         found = enclosure.matmul(inner, branch.output)
