@@ -68,7 +68,7 @@ class RoundTrip:
             "converged_fraction": converged.double().mean().item(),
             "characters_recovered": (self.decoded == self.tokens).double().mean().item(),
             "num_characters": self.tokens.numel(),
-            "dtype": str(self.states.dtype).removeprefix("torch."),
+            "dtype": self.certificate.dtype,
         }
 
     def proof(self) -> MarginEvidence:
@@ -131,7 +131,7 @@ def round_trip(
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
     stack = invertible_stack(model)
-    if certificate.dtype != str(dtype).removeprefix("torch."):
+    if getattr(torch, certificate.dtype) != dtype:
         certificate = certify(stack, dtype=dtype)
     x, weights = model.embedding(tokens), stack.weights()
     z = stack(x, weights)
