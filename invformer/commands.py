@@ -156,7 +156,7 @@ def invert(config: InvertConfig) -> None:
     """Encode a text or read its states, perturb them, and recover the text."""
     text = None if config.states else text_to_invert(config)
 
-    from invformer.evaluation.side_by_side import as_characters, perturb, print_side_by_side
+    from invformer.evaluation.recovered_text import as_characters, perturb, print_recovered
     from invformer.model import load, read_states, write_states
 
     model = load(config.checkpoint, config.device)
@@ -172,7 +172,7 @@ def invert(config: InvertConfig) -> None:
     is_bytes = model.vocabulary.is_bytes
     if is_bytes and text in (None, symbols):
         shown = as_characters(*shown)
-    print_side_by_side(shown[0] if text == symbols else text, *shown)
+    print_recovered(shown[0] if text == symbols else text, *shown)
     count, unit = len(symbols), "bytes" if is_bytes else "characters"
     if text is not None:
         right = [a == b for a, b in zip(text, symbols, strict=True)]

@@ -94,7 +94,7 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
             "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
             "<span class=wrong>wrong</span>. A character is proven if no text that differs in it, "
             "or in an earlier one, could have these states, rounding included.</p>",
-            *(side_by_side(**one) for one in inversion["texts"]),
+            *(marked_text(**one) for one in inversion["texts"]),
         ]
     sample = report["sample"]
     parts += [
@@ -200,7 +200,7 @@ def table(rows: Iterable[Row], header: Row = ()) -> str:
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
-def side_by_side(text: str, recovered: str, marks: str) -> str:
+def marked_text(text: str, recovered: str, marks: str) -> str:
     """A text, and the recovered one with every character marked."""
     coloured = "".join(
         f"<span class={CLASSES[mark]}>{shown(''.join(c for _, c in run))}</span>"

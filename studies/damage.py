@@ -31,7 +31,7 @@ from torch import Tensor
 
 from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
-from invformer.evaluation.side_by_side import perturb
+from invformer.evaluation.recovered_text import perturb
 from studies.report import (
     Figure,
     Finding,

@@ -23,7 +23,7 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
 )
-from invformer.evaluation.side_by_side import as_characters, perturb
+from invformer.evaluation.recovered_text import as_characters, perturb
 from invformer.training.fit import fit
 from tests import fake_hub
 from tests.small_runs import options, write_text

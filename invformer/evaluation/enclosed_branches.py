@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.nn.attention import L2Weights, merge_heads, side_by_side, split_heads
+from invformer.bounds.heads import side_by_side
+from invformer.nn.attention import L2Weights, merge_heads, split_heads
 from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.feed_forward import (
     ACTIVATIONS,

@@ -32,8 +32,8 @@ from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
+from invformer.evaluation.recovered_text import marks
 from invformer.evaluation.report import write_json
-from invformer.evaluation.side_by_side import marks
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint

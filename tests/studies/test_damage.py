@@ -7,7 +7,7 @@ import torch
 
 from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.evaluation.side_by_side import perturb
+from invformer.evaluation.recovered_text import perturb
 from invformer.model import TrainedModel
 from studies import damage
 from studies.damage import STUDY, Case

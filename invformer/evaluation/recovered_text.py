@@ -53,7 +53,7 @@ def as_characters(symbols: str, proven: tuple[bool, ...]) -> tuple[str, tuple[bo
     return text, tuple(all(proven[a:b]) for a, b in pairwise([0, *ends]))
 
 
-def print_side_by_side(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
+def print_recovered(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
     """Print original, recovered text and :func:`marks`, under one another."""
     rows = [("recovered", recovered), ("proven", marks(text or recovered, recovered, proven))]
     if text is not None:
