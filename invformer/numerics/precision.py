@@ -82,8 +82,3 @@ class Bits(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
         """One call for the batch."""
         return Bits.apply(*args), in_dims[0]
-
-
-def has_answer_at_hand(number: Tensor) -> bool:
-    """True if a number can be read without waiting for its device."""
-    return number.device.type == "cpu"

@@ -70,8 +70,8 @@ def norms_of_whole(norms: Tensor) -> Tensor:
     return squares.sqrt().to(norms)
 
 
-def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
-    """``clip_grads_with_norm_`` for parts of gradients, in place."""
+def clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+    """``clip_grads_with_norm_`` for gradients, or parts of them, that have this norm together."""
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -79,7 +79,7 @@ def clip_parts(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with checkpoints through the run's own IO.
 
-    The module shards its model in ``configure_model`` and has a method ``gather``.
+    The module shards its model in ``configure_model``.
 
     Args:
         num_processes: one per device.
@@ -115,7 +115,7 @@ class ShardedStrategy(ModelParallelStrategy):
         The module's own ``state_dict`` would take them apart, and forget an average in their place.
         """
         module: Any = self.lightning_module
-        module.gather()
+        gather(module)
         present = dict(module.named_parameters()) | dict(module.named_buffers())
         return {name: present[name].detach() for name in self.names}
 

@@ -16,16 +16,9 @@ from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.precision import at_least_single, has_answer_at_hand
+from invformer.numerics.precision import at_least_single
 from invformer.runs.collective import mean_of_processes
-from invformer.runs.sharding import (
-    clip_parts,
-    gather,
-    is_sharded,
-    local_part,
-    norms_of_whole,
-    shard,
-)
+from invformer.runs.sharding import clip, gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
 from invformer.training.rows import non_finite, record
@@ -85,9 +78,12 @@ class CharLanguageModel(L.LightningModule):
         if mesh is not None and not is_sharded(self.model):
             shard(self.model, self.model.stack.blocks, mesh["data_parallel"])
 
-    def gather(self) -> None:
-        """Whole weights in their places, where a step or a checkpoint has taken them apart."""
-        gather(self.model)
+    def refuses_at_once(self) -> bool:
+        """True if an update is looked at before it is made, False if a device would have to wait.
+
+        Then the device skips it. Updates of parts are looked at everywhere: none can be skipped.
+        """
+        return self.device.type == "cpu" or is_sharded(self.model)
 
     @property
     def step(self) -> int:
@@ -137,14 +133,13 @@ class CharLanguageModel(L.LightningModule):
         """Let only what is finite through, record the loss and the gradient's norm, clip it.
 
         Raises:
-            NonFiniteError: on the CPU, before the update; on a device it is skipped instead, and
-                :meth:`refuse_lost_update` raises later.
+            NonFiniteError: before the update if the module :meth:`refuses_at_once`; otherwise the
+                update is skipped, and :meth:`refuse_lost_update` raises later.
         """
-        sharded = is_sharded(self.model)
-        with_gradient = [p for p in self.model.parameters() if p.grad is not None]
-        gradients = [local_part(p.grad) for p in with_gradient if p.grad is not None]
-        nats = self.step_nats()
-        combine = norms_of_whole if sharded else None
+        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+        nats = mean_of_processes(torch.stack(self._losses).mean())  # what the update descends
+        self._losses.clear()
+        combine = norms_of_whole if is_sharded(self.model) else None
         norm = self.guard.inspect(self.trainer.global_step, nats, gradients, combine)
         record(
             self.trainer,
@@ -156,29 +151,13 @@ class CharLanguageModel(L.LightningModule):
                 **learning_rates(optimizer),
             },
         )
-        if sharded or has_answer_at_hand(norm):  # in parts, no update is skipped on the device
+        if self.refuses_at_once():
             self.refuse_lost_update()
         else:
             assert self.guard.lost is not None
             optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
-        limit = math.inf if self.grad_clip is None else self.grad_clip
-        if sharded:
-            clip_parts(gradients, limit, norm)
-        else:
-            torch.nn.utils.clip_grads_with_norm_(with_gradient, limit, norm, foreach=True)
-
-    def step_nats(self) -> Tensor:
-        """Mean nats per character of the whole step, whose batches all have as many; forgets them.
-
-        Over all batches of ``trainer.accumulate`` and all processes: what the update descends.
-        """
-        nats = torch.stack(self._losses).mean()
-        self._losses.clear()
-        return self.of_processes(nats)
-
-    def of_processes(self, value: Tensor) -> Tensor:
-        """The mean over all processes."""
-        return value if self.trainer.world_size == 1 else mean_of_processes(value)
+        if self.grad_clip is not None:
+            clip(gradients, self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:
         """Whether all updates so far were finite; waits for the device.
@@ -203,7 +182,7 @@ class CharLanguageModel(L.LightningModule):
         """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
         self.weights = None
-        self.gather()
+        gather(self.model)
         if self.average is not None:
             self.average.update(self.trainer.global_step)
         with self.watch:
@@ -213,7 +192,7 @@ class CharLanguageModel(L.LightningModule):
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
         self.watch = Stopwatch(self.device)
-        self.gather()
+        gather(self.model)
         refresh_normalisers(self.model)
         if self.average is not None:
             self.average.follow()
@@ -229,7 +208,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_train_end(self) -> None:
         """The average is what came of it."""
-        self.gather()
+        gather(self.model)
         set_sample_keys(self.model, None)
         self.swap_average()
 
@@ -255,7 +234,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Log bits per character of the whole split, in the row of the last step."""
-        nats, count = self.of_processes(self.scored)
+        nats, count = mean_of_processes(self.scored)
         bpc = nats / count / LN2
         if not math.isfinite(bpc.item()):
             raise non_finite(self.step, f"validation bits per character are {bpc.item()}")

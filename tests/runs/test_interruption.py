@@ -18,6 +18,7 @@ from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, 
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
 from invformer.runs.interruption import check_everywhere
+from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows
 from tests.small_runs import StopAt, options, write_text
 
@@ -87,7 +88,7 @@ def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at
 def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_not_finite(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(folder, stop_at=5)
     weight = run.module.model.head.weight
     weight.register_hook(lambda g: g / 0 if run.trainer.global_step == 5 else g)

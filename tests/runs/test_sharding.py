@@ -15,7 +15,7 @@ from invformer.config.schema import ModelConfig
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.runs.sharding import (
-    clip_parts,
+    clip,
     gather,
     in_parts,
     is_sharded,
@@ -96,7 +96,7 @@ def test_a_sharded_model_learns_and_is_certified_like_a_whole_one(
                 parts = [local_part(p.grad) for p in sharded.parameters()]
                 found = guard.inspect(step, loss.detach(), parts, norms_of_whole)
                 assert found.item() == pytest.approx(norm.item(), rel=1e-5)
-                clip_parts(parts, 0.5, found)
+                clip(parts, 0.5, found)
             optimiser.step()
             gather(model)
             refresh_normalisers(model)

@@ -98,7 +98,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
 def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+    monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     run = run_of(tmp_path, *CONTRACTIVE, f"optim={optimizer}", "monitor.enabled=false")
     break_gradient(run, NAN, "head.weight")
     before = watch(run, monkeypatch)
@@ -119,7 +119,7 @@ def test_the_skipping_itself_changes_no_bit(
         run = run_of(tmp_path / name, *CONTRACTIVE, "optim=muon", "trainer.max_steps=10")
         fit(run)
         weights.append(run.module.model.state_dict())
-        monkeypatch.setattr("invformer.training.module.has_answer_at_hand", lambda number: False)
+        monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     require_same(*weights)
 
 
