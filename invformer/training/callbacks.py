@@ -35,20 +35,13 @@ class Speed(L.Callback):
         self.characters = 0
         self.since = 0.0
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Start the clock with the first batch and after every pause."""
+    def on_train_batch_start(self, *_: Any, **__: Any) -> None:
+        """Start the clock with the first batch, and after every record."""
         if self.characters == 0:
             self.since = time.perf_counter()
 
     def on_train_batch_end(
-        self,
-        trainer: L.Trainer,
-        pl_module: L.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: L.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count, and record every few optimiser steps."""
         self.characters += batch[0].numel() * trainer.world_size
@@ -56,15 +49,15 @@ class Speed(L.Callback):
             self.record(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Stop the clock while the validation takes its time."""
+        """Record, so that the clock stands still until training goes on."""
         self.record(trainer)
 
     def record(self, trainer: L.Trainer) -> None:
-        """Record the rate since the clock was started, and restart it."""
+        """Record the rate since the clock was started."""
         if self.characters:
             rate = self.characters / (time.perf_counter() - self.since)
             record(trainer, trainer.global_step - 1, {"perf/characters_per_second": rate})
-        self.characters, self.since = 0, time.perf_counter()
+        self.characters = 0
 
 
 class CertificateKeeper(L.Callback):
