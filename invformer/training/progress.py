@@ -62,21 +62,21 @@ class Progress(L.Callback):
         if step == self.step:  # a batch of an optimiser step that is not complete
             return
         self.step = step
-        self.bar.set_description_str("  ".join([self.loss(), *self.validated()]), refresh=False)
+        self.bar.set_description_str(f"{self.loss()}  {self.validated()}", refresh=False)
         self.bar.update()
         is_due = step % max(1, last // LINES) == 0 and step % self.val_every and step < last
         if is_due and self.recent and not self.has_bar:
-            self.say([self.loss(), *self.pace()])
+            self.say(self.loss(), self.pace())
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Print what was validated."""
         self.row |= {key: float(value) for key, value in trainer.callback_metrics.items()}
-        proven = []
+        words = [self.loss(), self.validated()]
         if "lipschitz/certified" in self.row:
-            proven.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'], 4)} proven")
+            words.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'], 4)} proven")
         if "inverse/characters_recovered" in self.row:
-            proven.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
-        self.say([self.loss(), *self.validated(), *proven, *self.pace()])
+            words.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
+        self.say(*words, self.pace())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the bar away."""
@@ -93,33 +93,25 @@ class Progress(L.Callback):
         """Bits per character of the last steps."""
         return f"train {fmean(self.recent):.3f}" if self.recent else ""
 
-    def validated(self) -> list[str]:
+    def validated(self) -> str:
         """Bits per character of the last validation."""
-        return [f"val {self.row['val/bpc']:.3f}"] if "val/bpc" in self.row else []
+        return f"val {self.row['val/bpc']:.3f}" if "val/bpc" in self.row else ""
 
-    def pace(self) -> list[str]:
+    def pace(self) -> str:
         """Steps a second since training started or continued, and the time that is left."""
         rate = (self.step - self.first) / (time.perf_counter() - self.start)
         if rate == 0:  # a validation that an interrupted run makes up for
-            return []
-        left = [f"{duration((self.last - self.step) / rate)} left"] if self.step < self.last else []
-        return [f"{rate:.3g} steps/s", *left]
+            return ""
+        left = tqdm.format_interval((self.last - self.step) / rate)
+        return f"{rate:.3g} steps/s" + (f"  {left} left" if self.step < self.last else "")
 
-    def say(self, words: list[str]) -> None:
+    def say(self, *words: str) -> None:
         """One line about the present step, above the bar if there is one."""
-        line = "  ".join([f"step {self.step:>{len(str(self.last))}}/{self.last}", *words])
-        tqdm.write(line, file=sys.stdout)
+        step = f"step {self.step:>{len(str(self.last))}}/{self.last}"
+        tqdm.write("  ".join(filter(None, [step, *words])), file=sys.stdout)
         sys.stdout.flush()
 
 
 def percent(share: float) -> str:
     """A share rounded downwards: 100 % means all."""
     return f"{100 * downwards(share, 3):g} %"
-
-
-def duration(seconds: float) -> str:
-    """Such as 45s, 1m20s or 2h05m."""
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes >= 60:
-        return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
