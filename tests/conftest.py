@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("WANDB_SILENT", "true")
@@ -28,6 +29,16 @@ def _double_precision_and_a_fixed_seed() -> Iterator[None]:
 def single_precision() -> None:
     """The precision that the application runs in."""
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, single_precision: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the text of small runs, which draw no picture: it takes longer than they do."""
+    from tests.small_runs import write_text
+
+    monkeypatch.setattr("invformer.training.fit.plot_run", lambda _, path, *rest: path.touch())
+    write_text(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture(autouse=True)

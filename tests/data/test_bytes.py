@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 import invformer
 from invformer.assemble.model import evaluate_checkpoint
@@ -17,15 +16,8 @@ from tests.small_runs import TEXT, options
 GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr("invformer.training.fit.plot_run", lambda *_: None)
-    (tmp_path / "squares.txt").write_text(GREEK, encoding="utf-8")
-    return tmp_path
-
-
 def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
+    (folder / "squares.txt").write_text(GREEK, encoding="utf-8")
     words = ("data.vocabulary=bytes", "data.unknown=refuse", "trainer.max_steps=2")
     fit(build_run(load_config(options(folder, "a", *words, "trainer.sample_length=5"))))
     model = invformer.load(folder / "a", "cpu")

@@ -8,32 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-import invformer.training.fit as fit_module
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
 from invformer.runs.interruption import check_everywhere
+from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows
-from tests.small_runs import StopAt, options, write_text
+from tests.small_runs import StopAt, options
 
 BRANCH = "lipschitz_branches/block_00/attention"
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(fit_module, "plot_run", lambda *_: None)  # takes longer than the training
-    write_text(tmp_path)
-    return tmp_path
-
-
-def run_of(folder: Path, stop_at: int | None = None) -> fit_module.Run:
+def run_of(folder: Path, stop_at: int | None = None) -> Run:
     """Eight steps and two validations, with nothing flushed between these."""
     more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
     run = build_run(load_config(options(folder, "a", *more)))
@@ -63,7 +54,7 @@ def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_a
     exceed_bound(monkeypatch, at=1)
     run = run_of(folder, stop_at)
     with pytest.raises(CertificateViolation, match=f"step 1: {BRANCH}: estimate 99") as error:
-        fit_module.fit(run)
+        fit(run)
     assert error.value.exit_code == 6
     assert not run.directory.checkpoints.exists()
     evidence = json.loads((run.directory.path / "violation.json").read_text())
@@ -74,14 +65,14 @@ def test_a_violation_that_waits_for_its_flush_when_a_signal_comes_ends_the_run_a
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
 def test_two_signals_save_one_state_where_nothing_is_wrong(folder: Path, stop_at: int) -> None:
     with pytest.raises(Interrupted) as error:
-        fit_module.fit(run_of(folder, stop_at))
+        fit(run_of(folder, stop_at))
     assert error.value.exit_code == 143
     run = run_of(folder)
     assert run.resume is not None
     assert run.resume.step == stop_at + 1
     # Made before the fourth step's validation, it is of these weights and of no later ones.
     assert ("certificate" in run.resume.metadata) == (stop_at == 3)
-    fit_module.fit(run)
+    fit(run)
     assert run.trainer.global_step == 8
 
 
@@ -93,7 +84,7 @@ def test_an_update_that_was_skipped_before_a_signal_ends_the_run_as_one_that_is_
     weight = run.module.model.head.weight
     weight.register_hook(lambda g: g / 0 if run.trainer.global_step == 5 else g)
     with pytest.raises(NonFiniteError, match=r"step 5: the gradient of head\.weight"):
-        fit_module.fit(run)
+        fit(run)
     assert [path.name for path in run.directory.checkpoints.iterdir()] == ["step-00000004"]
 
 

@@ -16,7 +16,7 @@ from invformer.training.fit import fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
-from tests.small_runs import CONTRACTIVE, DROPOUT, options, write_text
+from tests.small_runs import CONTRACTIVE, DROPOUT, options
 
 BAD_STEP, LAST_SAVED = 9, 7
 NAN, INF = float("nan"), float("inf")
@@ -66,7 +66,6 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def run_of(folder: Path, *more: str) -> Run:
-    write_text(folder)
     return build_run(load_config(options(folder, "a", *more, model=())))
 
 
@@ -77,9 +76,9 @@ def run_of(folder: Path, *more: str) -> Run:
     ids=["contractive", "dot_product", "muon", "accumulate"],
 )
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], value: float
+    folder: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...], value: float
 ) -> None:
-    run = run_of(tmp_path, *more, "monitor.enabled=false")
+    run = run_of(folder, *more, "monitor.enabled=false")
     name = "head.weight"
     break_gradient(run, value, name)
     before = watch(run, monkeypatch)
@@ -96,10 +95,10 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
-    run = run_of(tmp_path, *CONTRACTIVE, f"optim={optimizer}", "monitor.enabled=false")
+    run = run_of(folder, *CONTRACTIVE, f"optim={optimizer}", "monitor.enabled=false")
     break_gradient(run, NAN, "head.weight")
     before = watch(run, monkeypatch)
     with pytest.raises(NonFiniteError, match=rf"step {BAD_STEP}: the gradient of head\.weight"):
@@ -110,13 +109,10 @@ def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_lat
     assert newest_step(run) == LAST_SAVED
 
 
-def test_the_skipping_itself_changes_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = []
     for name in ("at-once", "later"):
-        (tmp_path / name).mkdir()
-        run = run_of(tmp_path / name, *CONTRACTIVE, "optim=muon", "trainer.max_steps=10")
+        run = run_of(folder, *CONTRACTIVE, "optim=muon", "trainer.max_steps=10", f"run.name={name}")
         fit(run)
         weights.append(run.module.model.state_dict())
         monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
@@ -134,9 +130,9 @@ def newest_step(run: Run) -> int:
 
 
 def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = run_of(tmp_path, *DROPOUT, "trainer.accumulate=2", "monitor.enabled=false")
+    run = run_of(folder, *DROPOUT, "trainer.accumulate=2", "monitor.enabled=false")
     before = watch(run, monkeypatch)
     step = CharLanguageModel.training_step
 
@@ -214,8 +210,8 @@ def test_the_guards_norm_is_that_of_clipping_to_the_last_bit() -> None:
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True))
 
 
-def test_what_was_skipped_is_never_saved(tmp_path: Path) -> None:
-    run = run_of(tmp_path, *DROPOUT)
+def test_what_was_skipped_is_never_saved(folder: Path) -> None:
+    run = run_of(folder, *DROPOUT)
     refuse: Callable[[dict], None] = run.module.on_save_checkpoint
     inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))
     run.module._trainer = run.trainer

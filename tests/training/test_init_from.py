@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from invformer import commands
 from invformer.assemble.model import evaluate_checkpoint
@@ -13,22 +12,18 @@ from invformer.config.trained import EvaluateConfig
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
-from tests.small_runs import options, write_text
+from tests.small_runs import options
 
 OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def trained(folder: Path) -> Path:
     """A trained run "a", and another text in its characters."""
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr("invformer.training.fit.plot_run", lambda *_: None)
-    write_text(tmp_path)
-    fit(
-        build_run(load_config(options(tmp_path, "a", "model.d_ff=24", "model=contractive_bounded")))
-    )
-    (tmp_path / "other.txt").write_text(OTHER)
-    return tmp_path
+    words = options(folder, "a", "model.d_ff=24", "model=contractive_bounded")
+    fit(build_run(load_config(words)))
+    (folder / "other.txt").write_text(OTHER)
+    return folder
 
 
 def tuned(folder: Path, *more: str) -> Run:
@@ -41,33 +36,33 @@ def tuned(folder: Path, *more: str) -> Run:
 
 
 def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
-    folder: Path,
+    trained: Path,
 ) -> None:
-    run = tuned(folder, "optim.lr=1e-9")
+    run = tuned(trained, "optim.lr=1e-9")
     assert run.config.model.name == "contractive_bounded"
     assert run.config.model.d_ff == 24
     fit(run)
-    nats = [row["train/nats"] for row in read_rows(folder / "b" / "metrics.jsonl")]
-    learnt = [row["train/nats"] for row in read_rows(folder / "a" / "metrics.jsonl")]
+    nats = [row["train/nats"] for row in read_rows(trained / "b" / "metrics.jsonl")]
+    learnt = [row["train/nats"] for row in read_rows(trained / "a" / "metrics.jsonl")]
     assert max(nats) < min(learnt[:5])
-    again = tuned(folder, "optim.lr=1e-9", "trainer.max_steps=6")
+    again = tuned(trained, "optim.lr=1e-9", "trainer.max_steps=6")
     assert again.resume is not None
     fit(again)
     config = load_config(
-        [f"checkpoint={folder / 'b'}", "evaluate.lipschitz_sequences=0"], EvaluateConfig
+        [f"checkpoint={trained / 'b'}", "evaluate.lipschitz_sequences=0"], EvaluateConfig
     )
     report, _ = evaluate_checkpoint(config)
     assert report["data"]["same_as_training"]
 
 
 def test_a_text_that_the_vocabulary_does_not_cover_is_refused_by_its_characters(
-    folder: Path,
+    trained: Path,
 ) -> None:
-    (folder / "other.txt").write_text("Ωπ" + OTHER)
+    (trained / "other.txt").write_text("Ωπ" + OTHER)
     with pytest.raises(
         DataError, match=r"other.txt: the vocabulary of the model lacks 'Ω', 'π'; take"
     ):
-        tuned(folder)
+        tuned(trained)
 
 
 @pytest.mark.parametrize("word", ["model=l2", "model.d_ff=3", "data.seq_len=8"])

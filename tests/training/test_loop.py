@@ -19,22 +19,17 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.module import CharLanguageModel
 from tests.host_syncs import HostSyncs
-from tests.small_runs import losses
+from tests.small_runs import losses, options
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision")
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:
-    text = folder / "squares.txt"
-    text.write_text(TEXT)
-    return [
-        "data=text_file", f"data.path={text}", "data.seq_len=16", "data.batch_size=8",
-        "model.d_model=24", "model.num_layers=2", "model.num_heads=2", "trainer.max_steps=6",
-        "trainer.val_every=6", "trainer.progress=false", "trainer.sample_length=0",
-        "logger.name=none", "monitor.enabled=false", f"run.root={folder / 'runs'}",
-        f"run.name={name}", "trainer.num_threads=1", "trainer.precision=64-true", *more,
-    ]  # fmt: skip
+    (folder / "squares.txt").write_text(TEXT)
+    size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
+    steps = ("trainer.max_steps=6", "trainer.val_every=6", "trainer.precision=64-true")
+    return options(folder, name, *size, *steps, "monitor.enabled=false", *more)
 
 
 def fitted(folder: Path, name: str, *more: str) -> Run:

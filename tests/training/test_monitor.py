@@ -6,23 +6,15 @@ import lightning as L
 import pytest
 import torch
 
-import invformer.training.fit as fit_module
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
 from invformer.errors import CheckpointError
 from invformer.runs.run_log import read_rows
+from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
 from invformer.training.rows import Rows
 from invformer.training.stopwatch import Stopwatch
-from tests.small_runs import options, write_text
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    torch.set_default_dtype(torch.float32)
-    monkeypatch.setattr(fit_module, "plot_run", lambda *_: None)  # takes longer than the training
-    write_text(tmp_path)
-    return tmp_path
+from tests.small_runs import options
 
 
 def run_with(folder: Path, *more: str) -> Run:
@@ -52,7 +44,7 @@ def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bound
 ) -> None:
     size = ("model.d_model=24", "model.num_layers=2", "model.num_heads=2")
     run = run_with(folder, *model, *size)
-    fit_module.fit(run)
+    fit(run)
     invertible = run.module.model.is_invertible
     rows = rows_of(run)
     assert len(rows) == 12
@@ -77,14 +69,14 @@ def test_two_runs_and_one_that_is_continued_write_equal_rows(folder: Path) -> No
     parts = run_with(folder, "run.name=parts")
     parts.trainer.fit_loop.epoch_loop.max_steps = 6
     for run in (whole, again, parts):
-        fit_module.fit(run)
-    fit_module.fit(run_with(folder, "run.name=parts"))
+        fit(run)
+    fit(run_with(folder, "run.name=parts"))
     assert rows_of(whole) == rows_of(again) == rows_of(parts)
 
 
 def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
     run = run_with(folder, "monitor.every=4", "monitor.num_sequences=2", "monitor.length=16")
-    fit_module.fit(run)
+    fit(run)
     assert [row["step"] for row in rows_of(run) if "lipschitz/estimate" in row] == [0, 4, 5, 8, 11]
     (monitor,) = (c for c in run.trainer.callbacks if isinstance(c, LipschitzMonitor))
     assert monitor.inputs.shape == (2, 16)
