@@ -18,28 +18,14 @@ from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.files import SavedPath, files_below
 from invformer.errors import DataError
 from tests import fake_hub
+from tests.data.texts import corpus_at, whole, write
 from tests.fake_wandb import FakeServer
 
 TEXT = "".join(f"line {i}: naïve “text”\r\n" for i in range(100)) + "\n\nno newline at the end"
 
 
-def read(path: Path | SavedPath, name: CorpusName = "text_file", **options: Any) -> Corpus:
-    path = path if isinstance(path, SavedPath) else str(path)
-    return read_corpus(DataConfig(name=name, path=path, **options))
-
-
-def write(path: Path, text: str | bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    return path
-
-
 def texts(corpus: Corpus) -> list[str]:
     return [corpus.split(split) for split in SPLITS]
-
-
-def whole(corpus: Corpus) -> str:
-    return "".join(corpus.read(*SPLITS))
 
 
 # --- Python's own text ---------------------------------------------------------------------------
@@ -79,7 +65,7 @@ def test_python_stdlib_leaves_out_tests_and_what_differs_between_machines(tmp_pa
 
 def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: Path) -> None:
     text = "\ufeff" + TEXT
-    corpus = read(write(tmp_path / "a.txt", text), val_fraction=0.1, test_fraction=0.2)
+    corpus = corpus_at(write(tmp_path / "a.txt", text), val_fraction=0.1, test_fraction=0.2)
     assert whole(corpus) == text
     assert corpus.sizes["train"] == pytest.approx(0.7 * len(text), abs=1)
     assert corpus.sizes["test"] == pytest.approx(0.2 * len(text), abs=1)
@@ -90,13 +76,13 @@ def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: P
 def test_a_folder_or_a_pattern_is_its_files_in_sorted_order(tmp_path: Path) -> None:
     for name in ("b.txt", "a.txt", "c/d.txt", "c/e.md", "[1].md"):
         write(tmp_path / name, f"{name}\r\n")
-    assert whole(read(tmp_path)) == "a.txt\r\nb.txt\r\nc/d.txt\r\n"
-    assert whole(read(tmp_path / "?.txt")) == "a.txt\r\nb.txt\r\n"
-    assert whole(read(tmp_path / "**" / "*.md")) == "[1].md\r\nc/e.md\r\n"
-    assert whole(read(tmp_path / "[1].md")) == "[1].md\r\n"  # a name, not a pattern
+    assert whole(corpus_at(tmp_path)) == "a.txt\r\nb.txt\r\nc/d.txt\r\n"
+    assert whole(corpus_at(tmp_path / "?.txt")) == "a.txt\r\nb.txt\r\n"
+    assert whole(corpus_at(tmp_path / "**" / "*.md")) == "[1].md\r\nc/e.md\r\n"
+    assert whole(corpus_at(tmp_path / "[1].md")) == "[1].md\r\n"  # a name, not a pattern
     for path in (tmp_path / "*.rst", SavedPath(tmp_path / "*.md")):
         with pytest.raises(DataError, match="no such file or folder"):
-            read(path)
+            corpus_at(path)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +93,15 @@ def test_a_folder_or_a_pattern_is_its_files_in_sorted_order(tmp_path: Path) -> N
 def test_a_folder_with_splits_keeps_them(tmp_path: Path, names: tuple[str, ...]) -> None:
     for name in names:
         write(tmp_path / name, f"text of {name}\r\n")
-    assert texts(read(tmp_path, "wikitext2")) == [f"text of {name}\r\n" for name in names]
+    assert texts(corpus_at(tmp_path, "wikitext2")) == [f"text of {name}\r\n" for name in names]
 
 
 def test_a_missing_file_is_an_error_where_its_split_is_asked_for(tmp_path: Path) -> None:
     write(tmp_path / "train.txt", "some text to train on")
     with pytest.raises(DataError, match=r"train\.txt but no file for validation"):
-        read(tmp_path)
+        corpus_at(tmp_path)
     write(tmp_path / "valid.txt", "some more")
-    corpus = read(tmp_path)
+    corpus = corpus_at(tmp_path)
     with pytest.raises(DataError, match=r"no test text, only 21 \(train\), 9 \(val\), 0 \(test\)"):
         corpus.split("test")
 
@@ -124,7 +110,7 @@ def test_penn_treebank_words_become_characters_in_the_standard_way(tmp_path: Pat
     write(tmp_path / "ptb.train.txt", " the <unk> of N \n no it was n't \n")
     write(tmp_path / "ptb.valid.txt", " yes \n")
     write(tmp_path / "ptb.char.train.txt", "y e s")
-    corpus = read(tmp_path, "ptb")
+    corpus = corpus_at(tmp_path, "ptb")
     assert corpus.split("train") == "the_<unk>_of_N\nno_it_was_n't\n"
     assert corpus.split("val") == "yes\n"
 
@@ -134,7 +120,7 @@ def test_enwik8_is_read_as_bytes_from_an_archive_or_a_folder(tmp_path: Path) -> 
     with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
         archive.writestr("enwik8", content)
     for path in (tmp_path / "enwik8.zip", tmp_path):
-        corpus = read(path, "enwik8")
+        corpus = corpus_at(path, "enwik8")
         assert whole(corpus).encode("latin-1") == content
         assert corpus.unit == "bytes"
 
@@ -147,16 +133,16 @@ def test_the_hundred_million_benchmarks_have_their_customary_splits() -> None:
 
 def test_a_shortened_corpus_keeps_the_beginning_of_every_split(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", TEXT)
-    full, short = read(path), read(path, max_characters=200)
+    full, short = corpus_at(path), corpus_at(path, max_characters=200)
     for text, beginning in zip(texts(full), texts(short), strict=True):
         assert text.startswith(beginning)
         assert len(beginning) == 200 * len(text) // len(TEXT)
-    assert read(path, max_characters=10**9).sha256 == full.sha256
+    assert corpus_at(path, max_characters=10**9).sha256 == full.sha256
 
 
 def test_a_corpus_of_bytes_is_the_text_in_utf_8(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", TEXT)
-    corpus, plain = read(path, vocabulary="bytes"), read(path)
+    corpus, plain = corpus_at(path, vocabulary="bytes"), corpus_at(path)
     assert [text.encode("latin-1") for text in texts(corpus)] == [t.encode() for t in texts(plain)]
     assert corpus.unit == "bytes"
     assert corpus.sha256 != plain.sha256
@@ -164,10 +150,10 @@ def test_a_corpus_of_bytes_is_the_text_in_utf_8(tmp_path: Path) -> None:
 
 def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", TEXT)
-    corpus = read(path)
+    corpus = corpus_at(path)
     parts = (f"{s} {len(corpus.split(s))}\n{corpus.split(s)}" for s in SPLITS)
     assert hashlib.sha256("".join(parts).encode()).hexdigest() == corpus.sha256
-    assert read(path, val_fraction=0.06).sha256 != corpus.sha256
+    assert corpus_at(path, val_fraction=0.06).sha256 != corpus.sha256
 
 
 @pytest.mark.parametrize(
@@ -200,7 +186,7 @@ def test_a_path_that_holds_no_corpus_is_refused_in_one_line(
         archive.writestr("a", "a")
         archive.writestr("b", "b")
     with pytest.raises(DataError, match=match) as caught:
-        read(tmp_path / path, name, max_characters=1 if path == "one.txt" else None)
+        corpus_at(tmp_path / path, name, max_characters=1 if path == "one.txt" else None)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
 
@@ -258,7 +244,7 @@ def test_penn_treebank_is_the_same_from_the_hub_and_from_files(
     corpus = read_corpus(DataConfig(name="ptb"))
     for split, lines in sentences.items():
         write(tmp_path / f"{split}.txt", "".join(f" {line} \n" for line in lines))
-    assert read(tmp_path, "ptb").sha256 == corpus.sha256
+    assert corpus_at(tmp_path, "ptb").sha256 == corpus.sha256
 
 
 def test_wikitext_gets_its_blank_lines_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,10 +315,10 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_table_that_was_downloaded_by_hand_is_a_split(tables: Path) -> None:
-    assert read(tables, "tiny_shakespeare").split("val") == "text of validation\r\n" * 50
+    assert corpus_at(tables, "tiny_shakespeare").split("val") == "text of validation\r\n" * 50
     write(tables / "train-00000-of-00001.parquet", "no table")
     with pytest.raises(DataError, match=r"train-.*\.parquet: not a table of text"):
-        read(tables, "tiny_shakespeare")
+        corpus_at(tables, "tiny_shakespeare")
 
 
 def test_a_byte_that_changed_in_the_cache_is_noticed(

@@ -8,23 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from invformer.config.schema import DataConfig
 from invformer.data import files
-from invformer.data.corpora import read_corpus
-from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.files import SavedPath, files_below
 from invformer.errors import DataError
+from tests.data.texts import corpus_at, whole, write
 
 UNTYPED = "it was the checkpoint that named it; name the text yourself with data.path=PATH"
-
-
-def corpus_at(path: Path | str) -> Corpus:
-    path = str(path) if isinstance(path, Path) else path
-    return read_corpus(DataConfig(name="text_file", path=path))
-
-
-def read(path: Path | str) -> str:
-    return "".join(corpus_at(path).read(*SPLITS))
 
 
 def refusal(path: Path | str) -> str:
@@ -33,17 +22,6 @@ def refusal(path: Path | str) -> str:
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)
     return str(caught.value)
-
-
-def write(path: Path, text: str = "some text ") -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
-def pipe(path: Path) -> Path:
-    os.mkfifo(path)
-    return path
 
 
 def test_a_device_is_nobodys_text(tmp_path: Path) -> None:
@@ -67,10 +45,11 @@ def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> Non
 
 
 def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path: Path) -> None:
-    path = pipe(tmp_path / "text.txt")
+    path = tmp_path / "text.txt"
+    os.mkfifo(path)
     writer = threading.Thread(target=path.write_text, args=["from a pipe"])
     writer.start()
-    assert read(path) == "from a pipe"
+    assert whole(corpus_at(path)) == "from a pipe"
     writer.join()
     for other in (tmp_path, SavedPath(path), SavedPath(tmp_path)):
         assert "not a regular file" in refusal(other)
@@ -81,7 +60,7 @@ def test_what_a_checkpoint_names_is_bounded_all_together(
 ) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 25)
     (tmp_path / "link").symlink_to(write(tmp_path / "a.txt"))
-    assert read(SavedPath(tmp_path / "link")) == "some text "
+    assert whole(corpus_at(SavedPath(tmp_path / "link"))) == "some text "
     write(tmp_path / "b.txt")
     corpus_at(SavedPath(tmp_path))
     write(tmp_path / "c.txt")
@@ -95,7 +74,8 @@ def test_a_pipe_that_does_not_end_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MOST_OF_A_PIPE", 1 << 21)
-    path = pipe(tmp_path / "pipe")
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
 
     def write_for_ever() -> None:
         with suppress(BrokenPipeError), path.open("wb", buffering=0) as file:
@@ -128,7 +108,7 @@ def test_a_damaged_archive_is_refused_and_never_a_bug(tmp_path: Path, method: in
     for place in range(0, len(content), 3):
         path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
         with suppress(DataError):  # or the damage is to what nobody reads, such as a date
-            read(path)
+            whole(corpus_at(path))
 
 
 def test_what_macos_adds_to_an_archive_is_no_second_file(tmp_path: Path) -> None:
@@ -136,7 +116,7 @@ def test_what_macos_adds_to_an_archive_is_no_second_file(tmp_path: Path) -> None
         archive.writestr("folder/", "")
         archive.writestr("folder/a.txt", "the text")
         archive.writestr("__MACOSX/folder/._a.txt", "no text")
-    assert read(tmp_path / "a.zip") == "the text"
+    assert whole(corpus_at(tmp_path / "a.zip")) == "the text"
 
 
 def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path) -> None:

@@ -10,13 +10,11 @@ import torch
 
 from invformer.assemble.run import build_data
 from invformer.config import load_config
-from invformer.config.schema import DataConfig
 from invformer.data import tokens as module
-from invformer.data.corpora import read_corpus
-from invformer.data.corpus import Corpus
 from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
+from tests.data.texts import corpus_at, write
 from tests.zygote import ROOT
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
@@ -30,16 +28,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache/invformer/tokens"
 
 
-def write(path: Path, text: str = TEXT) -> Path:
-    path.write_text(text)
-    return path
-
-
-def corpus_at(path: Path, max_characters: int | None = None) -> Corpus:
-    config = DataConfig(name="text_file", path=str(path), max_characters=max_characters)
-    return read_corpus(config)
-
-
 @pytest.mark.parametrize("num_symbols", [26, 300])
 @pytest.mark.parametrize("max_characters", [None, 1000])
 def test_mapped_tokens_are_those_of_the_text(
@@ -47,7 +35,7 @@ def test_mapped_tokens_are_those_of_the_text(
 ) -> None:
     text = "".join(chr(100 + i) for i in range(num_symbols)) * 90
     path = write(tmp_path / "a.txt", text)
-    corpus = corpus_at(path, max_characters)
+    corpus = corpus_at(path, max_characters=max_characters)
     vocabulary = Vocabulary.from_text(corpus.read("train"))
     tokens = tokens_of(corpus, vocabulary, max_val_characters=17)
     for split in ("train", "test"):
@@ -61,7 +49,7 @@ def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_shor
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a.txt", "b.txt"):
-        corpus = corpus_at(write(tmp_path / name))
+        corpus = corpus_at(write(tmp_path / name, TEXT))
         vocabulary = Vocabulary.from_text(corpus.read("train"))
         whole = tokens_of(corpus, vocabulary)["all"].tolist()
         monkeypatch.setattr(module, "write_tokens", pytest.fail)
@@ -78,7 +66,7 @@ def test_one_text_is_encoded_once_whatever_its_name_and_again_if_it_was_cut_shor
 def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(
     cache: Path, tmp_path: Path
 ) -> None:
-    corpus = corpus_at(write(tmp_path / "a.txt"))
+    corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     assert corpus.sha256
     write(tmp_path / "a.txt", TEXT.replace("9", "8"))
     with pytest.raises(DataError, match="changed while it was read"):
@@ -90,7 +78,7 @@ def test_a_text_that_changes_while_it_is_encoded_leaves_no_file(
 
 
 def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> None:
-    corpus = corpus_at(write(tmp_path / "a.txt"))
+    corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
     write(tmp_path / "cache", "no folder")
     with pytest.raises(StorageError, match=r"cannot be written .* set XDG_CACHE_HOME") as error:
         tokens_of(corpus, Vocabulary.from_text(TEXT))
@@ -98,7 +86,7 @@ def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> 
 
 
 def test_the_validation_split_is_as_long_as_asked_for(tmp_path: Path) -> None:
-    words = ["data=text_file", f"data.path={write(tmp_path / 'a.txt')}", "data.seq_len=8"]
+    words = ["data=text_file", f"data.path={write(tmp_path / 'a.txt', TEXT)}", "data.seq_len=8"]
     whole = build_data(load_config(words))
     data = build_data(load_config([*words, "data.max_val_characters=100"]))
     assert data.tokens("val").tolist() == whole.tokens("val")[:100].tolist()
