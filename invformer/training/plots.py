@@ -23,6 +23,13 @@ Constants = Mapping[str, float | None]
 
 SMOOTHED_SHARE = 0.02  # of the run: the mean of a noisy curve is over this share of its steps
 BARS = {"estimate": "0.2", "local_bound": "0.5", "bound": "0.8", "target": "white"}
+LEGEND = {
+    "loc": "lower left",
+    "bbox_to_anchor": (0, 1),
+    "ncols": 4,
+    "fontsize": 8,
+    "frameon": False,
+}
 
 
 def plot_run(
@@ -36,12 +43,11 @@ def read_curves(metrics: Path) -> dict[str, Series]:
     """Every metric as (steps, values), in the order of the steps; NaN for what is not finite."""
     curves: dict[str, Series] = {}
     for row in read_rows(metrics):
+        step = row.pop("step")
         for key, value in row.items():
-            if key != "step":
-                steps, values = curves.setdefault(key, ([], []))
-                steps.append(row["step"])
-                number = float(value)
-                values.append(number if math.isfinite(number) else math.nan)
+            steps, values = curves.setdefault(key, ([], []))
+            steps.append(step)
+            values.append(float(value) if math.isfinite(float(value)) else math.nan)
     return curves
 
 
@@ -122,7 +128,7 @@ def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
     axes.set_xticks(range(len(names)), names, rotation=90 if upright else 0, size=8)
     axes.set(ylabel="Lipschitz constant of each branch")
     if constants:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False)
+        axes.legend(**LEGEND)
 
 
 def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
@@ -134,7 +140,7 @@ def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
     axes.set(xlabel="optimiser step", ylabel="worst branch")
     axes.set_ylim(bottom=0)
     if axes.lines:
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, frameon=False)
+        axes.legend(**LEGEND)
 
 
 def in_words(curves: Mapping[str, Series], sample: str) -> str:
@@ -171,12 +177,9 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
 
 def empty_figure(width: float, height: float) -> "Figure":
     """A figure, in inches, that belongs to nobody's global state and needs no display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def as_png(figure: "Figure") -> bytes:
