@@ -15,6 +15,7 @@ from torch import Tensor
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
 from invformer.nn.certificate import Certificate, certify, enforce
+from invformer.numerics.precision import without_autocast
 from invformer.runs.collective import largest_of_processes
 from invformer.runs.files import replace_file
 from invformer.runs.saving import METADATA
@@ -99,7 +100,7 @@ class CertificateKeeper(L.Callback):
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the certificate beside the weights it is of, never beside later ones."""
+        """Save the certificate with the weights that it holds for, never with later ones."""
         if self.certificate is not None and self.certified_at == trainer.global_step:
             checkpoint.setdefault(METADATA, {})["certificate"] = self.certificate.to_dict()
 
@@ -107,12 +108,11 @@ class CertificateKeeper(L.Callback):
 class InversionMonitor(L.Callback):
     """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
 
-    The weights are those of the run. Under FSDP2, whose modules cannot be copied, it is in their
-    precision. Characters are proven by evaluate.py, which takes longer.
+    FSDP2's modules cannot be copied: there it inverts in the precision of the weights.
 
     Args:
         tokens: the text to invert, (sequences, N).
-        keeper: holds the certificate the error bounds rest on; None certifies anew.
+        keeper: has the certificate from which error bounds are computed; None certifies anew.
         decode: makes text of tokens, to show what was recovered.
     """
 
@@ -127,12 +127,12 @@ class InversionMonitor(L.Callback):
         self.decode = decode
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Push the text up, bring it down, record how well that went."""
+        """Record the errors of the recovered text, and show it."""
         assert isinstance(pl_module, CharLanguageModel)
         certificate = (self.keeper and self.keeper.certificate) or certify(pl_module.model)
         weight = next(pl_module.parameters())
         dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
-        with torch.autocast(pl_module.device.type, enabled=False):
+        with without_autocast(pl_module.device):
             tokens = self.tokens.to(pl_module.device)
             trip = round_trip(pl_module.model, tokens, certificate, dtype=dtype)
             found = trip.numbers()
@@ -152,7 +152,7 @@ class InversionMonitor(L.Callback):
 
 
 class Sample(L.Callback):
-    """Continues a text at every validation. Its random numbers are its own.
+    """Continues a text at every validation, with a random generator of its own.
 
     Args:
         prompt: tokens to continue.
@@ -168,7 +168,7 @@ class Sample(L.Callback):
         self.text = ""
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the text that the validated weights write."""
+        """Show a continuation by the weights that were validated."""
         assert isinstance(pl_module, CharLanguageModel)
         if trainer.is_global_zero or is_sharded(pl_module.model):
             self.text = self.generate(pl_module)
@@ -183,10 +183,10 @@ class Sample(L.Callback):
 
 
 class LastValidation(L.Callback):
-    """Validates, and so saves, after the last step, wherever that is between two validations.
+    """Validates, and so saves, after the last step, even if none is due.
 
     Args:
-        max_seconds: of training, after which a step is the last one for now; None is no limit.
+        max_seconds: of training, after which this process makes no further step; None is no limit.
     """
 
     def __init__(self, max_seconds: float | None = None) -> None:
@@ -198,7 +198,7 @@ class LastValidation(L.Callback):
         self.start = time.monotonic()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """Ask for the end, before which Lightning validates; at its own limit it does not."""
+        """Ask Lightning to stop, before which it validates. At ``max_steps`` alone it does not."""
         is_last = trainer.global_step >= trainer.max_steps
         if self.max_seconds is not None and is_step_boundary(trainer):
             is_over = time.monotonic() - self.start >= self.max_seconds

@@ -90,8 +90,8 @@ def fit(run: Run) -> None:
 def train(run: Run) -> None:
     """Run the training loop; a state that cannot be restored is a CheckpointError.
 
-    While the loop runs, and no longer, the module refreshes the normalisers once per step. If that
-    stayed on, another loop would train this model without constraints.
+    While the loop runs, the module computes the constants of normalised weights, and forward passes
+    do not. Left like that, another loop would train this model without constraints.
     """
     checkpoint = None if run.resume is None else run.resume.path.absolute()
     set_manual_refresh(run.module.model)

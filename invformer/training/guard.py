@@ -27,10 +27,9 @@ class Culprit(NamedTuple):
 class UpdateGuard:
     """Looks at loss and gradients after the backward pass and before the update.
 
-    On the CPU that costs nothing, and the run ends there and then. On a device, whoever asked would
-    have to wait for it at every step. There the verdict stays on the device: from the first bad
-    step on, :attr:`lost` is 1 and the optimiser leaves weights and state as they are, until
-    somebody who waits for the device anyway calls :meth:`culprit`.
+    The verdict stays on the device, for which nobody waits: from the first bad update on
+    :attr:`lost` is 1, and an optimiser that reads it leaves weights and memory as they are.
+    :meth:`culprit` waits, and says what was wrong.
 
     Attributes:
         lost: 1 from the first bad update on, 0 before, on the parameters' device.
@@ -53,7 +52,7 @@ class UpdateGuard:
             step: its optimiser step.
             loss: a scalar, the mean over the batches of the step.
             gradients: of all parameters.
-            combine: makes norms of whole gradients of those of parts, if these are parts.
+            combine: computes norms of whole gradients from norms of parts, if these are parts.
 
         Returns:
             The Euclidean norm of all gradients together.

@@ -18,6 +18,7 @@ from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
 from invformer.runs.collective import mean_of_processes
+from invformer.runs.saving import METADATA
 from invformer.runs.sharding import clip, gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
@@ -31,9 +32,9 @@ LN2 = math.log(2)
 class CharLanguageModel(L.LightningModule):
     """Minimises nats per character.
 
-    Constraints are refreshed once per optimiser step, right after it: whatever looks at the model
-    between two steps sees weights that are normalised as of now. That forward passes need not do it
-    as well is for the caller to say, see :func:`invformer.training.fit.train`.
+    Right after every optimiser step it computes the constants that normalise weights, so that
+    callbacks see a model that keeps its constraints. :func:`invformer.training.fit.train` therefore
+    turns off their computation in forward passes.
 
     Args:
         model: the language model.
@@ -67,7 +68,7 @@ class CharLanguageModel(L.LightningModule):
         self.scored: Tensor  # nats and number of the characters that a validation has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
-        self.weights: StackWeights | None = None  # of the present step, for whoever measures
+        self.weights: StackWeights | None = None  # of the present step, for the monitor
         self.watch = Stopwatch(torch.device("cpu"))
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
         self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
@@ -79,9 +80,10 @@ class CharLanguageModel(L.LightningModule):
             shard(self.model, self.model.stack.blocks, mesh["data_parallel"])
 
     def refuses_at_once(self) -> bool:
-        """True if an update is looked at before it is made, False if a device would have to wait.
+        """True if an update that is not finite raises before it is made.
 
-        Then the device skips it. Updates of parts are looked at everywhere: none can be skipped.
+        On a GPU the host would have to wait for the answer at every step, so the device skips the
+        update instead. Optimisers of sharded weights cannot skip one.
         """
         return self.device.type == "cpu" or is_sharded(self.model)
 
@@ -106,7 +108,7 @@ class CharLanguageModel(L.LightningModule):
         return loss
 
     def number_samples(self, count: int) -> None:
-        """Tell dropout which samples come: it is the same however many processes share a batch."""
+        """Number the samples, so that masks of dropout are the same for any number of processes."""
         trainer = self.trainer
         batch = trainer.global_step * trainer.accumulate_grad_batches + len(self._losses)
         first = (batch * trainer.world_size + trainer.global_rank) * count
@@ -160,7 +162,7 @@ class CharLanguageModel(L.LightningModule):
             clip(gradients, self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:
-        """Whether all updates so far were finite; waits for the device.
+        """Raise if an update so far was not finite; waits for the device.
 
         Raises:
             NonFiniteError: naming the step, its windows of the text, and what was not finite.
@@ -198,16 +200,16 @@ class CharLanguageModel(L.LightningModule):
             self.average.follow()
 
     def on_validation_model_eval(self) -> None:
-        """What is validated, and then certified and saved, is the average if there is one."""
+        """Validate, certify and save the average of the weights, if there is one."""
         self.swap_average()
         super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
-        """Back to the weights that learn."""
+        """Go back to the weights that learn."""
         self.swap_average()
 
     def on_train_end(self) -> None:
-        """The average is what came of it."""
+        """Leave whole weights behind, and the average if there is one."""
         gather(self.model)
         set_sample_keys(self.model, None)
         self.swap_average()
@@ -242,7 +244,7 @@ class CharLanguageModel(L.LightningModule):
         self.log_dict({"val/bpc": bpc, "val/nats": bpc * LN2, "step": step}, sync_dist=False)
 
     def configure_optimizers(self) -> Any:
-        """The optimiser, and its schedule, which moves every step."""
+        """The optimiser, and its schedule by optimiser steps."""
         optimizer = self.make_optimizer(self.model)
         if self.make_schedule is None:
             return optimizer
@@ -256,7 +258,7 @@ class CharLanguageModel(L.LightningModule):
             NonFiniteError: updates were skipped, so this is not the state it would claim to be.
         """
         self.refuse_lost_update()
-        checkpoint.setdefault("invformer", {}).update(self.metadata)
+        checkpoint.setdefault(METADATA, {}).update(self.metadata)
         if self.average is not None:
             self.average.put_into(checkpoint)
 

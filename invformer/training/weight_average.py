@@ -14,9 +14,9 @@ class WeightAverage:
     """w̄ ← w̄ + (1 − δ_t)(w − w̄) after every step, δ_t = min(δ, (t + 1)/(t + 10)).
 
     Early on δ_t is small, so that the average forgets the initialisation (as in TensorFlow's
-    ``ExponentialMovingAverage``). Buffers are not averaged: the constants that normalise weights
-    are a function of these. :meth:`swap` exchanges both sets of weights, so that whatever looks at
-    the model in between sees the average: validation, certificate, inversion.
+    ``ExponentialMovingAverage``). Buffers are not averaged: they are functions of the weights.
+    :meth:`swap` exchanges both sets of weights, so that validation, certificate and inversion are
+    of the average.
 
     Args:
         model: whose parameters are averaged; the average starts as they are.
@@ -40,7 +40,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Take in the weights after optimiser step ``step``, counted from zero."""
+        """Include the weights after optimiser step ``step``, counted from zero."""
         decay = min(self.decay, (step + 1) / (step + 10))
         for name, parameter in self.parameters.items():
             self.kept[name].lerp_(parameter, 1 - decay)
