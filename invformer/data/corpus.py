@@ -1,4 +1,4 @@
-"""A corpus: three texts that share nothing, read piece by piece so that no text is too long."""
+"""A corpus: three texts that share nothing, read in pieces, so that they need not fit in memory."""
 
 import hashlib
 from collections import deque
@@ -16,14 +16,14 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Texts to learn from, to choose by, and to report on; all but the first may be empty.
+    """Training, validation and test text.
 
     In a corpus of bytes the byte b is the character chr(b).
 
     Attributes:
         name: of the corpus.
         source: where the texts came from, in words.
-        pieces: training, validation and test text, one after the other, at every call anew.
+        pieces: begins to read the three texts, one after the other.
         sizes: characters of each.
         unit: what a character is.
     """

@@ -1,4 +1,4 @@
-"""A corpus as Lightning wants it: token windows for each split, and a place to resume at."""
+"""A corpus for Lightning: windows of tokens for each split, and where training continues."""
 
 import logging
 from typing import Any
@@ -24,10 +24,8 @@ log = logging.getLogger(__name__)
 class TextDataModule(L.LightningDataModule):
     """The splits of a corpus as batches of windows.
 
-    Its loaders are plain iterables of finished batches: Lightning wraps nothing around them, and no
-    iteration draws from the global random generator. The training loader never ends, a run is as
-    long as ``max_steps``. Each process gets its share of every batch and of the evaluation windows;
-    a run may continue with another number of processes.
+    The training loader never ends: a run is as long as ``max_steps``. Each process gets its share
+    of every batch and of the evaluation windows; a run may continue with another number of them.
 
     A checkpoint carries the number of the next training batch, derived from completed optimiser
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
@@ -91,12 +89,12 @@ class TextDataModule(L.LightningDataModule):
         return first_sequences(self.tokens(split), self.seq_len, num_sequences)
 
     def first_batch(self, num_batches: int = 1) -> Batch:
-        """So many batches as one, with which training starts, for initialisation."""
+        """The first training batches in one, for initialisation."""
         batch_size = num_batches * self.batch_size
         return TrainingWindows(self.tokens("train"), self.seq_len, batch_size, self.seed).batch(0)
 
     def windows_of(self, step: int) -> str:
-        """The windows that an optimiser step reads, as numbers in the endless training order."""
+        """Numbers of the windows that an optimiser step reads, in the endless training order."""
         assert self.trainer is not None
         accumulate = self.trainer.accumulate_grad_batches
         batch = self._first_batch() + (step - self._saved["global_step"]) * accumulate

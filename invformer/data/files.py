@@ -1,8 +1,8 @@
-"""Files of text: all of what somebody typed, little on a checkpoint's word, nothing without end.
+"""Files of text, read within limits. Every refusal is a DataError of one line.
 
-Whoever types a path means all of a file, or a pipe. A checkpoint may name regular files only, of so
-many bytes together: a pipe may never begin. Devices, which may never end, are nobody's text. Every
-refusal is a DataError of one line.
+A path that the user typed may name files of any size, or a pipe. A path that stood in a checkpoint
+may name regular files only, with a limit on their size: it may come from anywhere, and reading a
+pipe may never begin. Devices are refused, because reading one may never end.
 """
 
 import lzma
@@ -20,7 +20,7 @@ from invformer.errors import DataError
 
 MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)  # it is in memory as bytes, text and tokens at once
+MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)  # bytes, text and tokens are in memory together
 CHUNK = 1 << 20
 ARCHIVE_ERRORS = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError, OSError,
@@ -29,7 +29,7 @@ RESOURCE_FORKS = "__MACOSX/"  # what macOS puts beside the files of an archive
 
 
 class SavedPath(str):
-    """A path that nobody typed: it stood in a checkpoint, which may come from anywhere."""
+    """A path that nobody typed: it stood in a checkpoint."""
 
 
 def files_below(folder: Path, suffix: str, foreign: re.Pattern[str] | None = None) -> list[Path]:

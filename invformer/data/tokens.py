@@ -28,8 +28,8 @@ def tokens_of(
 ) -> dict[ScoredSplit, Tokens]:
     """The tokens of every split, uint8 or uint16, and of ``all``, one split after the other.
 
-    Many of them are written once to ``$XDG_CACHE_HOME/invformer/tokens`` (``~/.cache``). Everybody
-    who reads them shares the memory in which the operating system keeps the file.
+    Those of a long text are written once to ``$XDG_CACHE_HOME/invformer/tokens`` (``~/.cache``).
+    All processes share the memory in which the operating system keeps the file.
 
     Args:
         corpus: the text.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from invformer.data.tokens import Tokens
 
-LISTED_WINDOWS = 1 << 24  # of more windows no list is made that says their order
+LISTED_WINDOWS = 1 << 24  # the order of more windows is computed, not kept as a list
 SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
@@ -70,8 +70,8 @@ class TrainingWindows:
     character is a target twice, and each is left out with probability (n mod N) / n. About one
     window per epoch runs over the text's end into its beginning.
 
-    It is a plain iterable of finished batches and needs no ``DataLoader``: one would draw from the
-    global random generator each time it is iterated.
+    It takes the place of a ``DataLoader``, which would draw from the global random generator each
+    time it is iterated.
 
     Attributes:
         tokens: the text, n ≥ N tokens.
