@@ -8,7 +8,7 @@ the optimiser's memory.
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -70,7 +70,7 @@ def norms_of_whole(norms: Tensor) -> Tensor:
     return squares.sqrt().to(norms)
 
 
-def clip(gradients: Sequence[Tensor], limit: float, norm: Tensor) -> None:
+def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
     """``clip_grads_with_norm_`` for gradients, or parts of them, that have this norm together."""
     coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]

@@ -1,27 +1,11 @@
 """Nothing that is not finite ever reaches a weight or the optimiser's memory."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-
-
-class Culprit(NamedTuple):
-    """The first update that was not finite.
-
-    Attributes:
-        step: the optimiser step it would have been.
-        gradients: numbers of the parameters whose gradient is not finite; none if only the loss,
-            or only the norm over all parameters, is not.
-        loss: the loss.
-    """
-
-    step: int
-    gradients: list[int]
-    loss: float
 
 
 class UpdateGuard:
@@ -38,12 +22,13 @@ class UpdateGuard:
     def __init__(self) -> None:
         self.lost: Float[Tensor, ""] | None = None
         self._evidence: Tensor  # step, loss, norm of every gradient
+        self._names: list[str]  # of the parameters
 
     def inspect(
         self,
         step: int,
         loss: Tensor,
-        gradients: Sequence[Tensor],
+        gradients: Mapping[str, Tensor],
         combine: Callable[[Tensor], Tensor] | None = None,
     ) -> Float[Tensor, ""]:
         """Look at one update.
@@ -51,13 +36,13 @@ class UpdateGuard:
         Args:
             step: its optimiser step.
             loss: a scalar, the mean over the batches of the step.
-            gradients: of all parameters.
+            gradients: of all parameters, by their names.
             combine: computes norms of whole gradients from norms of parts, if these are parts.
 
         Returns:
             The Euclidean norm of all gradients together.
         """
-        each = torch._foreach_norm(list(gradients))  # pyright: ignore[reportPrivateImportUsage]
+        each = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]
         norms = torch.stack(each) if combine is None else combine(torch.stack(each))
         norm = torch.linalg.vector_norm(norms)
         bad = (~(norm + loss).isfinite()).to(norm)
@@ -65,14 +50,20 @@ class UpdateGuard:
         evidence = torch.cat([torch.stack([number, loss.double()]), norms.double()])
         if self.lost is None:
             self.lost, self._evidence = torch.zeros_like(bad), evidence
+            self._names = list(gradients)
         self._evidence = torch.where(self.lost.bool(), self._evidence, evidence)
         self.lost = torch.maximum(self.lost, bad)
         return norm
 
-    def culprit(self) -> Culprit | None:
-        """The first update that was not finite; waits for the device."""
+    def culprit(self) -> tuple[int, str] | None:
+        """Step of the first bad update and what was wrong with it; waits for the device."""
         if self.lost is None or not self.lost.item():
             return None
         step, loss, *norms = self._evidence.tolist()
-        gradients = [index for index, norm in enumerate(norms) if not math.isfinite(norm)]
-        return Culprit(int(step), gradients, loss)
+        pairs = zip(self._names, norms, strict=True)
+        parameters = [name for name, norm in pairs if not math.isfinite(norm)]
+        what = [] if math.isfinite(loss) else [f"the loss ({loss})"]
+        what += [f"the gradient of {name}" for name in parameters[:1]]
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        wrong = " and ".join(what) or "the norm of all gradients together"
+        return int(step), f"{wrong}{more} is not finite"

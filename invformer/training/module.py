@@ -138,7 +138,8 @@ class CharLanguageModel(L.LightningModule):
             NonFiniteError: before the update if the module :meth:`refuses_at_once`; otherwise the
                 update is skipped, and :meth:`refuse_lost_update` raises later.
         """
-        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
+        parameters = self.model.named_parameters()
+        gradients = {n: local_part(p.grad) for n, p in parameters if p.grad is not None}
         nats = mean_of_processes(torch.stack(self._losses).mean())  # what the update descends
         self._losses.clear()
         combine = norms_of_whole if is_sharded(self.model) else None
@@ -159,7 +160,7 @@ class CharLanguageModel(L.LightningModule):
             assert self.guard.lost is not None
             optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
         if self.grad_clip is not None:
-            clip(gradients, self.grad_clip, norm)
+            clip(gradients.values(), self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:
         """Raise if an update so far was not finite; waits for the device.
@@ -170,15 +171,10 @@ class CharLanguageModel(L.LightningModule):
         culprit = self.guard.culprit()
         if culprit is None:
             return
-        names = [n for n, p in self.model.named_parameters() if p.grad is not None]
-        what = [f"the loss ({culprit.loss})"] if not math.isfinite(culprit.loss) else []
-        what += [f"the gradient of {names[i]}" for i in culprit.gradients[:1]]
-        more = f" and {len(culprit.gradients) - 1} more" if len(culprit.gradients) > 1 else ""
-        text = " and ".join(what) or "the norm of all gradients together"
-        text = f"{text}{more} is not finite"
+        step, what = culprit
         data = getattr(self.trainer, "datamodule", None)
-        where = f" in windows {data.windows_of(culprit.step)}" if data is not None else ""
-        raise non_finite(culprit.step, f"{text}{where}; the update was not made")
+        where = f" in windows {data.windows_of(step)}" if data is not None else ""
+        raise non_finite(step, f"{what}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""

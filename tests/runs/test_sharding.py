@@ -93,10 +93,10 @@ def test_a_sharded_model_learns_and_is_certified_like_a_whole_one(
             if model is plain:
                 norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
             else:
-                parts = [local_part(p.grad) for p in sharded.parameters()]
+                parts = {n: local_part(p.grad) for n, p in sharded.named_parameters()}
                 found = guard.inspect(step, loss.detach(), parts, norms_of_whole)
                 assert found.item() == pytest.approx(norm.item(), rel=1e-5)
-                clip(parts, 0.5, found)
+                clip(parts.values(), 0.5, found)
             optimiser.step()
             gather(model)
             refresh_normalisers(model)
