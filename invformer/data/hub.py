@@ -7,6 +7,7 @@ from typing import Any
 
 from invformer.data.corpus import as_bytes
 from invformer.errors import DataError, StorageError
+from invformer.runs.contained import one_line
 from invformer.runs.files import replace_file
 
 TIMEOUT = 5.0  # seconds to wait for the Hub's first answer
@@ -104,8 +105,3 @@ def rows_to_text(name: str, rows: Iterable[Any]) -> str:
         return "".join(row["text"] or " \n" for row in rows)
     text = "".join(row["text"] for row in rows)
     return as_bytes(text) if name == "enwik8" else text
-
-
-def one_line(error: Exception) -> str:
-    """An exception as one short line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

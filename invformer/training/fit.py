@@ -17,6 +17,7 @@ from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
 from invformer.runs.console import printable
+from invformer.runs.contained import one_line
 from invformer.runs.exit import explained
 from invformer.runs.files import replace_file
 from invformer.runs.run_directory import RunDirectory
@@ -105,7 +106,7 @@ def train(run: Run) -> None:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if checkpoint is None or run.callback(Checkpoints).started or out_of_memory:
             raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
     finally:
         set_manual_refresh(run.module.model, manual=False)
