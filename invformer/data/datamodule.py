@@ -10,12 +10,7 @@ from torch import Tensor
 from invformer.data.corpus import Corpus, Split
 from invformer.data.tokens import Tokens, tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
-from invformer.data.windows import (
-    Batch,
-    EvaluationWindows,
-    TrainingWindows,
-    first_sequences,
-)
+from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, first_sequences
 from invformer.errors import ConfigurationError, DataError
 
 log = logging.getLogger(__name__)

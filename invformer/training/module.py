@@ -126,12 +126,7 @@ class CharLanguageModel(L.LightningModule):
         apart = not isinstance(stack, InvertibleStack) or stack.blocks_compute_weights()
         return None if apart else self.model.weights()
 
-    def configure_gradient_clipping(
-        self,
-        optimizer: Optimizer,
-        gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | None = None,
-    ) -> None:
+    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Let only what is finite through, record the loss and the gradient's norm, clip it.
 
         Raises:
@@ -144,16 +139,8 @@ class CharLanguageModel(L.LightningModule):
         self._losses.clear()
         combine = norms_of_whole if is_sharded(self.model) else None
         norm = self.guard.inspect(self.trainer.global_step, nats, gradients, combine)
-        record(
-            self.trainer,
-            self.trainer.global_step,
-            {
-                "train/nats": nats,
-                "train/bpc": nats / LN2,
-                "optim/grad_norm": norm,
-                **learning_rates(optimizer),
-            },
-        )
+        row = {"train/nats": nats, "train/bpc": nats / LN2, "optim/grad_norm": norm}
+        record(self.trainer, self.trainer.global_step, {**row, **learning_rates(optimizer)})
         if self.refuses_at_once():
             self.refuse_lost_update()
         else:

@@ -82,9 +82,7 @@ class Progress(L.Callback):
         """Take the bar away."""
         self.bar.close()
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any, **__: Any) -> None:
         """Take the bar away, if training has begun."""
         if hasattr(self, "bar"):
             self.bar.close()

@@ -8,10 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from invformer.data import windows
-from invformer.data.windows import (
-    EvaluationWindows,
-    TrainingWindows,
-)
+from invformer.data.windows import EvaluationWindows, TrainingWindows
 
 
 def positions_as_tokens(n: int) -> torch.Tensor:
