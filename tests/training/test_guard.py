@@ -12,6 +12,7 @@ from torch import Tensor
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
 from invformer.errors import NonFiniteError
+from invformer.runs.checkpoint import newest_checkpoint
 from invformer.training.fit import fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
@@ -69,6 +70,14 @@ def run_of(folder: Path, *more: str) -> Run:
     return build_run(load_config(options(folder, "a", *more, model=())))
 
 
+def newest_step(run: Run) -> int:
+    """The step of the last checkpoint in the run's folder."""
+    found, refused = newest_checkpoint(run.directory.checkpoints)
+    assert found is not None
+    assert not refused
+    return found.step
+
+
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize(
     "more",
@@ -117,16 +126,6 @@ def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch: pytest.Mo
         weights.append(run.module.model.state_dict())
         monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
     require_same(*weights)
-
-
-def newest_step(run: Run) -> int:
-    """The step of the last checkpoint in the run's folder."""
-    from invformer.runs.checkpoint import newest_checkpoint
-
-    found, refused = newest_checkpoint(run.directory.checkpoints)
-    assert found is not None
-    assert not refused
-    return found.step
 
 
 def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
