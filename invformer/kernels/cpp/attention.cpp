@@ -47,49 +47,56 @@ struct View {
   bool in_ball = false, late = false;
 };
 
-// 1/√(1 + ‖x‖²).
+// Rows of channels as they are seen, and 1/√(1 + ‖x‖²) of each in a ball.
 template <typename T>
-inline T shrinkage(const T* x, int64_t channels) {
-  T square = 1;
-  for (int64_t c = 0; c < channels; ++c) square += x[c] * x[c];
-  return 1 / std::sqrt(square);
-}
+struct Rows {
+  T *data, *shrinkage;
+  Rows(Sizes<T> size, Room<T>& room)
+      : data(room.take(size.rows())), shrinkage(room.take(size.keys)) {}
+  static int64_t room(Sizes<T> size) { return size.rows() + size.keys; }
+};
 
-// Rows of channels as they are seen, less `centre` if there is one, times `scale`.
+// The rows of x, less `centre` if there is one, times `scale`.
 template <typename T>
-void copy_rows(T* out, Matrix<const T> x, const T* centre, T scale, Sizes<T> size, View view) {
+void copy_rows(Rows<T> to, Matrix<const T> x, const T* centre, T scale, Sizes<T> size,
+               View view) {
+  T* out = to.data;
+  std::fill_n(out, size.rows(), T(0));
+  for (int64_t i = view.late; i < size.tokens; ++i)
+    std::copy_n(x.at(i - view.late), size.channels, out + i * size.width);
   for (int64_t i = 0; i < size.tokens; ++i, out += size.width) {
-    std::fill(out + size.channels, out + size.width, T(0));
-    if (view.late && i == 0) {
-      std::fill_n(out, size.channels, T(0));
-      continue;
-    }
-    const T* const x_i = x.at(i - view.late);
-    const T factor = view.in_ball ? scale * shrinkage(x_i, size.channels) : scale;
     if (centre)
-      for (int64_t c = 0; c < size.channels; ++c) out[c] = factor * (x_i[c] - centre[c]);
-    else
-      for (int64_t c = 0; c < size.channels; ++c) out[c] = factor * x_i[c];
+      for (int64_t c = 0; c < size.channels; ++c) out[c] -= centre[c];
+    T factor = scale;
+    if (view.in_ball) {
+      Vector<T> squares{};
+      for (int64_t c = 0; c < size.width; c += LANES<T>) squares += load(out + c) * load(out + c);
+      to.shrinkage[i] = 1 / std::sqrt(1 + sum<T>(squares));
+      factor *= to.shrinkage[i];
+    }
+    for (int64_t c = 0; c < size.width; c += LANES<T>) store(out + c, factor * load(out + c));
   }
 }
 
-// The way back: gradients of what is seen become those of x.
+// The way back: gradients g of what is seen, u times `scale`, become those of x.
 template <typename T>
-void write_rows(Matrix<T> dx, const T* rows, T scale, Sizes<T> size, View view,
-                Matrix<const T> x) {
-  if (view.late) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
-  for (int64_t i = view.late; i < size.tokens; ++i) {
-    const T *const g = rows + i * size.width, *const x_i = x.at(i - view.late);
-    T* const dx_i = dx.at(i - view.late);
-    T factor = scale, along = 0;
+void write_rows(Matrix<T> dx, T* g, Rows<T> u, T scale, Sizes<T> size, View view) {
+  for (int64_t i = 0; i < size.tokens; ++i) {
+    T *const g_i = g + i * size.width, factor = scale;
+    Vector<T> products{};
     if (view.in_ball) {
-      const T rho = shrinkage(x_i, size.channels);
-      for (int64_t c = 0; c < size.channels; ++c) along += x_i[c] * g[c];
-      factor *= rho, along *= rho * rho;
+      const T* const u_i = u.data + i * size.width;
+      for (int64_t c = 0; c < size.width; c += LANES<T>) products += load(u_i + c) * load(g_i + c);
+      const T along = sum<T>(products) / (scale * scale);
+      for (int64_t c = 0; c < size.width; c += LANES<T>)
+        store(g_i + c, load(g_i + c) - along * load(u_i + c));
+      factor *= u.shrinkage[i];
     }
-    for (int64_t c = 0; c < size.channels; ++c)
-      dx_i[c] = factor * (view.in_ball ? g[c] - x_i[c] * along : g[c]);
+    for (int64_t c = 0; c < size.width; c += LANES<T>) store(g_i + c, factor * load(g_i + c));
   }
+  for (int64_t i = view.late; i < size.tokens; ++i)
+    std::copy_n(g + i * size.width, size.channels, dx.at(i - view.late));
+  if (view.late) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
 }
 
 // The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
@@ -132,39 +139,43 @@ inline Vector<T> exponential(Vector<T> x) {
   return x < least ? Vector<T>{} : y * (Vector<T>)power;
 }
 
-// s_j += column_j + b(i − j) for all j ≤ i, with b(lag) at by_lag[−lag]; the largest of them.
+// 0, 1, 2, …
+template <typename T>
+inline typename Format<T>::Integers lane_numbers() {
+  typename Format<T>::Integers numbers{};
+  for (int lane = 0; lane < LANES<T>; ++lane) numbers[lane] = lane;
+  return numbers;
+}
+
+// s_j += column_j + b(i − j) for all j ≤ i, with b(lag) at by_lag[−lag], and −∞ for those that
+// follow in the same vector; the largest of them.
 template <typename T>
 inline T complete(T* s, const T* column, const T* by_lag, int64_t i) {
+  using Integer = typename Format<T>::Integer;
+  constexpr T INFINITE = std::numeric_limits<T>::infinity();
   const T* bias = by_lag - i;
-  Vector<T> most = Vector<T>{} - std::numeric_limits<T>::infinity();
-  int64_t j = 0;
-  for (; j + LANES<T> <= i + 1; j += LANES<T>) {
+  Vector<T> most = Vector<T>{} - INFINITE;
+  for (int64_t j = 0; j <= i; j += LANES<T>) {
     Vector<T> x = load(s + j) + load(bias + j);
     if (column) x += load(column + j);
+    x = lane_numbers<T>() <= Integer(i - j) ? x : Vector<T>{} - INFINITE;
     store(s + j, x);
     most = most > x ? most : x;
   }
-  T largest = -std::numeric_limits<T>::infinity();
-  for (int lane = 0; lane < LANES<T>; ++lane) largest = most[lane] > largest ? most[lane] : largest;
-  for (; j <= i; ++j) {
-    s[j] += bias[j] + (column ? column[j] : T(0));
-    largest = s[j] > largest ? s[j] : largest;
-  }
-  return largest;
+  return maximum<T>(most);
 }
 
 // s_j ← exp(s_j − shift) for j ≤ i, zero from there to `keys`; their sum.
 template <typename T>
 inline T exponentials(T* s, T shift, int64_t i, int64_t keys) {
-  int64_t seen = round_up(i + 1, LANES<T>);
-  for (int64_t j = i + 1; j < seen; ++j) s[j] = -std::numeric_limits<T>::infinity();
   Vector<T> total{};
-  for (int64_t j = 0; j < seen; j += LANES<T>) {
+  int64_t j = 0;
+  for (; j <= i; j += LANES<T>) {
     Vector<T> p = exponential<T>(load(s + j) - shift);
     store(s + j, p);
     total += p;
   }
-  for (int64_t j = seen; j < keys; j += LANES<T>) store(s + j, Vector<T>{});
+  for (; j < keys; j += LANES<T>) store(s + j, Vector<T>{});
   return sum<T>(total);
 }
 
@@ -172,15 +183,18 @@ inline T exponentials(T* s, T shift, int64_t i, int64_t keys) {
 template <typename T>
 struct Logits {
   Sizes<T> size;
-  T *keys, *queries, *panels, *columns, *lags;
+  Rows<T> keys, queries;
+  T *panels, *columns, *lags;
   const T* column = nullptr;
   const T* by_lag;  // b(lag) lies at by_lag[−lag]
 
-  static int64_t room(Sizes<T> size) { return 2 * size.rows() + size.panels() + 2 * size.keys; }
+  static int64_t room(Sizes<T> size) {
+    return 2 * Rows<T>::room(size) + size.panels() + 2 * size.keys;
+  }
   Logits(Sizes<T> size, Room<T>& room)
       : size(size),
-        keys(room.take(size.rows())),
-        queries(room.take(size.rows())),
+        keys(size, room),
+        queries(size, room),
         panels(room.take(size.panels())),
         columns(room.take(size.keys)),
         lags(room.take(size.keys)),
@@ -189,12 +203,12 @@ struct Logits {
   void set(Matrix<const T> q, Matrix<const T> k, const T* bias, bool l2, T scale, View of_keys) {
     copy_rows(keys, k, l2 ? k.data : nullptr, T(1), size, of_keys);
     copy_rows(queries, q, l2 ? q.data : nullptr, scale, size, {of_keys.in_ball, false});
-    copy_panels(panels, keys, size);
+    copy_panels(panels, keys.data, size);
     for (int64_t lag = 0; lag < size.tokens; ++lag) lags[size.tokens - 1 - lag] = bias[lag];
     if (!l2) return;
     column = columns;
     for (int64_t j = 0; j < size.tokens; ++j) {
-      const T* k_j = keys + j * size.width;
+      const T* k_j = keys.data + j * size.width;
       T square = 0;
       for (int64_t c = 0; c < size.channels; ++c) square += k_j[c] * k_j[c];
       columns[j] = -scale / 2 * square;
@@ -203,7 +217,7 @@ struct Logits {
 
   // s q_i·k_j of a block of queries.
   void products(Matrix<T> s, int64_t first, int64_t rows, int64_t visible) const {
-    multiply_panels(s, queries + first * size.width, panels, rows, visible, size);
+    multiply_panels(s, queries.data + first * size.width, panels, rows, visible, size);
   }
 };
 
@@ -236,14 +250,14 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
   const bool l2 = call.l2;
   const int64_t tokens = size.tokens, width = size.width;
   const Rooms<T> rooms(call.threads, Logits<T>::room(size) + size.logits() + 2 * BLOCK * width +
-                                         (l2 ? 0 : size.rows()));
+                                         (l2 ? 0 : Rows<T>::room(size)));
 #pragma omp parallel num_threads(call.threads)
   {
     auto room = rooms.of_this_thread();
     Logits<T> logits(size, room);
     const Matrix<T> p{room.take(size.logits()), size.row}, mean{room.take(BLOCK * width), width};
     T* const mass = room.take(BLOCK);
-    T* const values = l2 ? logits.keys : room.take(size.rows());
+    const Rows<T> values = l2 ? logits.keys : Rows<T>(size, room);
 #pragma omp for schedule(dynamic)
     for (int64_t pair = 0; pair < call.samples * call.heads; ++pair) {
       const int64_t b = pair / call.heads, h = pair % call.heads;
@@ -260,7 +274,7 @@ void forward(Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias
           mass[i - first] = exponentials(p_i, largest, i, visible);
           log_mass[pair * tokens + i] = largest + std::log(mass[i - first]);
         }
-        multiply<T>(mean, {p.data, p.row}, {values, width}, end - first, end, width, false);
+        multiply<T>(mean, {p.data, p.row}, {values.data, width}, end - first, end, width, false);
         for (int64_t i = first; i < end; ++i) {
           T *const y_i = of_y.at(i), *const mean_i = mean.at(i - first);
           const T share = 1 / mass[i - first];
@@ -280,7 +294,8 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
   const bool l2 = call.l2;
   const int64_t tokens = size.tokens, width = size.width, all = size.rows();
   const Rooms<T> rooms(call.threads, Logits<T>::room(size) + 2 * size.logits() + 2 * all +
-                                         3 * size.keys + (l2 ? 0 : 3 * all + size.panels()));
+                                         4 * size.keys +
+                                         (l2 ? 0 : 2 * all + Rows<T>::room(size) + size.panels()));
 #pragma omp parallel num_threads(call.threads)
   {
     auto room = rooms.of_this_thread();
@@ -288,14 +303,14 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
     const Matrix<T> p{room.take(size.logits()), size.row}, ds{room.take(size.logits()), size.row};
     T* const received = room.take(size.keys);    // Σ_i dS_ij
     T* const by_lag = room.take(2 * size.keys);  // the gradient of b(lag) at [tokens − 1 − lag]
-    T* const g = room.take(all);                 // dY
+    const Rows<T> g(size, room);                 // dY
     // Tied, all three gradients are one sum, and s k is at hand as the queries.
     T* const to_q = room.take(all);
     T* const to_k = l2 ? to_q : room.take(all);
     T* const to_v = l2 ? to_q : room.take(all);
-    T* const values = l2 ? nullptr : room.take(all);
+    const Rows<T> values = l2 ? logits.keys : Rows<T>(size, room);
     T* const panels = l2 ? logits.panels : room.take(size.panels());
-    const T* const keys = l2 ? logits.queries : logits.keys;
+    const T* const keys = (l2 ? logits.queries : logits.keys).data;
 #pragma omp for schedule(dynamic)
     for (int64_t pair = 0; pair < call.samples * call.heads; ++pair) {
       const int64_t b = pair / call.heads, h = pair % call.heads;
@@ -303,7 +318,7 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
       copy_rows<T>(g, dy.of(b, h), nullptr, T(1), size, {});
       if (!l2) {
         copy_rows<T>(values, v.of(b, h), nullptr, T(1), size, call.keys);
-        copy_panels(panels, values, size);
+        copy_panels(panels, values.data, size);
       }
       for (T* total : {to_q, to_k, to_v}) std::fill_n(total, all, T(0));
       std::fill_n(received, size.keys, T(0));
@@ -312,7 +327,7 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
         const int64_t end = std::min(first + BLOCK, tokens), visible = round_up(end, PANEL<T>);
         const int64_t rows = end - first, at = first * width;
         logits.products(p, first, rows, visible);
-        multiply_panels(ds, g + at, panels, rows, visible, size);
+        multiply_panels(ds, g.data + at, panels, rows, visible, size);
         for (int64_t i = first; i < end; ++i) {
           T *p_i = p.at(i - first), *ds_i = ds.at(i - first), *of_lag = by_lag + tokens - 1 - i;
           complete(p_i, logits.column, logits.by_lag, i);
@@ -330,24 +345,25 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
         }
         const Matrix<const T> p_t{p.data, 1, p.row}, ds_t{ds.data, 1, ds.row};
         multiply<T>({to_q + at, width}, {ds.data, ds.row}, {keys, width}, rows, end, width, true);
-        multiply<T>({to_k, width}, ds_t, {logits.queries + at, width}, end, rows, width, true);
-        multiply<T>({to_v, width}, p_t, {g + at, width}, end, rows, width, true);
+        multiply<T>({to_k, width}, ds_t, {logits.queries.data + at, width}, end, rows, width, true);
+        multiply<T>({to_v, width}, p_t, {g.data + at, width}, end, rows, width, true);
       }
       if (l2) {
         for (int64_t i = 0; i < tokens; ++i)
           for (int64_t c = 0; c < size.channels; ++c)
-            to_q[i * width + c] -= received[i] * logits.queries[i * width + c];
+            to_q[i * width + c] -= received[i] * logits.queries.data[i * width + c];
       } else {
-        write_rows(dk.of(b, h), to_k, T(1), size, call.keys, k.of(b, h));
-        write_rows(dv.of(b, h), to_v, T(1), size, call.keys, v.of(b, h));
+        write_rows(dk.of(b, h), to_k, logits.keys, T(1), size, call.keys);
+        write_rows(dv.of(b, h), to_v, values, T(1), size, call.keys);
       }
       const T scale = l2 ? T(1) : call.scale(h);
-      write_rows(dq.of(b, h), to_q, scale, size, {call.keys.in_ball, false}, q.of(b, h));
       if (dtemperature) {  // queries hold s q
-        T total = 0;
-        for (int64_t i = 0; i < all; ++i) total += logits.queries[i] * to_q[i];
-        dtemperature[pair] = total / scale;
+        Vector<T> total{};
+        for (int64_t i = 0; i < all; i += LANES<T>)
+          total += load(logits.queries.data + i) * load(to_q + i);
+        dtemperature[pair] = sum<T>(total) / scale;
       }
+      write_rows(dq.of(b, h), to_q, logits.queries, scale, size, {call.keys.in_ball, false});
       for (int64_t lag = 0; lag < tokens; ++lag)
         dbias[pair * tokens + lag] = by_lag[tokens - 1 - lag];
     }

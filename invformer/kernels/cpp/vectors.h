@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <limits>
 #include <new>
+#include <utility>
 
 namespace {
 
@@ -57,11 +58,29 @@ template <typename T>
 inline void store(T* at, Vector<T> x) {
   *reinterpret_cast<typename Format<T>::InMemory*>(at) = x;
 }
+// Every lane and the one that lies DISTANCE, a power of two, from it change places.
+template <typename T, int DISTANCE, size_t... LANE>
+inline Vector<T> swapped(Vector<T> x, std::index_sequence<LANE...>) {
+#if defined(__clang__)
+  return __builtin_shufflevector(x, x, (LANE ^ DISTANCE)...);
+#else
+  return __builtin_shuffle(x, typename Format<T>::Integers{(LANE ^ DISTANCE)...});
+#endif
+}
+// All lanes joined by an operation, in every lane.
+template <typename T, int DISTANCE = LANES<T> / 2, typename Join>
+inline Vector<T> joined(Vector<T> x, Join join) {
+  x = join(x, swapped<T, DISTANCE>(x, std::make_index_sequence<LANES<T>>()));
+  if constexpr (DISTANCE > 1) x = joined<T, DISTANCE / 2>(x, join);
+  return x;
+}
 template <typename T>
 inline T sum(Vector<T> x) {
-  T total = 0;
-  for (int lane = 0; lane < LANES<T>; ++lane) total += x[lane];
-  return total;
+  return joined<T>(x, [](Vector<T> a, Vector<T> b) { return a + b; })[0];
+}
+template <typename T>
+inline T maximum(Vector<T> x) {
+  return joined<T>(x, [](Vector<T> a, Vector<T> b) { return a > b ? a : b; })[0];
 }
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
