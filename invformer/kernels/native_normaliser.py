@@ -16,7 +16,7 @@ from invformer.kernels.native import pointer
 
 
 class _Weight(ctypes.Structure):
-    """A tall matrix (m, n), by its strides, and where its left vector goes."""
+    """A tall matrix (m, n), by its strides, and where its left vector or its like goes."""
 
     _fields_ = [
         ("data", ctypes.c_void_p),
@@ -67,7 +67,7 @@ def squarings(
     log_norms, rights = torch.empty(count, dtype=torch.float64), first.new_empty(count, n)
     lefts = [w.new_empty(len(w)) for w in weights]
     native.call(
-        "squarings", first.dtype, *_group(weights, [left.data_ptr() for left in lefts]),
+        "squarings", first.dtype, *group(weights, [left.data_ptr() for left in lefts]),
         ctypes.c_int(times), ctypes.c_int(rescale_every),
         pointer(log_norms), pointer(rights), native.threads_for(count),
     )  # fmt: skip
@@ -91,17 +91,17 @@ def krylov(
     coefficients = (first.new_empty(count, num_vectors) for _ in range(2))
     space = KrylovSpace(first.new_empty(count, num_vectors, n), *coefficients)
     native.call(
-        "krylov", first.dtype, *_group(weights, [0] * count), ctypes.c_int(num_vectors),
+        "krylov", first.dtype, *group(weights, [0] * count), ctypes.c_int(num_vectors),
         pointer(start), pointer(grams), pointer(log_scale), *map(pointer, space),
         native.threads_for(count),
     )  # fmt: skip
     return grams, log_scale, space
 
 
-def _group(
+def group(
     weights: Sequence[Tensor], lefts: Sequence[int]
 ) -> tuple[ctypes.Array, ctypes.c_int64, ctypes.c_int64]:
-    """As the compiled functions take them: matrices, how many, n."""
+    """Tall matrices of one n and a pointer for each, as compiled functions take them."""
     each = [
         _Weight(w.data_ptr(), len(w), *w.stride(), left)
         for w, left in zip(weights, lefts, strict=True)

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
+from invformer.kernels import native_orthogonal
 from invformer.runs.sharding import part_like, whole
 
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
@@ -101,7 +102,12 @@ def joins_columns(shape: torch.Size) -> bool:
 
 
 def orthogonalised_together(batches: list[Tensor]) -> list[Tensor]:
-    """0.2 √max(m, n) times :func:`orthogonalised` of every matrix, those of one shape at once."""
+    """0.2 √max(m, n) times :func:`orthogonalised` of every matrix, those of one shape at once.
+
+    In compiled code, if there is any, one matrix after the other.
+    """
+    if native_orthogonal.can_take(batches):
+        return native_orthogonal.orthogonalised(batches, QUINTIC, NUM_STEPS, UPDATE_RMS)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, batch in enumerate(batches):
         by_shape.setdefault(tuple(sorted(batch.shape[1:])), []).append(index)

@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from invformer.kernels import native
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.position_bias import RelativePositionBias
-from invformer.training.muon import Muon, as_matrices, as_parameter, orthogonalised
+from invformer.training.muon import (
+    UPDATE_RMS,
+    Muon,
+    as_matrices,
+    as_parameter,
+    orthogonalised,
+    orthogonalised_together,
+)
 from invformer.training.optimizers import build_optimizer
 
 
@@ -30,6 +38,18 @@ def test_singular_values_become_one_and_vectors_stay(shape: tuple[int, ...]) -> 
     strong = s > 0.02 * torch.linalg.matrix_norm(matrix)[..., None]
     assert (values[strong] > 0.68).all()
     assert (values < 1.21).all()
+
+
+@pytest.mark.skipif(not native.is_available(), reason="no C++ compiler")
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.float64, 1e-11)])
+def test_compiled_code_finds_the_same_directions(dtype: torch.dtype, close: float) -> None:
+    shapes = [(3, 40, 40), (1, 70, 33), (2, 33, 70), (1, 5, 40), (1, 40, 40)]
+    batches = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    batches[0] = batches[0].mT * torch.logspace(0, -4, 40, dtype=dtype)  # near singular
+    batches[-1].zero_()
+    for batch, found in zip(batches, orthogonalised_together(batches), strict=True):
+        expected = orthogonalised(batch.double()) * UPDATE_RMS * max(batch.shape[1:]) ** 0.5
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=close)
 
 
 def test_a_step_is_that_of_pytorch_up_to_its_bfloat16() -> None:

@@ -5,114 +5,9 @@
 // whatever way it lies in memory; it is scaled by a power of two, exactly, so that squares stay in
 // range.
 
-#include "vectors.h"
+#include "panels.h"
 
 namespace {
-
-// Rows of both factors of a product that are to stay in a first-level cache.
-constexpr int64_t DEPTH = 128;
-
-// W, whose entry (k, c) lies at data[k * row + c * column], one of which is 1, and where
-// its left vector goes.
-template <typename T>
-struct Weight {
-  const T* data;
-  int64_t rows, row, column;
-  T* left;
-};
-
-// A matrix as panels of PANEL columns, each with its rows one after the other; zeros beyond the
-// last.
-template <typename T>
-struct Panels {
-  T* data;
-  int64_t rows, columns;
-  T* panel(int64_t first_column) const { return data + first_column * rows; }
-  T& at(int64_t k, int64_t c) const {  // and the rest of its panel row after it
-    return panel(c / PANEL<T> * PANEL<T>)[k * PANEL<T> + c % PANEL<T>];
-  }
-  int64_t size() const { return rows * columns; }
-};
-
-// The largest |W_kc|, not a number where one of them is infinite or none.
-template <typename T>
-T largest_entry(Weight<T> w, int64_t n) {
-  Vector<T> most{}, least{}, zero{};
-  int64_t i = 0;
-  for (; i + LANES<T> <= w.rows * n; i += LANES<T>) {
-    const Vector<T> x = load(w.data + i);
-    most = most > x ? most : x;
-    least = least < x ? least : x;
-    zero += x * T(0);
-  }
-  T largest = 0, nothing = sum<T>(zero);
-  for (int lane = 0; lane < LANES<T>; ++lane)
-    largest = std::max({largest, most[lane], -least[lane]});
-  for (; i < w.rows * n; ++i) {
-    largest = std::max(largest, std::abs(w.data[i]));
-    nothing += w.data[i] * T(0);
-  }
-  return largest + nothing;
-}
-
-template <typename T>
-void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) {
-  for (int64_t first = 0; first < out.columns; first += PANEL<T>) {
-    T* const panel = out.panel(first);
-    const int64_t columns = std::clamp<int64_t>(n - first, 0, PANEL<T>);
-    if (columns < PANEL<T>) std::fill_n(panel, out.rows * PANEL<T>, T(0));
-    if (w.column == 1) {
-      for (int64_t k = 0; k < w.rows; ++k)
-        for (int64_t c = 0; c < columns; ++c)
-          panel[k * PANEL<T> + c] = scale * w.data[k * w.row + first + c];
-      continue;
-    }
-    for (int64_t begin = 0; begin < w.rows; begin += DEPTH)  // what is written stays at hand
-      for (int64_t c = 0; c < columns; ++c)
-        for (int64_t k = begin; k < std::min(begin + DEPTH, w.rows); ++k)
-          panel[k * PANEL<T> + c] = scale * w.data[k + (first + c) * w.column];
-  }
-}
-
-// out = AᵀA: the blocks on and below the diagonal, and their mirror images.
-template <typename T>
-void gram(Panels<T> out, Panels<T> a) {
-  constexpr int64_t P = PANEL<T>;
-  for (int64_t first = 0; first < a.rows; first += DEPTH) {
-    const int64_t depth = std::min(DEPTH, a.rows - first);
-    for (int64_t j = 0; j < a.columns; j += P)
-      for (int64_t i = j; i < a.columns; i += P)
-        multiply<T>({out.panel(j) + i * P, P}, {a.panel(i) + first * P, 1, P},
-                    {a.panel(j) + first * P, P}, P, depth, P, first > 0);
-  }
-  for (int64_t j = 0; j < a.columns; j += P)
-    for (int64_t i = j + P; i < a.columns; i += P)
-      for (int64_t r = 0; r < P; ++r)
-        for (int64_t c = 0; c < P; ++c)
-          out.panel(i)[(j + c) * P + r] = out.panel(j)[(i + r) * P + c];
-}
-
-template <typename T>
-double trace(Panels<T> m) {
-  double total = 0;
-  for (int64_t i = 0; i < m.columns; ++i) total += m.at(i, i);
-  return total;
-}
-
-template <typename T>
-double sum_of_squares(Panels<T> m) {
-  double total = 0;
-  for (int64_t at = 0; at < m.size(); at += PANEL<T>) {
-    const auto x = load(m.data + at), y = load(m.data + at + LANES<T>);
-    total += sum<T>(x * x + y * y);
-  }
-  return total;
-}
-
-template <typename T>
-void multiply_by(Panels<T> m, T factor) {
-  for (int64_t at = 0; at < m.size(); ++at) m.data[at] *= factor;
-}
 
 // out = M x for a row of panels: out_c = Σ_k M_kc x_k, M symmetric or not.
 template <typename T>
@@ -134,28 +29,6 @@ void to_unit(T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] = l > 0 ? T(x[i] / l) : T(0);
 }
 
-// The power of two that W is divided by; zero where W is, and no number where it is none.
-template <typename T>
-double scale_of(Weight<T> w, int64_t n) {
-  const T largest = largest_entry(w, n);
-  if (!(largest > 0)) return largest;
-  int exponent;
-  std::frexp(largest, &exponent);
-  // Neither it nor its inverse leaves the normal numbers.
-  using Limits = std::numeric_limits<T>;
-  return std::ldexp(1.0, std::clamp(exponent, Limits::min_exponent, Limits::max_exponent - 2));
-}
-
-// G = WᵀW/‖W‖_F² of a scaled copy of W; log ‖W‖_F.
-template <typename T>
-double gram_of_trace_one(Panels<T> g, Panels<T> copied, Weight<T> w, int64_t n, double scale) {
-  copy(copied, w, n, T(1 / scale));
-  gram(g, copied);
-  const double t = trace(g);
-  multiply_by(g, T(1 / t));
-  return std::log(scale) + std::log(t) / 2;
-}
-
 // λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F² (Wolkowicz & Styan
 // 1980), with what rounding may have cancelled.
 template <typename T>
@@ -165,19 +38,6 @@ double wolkowicz_styan(Panels<T> m, int64_t n) {
   const double variance = std::max(squares - r * mean * mean, 0.0) + lost;
   return mean + std::sqrt((r - 1) / r * variance);
 }
-
-template <typename T>
-struct Group {
-  const Weight<T>* weights;
-  int64_t count, n;
-  int threads;
-  int64_t columns() const { return round_up(n, PANEL<T>); }
-  int64_t most_rows() const {
-    int64_t most = 0;
-    for (int64_t i = 0; i < count; ++i) most = std::max(most, weights[i].rows);
-    return most;
-  }
-};
 
 // For every W the log of a bound on ‖W‖₂, by Gram matrices squared so many times, and unit vectors
 // v, a column of the last one, and W v/‖W v‖. Zero has −∞ and zeros; what is no number has none.
@@ -209,7 +69,7 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
         log_bound += std::ldexp(std::log(size), -step);
         multiply_by(g, T(1 / size));
       }
-      gram(other, g);
+      symmetric_product(other, g, g);
       std::swap(g, other);
     }
     log_bound += std::ldexp(std::log(std::max(wolkowicz_styan(g, n), tiny)), -times);
