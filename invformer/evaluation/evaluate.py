@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,7 +49,7 @@ TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
-MOSTLY = 0.5  # of a text may be unknown, no more
+MOSTLY = 0.5  # of another text may be unknown, no more
 
 
 def evaluate(
@@ -77,12 +78,7 @@ def evaluate(
     corpus = read_corpus(data)
     tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
     size = corpus.total if split == "all" else corpus.size(split)
-    unknown = unknown_rate(tokens)
-    if unknown > MOSTLY:
-        raise CheckpointError(
-            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
-            "vocabulary; name a text in the characters it was trained on"
-        )
+    refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
     if data.unknown == "refuse":
         vocabulary.require(corpus.read(*(SPLITS if split == "all" else (split,))), corpus.source)
     seq_len = trained.data.seq_len
@@ -97,8 +93,8 @@ def evaluate(
         raise DataError(f"data.split={split}: {len(tokens)} characters, nothing to score")
     certificate = certify_model(model, trained, checkpoint.path)
     windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
-    what = f"{len(tokens):,} characters of {corpus.name}, {split}"
-    print(f"{checkpoint.path}: evaluating {what}", flush=True)
+    print(f"{checkpoint.path}: evaluating {len(tokens):,} characters of {corpus.name}, {split}")
+    sys.stdout.flush()
     mixed = trained.trainer.precision == "bf16-mixed"  # as in training, and in the certificate
     with torch.autocast(device.type, torch.bfloat16, mixed):
         shown = tqdm(windows, "likelihood", unit=" batches", leave=False, disable=None)
@@ -138,7 +134,7 @@ def evaluate(
             "sha256": corpus.sha256,
             "same_as_training": own,
             "split_characters": size,
-            "unknown_rate": unknown,
+            "unknown_rate": unknown_rate(tokens),
         },
         "ngram": None if learnt is None else ngram_baseline(vocabulary, learnt, tokens),
         "certificate": None if certificate is None else certificate.to_dict(),
@@ -259,6 +255,28 @@ def certify_model(
         )
     log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess)
     return enforce(model, dtype)
+
+
+def refuse_other_vocabulary(
+    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor
+) -> None:
+    """Refuse a text of which a model knows less than half of the characters.
+
+    Raises:
+        CheckpointError: it does, or lacks a character of the text it was trained on.
+    """
+    if corpus.sha256 == checkpoint.metadata["data_sha256"]:
+        try:
+            vocabulary.require(corpus.read("train"), str(checkpoint.path))
+        except DataError:
+            raise CheckpointError(
+                f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
+            ) from None
+    elif unknown_rate(tokens) > MOSTLY:
+        raise CheckpointError(
+            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
+            "vocabulary; name a text in the characters it was trained on"
+        )
 
 
 def inverted(
