@@ -123,7 +123,7 @@ def send_at(place: str, count: int, number: int) -> None:
 
 def child(request: dict[str, Any]) -> int:
     """The run itself, in a process of its own."""
-    import train
+    from invformer.commands import COMMANDS, run
 
     for number, name in ((1, "stdout"), (2, "stderr")):
         file = os.open(f"{request['folder']}/{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -140,7 +140,7 @@ def child(request: dict[str, Any]) -> int:
         getattr(holder, name)()
     sys.argv = ["train.py", *request["arguments"]]
     try:
-        train.main()
+        run(*COMMANDS["train"])
     except SystemExit as end:
         return int(end.code or 0)
     finally:

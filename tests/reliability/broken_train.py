@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-import train
+from invformer.commands import COMMANDS, run
 from invformer.runs.ranks import is_rank
 from tests.small_runs import without_plots
 
@@ -44,7 +44,7 @@ def main() -> None:
         without_plots()
         if os.environ["RANK"] == "1":
             break_step(how)
-    train.main()
+    run(*COMMANDS["train"])
 
 
 if __name__ == "__main__":
