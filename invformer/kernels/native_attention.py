@@ -90,7 +90,8 @@ def native_ball_attention_backward(
     q, k, v = _parts(z, heads)
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
-    given = map(_heads, (_with_channels_together(dy), q, k, v))
+    dy = _with_channels_together(dy)  # has to live as long as the call
+    given = map(_heads, (dy, q, k, v))
     made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict), pointer(log_mass))
     to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
     _call("backward", q, *given, *made_of, *to, l2=False)
