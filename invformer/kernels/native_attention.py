@@ -90,8 +90,7 @@ def native_ball_attention_backward(
     q, k, v = _parts(z, heads)
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
-    dy = _with_channels_together(dy)  # has to live as long as the call
-    given = map(_heads, (dy, q, k, v))
+    given = map(_heads, (_with_channels_together(dy), q, k, v))
     made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict), pointer(log_mass))
     to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
     _call("backward", q, *given, *made_of, *to, l2=False)
@@ -117,7 +116,9 @@ def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Tensor]:
 
 
 def _heads(t: Tensor) -> _Heads:
-    return _Heads(t.data_ptr(), *t.stride()[:3])
+    heads = _Heads(t.data_ptr(), *t.stride()[:3])
+    heads.tensor = t  # a copy made for the call has to outlive it
+    return heads
 
 
 def _with_channels_together(t: Tensor) -> Tensor:

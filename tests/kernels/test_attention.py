@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -151,6 +152,32 @@ def test_custom_operators_keep_their_promises_to_torch() -> None:
             torch.rand(2, requires_grad=True),
         )
         torch.library.opcheck(native_ball_attention, (z, temperature, by_lag, True))
+
+
+@needs_compiler
+def test_compiled_attention_reads_its_copies_before_others_get_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = native.call
+
+    def with_new_memory(name: str, dtype: torch.dtype, *arguments: Any) -> None:
+        waste = [torch.full(shape, math.nan) for shape in [(2, 2, 40, 4), (2, 40, 24)] * 8]
+        original(name, dtype, *arguments)
+        del waste
+
+    q, k, v = (torch.randn(2, 2, 4, 40).mT.requires_grad_() for _ in range(3))
+    z, temperature = torch.randn(2, 40, 24, requires_grad=True), torch.rand(2, requires_grad=True)
+    bias = CausalMask(40).logit_bias(40)
+
+    def values_and_gradients() -> list[Tensor]:
+        plain, tied = attend(q, k, v, bias, "native"), attend_l2(q, bias, "native")
+        ball = attend_in_ball(z, temperature, bias, True, "native")
+        total = plain.sum() + tied.sum() + ball.sum()  # whose gradients are broadcast
+        return [plain, tied, ball, *torch.autograd.grad(total, [q, k, v, z, temperature])]
+
+    expected = values_and_gradients()
+    monkeypatch.setattr(native, "call", with_new_memory)
+    torch.testing.assert_close(values_and_gradients(), expected, rtol=0, atol=0)
 
 
 def test_weights_too_small_to_matter_are_zero_not_denormal() -> None:
