@@ -162,7 +162,10 @@ def read_stdlib(config: DataConfig) -> Corpus:
     packages: dict[str, str] = {}
     for file in files_below(root, ".py", FOREIGN):
         package = file.relative_to(root).parts[0]
-        packages[package] = packages.get(package, "") + decode_source(file.read_bytes())
+        try:
+            packages[package] = packages.get(package, "") + decode_source(file.read_bytes())
+        except (OSError, SyntaxError, UnicodeDecodeError) as error:
+            raise DataError(f"{file}: {error}") from None
     if not packages:
         raise DataError(f"{root}: no .py files; this Python hides its standard library")
     texts = deal(config, packages)

@@ -60,6 +60,19 @@ def test_python_stdlib_leaves_out_tests_and_what_differs_between_machines(tmp_pa
     assert names == ["json/__init__.py", "json/tool.py", "os.py"]
 
 
+def test_a_source_file_is_read_in_the_encoding_it_declares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corpora.sysconfig, "get_path", lambda _: str(tmp_path))
+    content = "# -*- coding: latin-1 -*-\ns = 'é'\n"
+    for name in "abc":  # a package for each split
+        write(tmp_path / f"{name}.py", content.encode("latin-1"))
+    assert "é" in whole(read_corpus(DataConfig(name="python_stdlib")))
+    write(tmp_path / "d.py", b"# coding: nonsense\n")
+    with pytest.raises(DataError, match=r"d\.py: .*encoding"):
+        read_corpus(DataConfig(name="python_stdlib"))
+
+
 # --- Local files ---------------------------------------------------------------------------------
 
 
