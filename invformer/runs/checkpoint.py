@@ -85,8 +85,10 @@ class Checkpoint:
     @property
     def evaluation(self) -> Path:
         """Where results belong: in the run's folder, or beside a checkpoint outside a run."""
-        resolved = self.path.resolve()  # a link to one checkpoint, or ``.``
-        for path in (self.path, resolved):  # ``checkpoints`` may be a link to another disk
+        resolved = self.path.resolve()
+        # The name that was typed says it if ``checkpoints`` is a link to another disk; ``.`` and a
+        # link to one checkpoint do not.
+        for path in [resolved] if self.path.is_symlink() else [self.path, resolved]:
             if path.parent.name == CHECKPOINTS:
                 return path.parent.parent / EVALUATION
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")

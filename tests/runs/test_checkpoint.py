@@ -265,7 +265,8 @@ def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path)
         ("run", "checkpoints/step-00000004"),
         ("run/checkpoints/step-00000004", "."),
         ("run/checkpoints", "../checkpoints/./step-00000004"),
-        (".", "link"),
+        ("elsewhere/checkpoints", "link"),
+        (".", "elsewhere/checkpoints/link"),
     ],
 )
 def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
@@ -273,7 +274,8 @@ def test_results_go_to_the_runs_folder_however_the_checkpoint_is_named(
 ) -> None:
     (tmp_path / "run").mkdir()
     saved = tmp_path / "run" / "checkpoints" / save(tmp_path / "run" / "checkpoints", 4)
-    (tmp_path / "link").symlink_to(saved)
+    (tmp_path / "elsewhere" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "checkpoints" / "link").symlink_to(saved)
     monkeypatch.chdir(tmp_path / stand)
     evaluation = open_checkpoint(Path(name)).evaluation
     assert evaluation.name == "evaluation.json"
