@@ -36,11 +36,16 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def sharded(model: nn.Module) -> list[FSDPModule]:
+    """The modules that :func:`shard` was applied to."""
+    modules = model.modules() if is_sharded(model) else ()
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
 def gather(model: nn.Module) -> None:
     """Put whole weights in their places, until the next backward pass; all processes take part."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
+    for module in sharded(model):
+        module.unshard()
 
 
 @contextmanager
@@ -48,9 +53,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Whole weights in their places, then parts again, which the optimiser needs."""
     gather(model)
     yield
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in sharded(model):
+        module.reshard()
 
 
 def whole(value: Any) -> Any:
