@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from invformer.config import from_dict
 from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import CheckpointError, ConfigurationError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.evaluate import evaluate
 from invformer.nn.attention import ContractiveL2Attention
@@ -149,13 +147,7 @@ def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
     Raises:
         CheckpointError: it is no valid configuration.
     """
-    try:
-        config = from_dict({**checkpoint.metadata["config"], "monitor": {}})
-    except ConfigurationError as error:
-        commit = checkpoint.metadata.get("commit")
-        raise CheckpointError(
-            f"{checkpoint.path}: its configuration is invalid ({error}); commit {commit} wrote it"
-        ) from None
+    config = checkpoint.configuration(monitor={})
     if config.data.path is None:
         return config
     return replace(config, data=replace(config.data, path=SavedPath(config.data.path)))

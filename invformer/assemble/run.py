@@ -65,7 +65,7 @@ def build_run(config: TrainConfig) -> Run:
     data = build_data(config, start)
     directory = directory_of(config)
     metadata = build_metadata(config, data)
-    resume = resume_point(directory, metadata)
+    resume = resume_point(directory, config, metadata)
     is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
     if is_first_process():
         named = replace(config, run=replace(config.run, name=directory.path.name))

@@ -21,7 +21,9 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from invformer.errors import CheckpointError, NonFiniteError, StorageError
+from invformer.config import from_dict
+from invformer.config.schema import TrainConfig
+from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
 from invformer.runs.encoding import (
     described,
     dump,
@@ -92,6 +94,23 @@ class Checkpoint:
             if path.parent.name == CHECKPOINTS:
                 return path.parent.parent / EVALUATION
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")
+
+    def configuration(self, **instead: Any) -> TrainConfig:
+        """The configuration it was trained with.
+
+        Args:
+            instead: sections in place of the saved ones.
+
+        Raises:
+            CheckpointError: it is none that this program knows.
+        """
+        try:
+            return from_dict({**self.metadata["config"], **instead})
+        except ConfigurationError as error:
+            commit = self.metadata.get("commit")
+            raise CheckpointError(
+                f"{self.path}: its configuration is invalid ({error}); commit {commit} wrote it"
+            ) from None
 
     def verify(self) -> None:
         """Compare every file with its hash; raises CheckpointError."""

@@ -6,7 +6,8 @@ compared with the one that this program would have at that step.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import lightning as L
@@ -14,8 +15,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from invformer.config import to_dict
 from invformer.config.schema import TrainConfig
+from invformer.config.section import options
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.run_directory import RunDirectory, is_begun, saved_configuration
@@ -35,13 +36,16 @@ DATA = "TextDataModule"  # Lightning's key for the sampler's position
 log = logging.getLogger(__name__)
 
 
-def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint | None:
+def resume_point(
+    run: RunDirectory, config: TrainConfig, metadata: Mapping[str, Any]
+) -> Checkpoint | None:
     """The checkpoint a run continues from: the newest that verifies; None where there is none.
 
     A damaged one is passed over with a warning.
 
     Args:
         run: its folder.
+        config: how it shall continue.
         metadata: what this run would write into its checkpoints.
 
     Raises:
@@ -51,8 +55,8 @@ def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint |
     newest, refused = newest_checkpoint(run.checkpoints)
     if newest is None and not is_begun(run.path):
         return None
-    before = saved_configuration(run.path) if newest is None else newest.metadata["config"]
-    if differing := differing_keys(before, metadata["config"]):
+    before = saved_configuration(run.path) if newest is None else newest.configuration()
+    if differing := differing_keys(before, config):
         raise CheckpointError(
             f"{run.path} was started with another configuration ({'; '.join(differing)}): "
             "choose another run.name, or repeat the old values to continue it"
@@ -61,7 +65,7 @@ def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint |
         return None
     for reason in refused:
         log.warning("%s; continuing from %s", reason, newest.path.name)
-    saved, asked = newest.metadata, metadata["config"]["trainer"]["max_steps"]
+    saved, asked = newest.metadata, config.trainer.max_steps
     if newest.step > asked:
         raise CheckpointError(
             f"{newest.path}: the run is at step {newest.step}, past trainer.max_steps={asked}: ask "
@@ -78,30 +82,14 @@ def resume_point(run: RunDirectory, metadata: Mapping[str, Any]) -> Checkpoint |
     return newest
 
 
-def differing_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences between two configurations that one run may not have, in words.
-
-    A key that did not exist when the run began counts with its default, which changes nothing.
-    """
-    new = dict(flatten(now))
-    old = {key: default for key, default in DEFAULTS.items() if key in new} | dict(flatten(before))
+def differing_keys(before: TrainConfig, now: TrainConfig) -> list[str]:
+    """Differences between two configurations that one run may not have, in words."""
+    values = [(k, attrgetter(k)(before), attrgetter(k)(now)) for k, _ in options(TrainConfig)]
     return [
-        f"{key} was {old.get(key)!r:.60}, now {new.get(key)!r:.60}"
-        for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
+        f"{key} was {old!r:.60}, now {new!r:.60}"
+        for key, old, new in values
+        if old != new and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
     ]
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a nested dict with their dotted keys."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
-
-
-DEFAULTS = dict(flatten(to_dict(TrainConfig())))
 
 
 def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:

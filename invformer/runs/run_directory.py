@@ -4,9 +4,8 @@ import itertools
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
-from invformer.config import load_config, to_dict
+from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
@@ -118,11 +117,11 @@ def fresh_folder(root: Path, default_name: str) -> Path:
     return path
 
 
-def saved_configuration(path: Path) -> dict[str, Any]:
+def saved_configuration(path: Path) -> TrainConfig:
     """The configuration a run was started with; raises CheckpointError if there is none."""
     try:
         read_regular(path / CONFIG)  # from a pipe there would be no end of reading
-        return to_dict(load_config([f"config={path / CONFIG}"]))
+        return load_config([f"config={path / CONFIG}"])
     except (OSError, ConfigurationError) as error:
         raise CheckpointError(
             f"{path} exists but holds no run that can be continued ({error}): "

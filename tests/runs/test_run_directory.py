@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from invformer.config import from_dict, to_dict, to_yaml
+from invformer.config import from_dict, to_yaml
 from invformer.errors import CheckpointError, StorageError
-from invformer.runs.resume import differing_keys, resume_point
+from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import open_run
 
 CONFIG = {"model": {"d_model": 96}, "optim": {"lr": 1e-3}, "run": {"resume": True}}
@@ -25,7 +25,7 @@ def begin(root: Path, config: dict = CONFIG) -> None:
 def continue_run(root: Path, config: dict, resume: bool = True) -> Path:
     """Its folder, which nothing refuses to continue in; no step was saved."""
     run = open_run(root, "a", "x", resume)
-    assert resume_point(run, {"config": to_dict(from_dict(config))}) is None
+    assert resume_point(run, from_dict(config), {}) is None
     return run.path
 
 
@@ -50,7 +50,6 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
     continue_run(tmp_path, default)
     with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
         continue_run(tmp_path, other)
-    assert differing_keys(CONFIG, to_dict(from_dict(CONFIG))) == []  # of a checkpoint
 
 
 def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: Path) -> None:
