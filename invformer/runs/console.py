@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-# The reader of a pipe is gone, the terminal is gone, the disk takes no more.
-LOST = (errno.EPIPE, errno.EIO)
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, the terminal
 CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Console(io.FileIO):
     """A descriptor that becomes the null device when it takes no more.
 
-    If the reason is a full disk, one line on standard error says so.
+    One line on standard error says why, unless its reader is gone.
 
     Args:
         descriptor: where to write; it stays open when this object is closed.
@@ -34,15 +32,13 @@ class Console(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in LOST + FULL:
-                raise
-            full = error.strerror if error.errno in FULL else None
+            why = None if error.errno in GONE else error.strerror
         # The descriptor itself changes, for whatever else writes to it: C libraries, children.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
-        if full and self.fileno() != 2:
-            print(f"standard output: {full}; what is printed from here on is lost", file=sys.stderr)
+        if why and self.fileno() != 2:
+            print(f"standard output: {why}; what is printed from here on is lost", file=sys.stderr)
         return super().write(data)
 
 

@@ -12,10 +12,10 @@ from invformer.errors import InvformerError, RankLost
 from invformer.runs.console import printable
 from invformer.runs.ranks import hear_to_stop, is_rank, tell_end
 
-# In the RuntimeErrors of allocators: PyTorch's on the CPU, the C++ library's, and CUDA's libraries.
+# In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
-    "DefaultCPUAllocator", "not enough memory", "can't allocate memory", "out of memory",
-    "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
+    "OutOfMemoryError", "DefaultCPUAllocator", "not enough memory", "can't allocate memory",
+    "out of memory", "bad_alloc", "ALLOC_FAILED", "Storage size calculation overflowed",
 )  # fmt: skip
 STORAGE = {
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM,
@@ -54,18 +54,15 @@ def explained(error: Exception) -> tuple[str, int]:
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, InvformerError):
         return str(error), error.exit_code
-    if (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY))
-    ):
+    of_torch = text if isinstance(error, RuntimeError) else ""
+    if isinstance(error, MemoryError) or any(words in of_torch for words in OUT_OF_MEMORY):
         return (
             "out of memory: lower data.batch_size or data.seq_len, or model.d_model if the model "
             "itself is too large; in an evaluation evaluate.batch_size, "
             f"evaluate.lipschitz_sequences or evaluate.inversion_sequences ({text:.160})",
             8,
         )
-    if is_rank() and isinstance(error, RuntimeError) and any(words in text for words in LOST):
+    if is_rank() and any(words in of_torch for words in LOST):
         return f"another process of the run is gone ({text:.160})", RankLost.exit_code
     if isinstance(error, OSError) and error.errno in STORAGE:
         return f"{error.filename or 'the run folder'}: {error.strerror}", 7
