@@ -38,7 +38,7 @@ def with_damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-@pytest.mark.parametrize("stem", ["{}", "{}.partial", ".partial-{}-{pid}"])
+@pytest.mark.parametrize("stem", ["{}", ".partial-{}-{pid}"])
 def test_nothing_is_written_through_a_link_in_a_run_folder(
     tmp_path: Path, name: str, stem: str
 ) -> None:
