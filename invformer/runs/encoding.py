@@ -13,7 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
-from torch import Tensor
+from torch import Tensor, contiguous_format
 
 from invformer.errors import CheckpointError
 
@@ -113,13 +113,11 @@ def unpack(plain: Any, tensors: Mapping[str, Tensor], where: str) -> Any:
 
 def to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     """A safetensors file, the same for the same tensors."""
-    return save({name: _alone(t) for name, t in tensors.items()})
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor on the host in memory that it shares with none, as safetensors wants it."""
-    host = tensor.detach().cpu().contiguous()
-    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+    copies = {  # on the host, in memory that no two of them share
+        name: tensor.detach().to("cpu", copy=True, memory_format=contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    return save(copies)
 
 
 def from_bytes(content: bytes, where: str) -> dict[str, Tensor]:

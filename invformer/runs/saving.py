@@ -189,8 +189,7 @@ class DirectoryCheckpointIO(CheckpointIO):
             if rank:
                 write_part(Path(path), files)
                 return
-            is_sharded = PART.format(0) in files
-            count = launcher_value("WORLD_SIZE", 1) if is_sharded else 1
+            count = launcher_value("WORLD_SIZE", 1) if PART.format(0) in files else 1
             write_directory(Path(path), files, [PART.format(n) for n in range(1, count)])
             try:
                 open_checkpoint(Path(path)).verify()
