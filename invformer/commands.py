@@ -17,7 +17,13 @@ from invformer import __version__
 from invformer.config import parse_or_exit
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, suggestion
-from invformer.config.trained import EvaluateConfig, ExportConfig, InvertConfig, SampleConfig
+from invformer.config.trained import (
+    HUB_NAME,
+    EvaluateConfig,
+    ExportConfig,
+    InvertConfig,
+    SampleConfig,
+)
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
 from invformer.runs.exit import guarded, stop_on_signals
@@ -51,8 +57,9 @@ def require_paths(config: Root) -> None:
         DataError: there is no such text.
     """
     named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
+    opens_hub = isinstance(config, SampleConfig | InvertConfig | ExportConfig)
     for checkpoint in [named] if isinstance(named, str) else named:
-        if is_missing(checkpoint):
+        if is_missing(checkpoint) and not (opens_hub and is_hub_name(checkpoint)):
             raise CheckpointError(
                 f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
             )
@@ -65,6 +72,11 @@ def is_missing(path: str) -> bool:
     """Whether nothing has this path or pattern, which is no address on the web."""
     here = os.path.expanduser(path)
     return "://" not in path and not os.path.lexists(here) and not glob.glob(here, recursive=True)
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path that is missing may be USER/NAME on the Hub: there is no folder USER."""
+    return HUB_NAME.fullmatch(path) is not None and not os.path.exists(os.path.dirname(path))
 
 
 def train(config: TrainConfig) -> None:

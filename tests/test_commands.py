@@ -134,6 +134,8 @@ def test_a_value_that_does_not_fit_is_named(
         *(([name, "chekpoint=a"], 2, "unknown key 'chekpoint'") for name in commands.COMMANDS),
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
         (["sample", "checkpoint=no"], 4, "no does not exist"),
+        (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
+        (["evaluate", "checkpoint=me/no"], 4, "me/no does not exist"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -218,8 +220,10 @@ def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> N
     program = (
         "import sys, torch, invformer; from invformer.commands import COMMANDS, run as main\n"
         "run, out = sys.argv[1:]; tokens = torch.arange(1, 9)[None]\n"
-        "try: main(*COMMANDS['export'], [f'checkpoint={run}', f'out={out}', 'hub=me/squares'])\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
+        "for name, *words in (('export', f'checkpoint={run}', f'out={out}', 'hub=me/squares'),\n"
+        "                     ('sample', 'checkpoint=me/squares', 'prompt=1', 'length=3')):\n"
+        "    try: main(*COMMANDS[name], words)\n"
+        "    except SystemExit as end: assert not end.code, end.code\n"
         "model, original = invformer.load('me/squares', 'cpu'), invformer.load(run, 'cpu')\n"
         "assert torch.equal(model.network(tokens), original.network(tokens))\n"
         "invformer.load('me/nothing')"
