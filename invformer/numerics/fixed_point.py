@@ -165,83 +165,116 @@ def invert_residual(
             f"lipschitz_bound must be in [0, 1), got {lipschitz_bound}: scale f down, or pass None "
             "and get no error bound"
         )
-    flat = y.detach().reshape(-1, *y.shape[-2:])
+    samples = y.detach().reshape(-1, *y.shape[-2:])
     exact = residual_map if evidence and y.dtype != torch.float64 else None
     measured_in = (y.dtype if exact is None else torch.float64) if evidence else None
     model = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
-    margin = 1.0 if lipschitz_bound is None else 1 - lipschitz_bound
-    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * model.relative) / margin
-    rtol = comfortable_rtol(least_rtol, 1 - margin) if rtol is None else rtol
+    c = lipschitz_bound or 0.0
+    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * model.relative) / (1 - c)
+    rtol = comfortable_rtol(least_rtol, c) if rtol is None else rtol
     global_bound = lipschitz_bound if kind == "global" else None
-    eq = _Equation(exact, model, norm, margin, global_bound, atol, rtol)
-    fx, length = f(flat), eq.size(flat)
-    if fx.shape != flat.shape or fx.dtype != y.dtype:
+    eq = _Equation(exact, model, norm, 1 - c, global_bound, atol, rtol)
+    fx, length = f(samples), eq.size(samples)
+    if fx.shape != samples.shape or fx.dtype != y.dtype:
         raise ValueError(
-            f"f maps {y.dtype} {tuple(flat.shape)} to {fx.dtype} {tuple(fx.shape)}: it must keep "
-            "dtype and shape"
+            f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
+            "it must keep dtype and shape"
         )
-    least = least_rtol * length + model.relative * inner_size / margin
-    status = torch.where(
-        atol + rtol * length < least, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING
-    )
-
-    # Rows iterate: samples, or single tokens if f is token-wise.
-    per_sample = y.shape[-2] if token_wise and norm != "frobenius" else 1
-    y_rows = flat.reshape(len(flat) * per_sample, -1, y.shape[-1])
-    length, status = (t.repeat_interleave(per_sample) for t in (length, status))
-    x, fx = y_rows, fx.reshape(y_rows.shape)
-    residual, num_steps = eq.size(fx), torch.zeros_like(status)
-    limit = num_steps + (eq.predicted_steps(residual, length) if max_steps is None else max_steps)
-    measured = torch.zeros(3, len(flat), dtype=torch.float64, device=y.device)
-    num_evaluations = torch.ones(len(flat), dtype=torch.long, device=y.device)
-    todo = torch.ones_like(num_evaluations, dtype=torch.bool)
-    while bool(todo.any()):
-        while bool((running := status == RUNNING).any()):
-            everything, index = bool(running.all()), running.nonzero().squeeze(-1)
-            rows = slice(None) if everything else index
-            fx_before = fx[rows]
-            x_next = y_rows[rows] - fx_before  # x ← y − f(x)
-            fx_next = f(x_next)
-            change = eq.size(fx_next - fx_before)  # ‖y − x − f(x)‖, as long as the next step
-            disproved = eq.disproves(residual[rows], change, x_next, fx_next)
-            x = x_next if everything else x.index_copy(0, index, x_next)
-            fx = fx_next if everything else fx.index_copy(0, index, fx_next)
-            residual[rows], length[rows] = change, eq.size(x_next)
-            num_steps[rows] += 1
-            longest = length.view(-1, per_sample).amax(1).repeat_interleave(per_sample)[rows]
-            verdict = status[rows]
-            for outcome, applies in (  # of several the last one counts
-                (InversionStatus.MAX_STEPS, num_steps[rows] >= limit[rows]),
-                (InversionStatus.CONVERGED, eq.within_tolerance(change, longest)),
-                (InversionStatus.NOT_CONTRACTIVE, disproved),
-                (InversionStatus.NONFINITE, ~(change + longest).isfinite()),
-            ):
-                verdict = verdict.masked_fill(applies, outcome)
-            status[rows] = verdict
-        some = slice(None) if bool(todo.all()) else todo
-        value, f_value = x.view_as(flat), fx.view_as(flat)
-        measured[:, some] = eq.measure(flat[some], value[some], f_value[some])
-        num_evaluations += todo & (exact is not None)
+    least = least_rtol * length + model.relative * inner_size / (1 - c)
+    hopeless = atol + rtol * length < least
+    tokens_apart = token_wise and norm != "frobenius"
+    rows = _Rows(f, eq, samples, fx, hopeless, tokens_apart, max_steps)
+    evidence_of = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
+    num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
+    unverified = torch.ones_like(num_measurements, dtype=torch.bool)
+    while bool(unverified.any()):
+        while bool((running := rows.status == RUNNING).any()):
+            rows.step(running)
+        x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
+        some = slice(None) if bool(unverified.all()) else unverified
+        evidence_of[:, some] = eq.measure(samples[some], x[some], fx[some])
+        num_measurements += unverified & (exact is not None)
         # A residual that is small in y's format may be larger in float64: such samples go on.
-        of_sample = status.view(len(flat), -1)
-        todo &= (of_sample == InversionStatus.CONVERGED).all(1)
-        todo &= ~eq.within_tolerance(measured[:2].sum(0), eq.size(value))
-        tired = (num_steps >= limit).view_as(of_sample).any(1)
-        of_sample[todo], of_sample[todo & tired] = RUNNING, InversionStatus.MAX_STEPS
-        todo &= ~tired
-    status, num_steps = (t.view(len(flat), -1).amax(1) for t in (status, num_steps))
+        residual, rounding, _ = evidence_of
+        unverified &= ~eq.within_tolerance(residual + rounding, eq.size(x))
+        unverified = rows.resume(unverified)
+    status, num_steps = rows.by_sample(rows.status), rows.by_sample(rows.num_steps)
     solution = FixedPointSolution(
-        value=x.reshape(y.shape),
-        residual=measured[0].reshape(y.shape[:-2]),
-        error_bound=eq.error_bound(measured.sum(0), status).reshape(y.shape[:-2]),
+        value=rows.x.reshape(y.shape),
+        residual=evidence_of[0].reshape(y.shape[:-2]),
+        error_bound=eq.error_bound(evidence_of.sum(0), status).reshape(y.shape[:-2]),
         num_steps=num_steps.reshape(y.shape[:-2]),
-        num_evaluations=(num_steps + num_evaluations).reshape(y.shape[:-2]),
+        num_evaluations=(num_steps + num_measurements).reshape(y.shape[:-2]),
         status=status.reshape(y.shape[:-2]),
         norm=norm,
     )
     if throw and not bool(solution.converged.all()):
         raise FixedPointError(solution)
     return solution
+
+
+class _Rows:
+    """What iterates by itself: a sample, or a single token of a token-wise f."""
+
+    def __init__(
+        self,
+        f: SequenceMap,
+        eq: "_Equation",
+        y: Tensor,
+        fy: Tensor,
+        hopeless: Tensor,
+        tokens_apart: bool,
+        max_steps: Tensor | int | None,
+    ) -> None:
+        """Start at x = y; ``hopeless`` says which samples no answer can satisfy."""
+        self.f, self.eq = f, eq
+        self.per_sample = y.shape[-2] if tokens_apart else 1
+        self.y = self.x = y.reshape(len(y) * self.per_sample, -1, y.shape[-1])
+        self.fx = fy.reshape(self.y.shape)
+        status = torch.where(hopeless, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
+        self.status = status.repeat_interleave(self.per_sample)
+        self.length = eq.size(y).repeat_interleave(self.per_sample)
+        self.residual, self.num_steps = eq.size(self.fx), torch.zeros_like(self.status)
+        if max_steps is None:
+            max_steps = eq.predicted_steps(self.residual, self.length)
+        self.limit = torch.zeros_like(self.status) + max_steps
+
+    def by_sample(self, rows: Tensor) -> Tensor:
+        """The largest entry of every sample's rows."""
+        return rows.view(-1, self.per_sample).amax(1)
+
+    def step(self, running: Tensor) -> None:
+        """x ← y − f(x) in the running rows, and their verdicts."""
+        everything, index = bool(running.all()), running.nonzero().squeeze(-1)
+        rows = slice(None) if everything else index
+        fx_before = self.fx[rows]
+        x = self.y[rows] - fx_before
+        fx = self.f(x)
+        residual = self.eq.size(fx - fx_before)  # ‖y − x − f(x)‖, as long as the next step
+        disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
+        self.x = x if everything else self.x.index_copy(0, index, x)
+        self.fx = fx if everything else self.fx.index_copy(0, index, fx)
+        self.residual[rows], self.length[rows] = residual, self.eq.size(x)
+        self.num_steps[rows] += 1
+        longest = self.by_sample(self.length).repeat_interleave(self.per_sample)[rows]
+        verdict = self.status[rows]
+        for outcome, applies in (  # of several the last one counts
+            (InversionStatus.MAX_STEPS, self.num_steps[rows] >= self.limit[rows]),
+            (InversionStatus.CONVERGED, self.eq.within_tolerance(residual, longest)),
+            (InversionStatus.NOT_CONTRACTIVE, disproved),
+            (InversionStatus.NONFINITE, ~(residual + longest).isfinite()),
+        ):
+            verdict = verdict.masked_fill(applies, outcome)
+        self.status[rows] = verdict
+
+    def resume(self, samples: Tensor) -> Tensor:
+        """Let converged samples go on, or say that their steps ran out; returns which go on."""
+        status = self.status.view(-1, self.per_sample)
+        samples = samples & (status == InversionStatus.CONVERGED).all(1)
+        out_of_steps = (self.num_steps >= self.limit).view_as(status).any(1)
+        status[samples & out_of_steps] = InversionStatus.MAX_STEPS
+        status[samples & ~out_of_steps] = RUNNING
+        return samples & ~out_of_steps
 
 
 @dataclass(frozen=True)
@@ -290,7 +323,8 @@ class _Equation:
         """‖y − x − f(x)‖ of every sample, its own rounding, and the rounding of y."""
         if self.model.measured is None:
             residual = self.size(y - x - fx)
-            return torch.stack([residual, residual * 0, residual * 0])
+            unknown = torch.zeros_like(residual)
+            return torch.stack([residual, unknown, unknown])
         value, gap = fx.double(), 0.0
         if self.exact is not None:
             value = self.exact(x.double())
