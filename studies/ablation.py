@@ -9,7 +9,6 @@ certificate, in the norm of the certificate.
 import difflib
 import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -19,7 +18,7 @@ import torch
 from invformer.config.section import option
 from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
 from studies.runs import call, validations, words_of_threads
-from studies.study import Study, StudyOptions, main
+from studies.study import Study, StudyOptions, program
 
 NO_ACTNORM = "model.activation_norm=false"
 METRIC = f"{NO_ACTNORM} model.diagonal_scaling=true"
@@ -198,4 +197,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -21,7 +21,6 @@ average it is more than ``LOOSE`` times the truth.
 """
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,20 +32,19 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, ModelConfig
+from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, VisibilityMask
-from invformer.nn.transformer import CharTransformer
 from studies import jasmin
 from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity
 from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, table
-from studies.study import Study, case_of, main
+from studies.study import Study, case_of, program
 from studies.training import (
     AdamOptions,
     ModelCase,
+    new_model,
     recorded_inputs,
     scores,
     text_fields,
@@ -155,7 +153,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """Build or train, then measure in float64."""
     if case.inputs != "text":
         return measure_layer(case, device)
-    model = build(case).to(device)
+    model = new_model(case, name=case.attention, certificate=None).to(device)
     if not train_by_adam(model, case, penalty_of(case)).finite:
         return Result(math.nan, [], math.nan, {})
     model = model.double().eval()
@@ -172,16 +170,6 @@ def joined(parts: Sequence[Comparison], nats: float) -> Result:
     truth = [value for part in parts for value in part.truth]
     bounds = {n: [value for part in parts for value in part.bounds[n]] for n in parts[0].bounds}
     return Result(nats, truth, max(part.residual for part in parts), bounds)
-
-
-def build(case: Case) -> CharTransformer:
-    """A fresh model, in float32."""
-    torch.manual_seed(case.seed)
-    config = ModelConfig(
-        name=case.attention, certificate=None, d_model=case.d_model, num_heads=case.num_heads,
-        num_layers=case.num_layers,
-    )  # fmt: skip
-    return build_model(config, text_of(case).vocab_size, case.seq_len).float()
 
 
 def penalty_of(case: Case) -> Callable[[Layer, Tensor], Tensor] | None:
@@ -396,4 +384,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -13,7 +13,6 @@ in place stays below the theorem's bound on the same tokens.
 """
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -27,7 +26,7 @@ from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
 from studies import kim
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
-from studies.study import Study, StudyOptions, main
+from studies.study import Study, StudyOptions, program
 
 Variant = Literal["dot_product", "dot_product_causal", "untied", "self_hidden", "without_a"]
 
@@ -215,4 +214,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -10,7 +10,6 @@ it gives back as many characters or more.
 """
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,7 +42,7 @@ from studies.report import (
 )
 from studies.runs import validations
 from studies.states import trained, windows
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, grid, program
 from studies.training import (
     TextCase,
     TextConfig,
@@ -123,11 +122,9 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """The run folders, then every kind at every depth."""
     text = text_fields(options.data, 64, options.num_windows)
-    small = [(kind, depth) for depth in options.depths for kind in options.kinds]
-    asked: list[tuple[str, int | None]] = [(folder, None) for folder in options.models]
     return [
-        case_of(Case, options, model=model, num_layers=depth, **text)
-        for model, depth in [*asked, *small]
+        *grid(Case, options, text, num_layers=[None], model=options.models),
+        *grid(Case, options, text, num_layers=options.depths, model=options.kinds),
     ]
 
 
@@ -249,4 +246,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

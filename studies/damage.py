@@ -19,7 +19,6 @@ characters, the few candidates recover as many, within 1 %.
 """
 
 import math
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,7 +44,7 @@ from studies.report import (
     table,
 )
 from studies.states import decode, margins, trained, whole_inverse, windows
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, case_of, program
 
 ALL = 0.99  # of the characters
 
@@ -232,4 +231,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

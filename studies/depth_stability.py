@@ -21,7 +21,6 @@ takes one large GPU for days; resume it at will.
 
 import math
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
@@ -31,8 +30,6 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from invformer.assemble.model import build_model
-from invformer.config.schema import ModelConfig
 from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows, TrainingWindows
 from invformer.evaluation.likelihood import score
@@ -51,11 +48,12 @@ from studies.report import (
     table,
     values,
 )
-from studies.study import Study, case_of, main
+from studies.study import Study, grid, program
 from studies.training import (
     AdamOptions,
     ModelCase,
     mean_nats,
+    new_model,
     text_fields,
     text_of,
     train_by_adam,
@@ -151,18 +149,13 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """Every kind at every depth, shallow ones first."""
     text = text_fields(options.data, options.seq_len)
-    return [
-        case_of(Case, options, kind=kind, num_layers=depth, **text)
-        for depth in options.depths
-        for kind in options.kinds
-    ]
+    return grid(Case, options, text, num_layers=options.depths, kind=options.kinds)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model and score it."""
     text = text_of(case)
-    torch.manual_seed(case.seed)
-    model = build_kind(case, text.vocab_size).to(device)
+    model = build_kind(case).to(device)
     tokens, targets = TrainingWindows(text.train, case.seq_len, case.batch_size, case.seed).batch(0)
     batch = tokens.to(device), targets.to(device)
     model.initialise(batch[0])
@@ -210,16 +203,14 @@ def block_gradients(model: CharTransformer, tokens: Batch, targets: Batch) -> li
     return norms
 
 
-def build_kind(case: Case, vocab_size: int) -> CharTransformer:
+def build_kind(case: Case) -> CharTransformer:
     """A fresh model of the kind, in float32."""
     stem = re.sub("_(post|ball|bare)$", "", case.kind)
     options: dict[str, Any] = {"activation_norm": True, "diagonal_scaling": False}
-    config = ModelConfig(
-        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
-        position_bias=case.position_bias, lipschitz_target=case.lipschitz_target,
+    model = new_model(
+        case, position_bias=case.position_bias, lipschitz_target=case.lipschitz_target,
         input_radius=BALL if case.kind.endswith("_ball") else None, **options | NETWORKS[stem],
     )  # fmt: skip
-    model = build_model(config, vocab_size, case.seq_len)
     block: Any
     for index, block in enumerate(model.stack.blocks):
         if case.kind.endswith("_post"):
@@ -344,4 +335,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -13,7 +13,6 @@ Verdict: every certified kind is at most ``ALLOWED`` nats behind the best other 
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from studies import price
 from studies.price import QUIET, TWIN, Prices, Result, best, line_of, loss_and_price, verdict
 from studies.report import Figure, Rows, Summary, by, mean
 from studies.runs import words_of_threads
-from studies.study import Study, StudyOptions, main, progress
+from studies.study import Study, StudyOptions, program, progress
 from studies.training import GRAD_CLIP, train
 
 Kind = Literal["nanogpt", "nanogpt_tuned", price.Kind]
@@ -248,4 +247,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -19,7 +19,6 @@ The default is 12 small trainings; docs/results.md has the command of a grid of 
 
 import itertools
 import math
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -29,7 +28,6 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import EvaluationWindows
@@ -41,12 +39,13 @@ from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.depth_stability import PAPER_DEPTHS, PAPER_NATS
 from studies.report import Figure, Rows, Summary, by, grouped, look_of, mean, panels, values
-from studies.study import Study, case_of, main
+from studies.study import Study, case_of, program
 from studies.training import (
     ModelOptions,
     RecipeCase,
     Training,
     WholeTextConfig,
+    new_model,
     text_fields,
     text_of,
     train_by_recipe,
@@ -209,15 +208,11 @@ def measure(case: Case, device: torch.device) -> Result:
 
 def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
     """A fresh model of the case, trained as ``train.py`` would with these options."""
-    text = text_of(case)
-    torch.manual_seed(case.seed)
-    config = ModelConfig(
-        name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
+    model = new_model(
+        case, name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,
         diagonal_scaling=case.diagonal_scaling, activation_norm=not case.diagonal_scaling,
-        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers,
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
-    )  # fmt: skip
-    model = build_model(config, text.vocab_size, case.seq_len).float().to(device)
+    ).to(device)  # fmt: skip
     return model, train_by_recipe(model, case, case.weight_decay)
 
 
@@ -395,4 +390,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

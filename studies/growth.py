@@ -20,7 +20,6 @@ below ¼ is called no growth) are not in the paper. Without the attack there is 
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, ClassVar, Literal, get_args
@@ -65,7 +64,7 @@ from studies.report import (
     panels,
     values,
 )
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, case_of, program
 
 Model = Literal["small", "checkpoint", "two_cluster"]
 Attention = Literal["dot_product", "l2", "contractive_l2"]
@@ -391,4 +390,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -21,7 +21,6 @@ while every L2 map is on every range.
 
 import itertools
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,8 +40,8 @@ from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability, kim
 from studies.report import Figure, Name, Outcome, Rows, Summary, by, look_of, panels, table, values
-from studies.study import Study, StudyOptions, case_of, main, progress
-from studies.training import text_of, train_by_adam
+from studies.study import Study, StudyOptions, case_of, program, progress
+from studies.training import train_by_adam
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
@@ -229,8 +228,7 @@ def trained_attention(
     """The attention of a one-layer language model after some training, in float64."""
     options = training_options(map, num_tokens, d_model, num_heads, train_steps, seed)
     (case,) = depth_stability.cases(options)
-    torch.manual_seed(case.seed)
-    model = depth_stability.build_kind(case, text_of(case).vocab_size)
+    model = depth_stability.build_kind(case)
     train_by_adam(model, case)
     block = model.stack.blocks[0]
     assert isinstance(block, PreNormBlock)
@@ -319,4 +317,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

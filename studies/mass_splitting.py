@@ -20,7 +20,6 @@ ever does; not reproduced if it never does, or if closed form and brute force di
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -33,7 +32,7 @@ from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
 from studies.report import Figure, Outcome, Rows, Summary, by, panels, table, values
-from studies.study import Study, StudyOptions, main, progress
+from studies.study import Study, StudyOptions, program, progress
 
 Part = Literal["random", "grid", "finite"]
 Kind = Literal["dot_product", "l2"]
@@ -322,4 +321,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

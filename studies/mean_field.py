@@ -18,7 +18,6 @@ constant above its bound, or one that is no number, is "not reproduced" whatever
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal, get_args
@@ -42,7 +41,7 @@ from studies.report import (
     table,
     values,
 )
-from studies.study import Study, StudyOptions, main, progress
+from studies.study import Study, StudyOptions, program, progress
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
 LARGEST_EXPONENT = 350.0  # 2γR²: squares of e^{2γR²} must stay finite in float64
@@ -339,4 +338,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, grid, program
 from studies.training import mean_nats
 
 Strategy = Literal["store", "checkpoint", "inverse"]
@@ -75,12 +75,8 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every kind at every depth, in three ways."""
-    return [
-        case_of(Case, options, kind=kind, num_layers=depth, strategy=strategy)
-        for depth in options.depths
-        for kind in SHAPES
-        for strategy in ("store", "checkpoint", "inverse")
-    ]
+    strategies = get_args(Strategy)
+    return grid(Case, options, num_layers=options.depths, kind=SHAPES, strategy=strategies)
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -192,4 +188,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -9,7 +9,6 @@ Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind 
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +32,7 @@ from studies.report import (
     values,
 )
 from studies.runs import call, validations, words_of_threads
-from studies.study import Study, StudyOptions, main
+from studies.study import Study, StudyOptions, grid, program
 
 Kind = Literal["certified", "token_max", "plain", "twin"]
 ALLOWED = 0.01  # nats
@@ -100,13 +99,11 @@ def cases(options: Options) -> list[Case]:
     """One seed after the other, small budgets first."""
     every, threads = f"trainer.val_every={options.val_every}", words_of_threads(options.num_threads)
     words = " ".join([*QUIET.split(), every, *threads, *options.overrides])
-    return [
-        Case(kind, budget, rate, seed, words, str(options.folder / "runs"))
-        for seed in range(options.seed, options.seed + options.num_seeds)
-        for budget in options.budgets
-        for rate in options.rates
-        for kind in options.kinds
-    ]
+    seeds = range(options.seed, options.seed + options.num_seeds)
+    return grid(
+        Case, options, {"words": words, "folder": str(options.folder / "runs")},
+        seed=seeds, budget=options.budgets, rate=options.rates, kind=options.kinds,
+    )  # fmt: skip
 
 
 def command(case: Case) -> list[str]:
@@ -227,4 +224,4 @@ def loss_and_price(
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -11,7 +11,6 @@ certified model is recovered and proven, for at most 0.05 bits per character.
 
 import copy
 import math
-import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -28,7 +27,7 @@ from invformer.nn.certificate import enforce
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
 from studies.states import decode, trained, whole_inverse, windows
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, grid, program
 
 FLOAT_BITS = 32
 SHRINKS = 40  # scales tried for a channel
@@ -71,11 +70,7 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every model in every number of bits."""
-    return [
-        case_of(Case, options, model=model, bits=bits)
-        for model in options.models
-        for bits in options.bits
-    ]
+    return grid(Case, options, model=options.models, bits=options.bits)
 
 
 def rounded(weight: Tensor, bits: int, over: int) -> Tensor:
@@ -180,4 +175,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

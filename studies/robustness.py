@@ -17,7 +17,6 @@ nothing. None of the papers reproduced here has this experiment.
 """
 
 import math
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
@@ -27,8 +26,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, ModelConfig
+from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
@@ -48,10 +46,11 @@ from studies.certified_radius import (
     head_norm,
 )
 from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, values
-from studies.study import Study, case_of, main
+from studies.study import Study, grid, program
 from studies.training import (
     AdamOptions,
     ModelCase,
+    new_model,
     text_fields,
     text_of,
     train_by_adam,
@@ -60,6 +59,7 @@ from studies.training import (
 
 Kind = Literal["dot_product", "l2", "contractive", "contractive_linear"]
 LEFT = ("nats", "accuracy", "flips")  # what every attack is judged by
+RADII = ("token_max_radii", "frobenius_radii")
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class Options(AdamOptions):
     def check(self) -> None:
         """Heads divide the width, and there is something to attack."""
         super().check()
-        for name in ("token_max_radii", "frobenius_radii"):
+        for name in RADII:
             if not getattr(self, name):
                 self.refuse(name, "give at least one")
 
@@ -110,7 +110,7 @@ class Case(ModelCase):
     pgd_steps: int
 
     def __post_init__(self) -> None:
-        for name in ("token_max_radii", "frobenius_radii"):
+        for name in RADII:
             object.__setattr__(self, name, tuple(getattr(self, name)))  # CSV cells are lists
 
     def radii(self, norm: BallNorm) -> tuple[float, ...]:
@@ -141,22 +141,15 @@ NOTHING = Result(NAN, NAN, NAN, NAN, {}, {}, {}, {}, 0, {})  # of a training tha
 def cases(options: Options) -> list[Case]:
     """Every model with every seed."""
     text = text_fields(options.data, options.seq_len, options.num_windows)
-    radii = {
-        name: tuple(sorted(getattr(options, name)))
-        for name in ("token_max_radii", "frobenius_radii")
-    }
-    return [
-        case_of(Case, options, kind=kind, seed=options.seed + seed, **radii, **text)
-        for seed in range(options.num_seeds)
-        for kind in options.kinds
-    ]
+    radii = {name: tuple(sorted(getattr(options, name))) for name in RADII}
+    seeds = range(options.seed, options.seed + options.num_seeds)
+    return grid(Case, options, text | radii, seed=seeds, kind=options.kinds)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train, certify and attack; all but the training in float64."""
     text = text_of(case)
-    torch.manual_seed(case.seed)
-    model = build_kind(case, text.vocab_size).to(device)
+    model = build_kind(case).to(device)
     if not train_by_adam(model, case).finite:
         return NOTHING
     windows, targets = validation_windows(text, case.seq_len, device)
@@ -164,17 +157,14 @@ def measure(case: Case, device: torch.device) -> Result:
     return examine(model, windows[: case.num_windows], targets[: case.num_windows], case)
 
 
-def build_kind(case: Case, vocab_size: int) -> CharTransformer:
+def build_kind(case: Case) -> CharTransformer:
     """A fresh model of the kind, in float32."""
     contractive = case.kind.startswith("contractive")
-    config = ModelConfig(
-        name="contractive_l2" if contractive else "l2" if case.kind == "l2" else "dot_product",
-        certificate="token_max" if contractive else None, d_model=case.d_model,
-        num_heads=case.num_heads, num_layers=case.num_layers,
-        lipschitz_target=case.lipschitz_target, activation_norm=case.activation_norm,
-        diagonal_scaling=False,
+    model = new_model(
+        case, name="contractive_l2" if contractive else case.kind,
+        certificate="token_max" if contractive else None, lipschitz_target=case.lipschitz_target,
+        activation_norm=case.activation_norm, diagonal_scaling=False,
     )  # fmt: skip
-    model = build_model(config, vocab_size, case.seq_len).float()
     if case.kind == "contractive_linear":
         model.register_module("norm", nn.Identity())
     return model
@@ -316,4 +306,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

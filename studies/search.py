@@ -16,12 +16,11 @@ Verdict: passes of the inverse grow by less than a tenth from the smallest vocab
 largest, and at the largest it is the fastest at every length.
 """
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table, values
 from studies.states import Prefix, smallest
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, grid, program
 
 Method = Literal["inverse", "random", "gradient"]
 TOGETHER = 256  # candidates of one batch
@@ -81,13 +80,8 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every size in three ways."""
-    methods: tuple[Method, ...] = ("inverse", "random", "gradient")
-    return [
-        case_of(Case, options, length=length, vocab_size=size, method=method)
-        for size in options.vocabularies
-        for length in options.lengths
-        for method in methods
-    ]
+    sizes = {"vocab_size": options.vocabularies, "length": options.lengths}
+    return grid(Case, options, **sizes, method=get_args(Method))
 
 
 @lru_cache(maxsize=1)
@@ -245,4 +239,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

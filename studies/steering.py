@@ -13,9 +13,8 @@ Verdict: only the change of text meets a text again; the others leave the texts 
 farther the stronger they are.
 """
 
-import sys
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
 from studies.states import trained, whole_inverse, windows
-from studies.study import Study, StudyOptions, case_of, main
+from studies.study import Study, StudyOptions, grid, program
 
 Vector = Literal["mean difference", "random", "text"]
 MET = 1e-3  # half distances of two symbols: nearer than this is a text
@@ -69,13 +68,8 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every vector at every strength."""
-    vectors: tuple[Vector, ...] = ("mean difference", "random", "text")
-    return [
-        case_of(Case, options, model=model, vector=vector, strength=strength)
-        for model in options.models
-        for vector in vectors
-        for strength in options.strengths
-    ]
+    steered = {"vector": get_args(Vector), "strength": options.strengths}
+    return grid(Case, options, model=options.models, **steered)
 
 
 @torch.no_grad()
@@ -175,4 +169,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

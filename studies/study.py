@@ -22,7 +22,7 @@ A study is a module of this package with its cases, its measurement, its verdict
     STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
     if __name__ == "__main__":
-        raise SystemExit(main(STUDY, sys.argv[1:]))
+        program(STUDY)
 
 ``python -m studies`` finds it by its class ``Options`` and the first line of its docstring. A row
 is written as soon as its case is measured; the next start measures only the cases without a row. A
@@ -31,18 +31,20 @@ file and the old ones stay there, unused. Loops of more than ten seconds inside 
 through :func:`progress`.
 """
 
+import itertools
 import json
 import math
 import os
 import re
 import shlex
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -128,6 +130,25 @@ def case_of(kind: type[AnyCase], chosen: StudyOptions, /, **values: Any) -> AnyC
     names = [f.name for f in fields(kind)]  # pyright: ignore[reportArgumentType]
     same = {name: getattr(chosen, name) for name in names if hasattr(chosen, name)}
     return kind(**same | values)
+
+
+def grid(
+    kind: type[AnyCase],
+    chosen: StudyOptions,
+    same: Mapping[str, Any] = {},
+    /,
+    **varied: Iterable[Any],
+) -> list[AnyCase]:
+    """A case for every combination of values, the last field varying fastest."""
+    combinations = itertools.product(*varied.values())
+    return [
+        case_of(kind, chosen, **same, **dict(zip(varied, c, strict=True))) for c in combinations
+    ]
+
+
+def program(study: Study[Any, Any, Any]) -> NoReturn:
+    """What ``python -m studies.NAME`` does."""
+    raise SystemExit(main(study, sys.argv[1:]))
 
 
 def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:

@@ -14,7 +14,6 @@ largest at present is differentiated, at a cost linear in N; which one that is, 
 import itertools
 import math
 import re
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +30,7 @@ from invformer.numerics.norms import Norm
 from studies import kim
 from studies.layer_bounds import attention_jacobian, project, unproject
 from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
-from studies.study import Study, StudyOptions, case_of, main, progress
+from studies.study import Study, StudyOptions, case_of, program, progress
 
 SHAPE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
 NUM_DIRECTION_STEPS = 5  # of the power method that finds a row's worst output direction
@@ -360,4 +359,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from invformer.config.schema import MANY, CorpusName, DataConfig
+from invformer.assemble.model import build_model
+from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig
 from invformer.config.section import Section, option, section
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -210,6 +211,15 @@ class RecipeCase(ModelCase):
 
 
 # --- training ------------------------------------------------------------------------------------
+
+
+def new_model(case: ModelCase, **options: Any) -> CharTransformer:
+    """A fresh model of a case's size for its text, in float32; ``options`` of ``ModelConfig``."""
+    torch.manual_seed(case.seed)
+    config = ModelConfig(
+        d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers, **options
+    )
+    return build_model(config, text_of(case).vocab_size, case.seq_len).float()
 
 
 @dataclass(frozen=True)

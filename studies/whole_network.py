@@ -21,7 +21,6 @@ different norms are not compared: their loss and accuracy stand beside ours as a
 """
 
 import math
-import sys
 from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
@@ -30,8 +29,6 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.assemble.model import build_model
-from invformer.config.schema import ModelConfig
 from invformer.config.section import option, section
 from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharEmbedding, CharTransformer
@@ -52,11 +49,12 @@ from studies.report import (
     panels,
     values,
 )
-from studies.study import Study, case_of, main
+from studies.study import Study, grid, program
 from studies.training import (
     ModelOptions,
     RecipeCase,
     WholeTextConfig,
+    new_model,
     scores,
     text_fields,
     text_of,
@@ -143,14 +141,12 @@ class BoundedHead(nn.Linear):
         return nn.functional.linear(input, self.rows(), self.bias)
 
 
-def build(case: Case, vocab_size: int) -> CharTransformer:
+def build(case: Case) -> CharTransformer:
     """A fresh network whose constant is ``case.total`` in exact arithmetic."""
-    config = ModelConfig(
-        name="contractive_bounded", d_model=case.d_model, num_heads=case.num_heads,
-        num_layers=case.num_layers, lipschitz_target=case.c, diagonal_scaling=False,
-    )  # fmt: skip
-    model = build_model(config, vocab_size, case.seq_len).float()
-    width = model.embedding.token.embedding_dim
+    model = new_model(
+        case, name="contractive_bounded", lipschitz_target=case.c, diagonal_scaling=False
+    )
+    vocab_size, width = model.embedding.token.weight.shape
     model.embedding = UnitEmbedding(vocab_size, case.seq_len, case.d_model, width)
     model.embedding.position.requires_grad_(False)
     model.register_module("norm", nn.Identity())
@@ -162,19 +158,14 @@ def build(case: Case, vocab_size: int) -> CharTransformer:
 def cases(options: Options) -> list[Case]:
     """Every total with every c."""
     text = text_fields(options.data, options.seq_len, options.num_windows)
-    return [
-        case_of(Case, options, total=total, c=c, seed=seed, **text)
-        for seed in range(options.seed, options.seed + options.num_seeds)
-        for total in options.totals
-        for c in options.c
-    ]
+    seeds = range(options.seed, options.seed + options.num_seeds)
+    return grid(Case, options, text, seed=seeds, total=options.totals, c=options.c)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train by Muon as train.py does, then certify and attack in float64."""
     text = text_of(case)
-    torch.manual_seed(case.seed)
-    model = build(case, text.vocab_size).to(device)
+    model = build(case).to(device)
     trained = train_by_recipe(model, case, what=f"L = {case.total:g}")
     model = model.double().eval().requires_grad_(False)
     windows, targets = validation_windows(text, case.seq_len, device)
@@ -297,4 +288,4 @@ def draw(rows: Rows[Case, Result]) -> Figure:
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":
-    raise SystemExit(main(STUDY, sys.argv[1:]))
+    program(STUDY)

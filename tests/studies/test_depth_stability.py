@@ -50,7 +50,7 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
-    model = build_kind(tiny_case(kind, 3), 20)
+    model = build_kind(tiny_case(kind, 3))
     contractive = kind.startswith("contractive") or kind == "certified"
     expected = DotProductAttention if kind[0] == "d" or kind == "coupling" else L2Attention
     if contractive:
@@ -73,7 +73,7 @@ def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
 
 
 def test_a_post_norm_block_ends_in_layer_norm() -> None:
-    block = build_kind(tiny_case("l2_post"), 20).stack.blocks[0]
+    block = build_kind(tiny_case("l2_post")).stack.blocks[0]
     x = block(torch.randn(2, 8, 8, dtype=torch.float32))
     assert x.mean(-1).abs().max() < 1e-6
     assert (x.var(-1, correction=0) - 1).abs().max() < 1e-3
@@ -82,8 +82,8 @@ def test_a_post_norm_block_ends_in_layer_norm() -> None:
 def test_a_run_that_overflows_is_a_failed_row_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     build = depth_stability.build_kind
 
-    def broken(case: Case, vocab_size: int) -> torch.nn.Module:
-        model = build(case, vocab_size)
+    def broken(case: Case) -> torch.nn.Module:
+        model = build(case)
         model.head.weight.data.fill_(math.inf)
         return model
 

@@ -56,8 +56,7 @@ def tiny_case(kind: Kind, *words: str) -> Case:
 def trained(kind: Kind) -> tuple[CharTransformer, Tensor, Tensor]:
     """A small trained model in float64 with the windows it is attacked on."""
     case = tiny_case(kind)
-    torch.manual_seed(0)
-    model = build_kind(case, text_of(case).vocab_size)
+    model = build_kind(case)
     assert train_by_adam(model, case).finite
     windows, targets = validation_windows(text_of(case), case.seq_len, CPU)
     model = model.double().eval().requires_grad_(False)
@@ -147,7 +146,7 @@ def test_a_baseline_has_no_certified_radius(kind: Kind) -> None:
 
 
 def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
-    model = build_kind(tiny_case("contractive"), 9)
+    model = build_kind(tiny_case("contractive"))
     assert isinstance(model.norm, nn.LayerNorm)
     bound = read_out_constant(model)
     assert bound == pytest.approx(1 / math.sqrt(1e-5))
@@ -156,7 +155,7 @@ def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
         jacobian = torch.func.jacrev(model.norm)(token)
         true = torch.linalg.matrix_norm(jacobian.double(), 2).item()
         assert (0.999 * bound if spread == 0 else 0) < true <= bound * (1 + 1e-6)
-    assert read_out_constant(build_kind(tiny_case("contractive_linear"), 9)) == 1
+    assert read_out_constant(build_kind(tiny_case("contractive_linear"))) == 1
 
 
 @pytest.mark.parametrize("norm", NORMS)

@@ -32,7 +32,7 @@ def test_a_network_has_the_constant_that_was_asked_for(row) -> None:
 def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row) -> None:
     case, _ = row
     torch.set_default_dtype(torch.float32)
-    model = study.build(case, 30).double().eval()
+    model = study.build(case).double().eval()
     x, y = torch.randn(2, 64, 12, 24, dtype=torch.float64)
     y = x + 10.0 ** torch.linspace(-4, 0, 64, dtype=torch.float64)[:, None, None] * y
     change = (model.predict(model.stack(x)) - model.predict(model.stack(y))).abs().amax((1, 2))
