@@ -51,37 +51,28 @@ class AttentionProblem:
         )
 
 
-def l2_attention_row(
-    x: Tensor, i: int, w_q: Tensor, g: Tensor, bias: Tensor, w_k: Tensor | None = None
-) -> Tensor:
-    """F(X)_i = Σ_h Σ_j P_ij q_j G_h over visible j, written out; untied if w_k is given."""
+def l2_attention_row(x: Tensor, i: int, w_q: Tensor, g: Tensor, bias: Tensor) -> Tensor:
+    """F(X)_i = Σ_h Σ_j P_ij q_j G_h over visible j, written out."""
     row = x.new_zeros(g.shape[-1])
     for h in range(len(w_q)):
         visible = bias[h, i] > -math.inf
         q = x @ w_q[h]
-        k = q if w_k is None else x @ w_k[h]
-        logits = (
-            -(q[i] - k[visible]).square().sum(-1) / math.sqrt(q.shape[-1]) + bias[h, i, visible]
-        )
+        gaps = (q[i] - q[visible]).square().sum(-1) / math.sqrt(q.shape[-1])
+        logits = bias[h, i, visible] - gaps
         row = row + logits.softmax(-1) @ q[visible] @ g[h]
     return row
 
 
-def l2_attention(
-    x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor, w_k: Tensor | None = None
-) -> Tensor:
-    return torch.stack([l2_attention_row(x, i, w_q, g, bias, w_k) for i in range(len(x))])
+def l2_attention(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> Tensor:
+    return torch.stack([l2_attention_row(x, i, w_q, g, bias) for i in range(len(x))])
 
 
-def paper_attention(
-    x: Tensor, w_q: Tensor, w_v: Tensor, w_o: Tensor, bias: Tensor, with_a: bool = True
-) -> Tensor:
-    """[P^h X A_h W^V_h]_h W^O with A_h = W^Q_h W^Q_hᵀ/√d, as printed; A_h can be left out."""
-    num_heads, width, d_head = w_q.shape
+def paper_attention(x: Tensor, w_q: Tensor, w_v: Tensor, w_o: Tensor, bias: Tensor) -> Tensor:
+    """[P^h X A_h W^V_h]_h W^O with A_h = W^Q_h W^Q_hᵀ/√d, as printed."""
     heads = []
-    for h in range(num_heads):
-        a = w_q[h] @ w_q[h].T / math.sqrt(d_head) if with_a else torch.eye(width)
-        heads.append(l2_attention_values(x, x @ a @ w_v[h], w_q[h], bias[h]))
+    for w, v, b in zip(w_q, w_v, bias, strict=True):
+        a = w @ w.T / math.sqrt(w.shape[-1])
+        heads.append(l2_attention_values(x, x @ a @ v, w, b))
     return torch.cat(heads, -1) @ w_o
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
+from tests.problems import diagonal_norm, norm_from_below
 
 
 def windowed_baseline() -> CharTransformer:
@@ -103,15 +105,6 @@ def token_max(jacobian: torch.Tensor) -> float:
     return best
 
 
-def diagonal_block(jacobian: torch.Tensor) -> float:
-    blocks = jacobian.diagonal(dim1=0, dim2=2).movedim(-1, 0)
-    return torch.linalg.matrix_norm(blocks, 2).max().item()
-
-
-def frobenius(jacobian: torch.Tensor) -> float:
-    return torch.linalg.matrix_norm(jacobian.flatten(2).flatten(0, 1), 2).item()
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> None:
     model = trained_a_little(MODELS[name]())
@@ -149,9 +142,9 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
     model = trained_a_little(MODELS[name]())
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
-    norms = {"token_max": token_max, "frobenius": frobenius}
+    norms = {"token_max": token_max, "frobenius": partial(norm_from_below, norm="frobenius")}
     if certified_in(model) == "diagonal_block":
-        norms["diagonal_block"] = diagonal_block
+        norms["diagonal_block"] = diagonal_norm
     for measured, norm in norms.items():
         probe = LipschitzProbe(model, tokens, measured)
         estimates = probe.estimate(num_steps=150)

@@ -31,11 +31,12 @@ def test_without_a_the_norm_grows_linearly_and_passes_the_theorems_value() -> No
 
 @pytest.mark.parametrize("variant", breaking.VARIANTS)
 @pytest.mark.parametrize("c", [1.0, 30.0, 1e4])
-def test_tied_l2_attention_stays_below_its_bound_on_the_same_tokens(
+def test_tied_l2_attention_stays_below_its_bound_where_the_variant_passes_it(
     variant: breaking.Variant, c: float
 ) -> None:
     result = measure(Case(variant, c), CPU)
     assert result.tied <= result.bound
+    assert c < 1e4 or result.bound < result.broken
 
 
 def test_with_unit_weights_and_nothing_removed_the_spelled_out_map_is_the_library_one() -> None:

@@ -141,14 +141,6 @@ def test_a_ball_bound_of_huge_balls_is_no_smaller_than_a_float_can_say(radius: f
     assert castin.ball_bound(0.0, 1.0, radius, 4) == pytest.approx(2)  # a constant mean, any R
 
 
-def test_far_out_every_token_follows_one_other() -> None:
-    x, a, v = torch.randn(8, D), torch.randn(D, D), torch.randn(D, D)
-    for options in ({}, {"visible": causal(8)}):
-        limit = float(castin.large_radius_limit(x, a, v, **options))
-        assert local_constant(200 * x, a, v, **options) == pytest.approx(limit, rel=1e-6)
-        assert limit <= castin.large_radius_bound(norm(v), 8) * (1 + 1e-5)
-
-
 def test_the_multi_head_lemma_holds_and_is_exact_for_heads_that_do_not_meet() -> None:
     x, heads = torch.randn(N, D), [(torch.randn(D, D), torch.randn(D, D)) for _ in range(3)]
     w = torch.randn(3, D, D)
@@ -164,19 +156,3 @@ def test_the_multi_head_lemma_holds_and_is_exact_for_heads_that_do_not_meet() ->
         torch.eye(6).unflatten(1, (3, 2)).transpose(0, 1), torch.tensor([3.0, 4.0, 0.0])
     )
     assert apart.item() == pytest.approx(5.0, rel=1e-6)
-
-
-def test_mass_splitting_is_the_constant_of_the_measure_with_duplicated_atoms() -> None:
-    for i in range(20):
-        x, a, v = torch.randn(3, 2), 2 * torch.randn(2, 2), torch.randn(2, 2)
-        mass = torch.rand(3) + 0.05
-        mass = mass / mass.sum()
-        found = castin.mass_splitting(x, mass, a, v)
-        share = torch.tensor([0.3, 0.7]) if i % 2 else torch.tensor([0.5, 0.5])
-        copies, parts = x.repeat_interleave(2, 0), (mass[:, None] * share).flatten()
-        doubled = castin.mass_splitting(copies, parts, a, v)
-        torch.testing.assert_close(doubled.moving, found.value)
-        torch.testing.assert_close(found.value, torch.maximum(found.moving, found.splitting))
-    x, a, v = torch.randn(N, D), torch.randn(D, D), torch.randn(D, D)
-    moving = castin.mass_splitting(x, torch.full((N,), 1 / N), a, v).moving
-    assert float(moving) == pytest.approx(local_constant(x, a, v))

@@ -4,11 +4,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from invformer.bounds import contractive
 from invformer.config import load_config
 from invformer.nn.kim_attention import paper_output_map
 from invformer.numerics.l2_attention import l2_attention
 from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
+from studies import kim
 from studies.layer_bounds import project
 from studies.tightness import (
     Case,
@@ -98,9 +100,15 @@ def test_a_gain_is_differentiated_with_its_witness_held_fixed(norm: Norm) -> Non
     assert torch.autograd.gradcheck(lambda x: gain(x, witness, w_q, g, norm), (x,))
 
 
-@pytest.mark.parametrize("num_tokens", [100, 200, 400, 1000])
-def test_the_closed_form_has_the_known_values(num_tokens: int) -> None:
+@pytest.mark.parametrize("num_tokens", UPPER)
+def test_the_closed_form_and_both_bounds_have_the_known_values(num_tokens: int) -> None:
+    one = torch.ones(1, 1, 1)
     assert worst_row_sum(num_tokens) == pytest.approx(REFERENCE[num_tokens], rel=3e-4)
+    for bound in (
+        kim.entry_max_bound(one, one, one[0], num_tokens),
+        contractive.entry_max_bound(one, one, num_tokens),
+    ):
+        assert bound == pytest.approx(UPPER[num_tokens], abs=1e-3)
 
 
 def test_the_closed_form_is_attained_by_its_configuration() -> None:

@@ -1,0 +1,19 @@
+"""What tests of studies share."""
+
+import pytest
+
+from invformer.config.schema import TrainConfig
+from invformer.data.vocabulary import Vocabulary
+from invformer.model import TrainedModel
+from studies import damage, steering
+from tests.nn.builders import random_tokens, scaled_model, trained_a_little
+
+
+@pytest.fixture
+def certified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small certified model and random texts in the place of every run folder's."""
+    network = trained_a_little(scaled_model()).double()
+    found = TrainedModel(network, Vocabulary.from_text("abcdefghij"), TrainConfig(), {})
+    for study in (damage, steering):
+        monkeypatch.setattr(study, "trained", lambda folder: found)
+        monkeypatch.setattr(study, "windows", lambda folder, count: random_tokens(count))
