@@ -18,6 +18,8 @@ By the lemma tr C_i ≤ Σ_j P_ij ‖q_j − q_i‖² ≤ √d g, and by Cauchy�
 at most √d g too: 1 + 2g + 2g. The diagonal block P_ii I + (2/√d) C_i is at most
 (1 + 2 Σ_{j ≠ i} s_j e^{b_j − s_j})/(1 + Σ_{j ≠ i} e^{b_j − s_j}), largest where every s_j is
 3/2 + W₀(n e^{−3/2}).  ∎
+
+The constant of a layer, all heads together, is in :func:`.contractive.token_max_bound`.
 """
 
 import math

@@ -180,19 +180,19 @@ class ContractiveL2Attention(TiedL2Attention):
         branches: Sequence["ContractiveL2Attention"], scalings: ScalingWeights | None = None
     ) -> list[L2Weights]:
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
-        num_heads, _, d_head = branches[0].w_q.weight.shape
-        log_mass = log_masses([b.position for b in branches])
+        num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
+        log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
         log_mass = log_mass.to(branches[0].w_q.weight)
         if branches[0].certificate == "causal":
             gain = causal_gain_from_log(log_mass)  # κ = 1 + 2 W₀(n e^{−3/2})
         else:
             gain = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 g(n) + 1
-        scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)
-        sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)
-        per_head = scale[:, None] / (gain * sigma)
+        scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
+        sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
+        per_head = scale[:, None] / (gain * sigma)  # c/(√H κ_h σ_h), (L, H)
         g = scaled_weights(
-            [b.w_g for b in branches],
-            per_head.repeat_interleave(d_head, dim=-1)[..., None],
+            [b.w_g for b in branches],  # Ĝ, the Ĝ_h one above the other: L times (H d, D)
+            per_head.repeat_interleave(d_head, dim=-1)[..., None],  # (L, H d, 1)
             None if scalings is None else scalings.inverse[:, None, :],
         )
         w_q: list[Tensor] = [b.w_q.weight for b in branches]

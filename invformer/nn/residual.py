@@ -118,7 +118,7 @@ class InvertibleResidual(nn.Module):
             centres = together.shift * together.inverse
             return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]
         own = first.branch.weights_of(branches)
-        return list(map(ResidualWeights, own, map(ScalingWeights, *together)))
+        return list(map(ResidualWeights, own, together.unbind()))
 
     def proven_bound(
         self,

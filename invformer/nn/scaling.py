@@ -36,6 +36,10 @@ class ScalingWeights(NamedTuple):
         """D⁻¹ (u − b)."""
         return (u - self.shift) * self.inverse
 
+    def unbind(self) -> list["ScalingWeights"]:
+        """Several scalings, one by one."""
+        return list(map(ScalingWeights, *self))
+
 
 class DiagonalScaling(nn.Module):
     """u = D x + b with D = diag(e^s) > 0: the coordinates in which one residual branch contracts.

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.nn.scaling import ActivationNorm, ScalingWeights, scalings_together
+from invformer.nn.scaling import ActivationNorm, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, Kind
 from invformer.numerics.norms import Norm
@@ -98,11 +98,11 @@ class InvertibleStack(nn.Module):
         weights: StackWeights = {}
         for layers in groups.values():
             found = InvertibleResidual.weights_of(list(layers.values()))
-            weights |= zip(layers, found, strict=True)
+            weights.update(zip(layers, found, strict=True))
         norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
         if norms:
             together = scalings_together(list(norms.values()))
-            weights |= zip(norms, map(ScalingWeights, *together), strict=True)
+            weights.update(zip(norms, together.unbind(), strict=True))
         return weights
 
     def forward(self, x: Tokens, weights: StackWeights | None = None) -> Tokens:
@@ -176,9 +176,9 @@ class InvertibleStack(nn.Module):
         steps: list[ErrorStep] = []
         for name, layer in reversed(list(self.layers())):
             if isinstance(layer, ActivationNorm):
-                log_scale, *_, shift = weights[name]
-                steps.append(scale_step(z, log_scale, shift, self.norm))
-                z = layer.inverse(z, weights[name])
+                scaling = weights[name]
+                steps.append(scale_step(z, scaling.log_scale, scaling.shift, self.norm))
+                z = layer.inverse(z, scaling)
                 continue
             solutions[name], of_layer = layer.solve(
                 z,
