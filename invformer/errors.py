@@ -8,6 +8,10 @@ class InvformerError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str, exit_code: int | None = None) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code or self.exit_code
+
 
 class ConfigurationError(InvformerError):
     """The command line or a configuration file asks for something impossible."""
@@ -56,5 +60,5 @@ class Interrupted(InvformerError):
 
     def __init__(self, number: int, step: int, again: str) -> None:
         name = signal.Signals(number).name
-        super().__init__(f"interrupted at step {step} by {name}, saved; continue with: {again}")
-        self.exit_code = 128 + number
+        line = f"interrupted at step {step} by {name}, saved; continue with: {again}"
+        super().__init__(line, 128 + number)

@@ -20,10 +20,9 @@ from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import StorageError
 from invformer.evaluation.evaluate import FORWARD_DTYPE
 from invformer.runs.checkpoint import Checkpoint
-from invformer.runs.files import LINK, replace_file
+from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.machine import commit, refuse_missing_hardware, training_device
@@ -229,8 +228,6 @@ def build_loggers(
     built: list[Logger] = [JsonLinesLogger(directory.metrics, step)]
     for name in how.name:
         match name:
-            case "csv" | "tensorboard" if (directory.path / name).is_symlink():
-                raise StorageError(f"{directory.path / name}: {LINK}")
             case "wandb":
                 run_id = resume and resume.metadata.get("wandb_run_id")
                 wandb = open_wandb(
@@ -243,8 +240,10 @@ def build_loggers(
                     metadata["wandb_run_id"] = run_id
                 built += [wandb] if wandb else []
             case "csv":
+                refuse_link(directory.path / name)
                 built.append(CSVLogger(directory.path, name))
             case "tensorboard":
+                refuse_link(directory.path / name)
                 built.append(
                     TensorBoardLogger(
                         directory.path, name, version="", default_hp_metric=False, purge_step=step

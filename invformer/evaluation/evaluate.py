@@ -27,7 +27,6 @@ from invformer.errors import (
     ConfigurationError,
     DataError,
     NonFiniteError,
-    StorageError,
 )
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
@@ -38,7 +37,7 @@ from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
-from invformer.runs.files import LINK
+from invformer.runs.files import refuse_link
 
 NGRAM_ORDER = 5
 PROMPT, SAMPLE = 16, 200  # characters that are given, and that the model adds
@@ -185,8 +184,7 @@ def keep_report(report: dict[str, Any], latest: Path) -> Path:
     if not data["same_as_training"]:
         name += f"-{data['sha256'][:8]}"
     path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
-    if path.parent.is_symlink():
-        raise StorageError(f"{path.parent}: {LINK}")
+    refuse_link(path.parent)
     write_json(report, path)
     if data["same_as_training"]:
         write_json(report, latest)

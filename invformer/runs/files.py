@@ -71,6 +71,12 @@ def _open(path: Path, flags: int, mode: str) -> BinaryIO:
     return os.fdopen(descriptor, mode)  # type: ignore[return-value]
 
 
+def refuse_link(folder: Path) -> None:
+    """Raise StorageError for a folder that something else than we would write through."""
+    if folder.is_symlink():
+        raise StorageError(f"{folder}: {LINK}")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder if there is none, and wait until its name is on the disk.
 

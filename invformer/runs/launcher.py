@@ -30,14 +30,6 @@ from invformer.runs.ranks import POLL, REPORTS, signals_to_stop, usable_cores
 GRACE_TO_STOP = 75  # seconds for ranks after a signal: saving, and W&B's last minute
 
 
-class RunEnded(InvformerError):
-    """The error of a rank, with its exit code."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def from_first_rank(text: str | None) -> str:
     """The text of the first rank, in every rank; the others pass None."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
@@ -53,7 +45,7 @@ def launch(count: int) -> None:
     """Start the typed command again as ranks on this machine and wait until all are done.
 
     Raises:
-        RunEnded: a rank failed and said why, or a signal arrived.
+        InvformerError: a rank failed and said why, or a signal arrived.
         RankLost: a rank died, or failed without saying why.
     """
     logging.disable(logging.CRITICAL)  # the launcher has one line to say, and it is ours
@@ -111,10 +103,10 @@ def conclusion(folder: Path, codes: dict[int, int], stopped: int | None = None) 
     if not ends:
         assert stopped is not None
         name = signal.Signals(stopped).name
-        return RunEnded(f"stopped by {name} before anything was saved", 128 + stopped)
+        return InvformerError(f"stopped by {name} before anything was saved", 128 + stopped)
     order, rank, code, line = min(ends)
     if order in (0, 3):
-        return RunEnded(line, code)
+        return InvformerError(line, code)
     return RankLost(
         f"rank {rank}: {line}; all were stopped, the same command continues from the last "
         "checkpoint"

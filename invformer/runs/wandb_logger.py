@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lightning.pytorch import loggers
 
 from invformer.runs.contained import ContainedCalls, in_background, one_line, warn
+from invformer.runs.files import LINK
 from invformer.runs.run_log import by_branch
 
 STEP = "trainer/global_step"
@@ -69,7 +70,7 @@ def open_wandb(
     if wanted == "disabled":
         return None
     if (directory / "wandb").is_symlink():
-        warn(f"{directory / 'wandb'} is a link, which is not followed; going without W&B")
+        warn(f"{directory / 'wandb'}: {LINK}; going without W&B")
         return None
     options["dir"] = str(directory)
     began = time.monotonic()

@@ -56,7 +56,7 @@ def test_wandb_writes_nothing_through_a_link(
 ) -> None:
     (tmp_path / "wandb").symlink_to(tmp_path)
     assert open_wandb(tmp_path, name="a", config={}, project="p", mode="offline") is None
-    assert "wandb is a link, which is not followed; going without W&B" in capsys.readouterr().err
+    assert "wandb: a link, which is not followed; going without W&B" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
