@@ -27,9 +27,8 @@ from invformer.runs.run_directory import METRICS
 from invformer.training.plots import (
     Series,
     as_png,
-    draw_bits_per_character,
     draw_constants,
-    draw_course,
+    draw_summary,
     empty_figure,
     plot_run,
     read_curves,
@@ -73,9 +72,13 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
             if there is no run.
     """
     data, inversion = report["data"], report["inversion"]
+    constants = {short(name): row for name, row in branch_constants(report).items()}
     parts = [
         table(headlines(report)),
-        picture(draw_figure(report, curves), "Bits per character; constants of every branch"),
+        picture(
+            draw_summary(curves, constants, ngram=ngram_of_run(report)),
+            "Bits per character; constants of every branch",
+        ),
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
         "text. Bars and table belong to this evaluation, with a tighter local bound.",
         "<h2>What is proven</h2>",
@@ -220,21 +223,6 @@ def provenance(report: Mapping[str, Any]) -> list[Row]:
         ("text", f"{data['source']}, SHA-256 {data['sha256']}"),
     ]
     return [(name, value) for name, value in rows if value]
-
-
-def draw_figure(report: Mapping[str, Any], curves: Mapping[str, Series]) -> "Figure":
-    """Constants of every branch and, of a run, bits per character and the constants' course."""
-    constants = {short(name): row for name, row in branch_constants(report).items()}
-    if not curves:
-        figure = empty_figure(9, 3.6)
-        draw_constants(figure.subplots(), constants)
-        return figure
-    figure = empty_figure(11, 7)
-    axes = figure.subplot_mosaic([["likelihood", "course"], ["constants", "constants"]])
-    draw_bits_per_character(axes["likelihood"], curves, ngram_of_run(report))
-    draw_course(axes["course"], curves)
-    draw_constants(axes["constants"], constants)
-    return figure
 
 
 def ngram_of_run(report: Mapping[str, Any]) -> float | None:

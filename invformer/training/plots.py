@@ -7,7 +7,7 @@ import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,7 +36,7 @@ def plot_run(
     curves: Mapping[str, Series], path: Path, sample: str = "", ngram: float | None = None
 ) -> Path:
     """Write :func:`draw_summary` of a run as PNG and return its path."""
-    return save(draw_summary(curves, sample, ngram), path)
+    return save(draw_summary(curves, last_constants(curves), in_words(curves, sample), ngram), path)
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -52,22 +52,30 @@ def read_curves(metrics: Path) -> dict[str, Series]:
 
 
 def draw_summary(
-    curves: Mapping[str, Series], sample: str = "", ngram: float | None = None
+    curves: Mapping[str, Series],
+    constants: Mapping[str, Constants],
+    words: str = "",
+    ngram: float | None = None,
 ) -> "Figure":
-    """Bits per character, constants of every branch, their course, and inversion in words.
+    """Bits per character and course of the constants, if there are curves; constants; words.
 
     Args:
         curves: as :func:`read_curves` returns them.
-        sample: a text that the model generated.
+        constants: see :func:`draw_constants`.
+        words: what else there is to say, such as :func:`in_words`.
         ngram: bits per character of a 5-gram on the validation split.
     """
-    figure = empty_figure(11, 7)
-    (likelihood, bars), (course, words) = figure.subplots(2, 2)
-    draw_bits_per_character(likelihood, curves, ngram)
-    draw_constants(bars, last_constants(curves))
-    draw_course(course, curves)
-    words.axis("off")
-    words.text(0, 1, in_words(curves, sample), va="top", family="monospace", size=9)
+    rows: list[Any] = [["likelihood", "course"]] if curves else []
+    rows.append(["constants", "words" if words else "constants"])
+    figure = empty_figure(11, 3.5 * len(rows))
+    axes = figure.subplot_mosaic(rows)
+    if curves:
+        draw_bits_per_character(axes["likelihood"], curves, ngram)
+        draw_course(axes["course"], curves)
+    draw_constants(axes["constants"], constants)
+    if words:
+        axes["words"].axis("off")
+        axes["words"].text(0, 1, words, va="top", family="monospace", size=9)
     return figure
 
 

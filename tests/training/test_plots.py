@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from invformer.training.plots import draw_summary, plot_run, read_curves, running_mean
+from invformer.training.plots import (
+    draw_summary,
+    in_words,
+    last_constants,
+    plot_run,
+    read_curves,
+    running_mean,
+)
 from tests.small_runs import write_rows
 
 BRANCHES = [f"block_0{i}/{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
@@ -44,7 +51,7 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
     tmp_path: Path,
 ) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
-    bars = draw_summary(curves).axes[1]
+    bars = draw_summary(curves, last_constants(curves)).axes[2]
     heights = [[bar.get_height() for bar in container] for container in bars.containers]
     assert heights == [[level] * len(BRANCHES) for level in (*LEVELS.values(), 0.7)]
     names = [label.get_text().replace("\n", " ") for label in bars.get_xticklabels()]
@@ -53,12 +60,13 @@ def test_every_branch_has_its_estimate_below_its_local_bound_below_its_bound(
 
 def test_nothing_that_is_drawn_is_clipped(tmp_path: Path) -> None:
     curves = read_curves(write_metrics(tmp_path / "metrics.jsonl"))
-    figure = draw_summary(curves, "a sample of 50 characters in a line, and some more " * 40, 1.5)
-    likelihood, bars, course, words = figure.axes
+    words = in_words(curves, "a sample of 50 characters in a line, and some more " * 40)
+    figure = draw_summary(curves, last_constants(curves), words, 1.5)
+    likelihood, course, bars, said = figure.axes
     assert likelihood.get_ylim()[0] < 1.5  # the n-gram
     assert bars.get_ylim()[1] > 0.7
     assert course.get_ylim()[1] > 0.7
-    assert "more a" in words.texts[0].get_text()
+    assert "more a" in said.texts[0].get_text()
     figure.draw_without_rendering()
     inside = figure.bbox.padded(1)
     for axes in figure.axes:
@@ -82,7 +90,7 @@ def test_plotting_touches_no_global_state_and_importing_loads_no_matplotlib() ->
     program = (
         "import sys; from invformer.training.plots import as_png, draw_summary\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "as_png(draw_summary({}))\n"
+        "as_png(draw_summary({}, {}))\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
