@@ -40,7 +40,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds.heads import OutputMaps, separate_inputs, shared_input
-from invformer.bounds.local import outward, row_normalised
+from invformer.bounds.local import outward, row_normalised, square_distances
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -141,9 +141,10 @@ def comparison(
     query, key, value = spectral_norm_bound(w_qkv)[..., None, None]
     q, rho_q, k, rho_k, v, rho_v, p, temperature = (t.double() for t in at)
     p = row_normalised(p)
-    apart = square_distances(p @ v, v)
+    slack = 16 * sum(q.shape[-2:]) * torch.finfo(q.dtype).eps  # of points in the unit ball
+    apart = square_distances(p @ v, v, slack)
     spread_v = (p * apart).sum(-1, keepdim=True)
-    spread_k = (p * square_distances(p @ k, k)).sum(-1, keepdim=True)
+    spread_k = (p * square_distances(p @ k, k, slack)).sum(-1, keepdim=True)
     length = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
     along_key = temperature * key * length * rho_k.mT * apart.sqrt()
     at_query = temperature * query * rho_q * (spread_v * spread_k).sqrt()
@@ -151,10 +152,3 @@ def comparison(
     if strictly_causal:  # column j is token j − 1; the first is no token's
         of_others = torch.nn.functional.pad(of_others, (0, 1))[..., 1:]
     return of_others + torch.diag_embed(at_query.squeeze(-1))
-
-
-def square_distances(a: Tensor, b: Tensor) -> Tensor:
-    """‖a_i − b_j‖² of points in the unit ball, from above: cancellation is absolute."""
-    square = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
-    slack = 16 * sum(a.shape[-2:]) * torch.finfo(a.dtype).eps
-    return (square - 2 * a @ b.mT).clamp_min(0) + slack

@@ -213,8 +213,7 @@ class _Moments:
     def to_mean(self, left: Tensor | None = None) -> Tensor:
         """‖Lᵀ(q_j − Y_i)‖² from above."""
         u, mean = (self.q, self.y) if left is None else (self.q @ left, self.y @ left)
-        square = u.square().sum(-1).unsqueeze(-2) + mean.square().sum(-1, keepdim=True)
-        return (square - 2 * mean @ u.mT).clamp_min(0) + rounding(u).unsqueeze(-1)
+        return square_distances(mean, u, rounding(u).unsqueeze(-1))
 
 
 def _output_factors(w: Tensor, g: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -310,11 +309,15 @@ def _outer(a: Tensor, b: Tensor) -> Tensor:
     return a.unsqueeze(-1) * b.unsqueeze(-2)
 
 
+def square_distances(a: Tensor, b: Tensor, slack: Tensor | float) -> Tensor:
+    """‖a_i − b_j‖², from above if the slack covers rounding: cancellation is absolute."""
+    square = a.square().sum(-1).unsqueeze(-1) + b.square().sum(-1).unsqueeze(-2)
+    return (square - 2 * a @ b.mT).clamp_min(0) + slack
+
+
 def _square_distances(z: Tensor) -> Tensor:
-    """‖z_j − z_i‖², from above: cancellation is absolute."""
-    square = z.square().sum(-1)
-    distance = square.unsqueeze(-1) + square.unsqueeze(-2) - 2 * z @ z.mT
-    return distance.clamp_min(0) + rounding(z).unsqueeze(-1)
+    """‖z_j − z_i‖² from above."""
+    return square_distances(z, z, rounding(z).unsqueeze(-1))
 
 
 def row_normalised(p: Tensor) -> Tensor:
