@@ -14,10 +14,10 @@ from torch import Tensor
 
 from invformer.bounds import local
 from invformer.lipschitz.power_iteration import operator_norm
-from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
+from invformer.nn.attention import TiedL2Attention
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import attention_weights
+from invformer.numerics.l2_attention import attention_weights, merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin, kim
@@ -231,12 +231,12 @@ def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """x W_h for every head: (*batch, N, D) → (*batch, H, N, d)."""
-    return split_heads(x @ side_by_side(w), w.shape[-3])
+    return split_heads(x @ merge_heads(w), w.shape[-3])
 
 
 def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
     """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
-    return merge_heads(q) @ side_by_side(w).mT
+    return merge_heads(q) @ merge_heads(w).mT
 
 
 def dot_product_local_bound(
@@ -255,7 +255,7 @@ def dot_product_local_bound(
     p = local.row_normalised(p)
     q, k, v = q.double(), k.double() - k.double()[..., :1, :], v.double() - v.double()[..., :1, :]
     w_q, w_k, w_v, w_o = w_q.double(), w_k.double(), w_v.double(), w_o.double()
-    value = spectral_norm_bound(local.side_by_side(w_v)) * p.sum(-2).amax((-2, -1)).sqrt()
+    value = spectral_norm_bound(merge_heads(w_v)) * p.sum(-2).amax((-2, -1)).sqrt()
     slack = torch.maximum(local.rounding(k), local.rounding(v))
     cross = local.covariance(p, v, k) @ w_q.mT.unsqueeze(-3)
     query = torch.linalg.matrix_norm(cross) + slack * torch.linalg.matrix_norm(w_q)[:, None]

@@ -20,10 +20,11 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.attention import TiedL2Attention, merge_heads, split_heads
+from invformer.nn.attention import TiedL2Attention
 from invformer.nn.kim_attention import paper_output_map
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer, PreNormBranch
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
 from studies.layer_bounds import Layer, attention_jacobian, project
 

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 import invformer
 from invformer.data.corpora import read_corpus
 from invformer.model import TrainedModel
-from invformer.nn.attention import merge_heads, split_heads
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.l2_attention import merge_heads, split_heads
 
 MOST_STEPS = 200  # of a fixed point at one position
 OUTSIDE = 1e6  # more than any distance of two states

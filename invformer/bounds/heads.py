@@ -77,8 +77,3 @@ def _usable(weights: list[float]) -> list[float]:
     """
     largest = max((w for w in weights if 0 < w < math.inf), default=1.0)
     return [min(max(w, 1e-250 * largest), 1e250 * largest) for w in weights]
-
-
-def side_by_side(w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
-    """[W_1, …, W_H] as one (D, H d) matrix."""
-    return w.transpose(-3, -2).flatten(-2)

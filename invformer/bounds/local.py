@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.heads import InputMaps, OutputMaps, side_by_side
-from invformer.numerics.l2_attention import AttentionWeights, PerHead
+from invformer.bounds.heads import InputMaps, OutputMaps
+from invformer.numerics.l2_attention import AttentionWeights, PerHead, merge_heads
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
 # Numbers in the matrices of the tokens that are multiplied at once: 64 MiB of them.
@@ -87,7 +87,7 @@ def fast_local_bound(q: PerHead, p: AttentionWeights, w_q: InputMaps, g: OutputM
     attention = at.p.sum(-2).amax((-2, -1)).sqrt()
     bounds = []
     for left, stacked in _output_factors(w, g.double()):
-        value = spectral_norm_bound(side_by_side(w @ left)) * attention
+        value = spectral_norm_bound(merge_heads(w @ left)) * attention
         query, key = _query_and_key_terms(at, r_q, left)
         bounds.append(stacked * (value + query + key))
     return outward(torch.stack(bounds).amin(0), q)
@@ -255,7 +255,7 @@ def _tight_value_term(p: Tensor, w: Tensor, g: Tensor) -> Tensor:
     bounds = []
     for left, stacked in _output_factors(w, g):
         for rest, norms in ((0, each), (from_mean, deviation)):
-            weighted = side_by_side(norms[..., None, None] * (w @ left))
+            weighted = merge_heads(norms[..., None, None] * (w @ left))
             bounds.append(rest + stacked * spectral_norm_bound(weighted))
     return torch.stack(bounds).amin(0)
 

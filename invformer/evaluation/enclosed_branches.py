@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.bounds.heads import side_by_side
-from invformer.nn.attention import L2Weights, merge_heads, split_heads
+from invformer.nn.attention import L2Weights
 from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.feed_forward import (
     ACTIVATIONS,
@@ -39,6 +38,7 @@ from invformer.numerics.enclosure import (
     sum_last,
     with_one,
 )
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.precision import is_denormal
 from invformer.numerics.token_shift import delay
 
@@ -185,7 +185,7 @@ class L2AttentionBranch(AttentionBranch):
     """Tied L2 attention: the logits are −‖q_i − q_j‖²/√d = (q_i·q_j − ‖q_j‖²/2 − ‖q_i‖²/2) 2/√d."""
 
     def __init__(self, position: VisibilityMask, weights: L2Weights, length: int) -> None:
-        reads, output = [side_by_side(weights.w_q)], weights.g.flatten(-3, -2)
+        reads, output = [merge_heads(weights.w_q)], weights.g.flatten(-3, -2)
         super().__init__(reads, position, output, length)
         self.num_heads, _, d_head = weights.w_q.shape
         self.factor = constant(torch.full_like(weights.w_q[:1, :1, :1], 4 / d_head)).middle.sqrt()
@@ -222,7 +222,7 @@ class BoundedAttentionBranch(AttentionBranch):
 
     def __init__(self, branch: BoundedAttention, weights: BoundedWeights, length: int) -> None:
         w_qkv, temperature, g = weights
-        reads = [side_by_side(w) for w in w_qkv]
+        reads = [merge_heads(w) for w in w_qkv]
         super().__init__(reads, branch.position, g.flatten(-3, -2), length)
         self.factor = weight(temperature).middle[:, None, None]
         self.sees_itself = not branch.strictly_causal

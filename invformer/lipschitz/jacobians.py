@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.kernels.attention import only
-from invformer.nn.attention import TiedL2Attention, merge_heads, side_by_side, split_heads
+from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention, split
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
 from invformer.nn.position_bias import biases_together
@@ -21,6 +21,7 @@ from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.attention_rows import AttentionRows, Chosen, by_row, own, take
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import windows, windows_adjoint
 
@@ -262,7 +263,7 @@ class StackedL2Attention(StackedAttention):
 
     def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """W and G of all heads."""
-        return side_by_side(weights.w_q), weights.g.flatten(0, 1)
+        return merge_heads(weights.w_q), weights.g.flatten(0, 1)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """P q by few operations; q and P are kept."""
@@ -315,7 +316,7 @@ class StackedBoundedAttention(StackedAttention):
 
     def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """W of queries, keys and values, and G, of all heads."""
-        return side_by_side(weights.w_qkv.flatten(0, 1)), weights.g.flatten(0, 1)
+        return merge_heads(weights.w_qkv.flatten(0, 1)), weights.g.flatten(0, 1)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """P v; the points in the ball and P are kept."""

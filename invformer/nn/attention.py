@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from invformer.bounds import contractive
-from invformer.bounds.heads import InputMaps, OutputMaps, side_by_side
+from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention_cache import AttentionCache
@@ -32,6 +32,7 @@ from invformer.nn.spectral import (
     write_to,
 )
 from invformer.numerics import l2_attention as core
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.norms import Norm
 
@@ -67,7 +68,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         """
         w_q, g = weights or self.weights()
         # Queries, which are the keys and the values as well; one matrix for all heads.
-        q = affine(x, side_by_side(w_q), centre=centre)  # (*batch, N, H d)
+        q = affine(x, merge_heads(w_q), centre=centre)  # (*batch, N, H d)
         q = split_heads(q, len(w_q))  # (*batch, H, N, d)
         # Σ_j P_ij q_j,  P_ij = softmax_j(−‖q_i − q_j‖²/√d + b(i − j)). Fused kernels never hold the
         # squared distances of all pairs at once.
@@ -79,7 +80,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
     ) -> Tokens:
         """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         w_q, g = weights or self.weights()
-        q = split_heads(x @ side_by_side(w_q), len(w_q))
+        q = split_heads(x @ merge_heads(w_q), len(w_q))
         if past.origin is None:
             past.origin = q[..., :1, :]
         q = q - past.origin
@@ -204,16 +205,6 @@ class ContractiveL2Attention(TiedL2Attention):
         ]
 
 
-def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """(*batch, N, D) → (*batch, H, N, d)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
-
-
-def merge_heads(y: Tensor) -> Tensor:
-    """(*batch, H, N, d) → (*batch, N, D)."""
-    return y.transpose(-2, -3).flatten(-2)
-
-
 def in_one_matrix(w: InputMaps) -> InputMaps:
     """The same weights in the memory of one (D, H d) matrix."""
-    return side_by_side(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)
+    return merge_heads(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)

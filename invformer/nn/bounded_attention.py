@@ -9,16 +9,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.bounds import bounded
-from invformer.bounds.heads import side_by_side
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import in_one_matrix, merge_heads, split_heads
+from invformer.nn.attention import in_one_matrix
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
 from invformer.numerics.ball import into_ball
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import advance, delay
 
@@ -150,7 +150,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         """Σ_h P^h v^h G_h, of X + m with a centre m."""
         weights = weights or self.weights()
         # Queries, keys and values of all heads, z = (X + m) W
-        w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
+        w = merge_heads(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
         z = affine(x, w, centre=centre)  # (*batch, N, 3 H d)
         bias = self.position.logit_bias(x.shape[-2])
         # softmax_j(τ q_i·k_j + b(i − j)) v_j for q, k, v = ψ(z), ‖·‖₂ < 1
@@ -173,7 +173,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
 
     def in_ball(self, x: Tokens, weights: BoundedWeights) -> Projections:
         """ψ(X W) of every head, each token's own."""
-        w = side_by_side(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
+        w = merge_heads(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
         z = affine(x, w)  # (*batch, N, 3 H d)
         z = z.unflatten(-1, (3 * self.num_heads, -1))
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)

@@ -25,6 +25,16 @@ AttentionWeights = Float[Tensor, "*batch heads tokens tokens"]
 DenseBias = Float[Tensor, "#heads tokens tokens"]
 
 
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(*batch, N, H d) → (*batch, H, N, d)."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(-2, -3)
+
+
+def merge_heads(y: Tensor) -> Tensor:
+    """(*batch, H, N, d) → (*batch, N, H d); of the matrices of all heads [W_1, …, W_H]."""
+    return y.transpose(-2, -3).flatten(-2)
+
+
 def attention_weights(q: PerHead, bias: DenseBias | None = None) -> AttentionWeights:
     """P = softmax_j(−‖q_i − q_j‖²/√d + b_ij), in float32 at least.
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from invformer.config import load_config
-from invformer.nn.attention import merge_heads
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from invformer.numerics.l2_attention import merge_heads
 from invformer.numerics.linear_map import dense_jacobian
 from studies import attention_distribution, jasmin
 from studies.attention_distribution import (
