@@ -19,7 +19,7 @@ from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activ
 from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
-from invformer.numerics.attention_rows import AttentionRows, Chosen, by_row, own, take
+from invformer.numerics.attention_rows import AttentionRows, Chosen, at_chosen, by_row, take
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
@@ -62,7 +62,7 @@ class StackedBranches:
         residual = [layer for layer in layers if isinstance(layer, InvertibleResidual)]
         self.branches: Sequence[Any] = [layer.branch for layer in residual] or layers
         self.input_radius = residual[0].input_radius if residual else None
-        self.layers, self.weights = weights, [layer.branch for layer in weights]
+        self.layer_weights, self.weights = weights, [layer.branch for layer in weights]
         self.num_tokens = num_tokens
         self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
         self.points: list[tuple[Tensor, ...]] = []
@@ -89,11 +89,11 @@ class StackedBranches:
         if isinstance(self.branches[index], PreNormBranch):
             return self.branches[index](u)
         u = u if self.centre is None else u + self.centre[index]
-        return x + self.layers[index].leave(self.branches[index](u, self.weights[index]))
+        return x + self.layer_weights[index].leave(self.branches[index](u, self.weights[index]))
 
     def enter(self, x: Tensor) -> Tensor:
         """What the next branch sees, less the centre where D is folded in."""
-        scaling = self.layers[len(self.inputs)].scaling
+        scaling = self.layer_weights[len(self.inputs)].scaling
         self.inputs.append(x if scaling is None else scaling.apply(x))
         return self.seen(self.inputs[-1])
 
@@ -133,7 +133,7 @@ class StackedBranches:
         push, pull = self.products(chosen, here.to(self.inputs[0].dtype))
         if not diagonal:
             return Products(push, pull)
-        return Products(lambda dx: push(here * dx), lambda dy: own(pull(dy), chosen))
+        return Products(lambda dx: push(here * dx), lambda dy: at_chosen(pull(dy), chosen))
 
     def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
         """The rows of K output tokens of every sequence, which are one in ``here``."""
@@ -157,7 +157,7 @@ class StackedMaps(StackedBranches):
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """The layer; what its Jacobian is made of is kept."""
         index = len(self.inputs)
-        u, (w, b, v), layer = self.enter(x), self.each[index], self.layers[index]
+        u, (w, b, v), layer = self.enter(x), self.each[index], self.layer_weights[index]
         z = torch.addmm(b, u.flatten(0, -2), w).view(*x.shape[:-1], -1)
         hidden = self.inner(index, z).flatten(0, -2)
         if layer.scaling is None:
@@ -230,7 +230,7 @@ class StackedFeedForward(StackedMaps):
         kernel = self.weights[0].kernel
         push, pull = self.of_windows(chosen, kernel)
         rows = Products(
-            lambda dx: push(own(windows(dx, kernel), chosen)),
+            lambda dx: push(at_chosen(windows(dx, kernel), chosen)),
             lambda dy: windows_adjoint(here * pull(dy), kernel),
         )
         return self.of_inputs(rows, chosen)
@@ -297,7 +297,7 @@ class StackedL2Attention(StackedAttention):
             return (minus * (a - (p * a).sum(2, keepdim=True))).unsqueeze(-1)
 
         def push(dq: Tensor) -> Tensor:
-            s = minus_of_softmax((dq - own(dq, chosen)).view(e.shape).mul_(e).sum(-1))
+            s = minus_of_softmax((dq - at_chosen(dq, chosen)).view(e.shape).mul_(e).sum(-1))
             return dq.view(e.shape).mul_(weight).addcmul_(s, e).sum(2).flatten(-2)
 
         def pull(dy: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ class StackedBoundedAttention(StackedAttention):
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = like.delayed(dz.chunk(3, -1))
-            dq, dk, dv = map(self.heads, (own(dq, chosen).squeeze(2), dk, dv))
+            dq, dk, dv = map(self.heads, (at_chosen(dq, chosen).squeeze(2), dk, dv))
             dy = rows.jvp(at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv))
             return dy.flatten(-2)
 

@@ -55,8 +55,8 @@ def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) ->
     return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
 
 
-def own(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
-    """The chosen token of each row, (branches, R, 1, m)."""
+def at_chosen(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
+    """Each row at its chosen token, (branches, R, 1, m): of rows of J the diagonal blocks."""
     index = chosen.flatten(1)[..., None, None]
     return x.gather(2, index.expand(-1, -1, 1, x.shape[-1]))
 
