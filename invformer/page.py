@@ -64,13 +64,7 @@ Row = Sequence[str]
 
 
 def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
-    """The page of one evaluation.
-
-    Args:
-        report: as :func:`.evaluation.evaluate.evaluate` returns it.
-        curves: metrics of the run it belongs to, as :func:`.plots.read_curves` returns them; empty
-            if there is no run.
-    """
+    """The page of one evaluation; without a run there are no curves."""
     data, inversion = report["data"], report["inversion"]
     constants = {short(name): row for name, row in branch_constants(report).items()}
     parts = [

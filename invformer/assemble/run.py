@@ -167,11 +167,8 @@ def build_module(
 def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | str:
     """One device, or several processes, of which a hanging one is found by the timeout.
 
-    The timeout also covers the start of the processes.
-
-    Args:
-        config: how to train.
-        saved: names of what a checkpoint holds of the module.
+    The timeout also covers the start of the processes. ``saved`` has the names of what a checkpoint
+    holds of the module.
     """
     if not is_rank():
         return "auto"

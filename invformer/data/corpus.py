@@ -16,22 +16,13 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training, validation and test text.
-
-    In a corpus of bytes the byte b is the character chr(b).
-
-    Attributes:
-        name: of the corpus.
-        source: where the texts came from, in words.
-        pieces: begins to read the three texts, one after the other.
-        sizes: characters of each.
-        unit: what a character is.
-    """
+    """Training, validation and test text. In one of bytes the byte b is the character chr(b)."""
 
     name: str
-    source: str
+    source: str  # in words
+    # Begins to read the three texts, one after the other.
     pieces: Callable[[], Iterable[str]] = field(repr=False, compare=False)
-    sizes: dict[Split, int]
+    sizes: dict[Split, int]  # characters of each
     unit: Unit = "characters"
 
     @classmethod

@@ -73,24 +73,16 @@ class TrainingWindows:
     It takes the place of a ``DataLoader``, which would draw from the global random generator each
     time it is iterated.
 
-    Attributes:
-        tokens: the text, n ≥ N tokens.
-        seq_len: N, the length of a window.
-        batch_size: windows per batch and process.
-        seed: of the order; any integer.
-        start_batch: number of the first batch that is iterated.
-        rank: this process.
-        world_size: W processes with batches of b see, side by side, the batches of W b that one
-            process sees.
+    W processes with batches of b see, side by side, the batches of W b that one process sees.
     """
 
-    tokens: Tokens
-    seq_len: int
-    batch_size: int
-    seed: int
-    start_batch: int = 0
+    tokens: Tokens  # the text, n ≥ N of them
+    seq_len: int  # N, the length of a window
+    batch_size: int  # windows per batch and process
+    seed: int  # of the order
+    start_batch: int = 0  # number of the first batch that is iterated
     rank: int = 0
-    world_size: int = 1
+    world_size: int = 1  # W
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches from ``start_batch`` on, without end."""
@@ -125,18 +117,12 @@ class EvaluationWindows:
     of windows gets an empty one, so that all have the same number of batches; nothing of that is
     scored.
 
-    Attributes:
-        tokens: the text, n ≥ 2 tokens.
-        seq_len: N, the length of a window.
-        stride: s in [1, N], how far one window is from the next.
-        batch_size: windows per batch.
-        rank: this process; it takes every ``world_size``-th batch.
-        world_size: number of processes.
+    Of several processes each takes every ``world_size``-th batch.
     """
 
-    tokens: Tokens
-    seq_len: int
-    stride: int
+    tokens: Tokens  # the text, n ≥ 2 of them
+    seq_len: int  # N, the length of a window
+    stride: int  # s in [1, N], how far one window is from the next
     batch_size: int = 64
     rank: int = 0
     world_size: int = 1

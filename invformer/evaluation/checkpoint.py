@@ -18,13 +18,9 @@ log = logging.getLogger(__name__)
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """Open a checkpoint: plain values now, tensors when they are asked for, code never.
+    """Open one checkpoint, or the best of a run folder (else the newest), and run no code in it.
 
     A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
-
-    Args:
-        path: the directory of one checkpoint, or a run folder, whose best one (else the newest) is
-            taken.
 
     Raises:
         CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.

@@ -90,15 +90,10 @@ class Network:
         places: Integer[Tensor, "rows"],
         past: list[Any] | None,
     ) -> tuple[Enclosure, list[Any]]:
-        """The states of some symbols, each at its place behind the same beginning.
+        """The states (rows, D) of some symbols, each at its place behind the same beginning.
 
-        Args:
-            symbols: one a row.
-            places: their positions.
-            past: what the branches keep of the text they continue; None if the rows are that text.
-
-        Returns:
-            States (rows, D), and what the branches keep of these rows.
+        ``past`` is what the branches keep of the text they continue; None if the rows are that
+        text. What they keep of these rows is returned beside the states.
         """
         embedded = self.symbols.map(lambda t: t[symbols]), self.positions.map(lambda t: t[places])
         x = accumulate(*map(paired, embedded))
@@ -119,11 +114,8 @@ class Network:
 class View:
     """A x + B of the channels x, and of the errors of branches before.
 
-    Args:
-        factor: A.
-        shift: B.
-        writes: V A⁻¹ of the branches before, one on top of the other, (inner numbers, D); each
-            entry to a relative error of 4 u.
+    ``writes`` is V A⁻¹ of the branches before, one on top of the other, (inner numbers, D); each
+    entry to a relative error of 4 u.
     """
 
     def __init__(self, factor: Pair, shift: Pair, writes: Float[Tensor, "inner width"]) -> None:

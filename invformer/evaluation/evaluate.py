@@ -58,18 +58,7 @@ def evaluate(
     checkpoint: Checkpoint,
     config: EvaluateConfig,
 ) -> dict[str, Any]:
-    """Measure everything that is asked for.
-
-    Args:
-        model: the trained model, in eval mode, on the device to measure on.
-        vocabulary: what its tokens mean.
-        trained: the configuration of its training.
-        checkpoint: where it comes from.
-        config: what to measure, and on what text.
-
-    Returns:
-        The report as a nested plain dict.
-    """
+    """The report on a model, as a nested plain dict, measured on the model's device."""
     parameters = list(model.parameters())
     device = parameters[0].device
     data = evaluated_data(trained.data, config.data)
@@ -169,15 +158,8 @@ def shown_at_work(what: str) -> tqdm:
 def keep_report(report: dict[str, Any], latest: Path) -> Path:
     """Write a report to a file for its data set, split and step, which no other text overwrites.
 
-    Args:
-        report: as :func:`evaluate` returns it.
-        latest: ``evaluation.json``, which becomes a copy of it if the text is the model's own.
-
-    Returns:
-        The file, in a folder named ``evaluation`` beside ``latest``.
-
-    Raises:
-        StorageError: it cannot be written.
+    The file, which is returned, is in a folder ``evaluation`` beside ``latest``. If the text is the
+    model's own, ``latest`` (evaluation.json) becomes a copy of it.
     """
     data = report["data"]
     name = re.sub(r"[^A-Za-z0-9_]+", "-", data["name"])

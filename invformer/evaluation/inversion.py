@@ -26,27 +26,16 @@ States = Float[Tensor, "sequences tokens width"]
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """A text that went up the stack of a model and came back: tokens → states → tokens.
+    """A text that went up the stack of a model and came back: tokens → states → tokens."""
 
-    Attributes:
-        model: in the arithmetic of forward pass and iteration.
-        weights: of its stack.
-        certificate: of these weights.
-        tokens: the text.
-        embedded: its embedding.
-        states: at the top of the stack.
-        solution: of the inversion, where samples that did not converge are counted, not refused.
-        decoded: the tokens nearest to it.
-    """
-
-    model: CharTransformer
+    model: CharTransformer  # in the arithmetic of forward pass and iteration
     weights: StackWeights
-    certificate: Certificate
+    certificate: Certificate  # of these weights
     tokens: Text
     embedded: States
-    states: States
-    solution: StackSolution
-    decoded: Text
+    states: States  # at the top of the stack
+    solution: StackSolution  # samples that did not converge are counted, not refused
+    decoded: Text  # the tokens nearest to it
 
     def numbers(self) -> dict[str, Any]:
         """How far the text came back: largest over samples, lengths in the stack's norm.
@@ -118,15 +107,10 @@ def round_trip(
     dtype: torch.dtype = torch.float32,
     max_steps: int | None = None,
 ) -> RoundTrip:
-    """Push a text up the stack, and bring it back down.
+    """Push a text up an invertible stack in eval mode, and bring it back down.
 
-    Args:
-        model: a model with an invertible stack, in eval mode.
-        tokens: the text.
-        certificate: proven constants of that stack, for the solver and its error bounds; made anew
-            if it is for another dtype.
-        dtype: arithmetic of forward pass and iteration.
-        max_steps: iterations allowed per layer, as in :func:`.invert_residual`.
+    Both happen in ``dtype``; a certificate for another one is made anew. ``max_steps`` is that of
+    :func:`.invert_residual`.
     """
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)

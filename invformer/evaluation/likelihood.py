@@ -18,17 +18,11 @@ Window = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How well a text is predicted.
+    """How well a text is predicted."""
 
-    Attributes:
-        nats: mean −ln p per character.
-        num_characters: how many were scored; every character of the split, once.
-        seconds: wall time of the forward passes.
-    """
-
-    nats: float
-    num_characters: int
-    seconds: float
+    nats: float  # mean −ln p per character
+    num_characters: int  # scored: every character of the split, once
+    seconds: float  # wall time of the forward passes
 
     @property
     def bpc(self) -> float:
@@ -49,15 +43,9 @@ def window_nats(
 
 @torch.no_grad()
 def score(model: CharTransformer, windows: Iterable[Window], device: torch.device) -> Likelihood:
-    """Mean nats per character over windows that cover a split, its first character included.
+    """Mean nats per character of a split, from (inputs, targets, scored) batches of windows.
 
-    That one, which no context predicts, costs ln V.
-
-    Args:
-        model: in eval mode.
-        windows: (inputs, targets, scored) batches in which every character but the first is scored
-            exactly once.
-        device: where the model lives.
+    They score every character once, except the first, which no context predicts: it costs ln V.
     """
     total = torch.tensor(math.log(model.head.out_features), dtype=torch.float64)
     count = 1

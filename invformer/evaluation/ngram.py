@@ -30,15 +30,11 @@ def witten_bell_nats(
 
     Args:
         train_tokens: the text that is counted.
-        eval_tokens: the text that is predicted, in the same vocabulary, at least one token.
-        order: n ≥ 1, the length of the longest n-gram; order − 1 characters of context.
-        vocab_size: V, the number of tokens, the unknown one included.
+        eval_tokens: the text that is predicted, at least one token.
+        order: n ≥ 1, the length of the longest n-gram.
+        vocab_size: V, the unknown token included.
 
-    Returns:
-        Mean −ln P over the evaluation text.
-
-    Source:
-        Witten & Bell 1991, "The zero-frequency problem", method C; interpolated as in Chen &
+    Source: Witten & Bell 1991, "The zero-frequency problem", method C; interpolated as in Chen &
         Goodman 1999, §2.
     """
     depth = min(order, len(eval_tokens), len(train_tokens))
@@ -62,14 +58,9 @@ def witten_bell_nats(
 
 
 class Counts:
-    """Counts of (k+1)-grams, as far as the evaluation text needs them.
+    """Counts of the (k+1)-grams h x of the evaluation text, which have the sorted ``keys``.
 
-    A gram h x has the key V · (the place of h among the sorted keys of k-grams) + x.
-
-    Args:
-        keys: of the grams of the evaluation text, sorted.
-        num_contexts: number of its k-grams h.
-        vocab_size: V.
+    A key is V · (the place of h among the sorted keys of k-grams) + x.
     """
 
     def __init__(self, keys: Integer[Tensor, "grams"], num_contexts: int, vocab_size: int) -> None:

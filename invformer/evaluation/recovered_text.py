@@ -16,13 +16,10 @@ LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 def perturb(
     z: Float[Tensor, "tokens width"], noise: float, bits: int | None, seed: int
 ) -> Float[Tensor, "tokens width"]:
-    """States with Gaussian noise added, then rounded to a number of bits.
+    """States with Gaussian noise added, then rounded to a number of bits, if there is one.
 
-    Args:
-        z: states.
-        noise: standard deviation, in units of the states' root mean square.
-        bits: levels are evenly spaced between the least and the largest value; None rounds nothing.
-        seed: of the noise.
+    The noise is in units of the states' root mean square. The levels that bits number are evenly
+    spaced between the least and the largest value.
     """
     if noise:
         generator = torch.Generator().manual_seed(seed)

@@ -12,11 +12,7 @@ from invformer.runs.files import make_folder, replace_file
 
 
 def write_json(report: Mapping[str, Any], path: Path) -> None:
-    """Write the report atomically; numbers JSON has no literal for become null.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
+    """Write the report atomically; numbers JSON has no literal for become null."""
     make_folder(path.parent)
     replace_file(path, json.dumps(finite(report), indent=2, allow_nan=False) + "\n")
 
@@ -33,12 +29,7 @@ def finite(value: Any) -> Any:
 
 
 def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
-    """Print the report for people: the result first, then details, then one line a branch.
-
-    Args:
-        report: as :func:`.evaluate.evaluate` returns it.
-        verbose: also print the branches in every further norm.
-    """
+    """Print the result, then details, then one line a branch (``verbose``: in every norm)."""
     data = report["data"]
     print(f"{report['checkpoint']} (step {report['step']}) on {data['name']}, {data['split']}")
     blocks = [columns(headlines(report)), columns(details(report))]

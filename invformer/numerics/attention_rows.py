@@ -17,16 +17,10 @@ Chosen = Integer[Tensor, "branches sequences K"]
 
 @dataclass(frozen=True)
 class AttentionRows:
-    """K rows i at once; tokens stand before heads, and batch dimensions broadcast.
-
-    Attributes:
-        p: P_i.
-        scaled: τ P_i.
-        q, k, v: as above.
-    """
+    """K rows i at once; tokens stand before heads, and batch dimensions broadcast."""
 
     p: Float[Tensor, "*batch K tokens heads"]
-    scaled: Float[Tensor, "*batch K tokens heads"]
+    scaled: Float[Tensor, "*batch K tokens heads"]  # τ P
     q: Float[Tensor, "*batch K #tokens heads d"]
     k: Float[Tensor, "*batch #K tokens heads d"]
     v: Float[Tensor, "*batch #K tokens heads d"]

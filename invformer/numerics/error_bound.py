@@ -87,19 +87,12 @@ class RoundingModel:
 
 
 class ErrorStep(NamedTuple):
-    """How one inverse layer passes an error on: E ↦ amplification · E + added.
+    """How one inverse layer passes an error on: E ↦ amplification · E + added."""
 
-    Attributes:
-        amplification: constant of the inverse layer in the norm of the bound.
-        added: error of the layer's own inverse, per sample.
-        log_scale: s, where the layer is y = x · e^s + b.
-        lipschitz_bound: c, where it is y = x + f(x).
-    """
-
-    amplification: float
-    added: Tensor | float
-    log_scale: Float[Tensor, "width"] | None = None
-    lipschitz_bound: float = 0.0
+    amplification: float  # constant of the inverse layer in the norm of the bound
+    added: Tensor | float  # error of the layer's own inverse, per sample
+    log_scale: Float[Tensor, "width"] | None = None  # s, where the layer is y = x · e^s + b
+    lipschitz_bound: float = 0.0  # c, where it is y = x + f(x)
 
 
 def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
@@ -121,11 +114,6 @@ def scale_step(
     True in each of the three norms. Both directions together round six times, the exponentials to
     within two units, hence 16 u (‖y‖ + ‖b‖) on top.
 
-    Args:
-        y: the inverted tensor, in the precision of both directions.
-        log_scale: s.
-        shift: b.
-        norm: the norm of the bound.
     """
     amplification = float(log_scale.min().double().neg().exp()) * (1 + 2.0**-20)
     size = norm_upper(at_least_single(y).abs() + shift.abs(), norm)

@@ -12,18 +12,10 @@ SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*b
 
 @dataclass(frozen=True)
 class LinearMap:
-    """J = ∂f/∂X at a fixed X of ``shape`` (*batch, N, D); J acts on each sample separately.
+    """J = ∂f/∂X at a fixed X of ``shape`` (*batch, N, D); J acts on each sample separately."""
 
-    Attributes:
-        jvp: dX ↦ J dX.
-        vjp: G ↦ Jᵀ G.
-        shape: shape of X and of both products, batch dimensions included.
-        dtype: the dtype both products work in.
-        device: the device both products work on.
-    """
-
-    jvp: Callable[[Tensor], Tensor]
-    vjp: Callable[[Tensor], Tensor]
+    jvp: Callable[[Tensor], Tensor]  # dX ↦ J dX
+    vjp: Callable[[Tensor], Tensor]  # G ↦ Jᵀ G
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device

@@ -27,15 +27,8 @@ def causal_log_det(
     products with Jᵀ, D of them at a time, and N determinants of D × D. Each product also shows
     whether later tokens have influence.
 
-    Args:
-        f: a causal map (f_t depends on x_{≤t} only).
-        x: where.
-
-    Returns:
-        One value per sample, without a graph.
-
     Raises:
-        ValueError: f is not causal.
+        ValueError: f is not causal: some f_t depends on a token after t.
     """
     tokens, width = x.shape[-2:]
     identity = torch.eye(width, dtype=x.dtype, device=x.device)
@@ -58,15 +51,10 @@ def causal_log_det(
 
 @dataclass(frozen=True)
 class LogDetEstimate:
-    """An unbiased estimate of log|det(I + J)|, per sample.
+    """An unbiased estimate of log|det(I + J)|, per sample."""
 
-    Attributes:
-        value: mean over the probes.
-        standard_error: of that mean, estimated from the probes; infinite for a single probe.
-    """
-
-    value: Float[Tensor, "*batch"]
-    standard_error: Float[Tensor, "*batch"]
+    value: Float[Tensor, "*batch"]  # mean over the probes
+    standard_error: Float[Tensor, "*batch"]  # of that mean; infinite for a single probe
 
 
 @torch.no_grad()
@@ -90,7 +78,6 @@ def log_det_estimate(
         jacobian: J; ‖J‖ < 1 in some norm, which makes the series converge.
         lipschitz_bound: c < 1, a bound on ‖J‖ in any norm; it only sets q.
         num_probes: independent repetitions, at least one.
-        num_exact_terms: terms that are never truncated.
         generator: for v and n; one n serves the whole batch.
 
     Source: Chen et al. 2019, arXiv 1906.02735, Theorem 1 and §3.1.

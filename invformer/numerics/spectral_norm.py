@@ -62,11 +62,7 @@ def spectral_norm_bound(
 
 
 def check_matrix(weight: Tensor, num_steps: int) -> None:
-    """Check the arguments.
-
-    Raises:
-        ValueError: not a floating-point (batch of) matrices with entries, or num_steps < 1.
-    """
+    """Raise ValueError if there is no floating-point matrix with entries, or no step."""
     if weight.ndim < 2 or not weight.is_floating_point() or 0 in weight.shape[-2:]:
         raise ValueError(
             "a spectral norm is of a real matrix (*batch, m, n) with at least one entry, "

@@ -65,19 +65,12 @@ PREFIX = "model."  # of the language model's weights in the module that was trai
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest fits its files and whose ``model.json`` was read.
-
-    Attributes:
-        path: its directory.
-        files: the manifest's record of each, see :func:`record_of`.
-        sha256: of the manifest, and so of everything in the checkpoint.
-        metadata: configuration, vocabulary and provenance, as saved with the run: plain values.
-    """
+    """A checkpoint whose manifest fits its files and whose ``model.json`` was read."""
 
     path: Path
-    files: Mapping[str, Any]
-    sha256: str
-    metadata: dict[str, Any]
+    files: Mapping[str, Any]  # the manifest's record of each, see :func:`record_of`
+    sha256: str  # of the manifest, and so of everything in the checkpoint
+    metadata: dict[str, Any]  # configuration, vocabulary and provenance, in plain values
 
     @property
     def step(self) -> int:
@@ -96,10 +89,7 @@ class Checkpoint:
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")
 
     def configuration(self, **instead: Any) -> TrainConfig:
-        """The configuration it was trained with.
-
-        Args:
-            instead: sections in place of the saved ones.
+        """The configuration it was trained with, but for the sections given ``instead``.
 
         Raises:
             CheckpointError: it is none that this program knows.
@@ -133,11 +123,9 @@ class Checkpoint:
     def read_weights(self, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The weights, on the CPU.
 
-        Args:
-            wanted: tensors of the names, types and shapes that they must have; may be on ``meta``.
-
         Raises:
-            CheckpointError: they have others, are damaged, or not finite.
+            CheckpointError: they have other names, types or shapes than the wanted ones, which may
+                be on ``meta``; or they are damaged, or not finite.
         """
         where = f"{self.path / WEIGHTS}: its weights do not fit its configuration"
         need = sum(tensor.nbytes for tensor in wanted.values())
@@ -223,10 +211,7 @@ def encode(
 def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[str] = ()) -> None:
     """Make a directory of files with a manifest: complete and on the disk, or not at all.
 
-    Args:
-        target: the directory.
-        files: names and contents.
-        others: names of files that other processes add by :func:`write_part`; waits for them.
+    It waits for the ``others``, files that other processes add by :func:`write_part`.
 
     Raises:
         StorageError: it cannot be written; nothing is left of it.

@@ -18,10 +18,8 @@ CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 class Console(io.FileIO):
     """A descriptor that becomes the null device when it takes no more.
 
-    One line on standard error says why, unless its reader is gone.
-
-    Args:
-        descriptor: where to write; it stays open when this object is closed.
+    One line on standard error says why, unless its reader is gone. The descriptor stays open when
+    this object is closed.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -13,16 +13,11 @@ MAX_WAITING = 10_000  # calls
 
 
 class ContainedCalls:
-    """Runs calls one after the other in a thread of its own, which nothing waits for.
-
-    Attributes:
-        failed: how many raised; the first error is shown in one line.
-        dropped: how many found the queue full.
-    """
+    """Runs calls one after the other in a thread of its own, which nothing waits for."""
 
     def __init__(self) -> None:
-        self.failed = 0
-        self.dropped = 0
+        self.failed = 0  # how many raised; the first error is shown in one line
+        self.dropped = 0  # how many found the queue full
         self._waiting: queue.Queue[tuple[str, Callable[[], Any], bool]] = queue.Queue(MAX_WAITING)
         self._end = in_background(self._work, "wandb-calls")
 

@@ -29,12 +29,7 @@ LOST = (
 
 
 def guarded(work: Callable[[], None], debug: bool) -> int:
-    """Run the program's work; return 0, or print one line and return the error's exit code.
-
-    Args:
-        work: the program.
-        debug: print the traceback too.
-    """
+    """Do the work and return 0, or print an error in one line and return its exit code."""
     try:
         work()
     except KeyboardInterrupt:

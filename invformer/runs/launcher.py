@@ -81,8 +81,8 @@ def conclusion(folder: Path, codes: dict[int, int], stopped: int | None = None) 
     only say that another process is gone or that they were told to stop.
 
     Args:
-        folder: with the ranks' reports.
-        codes: exit codes of the ranks that failed by themselves.
+        folder: has the ranks' reports.
+        codes: of the ranks that failed by themselves.
         stopped: the signal that ended the run.
     """
     reports = {}

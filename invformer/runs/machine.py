@@ -14,11 +14,7 @@ from invformer.kernels.host import compiler_complaint
 
 
 def pick_device(name: str, key: str) -> torch.device:
-    """The named device, or for ``auto`` the best there is.
-
-    Args:
-        name: ``auto``, ``cpu``, ``cuda`` and the like.
-        key: the field that asks for it, for the error.
+    """The device that the field ``key`` names, or for ``auto`` the best there is.
 
     Raises:
         ConfigurationError: this machine does not have it.

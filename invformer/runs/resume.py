@@ -41,12 +41,8 @@ def resume_point(
 ) -> Checkpoint | None:
     """The checkpoint a run continues from: the newest that verifies; None where there is none.
 
-    A damaged one is passed over with a warning.
-
-    Args:
-        run: its folder.
-        config: how it shall continue.
-        metadata: what this run would write into its checkpoints.
+    A damaged one is passed over with a warning. ``config`` and ``metadata`` are those that the run
+    shall continue with.
 
     Raises:
         CheckpointError: none verifies, or the run has another configuration or vocabulary.
@@ -112,8 +108,7 @@ def require_own_state(
     Args:
         trainer: about to restore its state.
         saved: the checkpoint as Lightning holds it.
-        fresh: the optimiser as the configuration makes it.
-        schedule: of ``fresh``.
+        fresh: the optimiser, and ``schedule`` its schedule, as the configuration makes them.
 
     Raises:
         CheckpointError: naming the part that differs.
@@ -148,9 +143,7 @@ def require_own_state(
 def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> Any:
     """What stays the same in a nested state as a run goes on: all but rates and tensors' values.
 
-    Args:
-        tree: the state.
-        of_value: what stays the same of a number, such as the type of a counter.
+    Of a number ``of_value`` stays the same, such as the type of a counter.
     """
     match tree:
         case Mapping():

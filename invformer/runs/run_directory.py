@@ -65,13 +65,9 @@ def expand_home(path: str) -> Path:
 
 
 def open_run(root: Path, name: str | None, default_name: str, resume: bool) -> RunDirectory:
-    """Make a run folder, or reopen one, and lock it.
+    """Make a run folder, or if ``resume`` allows that reopen one, and lock it.
 
-    Args:
-        root: folder that holds the runs.
-        name: the run's name; None picks ``default_name`` with the time.
-        default_name: readable beginning of such a name.
-        resume: whether an existing run may be continued.
+    Without a name it gets the default name with the time.
 
     Raises:
         CheckpointError: the run exists and may not be continued, or another process is at it.

@@ -38,11 +38,7 @@ class Checkpoints(L.Callback):
     that. Every checkpoint carries the name of the best one so far. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
     because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``
-    and ``make_schedule``.
-
-    Args:
-        folder: where the checkpoints go.
-        previous: name of the checkpoint the run continues from.
+    and ``make_schedule``. ``previous`` is the checkpoint that the run continues from.
     """
 
     def __init__(self, folder: Path, previous: str | None = None) -> None:
@@ -152,10 +148,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     """Lightning's plugin for checkpoints as directories, which a thread writes.
 
     Lightning hands over one nested dict, and gets the same one back, but for its own version: it
-    has nothing to migrate.
-
-    Args:
-        wanted: the module's parameters and buffers, to which a file's weights are compared.
+    has nothing to migrate. A file's weights are compared with the ``wanted`` ones, the module's.
     """
 
     def __init__(self, wanted: Mapping[str, Tensor]) -> None:
@@ -168,11 +161,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         """Copy the state, and begin to write it.
 
         Lightning calls this in the first process only, :class:`.ShardedStrategy` in every one.
-
-        Args:
-            checkpoint: the state.
-            path: the directory to make.
-            storage_options: names of the checkpoints in its folder to keep; None keeps all.
+        ``storage_options`` are the names of the checkpoints to keep; None keeps all.
 
         Raises:
             NonFiniteError: the state is not finite; nothing is written.

@@ -83,13 +83,8 @@ def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with checkpoints through the run's own IO.
 
-    The module shards its model in ``configure_model``.
-
-    Args:
-        num_processes: one per device.
-        names: of the module's parameters and buffers that are saved.
-        timeout: of their communication.
-        backend: of their communication; None is the one for their devices.
+    The module shards its model in ``configure_model``. ``names`` are those of its parameters and
+    buffers that are saved; without a backend it is the one for the devices.
     """
 
     def __init__(

@@ -59,7 +59,6 @@ def open_wandb(
 
     Args:
         directory: the run's folder; W&B writes below it.
-        mode: see above.
         run_id: W&B's name for the earlier part of a resumed run. Online that run is continued;
             offline there is a new one, in a group with the earlier parts.
         overview: the numbers that get charts; None is all of them.
@@ -97,11 +96,7 @@ class WandbLogger(loggers.WandbLogger):
     """Lightning's W&B logger, whose calls are made by a thread that cannot hurt the run.
 
     Rows carry the optimiser step as a value of their own, which is the x-axis of every chart: W&B
-    drops rows whose own step goes backwards.
-
-    Args:
-        run: an open W&B run.
-        overview: the numbers that get charts; None is all of them.
+    drops rows whose own step goes backwards. ``overview`` are the numbers that get charts.
     """
 
     def __init__(self, run: Any, overview: Collection[str] | None = None) -> None:
@@ -190,12 +185,9 @@ class WandbLogger(loggers.WandbLogger):
 
 
 def add_to_summary(directory: Path, values: Mapping[str, Any], **run: Any) -> None:
-    """Add values to the summary of an online run that is over; without a key nothing happens.
+    """Add text and numbers to the summary of an online run that is over, if there is a key.
 
-    Args:
-        directory: the run's folder.
-        values: text and numbers.
-        run: id, project and entity of the run.
+    The run is named by its id, project and entity.
     """
     if wanted_mode("auto") != "online" or (directory / "wandb").is_symlink():
         return

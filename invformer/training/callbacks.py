@@ -25,11 +25,7 @@ from invformer.training.rows import is_step_boundary, log_table, non_finite, rec
 
 
 class Speed(L.Callback):
-    """Records characters per second over every few steps, without the time of validations.
-
-    Args:
-        every: optimiser steps between records.
-    """
+    """Records characters per second every few optimiser steps, validations left out."""
 
     def __init__(self, every: int = 25) -> None:
         self.every = every
@@ -154,11 +150,7 @@ class InversionMonitor(L.Callback):
 class Sample(L.Callback):
     """Continues a text at every validation, with a random generator of its own.
 
-    Args:
-        prompt: tokens to continue.
-        length: tokens to add.
-        decode: makes text of tokens.
-        seed: of the sampling.
+    ``decode`` makes text of tokens.
     """
 
     def __init__(

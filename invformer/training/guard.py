@@ -31,16 +31,13 @@ class UpdateGuard:
         gradients: Mapping[str, Tensor],
         combine: Callable[[Tensor], Tensor] | None = None,
     ) -> Float[Tensor, ""]:
-        """Look at one update.
+        """Look at one update; returns the Euclidean norm of all gradients together.
 
         Args:
             step: its optimiser step.
-            loss: a scalar, the mean over the batches of the step.
-            gradients: of all parameters, by their names.
+            loss: the mean over the batches of the step.
+            gradients: by the names of the parameters.
             combine: computes norms of whole gradients from norms of parts, if these are parts.
-
-        Returns:
-            The Euclidean norm of all gradients together.
         """
         each = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]
         norms = torch.stack(each) if combine is None else combine(torch.stack(each))

@@ -38,8 +38,8 @@ class CharLanguageModel(L.LightningModule):
 
     Args:
         model: the language model.
-        make_optimizer: builds the optimiser for it.
-        make_schedule: builds the learning-rate schedule for the optimiser; None keeps the rate.
+        make_optimizer: of the model.
+        make_schedule: of learning rates, of the optimiser; None keeps the rate.
         metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
         grad_clip: largest gradient norm; None leaves gradients alone.
         ema_decay: keep an average of the weights, which is what is validated, certified and saved

@@ -118,10 +118,7 @@ def last_constants(curves: Mapping[str, Series]) -> dict[str, Constants]:
 def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
     """Estimate ≤ local bound ≤ bound ≤ target as bars side by side, for every name.
 
-    Args:
-        axes: where to draw.
-        constants: per name the numbers by the keys of :data:`BARS`; None or no key for what is not
-            known.
+    The numbers have the keys of :data:`BARS`; None or no key for what is not known.
     """
     width = 0.8 / len(BARS)
     for index, (what, shade) in enumerate(BARS.items()):
@@ -200,10 +197,6 @@ def as_png(figure: "Figure") -> bytes:
 
 
 def save(figure: "Figure", path: Path) -> Path:
-    """Write a figure as PNG.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Write a figure as PNG."""
     replace_file(path, as_png(figure))
     return path

@@ -28,7 +28,7 @@ class Progress(L.Callback):
         metrics: file with the rows of the steps before, if there is one.
         last: the optimiser step at which the run ends.
         val_every: optimiser steps between validations.
-        bar: whether a bar is wanted.
+        bar: whether one is wanted.
     """
 
     def __init__(self, metrics: Path, last: int, val_every: int, bar: bool) -> None:

@@ -77,11 +77,9 @@ class Rows(L.Callback):
         self.listeners: list[Callable[[int, Row], None]] = []
 
     def flush(self, trainer: L.Trainer, before: int | None = None) -> dict[int, Row]:
-        """Send pending rows; the only place that waits for the device.
+        """Send pending rows to the trainer's loggers; the only place that waits for the device.
 
-        Args:
-            trainer: whose loggers get them.
-            before: keep the rows from this step on, because more may come for them; None sends all.
+        Rows from the step ``before`` on are kept, because more may come for them.
         """
         complete = {s: r for s, r in self.pending.items() if before is None or s < before}
         self.pending = {s: r for s, r in self.pending.items() if s not in complete}

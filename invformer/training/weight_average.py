@@ -18,9 +18,7 @@ class WeightAverage:
     :meth:`swap` exchanges both sets of weights, so that validation, certificate and inversion are
     of the average.
 
-    Args:
-        model: whose parameters are averaged; the average starts as they are.
-        decay: δ in (0, 1).
+    The average starts as the model's parameters are.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
