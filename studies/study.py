@@ -35,6 +35,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import signal
@@ -44,6 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
@@ -54,8 +56,8 @@ from invformer.config.section import Root, option, options
 from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
-from invformer.runs.exit import guarded, interrupt
-from invformer.runs.machine import commit, hardware, pick_device
+from invformer.runs.exit import guarded
+from invformer.runs.machine import commit, pick_device
 from invformer.training.plots import save
 from studies.report import Figure, Item, Rows, Summary, differing, with_legends
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
@@ -167,6 +169,19 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
     return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
 
 
+class ControlC(KeyboardInterrupt):
+    """SIGINT, as a type of its own.
+
+    If a plain KeyboardInterrupt passes through code executed from a string (importing torch
+    executes some), Python later ends ``python -m`` by the signal, whatever the exit code.
+    """
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler of SIGINT that raises :class:`ControlC`."""
+    raise ControlC
+
+
 def scale_words(schema: type[StudyOptions], argv: Sequence[str]) -> list[str]:
     """The settings that ``scale=paper`` stands for; put first, whatever else is set wins."""
     asked = [match[1] for word in argv if (match := SCALE_WORD.fullmatch(word))]
@@ -236,6 +251,23 @@ def measure_missing(
             if mirror is not None:
                 mirror.log_metrics(numbers_of(known[case].result), number)
             bar.update()
+
+
+def hardware(device: torch.device) -> str:
+    """What the numbers were computed on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
+
+
+def processor() -> str:
+    """The CPU's name."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
+    except OSError:
+        found = None
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def report(

@@ -74,19 +74,6 @@ def report(message: str, exit_code: int) -> int:
     return exit_code
 
 
-class ControlC(KeyboardInterrupt):
-    """SIGINT, as a type of its own.
-
-    If a plain KeyboardInterrupt passes through code executed from a string (importing torch
-    executes some), Python later ends ``python -m`` by the signal, whatever the exit code.
-    """
-
-
-def interrupt(number: int, frame: FrameType | None) -> None:
-    """A handler of SIGINT that raises :class:`ControlC`."""
-    raise ControlC
-
-
 def stop_on_signals() -> None:
     """End at once and with one line on a signal to stop, as long as there is nothing to save.
 

@@ -1,7 +1,5 @@
 """What a program runs on and from: device, hardware, commit; and what it cannot do there."""
 
-import platform
-import re
 import subprocess
 from pathlib import Path
 
@@ -65,23 +63,6 @@ def training_device(config: TrainerConfig) -> torch.device:
     """
     is_cpu = config.accelerator == "cpu" or not torch.cuda.device_count()
     return torch.device("cpu" if is_cpu else "cuda")
-
-
-def hardware(device: torch.device) -> str:
-    """What the numbers were computed on."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

@@ -28,7 +28,8 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 EXECUTED = """
 import os, signal, sys
-from invformer.runs.exit import guarded, interrupt
+from invformer.runs.exit import guarded
+from studies.study import interrupt
 
 signal.signal(signal.SIGINT, interrupt)
 raise SystemExit(guarded(lambda: exec("os.kill(os.getpid(), signal.SIGINT)"), debug=False))
