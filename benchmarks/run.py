@@ -3,7 +3,6 @@
 import datetime
 import os
 import platform
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from benchmarks.tasks import (
 from benchmarks.timing import Spread, in_turns, paired
 from invformer.kernels import native
 from invformer.kernels.attention import Kernel
+from invformer.runs.machine import commit
 
 Row = dict[str, Any]
 # The monitor at every step and every branch, at so many characters of one window.
@@ -169,12 +169,3 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
-
-
-def commit() -> str | None:
-    """The commit of this checkout, with a mark if there are changes on top."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None

@@ -9,13 +9,3 @@ from invformer.config.load import (
     to_dict,
     to_yaml,
 )
-
-__all__ = [
-    "command_line",
-    "from_dict",
-    "help_text",
-    "load_config",
-    "parse_or_exit",
-    "to_dict",
-    "to_yaml",
-]

@@ -12,32 +12,3 @@ from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
-
-__all__ = [
-    "ActivationNorm",
-    "BoundedAttention",
-    "CausalMask",
-    "Certificate",
-    "CharEmbedding",
-    "CharTransformer",
-    "ContractiveFeedForward",
-    "ContractiveL2Attention",
-    "CouplingBlock",
-    "CouplingStack",
-    "DiagonalScaling",
-    "DotProductAttention",
-    "FeedForward",
-    "InvertibleBlock",
-    "InvertibleResidual",
-    "InvertibleStack",
-    "L2Attention",
-    "NoCertificateError",
-    "PaperContractiveL2Attention",
-    "PreNormBlock",
-    "PreNormStack",
-    "RelativePositionBias",
-    "VisibilityMask",
-    "certify",
-    "enforce",
-    "written_channels",
-]
