@@ -30,8 +30,7 @@ class TextDataModule(L.LightningDataModule):
     validation split that is not in the vocabulary is logged unless it is zero.
 
     Args:
-        corpus: the text.
-        vocabulary: its characters.
+        corpus, vocabulary: the text and its symbols.
         seq_len: N, characters that a window reads.
         batch_size: windows per batch, all processes together.
         eval_batch_size: windows per batch and process in an evaluation.

@@ -1,6 +1,5 @@
 """When to measure, and on what. The mathematics is in nn/, numerics/ and evaluation/."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
+from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.numerics.precision import without_autocast
 from invformer.runs.collective import largest_of_processes
-from invformer.runs.files import replace_file
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
@@ -85,8 +84,7 @@ class CertificateKeeper(L.Callback):
                 f"{self.certificate.bound_max} exceeds its target {self.certificate.target}"
             )
         if self.path is not None and trainer.is_global_zero:
-            content = json.dumps(self.certificate.to_dict(), indent=2) + "\n"
-            replace_file(self.path, content)
+            write_json(self.certificate.to_dict(), self.path)
         record(trainer, pl_module.step, {"lipschitz/certified": self.certificate.bound_max})
         norm, targets = self.certificate.norm, self.certificate.targets
         bounds = self.certificate.per_branch.items()
