@@ -3,31 +3,15 @@
     Y_i = Σ_j P_ij v_j,  P_i = softmax_j(τ q_i·k_j + b_ij),  q, k, v = ψ(X W_Q), ψ(X W_K), ψ(X W_V)
 
 with ψ(z) = z/√(1 + ‖z‖²), whose Jacobian has the norm ρ(u) = √(1 − ‖u‖²) at u = ψ(z). σ are the
-spectral norms of the three matrices.
+spectral norms of the three matrices. docs/numerics.md §16 has the proofs.
 
 **Theorem (token_max).** For every mask, bias and length, Lip(Y) ≤ √(σ_V² + τ² max(σ_Q, σ_K)²).
 
-Proof. Let ‖dx_j‖ ≤ 1, and E, Cov belong to row P_i. Then, with s² = E‖v‖² and κ² = E‖k‖²,
+The proof bounds the three terms of dY_i = E[dv] + τ Cov(v, k) dq_i + τ E[(v − Y_i)(q_i·dk)], where
+E and Cov belong to row P_i. The local bounds are the same with the numbers of the text at hand.
 
-    dY_i = E[dv] + τ Cov(v, k) dq_i + τ E[(v − Y_i)(q_i·dk)].
-    ‖E[dv]‖                  ≤ σ_V E ρ(v)                  ≤ σ_V √(1 − s²)           (Jensen)
-    ‖Cov(v, k) dq_i‖         ≤ √(E‖v − Y_i‖²) √(E‖k‖²) σ_Q ρ(q_i)   ≤ s κ σ_Q √(1 − ‖q_i‖²)
-    ‖E[(v − Y_i)(q_i·dk)]‖   ≤ ‖q_i‖ σ_K E[‖v − Y_i‖ ρ(k)]          ≤ s √(1 − κ²) σ_K ‖q_i‖
-
-The last two sum to at most s √(κ² σ_Q² + (1 − κ²) σ_K²) ≤ s max(σ_Q, σ_K) by Cauchy–Schwarz on
-(√(1 − ‖q‖²), ‖q‖), and σ_V √(1 − s²) + s τ max(σ_Q, σ_K) is at most the constant by the same on
-(√(1 − s²), s).  ∎  The local bounds are these three lines with the numbers of the text at hand.
-
-**Theorem (diagonal block).** If only x_i moves, ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V].
-
-Proof. With p = P_ii the sums above have one term left: dY_i = p dv_i + τ Cov(v, k) dq_i
-+ τ p (v_i − Y_i)(q_i·dk_i). Let s² = E‖v − Y_i‖², and δ the distance of v_i from the mean of the
-other values: p‖v_i − Y_i‖ = p(1 − p)δ, and s² ≥ p(1 − p)δ², so p‖v_i − Y_i‖ ≤ s/2. Hence, by
-Cauchy–Schwarz on (√(1 − ‖q_i‖²), ‖q_i‖), the last two terms are at most
-s τ √(‖dz_Q‖² + ‖dz_K‖²/4), z the projections. The first is at most p ρ(v_i)‖dz_V‖, and
-s² + p²ρ(v_i)² ≤ p‖v_i‖² + (1 − p) + p(1 − ‖v_i‖²) = 1: Cauchy–Schwarz again.  ∎
-
-If a token does not see itself, only the query term is left and T = τ W_Q: ‖Cov(v, k)‖₂ ≤ 1.
+**Theorem (diagonal block).** If only x_i moves, ‖dY_i‖ ≤ ‖dx_i T‖, T = [τ W_Q, τ W_K/2, W_V]. If a
+token does not see itself, only the query term is left and T = τ W_Q: ‖Cov(v, k)‖₂ ≤ 1.
 
 Arguments below: ``w_qkv`` has W_Q, W_K and W_V of every head, ``temperature`` is τ ≥ 0, and ``g``
 has the maps G_h of F(X) = Σ_h Y^h G_h, every constant folded in.

@@ -37,9 +37,8 @@ def frobenius_bound(
     """Lip(F) in frobenius ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(K_h/s_h) W_h]_h‖₂, K_h² = Σ_i κ_{h,i}².
 
     κ_{h,i} = 4 φ⁻¹(n_{h,i}) + 1 with the mass n_{h,i} that row i sees: ``log_mass`` is its
-    logarithm for every row of the longest sequence, −∞ where a token sees only itself. Proof:
-    ‖dY_i^h‖ ≤ √(Σ_j ‖B_ij‖²) ‖dq^h‖_F ≤ κ_{h,i} ‖dq^h‖_F. K_h ≤ √N κ_h stands where Kim et al.
-    have √N (4u + 1), and is smaller under a causal mask.
+    logarithm for every row of the longest sequence, −∞ where a token sees only itself. K_h stands
+    where Kim et al. have √N (4u + 1), and is smaller under a causal mask (docs/numerics.md §5).
     """
     rows = [mean_gaps(row, len(w_q)) for row in log_mass.unbind(-1)]
     gains = [

@@ -6,18 +6,12 @@ n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens, N − 1 witho
 as a tensor. g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone.
 
 **Lemma** (Kim et al. 2021, arXiv 2006.04710, appendix F, for equal masses). Σ_j P_ij s_ij ≤ g.
-Proof. (s − g) e^{−s} is at most e^{−1−g}, hence Σ_{j ≠ i} (s_j − g) e^{b_j − s_j} ≤ n e^{−1−g} = g,
-and the self token has s_i = 0 and weight one.  ∎
 
 **Theorem** (ours). Σ_j ‖∂Y_i/∂q_j‖₂ ≤ 4 φ⁻¹(n) + 1 and ‖∂Y_i/∂q_i‖₂ ≤ 1 + 2 W₀(n e^{−3/2}).
-Proof. With C_i the P_i-covariance of q,
 
-    ∂Y_i/∂q_j = P_ij [I − (2/√d)(q_j − Y_i)(q_j − q_i)ᵀ] + δ_ij (2/√d) C_i.
+The proofs (docs/numerics.md §3, §4, §6) bound the terms of the Jacobian, by the lemma:
 
-By the lemma tr C_i ≤ Σ_j P_ij ‖q_j − q_i‖² ≤ √d g, and by Cauchy–Schwarz the rank-one terms sum to
-at most √d g too: 1 + 2g + 2g. The diagonal block P_ii I + (2/√d) C_i is at most
-(1 + 2 Σ_{j ≠ i} s_j e^{b_j − s_j})/(1 + Σ_{j ≠ i} e^{b_j − s_j}), largest where every s_j is
-3/2 + W₀(n e^{−3/2}).  ∎
+    ∂Y_i/∂q_j = P_ij [I − (2/√d)(q_j − Y_i)(q_j − q_i)ᵀ] + δ_ij (2/√d) C_i,   C_i = Cov_{P_i}(q)
 
 The constant of a layer, all heads together, is in :func:`.contractive.token_max_bound`.
 """

@@ -4,11 +4,10 @@ For a causal network F, a text x̂ and a position i let
 
     m_i = min over symbols v ≠ x̂_i of ‖F(x̂_{<i}, v)_i − F(x̂)_i‖₂,   δ_i = ‖F(x̂)_i − z_i‖₂.
 
-A text whose states lie within m_j − δ_j of the states z_j for all j ≤ i begins with x̂_1 … x̂_i: at
-the first position j where it differs it has the state F(x̂_{<j}, v)_j for some v ≠ x̂_j, which lies
-m_j or more from F(x̂)_j. So it takes forward passes alone, of every symbol at every position, and
-an enclosure of the rounding of each (:mod:`invformer.evaluation.enclosed_network`). F is the
-network of real numbers with the weights that its forward pass multiplies by.
+A text whose states lie within m_j − δ_j of the states z_j for all j ≤ i begins with x̂_1 … x̂_i
+(docs/numerics.md §19). So it takes forward passes alone, of every symbol at every position, and an
+enclosure of the rounding of each (:mod:`invformer.evaluation.enclosed_network`). F is the network
+of real numbers with the weights that its forward pass multiplies by.
 """
 
 import math
