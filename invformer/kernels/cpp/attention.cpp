@@ -117,28 +117,6 @@ void multiply_panels(Matrix<T> s, const T* x, const T* panels, int64_t rows, int
                 size.channels, PANEL<T>, false);
 }
 
-// exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
-// Taylor polynomial of r. Zero where it is below the root of the smallest normal number: products
-// with such weights leave the normal numbers, which costs a hundred times as much.
-template <typename T>
-inline Vector<T> exponential(Vector<T> x) {
-  using F = Format<T>;
-  const T least = T(-0.5 * 0.6931471805599453 * (F::BIAS - 1));
-  const T shift = T(1.5) * T(int64_t(1) << F::FRACTION);  // its last bits count units
-  Vector<T> bounded = x < least ? Vector<T>{} + least : x;
-  Vector<T> shifted = bounded * T(1.4426950408889634) + shift, n = shifted - shift;
-  Vector<T> r = (bounded - n * F::LN2_HIGH) - n * F::LN2_LOW;
-  Vector<T> y{};
-  T factorial = 1;
-  T inverse[F::TERMS];
-  for (int k = 0; k < F::TERMS; factorial *= ++k) inverse[k] = 1 / factorial;
-  for (int k = F::TERMS - 1; k > 1; --k) y = y * r + inverse[k];
-  y = y * (r * r) + r + T(1);
-  auto power = ((typename F::Integers)shifted << F::FRACTION) +
-               (typename F::Integer(F::BIAS) << F::FRACTION);
-  return x < least ? Vector<T>{} : y * (Vector<T>)power;
-}
-
 // 0, 1, 2, …
 template <typename T>
 inline typename Format<T>::Integers lane_numbers() {
