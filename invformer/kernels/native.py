@@ -27,7 +27,7 @@ from invformer.kernels.host import cache_folder
 SOURCES = sorted(Path(__file__).with_name("cpp").glob("*.[ch]*"))
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp")
-# A compiler that takes longer is given up; it usually takes about six seconds.
+# A compiler that takes longer is given up; it usually takes about ten seconds.
 PATIENCE_S = 120
 
 

@@ -79,7 +79,8 @@ class StackedBranches:
             self.scale, self.centre = kinds.pop(0).exp().unsqueeze(1), kinds.pop(0).unsqueeze(1)
         self.kinds = kinds
 
-    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    @staticmethod
+    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """What of each branch is needed with that of the others."""
         return tuple(state_of(branch).values()) if isinstance(branch, PreNormBranch) else ()
 
@@ -200,7 +201,8 @@ class StackedMaps(StackedBranches):
 class StackedFeedForward(StackedMaps):
     """φ(x W + b) V, x with the tokens before it where the kernel sees them."""
 
-    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    @staticmethod
+    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """W, V and b."""
         return weights.w_in, weights.w_out, weights.b_in
 
@@ -261,7 +263,8 @@ class StackedAttention(StackedMaps):
 class StackedL2Attention(StackedAttention):
     """Σ_h (P^h q^h) G_h with q = X W_h."""
 
-    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    @staticmethod
+    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """W and G of all heads."""
         return merge_heads(weights.w_q), weights.g.flatten(0, 1)
 
@@ -314,7 +317,8 @@ class StackedL2Attention(StackedAttention):
 class StackedBoundedAttention(StackedAttention):
     """[P_h v_h]_h G; queries, keys and values are in the unit ball."""
 
-    def maps(self, branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    @staticmethod
+    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """W of queries, keys and values, and G, of all heads."""
         return merge_heads(weights.w_qkv.flatten(0, 1)), weights.g.flatten(0, 1)
 

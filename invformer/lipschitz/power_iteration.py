@@ -193,7 +193,7 @@ class PowerIteration:
         chosen, left, index = self.others, self.left, None
         if by_rows and chosen.shape[-1] < num_tokens:
             others = (chosen[..., 1:] + self.turn) % num_tokens
-            self.turn += others.shape[-1]
+            self.turn_by(1)
             chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
             index = chosen.unsqueeze(-1).expand(-1, -1, -1, width)
             left = left.gather(2, index)
@@ -226,6 +226,11 @@ class PowerIteration:
             return stationarity(x, w, value, self.norm).view(gains.shape)
 
         return Step(gains, residual)
+
+    def turn_by(self, num_steps: int) -> None:
+        """Move on to the tokens whose turn it is after some steps, if not all have theirs."""
+        if (at_once := self.others.shape[-1]) < self.left.shape[-2]:
+            self.turn += num_steps * (at_once - 1)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The buffers; loading is copying into them."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
+from invformer.lipschitz import compiled
 from invformer.lipschitz.jacobians import StackedBranches, stacked_class
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, Step
 from invformer.nn.branch import LipschitzBranch
@@ -146,6 +147,9 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
+        iterations = [part.iteration for part in self.parts]
+        if compiled.can_take(self.branches, iterations):
+            return self.compiled_values(iterations, num_steps, weights)
         # Less for every operation, but nothing can be differentiated.
         known = all(stacked_class(part.branches[0]) is not StackedBranches for part in self.parts)
         by_rows = all(part.iteration.norm == "token_max" for part in self.parts)
@@ -153,6 +157,19 @@ class LipschitzProbe:
         with mode(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
             return torch.stack(parts, -1).flatten() * lowered(parts[0])
+
+    @torch.no_grad()
+    def compiled_values(
+        self, iterations: list[PowerIteration], num_steps: int, weights: StackWeights | None
+    ) -> Float[Tensor, "branches"]:
+        """:meth:`values` by one call of compiled code."""
+        stack, x = self.model.stack, self.model.embedding(self.tokens)
+        assert isinstance(stack, InvertibleStack)
+        branches = compiled.branches_of(stack, weights or stack.weights())
+        diagonal = self.measured == "diagonal_block"
+        threads = 1 if self.tokens.numel() <= SHORT else torch.get_num_threads()
+        values = compiled.estimates(branches, x, iterations, num_steps, diagonal, threads)
+        return values.mul_(lowered(values))
 
     @torch.no_grad()
     def estimate(self, num_steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,0 +1,297 @@
+// Estimates of the Lipschitz constants of a stack's branches at a text, by one step of power
+// iteration each (lipschitz/power_iteration.py):
+//
+//     x ← x + D⁻¹ f(u) of one layer after the other, and f(u) = Vᵀ h(Wᵀu + b), u = ψ_R(D x + b)
+//     w = (∂f_i/∂u)ᵀ a,  u_j ← w_j/‖w_j‖,  o = (∂f_i/∂u) u,  a ← o/‖o‖,  ‖o‖ the estimate
+//
+// for K tokens i. h is attention (attention.cpp has the equations) or an activation. Matrices are
+// channels by tokens, so that weights are multiplied from either side as they lie. Of several rows
+// the tokens that each of them sees stand one behind the other. Every sum has one order: results do
+// not depend on the number of threads.
+
+#include "rows.h"
+
+namespace {
+
+// A residual layer; a pointer to what it does not have is null.
+template <typename T>
+struct Branch {
+  const T *w, *b, *v;                 // (kernel · width, inner), (inner), (outer, width)
+  const T *scale, *shift, *inverse;   // of D x + b and D⁻¹
+  const T* log_scale;                 // of a D that is folded into W and V
+  const T *norm_scale, *norm_shift;   // of an ActivationNorm that follows
+  const T *biases, *temperatures;     // of each head: at lags from one on; in a ball
+  T *left, *lengths, *estimate;       // (sequences, tokens, width), (sequences, tokens), one number
+  int64_t* turn;
+  int64_t inner, outer, kernel, activation, heads, bias_stride, late, at_once;
+  double radius;  // zero is none
+
+  int64_t head_channels() const { return outer / heads; }
+  T bias(int64_t head, int64_t lag) const {
+    return biases && lag ? biases[head * bias_stride + lag - 1] : T(0);
+  }
+};
+
+struct Call {
+  int64_t sequences, tokens, width, branches, steps;
+  bool diagonal;
+  int threads;
+};
+
+// Where a branch is linearised.
+template <typename T>
+struct Point {
+  Matrix<T> u, z;  // after ψ_R, if there is a radius; after W: q, or q, k and v in the ball, or φ′
+  T *u_rho, *rho;  // of u; of q, k and v of every head
+};
+
+// P_ij of the keys j of token i, and how many there are. Late, keys are those of tokens before, and
+// of one that is zero, of which nothing but its share of P counts.
+template <typename T>
+int64_t softmax(const Branch<T>& f, Matrix<const T> z, int64_t head, int64_t i, T* p) {
+  const int64_t d = f.head_channels(), keys = i + 1 - f.late, end = round_up(keys, LANES<T>);
+  const Matrix<const T> q = z.from(head * d), k = f.temperatures ? q.from(f.outer) : q;
+  const T factor = f.temperatures ? f.temperatures[head] : -1 / std::sqrt(T(d));
+  constexpr T INFINITE = std::numeric_limits<T>::infinity();
+  std::fill_n(p, end, T(0));
+  for (int64_t c = 0; c < d; ++c) {
+    const T q_i = *q.at(c, i);
+    const T* const k_c = k.at(c);
+    if (f.temperatures)
+      for (int64_t j = 0; j < keys; ++j) p[j] += q_i * k_c[j];
+    else
+      for (int64_t j = 0; j < keys; ++j) p[j] += (q_i - k_c[j]) * (q_i - k_c[j]);
+  }
+  T most = f.late ? f.bias(head, i) : -INFINITE, total = 0;
+  for (int64_t j = 0; j < keys; ++j) {
+    p[j] = factor * p[j] + f.bias(head, i - f.late - j);
+    most = std::max(most, p[j]);
+  }
+  std::fill(p + keys, p + end, -INFINITE);
+  if (f.late) total = std::exp(f.bias(head, i) - most);
+  Vector<T> sums{};
+  for (int64_t j = 0; j < end; j += LANES<T>) {
+    const Vector<T> e = exponential<T>(load(p + j) - most);
+    store(p + j, e);
+    sums += e;
+  }
+  total += sum<T>(sums);
+  for (int64_t j = 0; j < keys; ++j) p[j] /= total;
+  return keys;
+}
+
+// x through a layer; its Jacobian's point is kept.
+template <typename T>
+void forward(const Branch<T>& f, Matrix<T> x, const Point<T>& at, const Call& call, Room<T> room) {
+  const int64_t tokens = call.tokens, width = call.width, row = x.row;
+  const Matrix<T> u{room.take(f.kernel * width * row), row}, y{room.take(f.outer * row), row};
+  std::fill_n(u.data, f.kernel * width * row, T(0));
+  for (int64_t c = 0; c < width; ++c)
+    for (int64_t j = 0; j < tokens; ++j)
+      *u.at(c, j) = *x.at(c, j) * (f.scale ? f.scale[c] : 1) + (f.shift ? f.shift[c] : 0);
+  if (f.radius > 0) {
+    into_ball(u, at.u_rho, width, tokens, T(f.radius));
+    std::copy_n(u.data, width * row, at.u.data);
+  }
+  for (int64_t lag = 1; lag < std::min(f.kernel, tokens); ++lag)
+    for (int64_t c = 0; c < width; ++c)
+      std::copy_n(u.at(c), tokens - lag, u.at(lag * width + c, lag));
+  multiply<T>(at.z, {f.w, 1, f.inner}, {u.data, row}, f.inner, f.kernel * width, row, false);
+  if (f.b)
+    for (int64_t c = 0; c < f.inner; ++c)
+      for (int64_t j = 0; j < row; ++j) *at.z.at(c, j) += f.b[c];
+  if (!f.heads) {
+    for (int64_t c = 0; c < f.inner; ++c)
+      for (int64_t j = 0; j < row; j += LANES<T>) {
+        const auto [value, slope] = activate<T>(f.activation, load(at.z.at(c, j)));
+        store(y.at(c, j), value);
+        store(at.z.at(c, j), slope);
+      }
+  } else {
+    const int64_t d = f.head_channels(), parts = f.inner / d;
+    if (f.temperatures)
+      for (int64_t h = 0; h < parts; ++h)
+        into_ball(at.z.from(h * d), at.rho + h * row, d, tokens, T(1));
+    T* const p = room.take(row);
+    for (int64_t h = 0; h < f.heads; ++h)
+      for (int64_t i = 0; i < tokens; ++i) {
+        const int64_t keys = softmax<T>(f, {at.z.data, row}, h, i, p);
+        for (int64_t c = h * d; c < (h + 1) * d; ++c)
+          *y.at(c, i) = dot(p, at.z.at(f.inner - f.outer + c), keys);
+      }
+  }
+  multiply<T>(u, {f.v, 1, width}, {y.data, row}, width, f.outer, row, false);
+  for (int64_t c = 0; c < width; ++c)
+    for (int64_t j = 0; j < tokens; ++j) {
+      T& to = *x.at(c, j);
+      to += *u.at(c, j) * (f.inverse ? f.inverse[c] : 1);
+      if (f.norm_scale) to = to * f.norm_scale[c] + f.norm_shift[c];
+    }
+}
+
+// One step for K rows of one branch and sequence; the largest gain.
+template <typename T>
+T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn, const Call& call,
+       Room<T> room) {
+  const int64_t width = call.width, row = at.z.row, K = f.at_once;
+  const int64_t blocks = call.diagonal ? 1 : f.kernel, stride = round_up(K, LANES<T>);
+  const double least = double(call.tokens * width) * std::numeric_limits<T>::min();
+  const double shortest = 1024 * std::sqrt(least);
+  // The token of each row, and its first column.
+  int64_t *const chosen = reinterpret_cast<int64_t*>(room.take(4 * K)), *const first = chosen + K;
+  const bool some = K < call.tokens;
+  int64_t columns = 0;
+  for (int64_t r = 0; r < K; ++r) {
+    chosen[r] = some ? (r + turn) % call.tokens : r;
+    if (some && r == 0) chosen[r] = std::max_element(lengths, lengths + call.tokens) - lengths;
+    first[r] = columns;
+    columns += f.heads ? chosen[r] + 1 : 1;
+  }
+  const int64_t wide = round_up(columns, LANES<T>);
+  const Matrix<T> g{room.take(width * stride), stride}, a{room.take(f.outer * stride), stride};
+  const Matrix<T> z{room.take(f.inner * wide), wide}, x{room.take(blocks * width * wide), wide};
+  T *const p = room.take(K * f.heads * row), *const s = room.take(row);
+  double* const squares = reinterpret_cast<double*>(room.take(2 * wide));
+  auto scaled = [&](Matrix<T> m, int64_t count, T sign) {  // by D or D⁻¹, if it is folded
+    for (int64_t c = 0; f.log_scale && c < width; ++c) {
+      const T factor = std::exp(sign * f.log_scale[c]);
+      for (int64_t j = 0; j < count; ++j) *m.at(c, j) *= factor;
+    }
+  };
+  auto of_radius = [&](Matrix<T> m, int64_t lag) {
+    for (int64_t r = 0; f.radius > 0 && r < K; ++r) {
+      const int64_t token = f.heads ? 0 : chosen[r] - lag, count = f.heads ? chosen[r] + 1 : 1;
+      if (token >= 0)
+        ball_derivative<T>({m.at(0, first[r]), wide}, {at.u.at(0, token), row}, at.u_rho + token,
+                           width, count, T(f.radius), s);
+    }
+  };
+  auto of_head = [&](int64_t r, int64_t h) {
+    const int64_t d = f.head_channels();
+    T* const p_i = p + (r * f.heads + h) * row;
+    const int64_t keys = chosen[r] + 1 - f.late;
+    const Matrix<const T> q{at.z.at(h * d), row}, k = f.temperatures ? q.from(f.outer) : q;
+    const T tau = f.temperatures ? f.temperatures[h] : -2 / std::sqrt(T(d));
+    return Head<T>{p_i, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row, q, k,
+                   f.temperatures ? k.from(f.outer) : q, f.temperatures != nullptr};
+  };
+
+  std::fill_n(g.data, width * stride, T(0));
+  for (int64_t r = 0; r < K; ++r)
+    for (int64_t c = 0; c < width; ++c) *g.at(c, r) = left[chosen[r] * width + c];
+  scaled(g, K, 1);
+  multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
+  std::fill_n(z.data, f.inner * wide, T(0));
+  for (int64_t r = 0; r < K; ++r) {
+    for (int64_t h = 0; h < f.heads; ++h) {
+      const Head<T> head = of_head(r, h);
+      const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
+      softmax<T>(f, {at.z.data, row}, h, chosen[r], p + (r * f.heads + h) * row);
+      head.pull(dz, a.at(h * head.channels, r), stride, s);
+      if (head.in_ball) head.derive(dz, s);
+    }
+    for (int64_t c = 0; !f.heads && c < f.inner; ++c)
+      *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
+  }
+  multiply<T>(x, {f.w, f.inner, 1}, {z.data, wide}, blocks * width, f.inner, wide, false);
+  for (int64_t lag = 0; lag < blocks; ++lag) {
+    const Matrix<T> m = x.from(lag * width);
+    scaled(m, wide, -1);
+    of_radius(m, lag);
+    std::fill_n(squares, wide, 0.0);
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t j = 0; j < wide; ++j) squares[j] += double(*m.at(c, j)) * *m.at(c, j);
+    for (int64_t j = 0; j < wide; ++j) squares[j] = 1 / std::max(std::sqrt(squares[j]), shortest);
+    for (int64_t r = 0; r < K; ++r) {
+      if (!f.heads && chosen[r] < lag) squares[r] = 0;
+      for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j) squares[first[r] + j] = 0;
+    }
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t j = 0; j < wide; ++j) *m.at(c, j) *= T(squares[j]);
+    of_radius(m, lag);
+    scaled(m, wide, -1);
+  }
+  multiply<T>(z, {f.w, 1, f.inner}, {x.data, wide}, f.inner, blocks * width, wide, false);
+  for (int64_t r = 0; r < K; ++r) {
+    for (int64_t h = 0; h < f.heads; ++h) {
+      const Head<T> head = of_head(r, h);
+      const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
+      if (head.in_ball) head.derive(dz, s);
+      head.push(a.at(h * head.channels, r), stride, {dz.data, wide}, s);
+    }
+    for (int64_t c = 0; !f.heads && c < f.inner; ++c)
+      *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
+  }
+  multiply<T>(g, {f.v, 1, width}, {a.data, stride}, width, f.outer, stride, false);
+  scaled(g, K, 1);
+  T largest = 0;
+  for (int64_t r = 0; r < K; ++r) {
+    double square = 0;
+    for (int64_t c = 0; c < width; ++c) square += double(*g.at(c, r)) * *g.at(c, r);
+    const double gain = std::sqrt(square);
+    if (!(gain <= largest)) largest = gain;  // nor is what is no number lost
+    if (some) lengths[chosen[r]] = gain;
+    for (int64_t c = 0; gain > shortest && c < width; ++c)
+      left[chosen[r] * width + c] = *g.at(c, r) / gain;
+  }
+  return largest;
+}
+
+// All branches, sequence by sequence: x (sequences, tokens, width) enters the first layer.
+template <typename T>
+void advance(const Branch<T>* branches, const T* x, const Call& call) {
+  const int64_t tokens = call.tokens, width = call.width, row = round_up(tokens, LANES<T>);
+  int64_t inner = 0, outer = 0, rows = 0, heads = 0, kernel = 1;
+  for (int64_t i = 0; i < call.branches; ++i) {
+    inner = std::max(inner, branches[i].inner);
+    outer = std::max(outer, branches[i].outer);
+    rows = std::max(rows, branches[i].at_once);
+    heads = std::max(heads, branches[i].heads);
+    kernel = std::max(kernel, branches[i].kernel);
+  }
+  const int64_t stride = round_up(rows, LANES<T>), wide = round_up(rows * tokens, LANES<T>);
+  const int64_t of_point = (inner + width + 1 + 3 * heads) * row;
+  const int64_t of_step = (width + outer) * stride + (inner + kernel * width + 2) * wide +
+                          (rows * heads + 1) * row + 4 * rows + 8 * 16 + 64;
+  const int64_t of_forward = (kernel * width + outer + 1) * row;
+  const Rooms<T> points(1, call.branches * of_point + width * row);
+  const Rooms<T> rooms(call.threads, std::max(of_step, of_forward) + 16 * LANES<T>);
+  Room<T> all{points.data};
+  const Matrix<T> state{all.take(width * row), row};
+  auto point = [&](int64_t i) {
+    Room<T> own{all.next + i * of_point};
+    return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
+                    own.take(3 * heads * row)};
+  };
+  for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
+  for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
+    std::fill_n(state.data, width * row, T(0));
+    for (int64_t j = 0; j < tokens; ++j)
+      for (int64_t c = 0; c < width; ++c) *state.at(c, j) = x[(sequence * tokens + j) * width + c];
+    for (int64_t i = 0; i < call.branches; ++i)
+      forward<T>(branches[i], state, point(i), call, rooms.of_this_thread());
+#pragma omp parallel for num_threads(call.threads) schedule(dynamic)
+    for (int64_t i = 0; i < call.branches; ++i) {
+      const Branch<T>& f = branches[i];
+      const int64_t at = sequence * tokens;
+      T gain = 0;
+      for (int64_t n = 0; n < call.steps; ++n)
+        gain = step<T>(f, point(i), f.left + at * width, f.lengths + at,
+                       *f.turn + n * (f.at_once - 1), call, rooms.of_this_thread());
+      if (!(gain <= *f.estimate)) *f.estimate = gain;
+    }
+  }
+}
+
+}  // namespace
+
+// Each returns whether there was enough memory.
+#define EXPORT(T, NAME)                                                                     \
+  bool NAME##_advance(const Branch<T>* branches, const T* x, Call call) {                  \
+    return had_memory_for([&] { advance<T>(branches, x, call); });                         \
+  }
+
+extern "C" {
+EXPORT(float, float32)
+EXPORT(double, float64)
+}

@@ -1,0 +1,115 @@
+"""Estimates by compiled code: what it needs to know of a stack and of its iterations."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from invformer.kernels import native, native_estimate
+from invformer.lipschitz.jacobians import (
+    StackedBoundedAttention,
+    StackedFeedForward,
+    StackedL2Attention,
+    stacked_class,
+)
+from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
+from invformer.nn.feed_forward import ACTIVATIONS
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
+from invformer.nn.stack import InvertibleStack, StackWeights
+
+# Of one branch, by the names of the compiled code.
+Parts = dict[str, Tensor | float]
+
+KNOWN = (StackedL2Attention, StackedBoundedAttention, StackedFeedForward)
+MASKS = (CausalMask, RelativePositionBias)
+FORMATS = (torch.float32, torch.float64)
+# The compiled code has numbers for activations.
+ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
+
+
+def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> bool:
+    """Whether there is compiled code for these branches, and for these iterations on them."""
+    masks = [branch.position for branch in branches if hasattr(branch, "position")]
+    return (
+        all(stacked_class(branch) in KNOWN for branch in branches)
+        and all(type(mask) in MASKS for mask in masks)
+        and all(
+            each.norm == "token_max"
+            and each.others.shape[-1] <= TOKENS_AT_ONCE
+            and each.left.device.type == "cpu"
+            and each.left.dtype in FORMATS
+            for each in iterations
+        )
+        and native.is_available()
+    )
+
+
+def estimates(
+    branches: Sequence[Parts],
+    x: Float[Tensor, "sequences tokens width"],
+    iterations: Sequence[PowerIteration],
+    num_steps: int,
+    diagonal: bool,
+    threads: int,
+) -> Float[Tensor, "branches"]:
+    """The largest gain of every branch after some steps; the iterations go on from there.
+
+    Args:
+        branches: those of :func:`branches_of`, attentions and feed-forwards in turn.
+        x: the input of the first one.
+        iterations: of the attentions and of the feed-forwards.
+        num_steps: of the iterations.
+        diagonal: whether only the diagonal blocks ∂f_i/∂x_i are meant.
+        threads: at most.
+    """
+    values = x.new_empty(len(branches))
+    for first, iteration in enumerate(iterations):
+        at_once = iteration.others.shape[-1]
+        own = branches[first :: len(iterations)], values[first :: len(iterations)]
+        each = zip(*own, iteration.left, iteration.lengths, strict=True)
+        for part, value, left, lengths in each:
+            part |= {"left": left, "lengths": lengths, "estimate": value}
+            part |= {"at_once": at_once, "turn": iteration.turn}
+    native_estimate.advance(branches, x, num_steps, diagonal, threads)
+    for iteration in iterations:
+        iteration.turn_by(num_steps)
+    return values
+
+
+def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Parts]:
+    """Every residual layer, with the ActivationNorm that follows it."""
+    parts: list[Parts] = []
+    for name, layer in stack.layers():
+        if isinstance(layer, InvertibleResidual):
+            parts.append(part_of(layer, weights[name]))
+        else:
+            _, norm_scale, _, norm_shift = weights[name]
+            parts[-1] |= {"norm_scale": norm_scale, "norm_shift": norm_shift}
+    return parts
+
+
+def part_of(layer: InvertibleResidual, weights: ResidualWeights) -> Parts:
+    """Maps and scalings of a layer, and what its branch is."""
+    branch: Any = layer.branch
+    w, v, *biases = stacked_class(branch).maps(branch, weights.branch)
+    part: Parts = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
+    part["radius"] = layer.input_radius or 0.0
+    if weights.centre is not None and layer.scaling is not None:  # D is folded in
+        part |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
+    elif weights.scaling is not None:
+        _, scale, inverse, shift = weights.scaling
+        part |= {"scale": scale, "inverse": inverse, "shift": shift}
+    if biases:
+        kernel, activation = weights.branch.kernel, ACTIVATION_NUMBERS[branch.activation]
+        return part | {"b": biases[0], "kernel": kernel, "activation": activation}
+    part |= {"heads": len(weights.branch.g), "kernel": 1}
+    if isinstance(branch.position, RelativePositionBias):
+        table = branch.position.table
+        part |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
+    if stacked_class(branch) is StackedBoundedAttention:
+        late, temperatures = branch.strictly_causal, weights.branch.temperature
+        part |= {"temperatures": temperatures, "late": late}
+    return part

@@ -1,0 +1,118 @@
+"""Compiled code makes the estimates that operations on stacked branches make."""
+
+import pytest
+import torch
+
+from invformer.lipschitz import compiled
+from invformer.lipschitz.probe import LipschitzProbe
+from invformer.nn import CharTransformer
+from invformer.nn.spectral import set_manual_refresh
+from tests.host_syncs import HostSyncs
+from tests.kernels.test_attention import needs_compiler
+from tests.launches import Launches
+from tests.nn.builders import contractive_model, random_tokens, scaled_model, trained_a_little
+
+pytestmark = needs_compiler
+
+BALL = {"bounded": True}
+LATE = {**BALL, "strictly_causal": True}
+CAUSAL = {"certificate": "causal"}
+CASES = {
+    "l2": {},
+    "l2, actnorm": {"norm": True},
+    "l2, scaled": {"scaled": True},
+    "l2, scaled, radius": {"scaled": True, "input_radius": 1.5},
+    "l2, diagonal blocks, past": {**CAUSAL, "kernel": 3},
+    "ball": BALL,
+    "ball, radius, scaled": {**BALL, "input_radius": 1.5, "scaled": True},
+    "ball, late": LATE,
+    "ball, late, scaled": {**LATE, "scaled": True},
+    "ball, late, scaled, diagonal blocks, past": {**LATE, **CAUSAL, "kernel": 3, "scaled": True},
+    "ball, diagonal blocks, radius": {**BALL, **CAUSAL, "input_radius": 1.5},
+}
+TEXTS = {"one": (1, 1), "eight": (1, 8), "nine": (1, 9), "several": (3, 12)}
+
+
+def trained(**options) -> CharTransformer:
+    model = trained_a_little(contractive_model(**{"norm": False, **options})).train()
+    set_manual_refresh(model)
+    return model
+
+
+def both(
+    model: CharTransformer, tokens: torch.Tensor, monkeypatch: pytest.MonkeyPatch, measured=None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Three estimates and the iterations' vectors after them, compiled and not."""
+    found = []
+    for can_take in (compiled.can_take, lambda *_: False):
+        with monkeypatch.context() as patch:
+            patch.setattr(compiled, "can_take", can_take)
+            probe = LipschitzProbe(model, tokens, measured)
+            values = [probe.values(weights=w) for w in (model.weights(), None, model.weights())]
+            found.append(values + list(probe.state_dict().values()))
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("size", TEXTS)
+@pytest.mark.parametrize("name", CASES)
+def test_estimates_and_vectors_are_those_of_stacked_branches(
+    name: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (sequences, num_tokens) = trained(**CASES[name]), TEXTS[size]
+    tokens = random_tokens(sequences, seed=3)[:, :num_tokens]
+    probe = LipschitzProbe(model, tokens)
+    assert compiled.can_take(probe.branches, [part.iteration for part in probe.parts])
+    torch.testing.assert_close(*both(model, tokens, monkeypatch), rtol=1e-8, atol=1e-10)
+
+
+def test_rows_may_see_earlier_tokens_by_their_hidden_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(certificate="causal", kernel=3, input_radius=1.5)
+    found = both(model, random_tokens(2), monkeypatch, measured="token_max")
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
+def test_every_activation_and_its_slope_are_known(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = trained()
+    for block in model.stack.blocks:
+        block.feed_forward.branch.activation = activation
+    found = both(model, random_tokens(1), monkeypatch)
+    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
+
+
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = trained(), []
+    for threads in (1, 2):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(LipschitzProbe(model, random_tokens(4)).values(weights=model.weights()))
+    assert torch.equal(*found)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    model = trained()
+    weights = model.weights()
+    weights["block_00/feed_forward"].branch.w_in.data[0, 0] = torch.nan
+    values = LipschitzProbe(model, random_tokens(1)).values(weights=weights)
+    assert values[0] > 0
+    assert values[1:].isnan().all()
+
+
+@pytest.mark.parametrize("certificate", ["token_max", "causal"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_an_estimate_takes_a_dozen_launches_at_any_depth(
+    monkeypatch: pytest.MonkeyPatch, certificate: str, bounded: bool
+) -> None:
+    counts = []
+    for num_layers in (4, 8, 16):
+        monkeypatch.setattr("tests.nn.builders.LAYERS", num_layers)
+        model = scaled_model(certificate=certificate, bounded=bounded, strictly_causal=False)
+        set_manual_refresh(model)
+        probe, weights = LipschitzProbe(model, random_tokens(1)), model.weights()
+        probe.values(weights=weights)
+        with Launches() as launches, HostSyncs() as syncs:
+            probe.values(weights=weights)
+        assert syncs.found == []
+        counts.append(launches.count)
+    assert counts[0] == counts[1] == counts[2] <= 12
