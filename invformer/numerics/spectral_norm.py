@@ -1,14 +1,7 @@
 """A certified bound on the spectral norm ‖W‖₂ = σ_max(W): proven ≥, rounding included.
 
-Gram iteration (Delattre et al. 2023, arXiv 2305.16173) squares the singular values K times,
-G_{k+1} = G_kᵀG_k, and bounds the last iterate; a factor c there is a factor c^{2^{−K}} on ‖W‖₂.
-A cluster of singular values at the top costs up to 1 %, and training with a spectral normaliser
-produces clusters. The certificate therefore also tries a number b just above the computed
-λ₁(WᵀW), with a Cholesky factor R of bI − WᵀW. RᵀR is semidefinite for any R:
-
-    bI − WᵀW = RᵀR + E   ⟹   ‖W‖₂² ≤ b + ‖E‖₂,
-
-and E, the residual of the factorisation, is of the size of rounding.
+Gram iteration alone is up to 1 % too large for a cluster of singular values at the top, and
+training with a spectral normaliser produces clusters: hence a second bound. docs/numerics.md §8.
 """
 
 import torch
@@ -32,11 +25,12 @@ def spectral_norm_bound(
         ‖G‖₂² ≤ ‖fl(GᵀG)‖₂ + γ ‖G‖_F²   (Gram iteration),    γ = r u/(1 − r u), r rows, u = 2⁻⁵³
         ‖G‖₂² ≤ b + ‖fl(bI − GᵀG − RᵀR)‖_F + rounding   (Cholesky residual)
 
-    Scales are powers of two, everything is rounded up, and denormal entries count even where they
-    are flushed to zero. The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second
-    by about 5e-13 min(m, n) for every spectrum; if the factorisation fails, the first
-    stands alone. Cost: two products of W with itself, and num_steps products and one eigenvalue
-    problem of size min(m, n).
+    b is just above the computed λ₁(GᵀG), and R the Cholesky factor of bI − GᵀG. Scales are powers
+    of two, everything is rounded up, and denormal entries count even where they are flushed to
+    zero. The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second by about
+    5e-13 min(m, n) for every spectrum; if the factorisation fails, the first stands alone. Cost:
+    two products of W with itself, and num_steps products and one eigenvalue problem of size
+    min(m, n).
 
     Args:
         weight: any floating dtype; certify weights *after* the cast they run in.
