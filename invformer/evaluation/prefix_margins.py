@@ -37,26 +37,22 @@ ENOUGH = 16
 
 @dataclass(frozen=True)
 class MarginEvidence:
-    """What states prove about a text, per character; every field is (sequences, tokens).
+    """What states prove about a text, per character."""
 
-    Attributes:
-        margin: proven lower bound on m_i, arithmetic error included.
-        arithmetic_error: largest bound on the error of a computed state of this position, ‖·‖₂.
-        distance: proven upper bound on δ_i, the distance of the text's exact states from those
-            given.
-        radius: min over j ≤ i of margin_j − distance_j. A text all of whose states lie within this
-            distance of those given begins with the first i symbols of this one.
-        proven: whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its
-            state is then farther from that given than this text's. Never for the unknown symbol,
-            which stands for many characters.
-        reason: why nothing is proven, where the rounding of a network is not bounded.
-    """
-
+    # Proven lower bound on m_i, arithmetic error included.
     margin: Float[Tensor, "sequences tokens"]
+    # Largest bound on the error of a computed state of this position, ‖·‖₂.
     arithmetic_error: Float[Tensor, "sequences tokens"]
+    # Proven upper bound on δ_i, the distance of the text's exact states from those given.
     distance: Float[Tensor, "sequences tokens"]
+    # min over j ≤ i of margin_j − distance_j. A text all of whose states lie within this distance
+    # of those given begins with the first i symbols of this one.
     radius: Float[Tensor, "sequences tokens"]
+    # Whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its state is
+    # then farther from that given than this text's. Never for the unknown symbol, which stands for
+    # many characters.
     proven: Bool[Tensor, "sequences tokens"]
+    # Why nothing is proven, where the rounding of a network is not bounded.
     reason: str | None = None
 
 

@@ -38,21 +38,15 @@ class RoundingModel:
     Theorem 2.4); a branch sums over at most N tokens and a few D channels, and 4 is headroom. √t,
     with t the smallest normal number, covers underflow. Logits far larger than x and f(x) are not
     covered. The gap between f in the working format and in float64 measures the working rounding.
-
-    Attributes:
-        tokens: N.
-        width: D.
-        inner_size: length of the terms that f adds up inside, whatever x is, where they may exceed
-            ‖x‖ and ‖f(x)‖ (biases that cancel).
-        working: the format of iterates and of the forward pass.
-        measured: the format of the residual; None if no error is to be bounded.
     """
 
-    tokens: int
-    width: int
+    tokens: int  # N
+    width: int  # D
+    # Length of the terms that f adds up inside, whatever x is, where they may exceed ‖x‖ and ‖f(x)‖
+    # (biases that cancel).
     inner_size: float
-    working: torch.dtype
-    measured: torch.dtype | None
+    working: torch.dtype  # of iterates and of the forward pass
+    measured: torch.dtype | None  # of the residual; None if no error is to be bounded
 
     @property
     def factor(self) -> float:

@@ -14,9 +14,6 @@ class UpdateGuard:
     The verdict stays on the device, for which nobody waits: from the first bad update on
     :attr:`lost` is 1, and an optimiser that reads it leaves weights and memory as they are.
     :meth:`culprit` waits, and says what was wrong.
-
-    Attributes:
-        lost: 1 from the first bad update on, 0 before, on the parameters' device.
     """
 
     def __init__(self) -> None:
