@@ -60,14 +60,11 @@ def sqrt_up(value: float) -> float:
     return value if value in (0, 1) else _next(math.sqrt(value))
 
 
-def is_exactly_zero(value: float) -> bool:
-    """True if a number is zero to the bit: ``value == 0`` may hold for denormal ones, too."""
-    return struct.pack("d", abs(value)) == bytes(8)
-
-
 def _normal(value: float) -> float:
     """The value, or the smallest normal number in place of a denormal one."""
-    return 0.0 if is_exactly_zero(value) else max(value, SMALLEST_NORMAL)
+    if struct.pack("d", abs(value)) == bytes(8):  # value == 0 may hold for denormal ones, too
+        return 0.0
+    return max(value, SMALLEST_NORMAL)
 
 
 def _next(value: float) -> float:

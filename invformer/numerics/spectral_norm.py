@@ -87,12 +87,6 @@ def _up(value: Tensor, operations: int) -> Tensor:
     return value * (1 + (operations + 2) * 2 * UNIT_ROUNDOFF)
 
 
-def _power_of_two_near(value: Tensor) -> Tensor:
-    """2^e with value/2^e in [1/2, 1), exactly (e kept in range); 1 for 0, ∞ and NaN."""
-    power = value / torch.frexp(value).mantissa
-    return power.clamp(2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT).nan_to_num(1.0)
-
-
 def _gram_bound(g: Tensor, num_steps: int) -> Tensor:
     """‖G‖₂ ≤ s √(‖fl(G̃ᵀG̃)‖₂ + γ ‖G̃‖_F²), G̃ = G/s, ‖·‖₂ by the same again, at last by ‖·‖_F."""
     if num_steps == 0:
@@ -120,12 +114,14 @@ def _residual_bound(g: Tensor) -> Tensor:
 
 
 def _scaled(g: Tensor) -> tuple[Tensor, Tensor]:
-    """G/s and s, the power of two for which the largest entry of G/s is in [1/2, 1).
+    """G/s and s, a power of two: the largest entry of G/s is in [1/2, 1), or 0, ∞ or NaN.
 
     Exact except for entries that underflow. They are covered as well: next to the largest entry,
     every margin in this file leaves room for far more than the smallest normal float64.
     """
-    scale = _power_of_two_near(g.abs().amax((-2, -1)))
+    largest = g.abs().amax((-2, -1))
+    scale = largest / torch.frexp(largest).mantissa
+    scale = scale.clamp(2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT).nan_to_num(1.0)
     return g / scale[..., None, None], scale
 
 
