@@ -115,14 +115,8 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
     """Write the page beside an evaluation and, if the text is the model's own, ``report.html``.
 
     The run's ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
-
-    Args:
-        report: the evaluation.
-        evaluation: the JSON file in which it is kept.
-        latest: ``evaluation.json`` of the run.
-
-    Returns:
-        The page that a reader should open.
+    ``evaluation`` is the JSON file of the report, ``latest`` the run's ``evaluation.json``. Returns
+    the page that a reader should open.
     """
     curves: Mapping[str, Series] = {}
     if latest.name == EVALUATION:

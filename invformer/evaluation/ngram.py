@@ -28,12 +28,6 @@ def witten_bell_nats(
     Cost: ``order`` sorts of either text; seconds for a million characters. The training text may be
     longer than the memory: counts are kept of what the other one has.
 
-    Args:
-        train_tokens: the text that is counted.
-        eval_tokens: the text that is predicted, at least one token.
-        order: n ≥ 1, the length of the longest n-gram.
-        vocab_size: V, the unknown token included.
-
     Source: Witten & Bell 1991, "The zero-frequency problem", method C; interpolated as in Chen &
         Goodman 1999, §2.
     """

@@ -52,12 +52,9 @@ class AttentionPoint(NamedTuple):
 def attention_point(
     z_q: PerHead, z_k: PerHead, z_v: PerHead, temperature: Float[Tensor, "heads"], bias: DenseBias
 ) -> AttentionPoint:
-    """Everything that values and derivatives need, in the precision of the projections.
+    """Everything that values and derivatives need, in the precision of the projections z.
 
-    Args:
-        z_q: projections before the map into the ball; z_k and z_v likewise.
-        temperature: τ ≥ 0, the size of the logits.
-        bias: added to the logits; −∞ hides (i, j).
+    τ ≥ 0 is the size of the logits; a bias of −∞ hides (i, j).
     """
     q, k, v = (to_ball(z) for z in (z_q, z_k, z_v))
     scale = temperature[..., None, None].to(z_q)

@@ -80,10 +80,8 @@ def conclusion(folder: Path, codes: dict[int, int], stopped: int | None = None) 
     A rank's own error comes first, then a rank that could not say what happened, then those that
     only say that another process is gone or that they were told to stop.
 
-    Args:
-        folder: has the ranks' reports.
-        codes: of the ranks that failed by themselves.
-        stopped: the signal that ended the run.
+    The folder has the ranks' reports, and the codes are of those that failed by themselves; a
+    signal may have stopped all.
     """
     reports = {}
     for file in folder.iterdir():

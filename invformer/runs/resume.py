@@ -103,12 +103,8 @@ def require_own_state(
 ) -> None:
     """Compare a state with the one that this program has after as many steps.
 
-    Callbacks check their own memory.
-
-    Args:
-        trainer: about to restore its state.
-        saved: the checkpoint as Lightning holds it.
-        fresh: the optimiser, and ``schedule`` its schedule, as the configuration makes them.
+    Callbacks check their own memory. ``saved`` is the checkpoint as Lightning holds it; the
+    optimiser and its schedule are those that the configuration makes.
 
     Raises:
         CheckpointError: naming the part that differs.

@@ -59,11 +59,7 @@ def draw_summary(
 ) -> "Figure":
     """Bits per character and course of the constants, if there are curves; constants; words.
 
-    Args:
-        curves: as :func:`read_curves` returns them.
-        constants: see :func:`draw_constants`.
-        words: what else there is to say, such as :func:`in_words`.
-        ngram: bits per character of a 5-gram on the validation split.
+    ``ngram`` is what a 5-gram has on the validation split, in bits per character.
     """
     rows: list[Any] = [["likelihood", "course"]] if curves else []
     rows.append(["constants", "words" if words else "constants"])

@@ -22,13 +22,8 @@ BAR = "{percentage:3.0f}%|{bar}| step {n_fmt}/{total_fmt}  {desc}  {rate_fmt}  {
 class Progress(L.Callback):
     """A line at every validation; between them a bar on a terminal, or else five lines a run.
 
-    It shows the rows that were sent, so it never waits for the device.
-
-    Args:
-        metrics: file with the rows of the steps before, if there is one.
-        last: the optimiser step at which the run ends.
-        val_every: optimiser steps between validations.
-        bar: whether one is wanted.
+    It shows the rows that were sent, so it never waits for the device. ``metrics`` has those of the
+    steps before, if there are any; ``last`` is the optimiser step at which the run ends.
     """
 
     def __init__(self, metrics: Path, last: int, val_every: int, bar: bool) -> None:
