@@ -35,7 +35,7 @@ from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.numerics.linear_map import LinearMap, linearise
 from studies import castin
-from studies.layer_bounds import attention_jacobian, jacobian_of
+from studies.layer_bounds import jacobian_of, tied_attention
 from studies.measured_layers import (
     DTYPE,
     GPT2_INIT,
@@ -257,9 +257,9 @@ def attack(case: Case) -> Result:
         weights = Weights(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
     if case.attention == "dot_product":
         return estimate(linearise(weights, x), case)
-    w_q, g = tied_weights(weights)
-    bias = x.new_zeros(1, case.num_tokens, case.num_tokens)
-    found = (estimate(attention_jacobian(s * x, w_q, g, bias), case) for s in L2_RADII)
+    tied = tied_weights(weights)
+    jacobians = (linearise(lambda z: tied_attention(z, *tied), s * x) for s in L2_RADII)
+    found = (estimate(jacobian, case) for jacobian in jacobians)
     return max(found, key=lambda result: result.constants)
 
 

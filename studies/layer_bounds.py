@@ -13,11 +13,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds import local
+from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
-from invformer.numerics.l2_attention import attention_weights, merge_heads, split_heads
+from invformer.numerics.l2_attention import (
+    attention_weights,
+    l2_attention,
+    merge_heads,
+    split_heads,
+)
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies import castin, jasmin, kim
@@ -108,10 +114,9 @@ def compare(layer: Layer, z: Float[Tensor, "sequences tokens width"]) -> Compari
 
 
 def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
-    """The Jacobian of a layer: by formula for L2 attention, by differentiation for dot products."""
-    if isinstance(layer, TiedL2Attention):
-        return attention_jacobian(z, *layer.weights(), layer.position(z.shape[-2]))
-    return linearise(layer, z)
+    """The Jacobian of a layer."""
+    with only("math"):  # fused attention has no second derivative
+        return linearise(layer, z)
 
 
 def as_tensor(bound: Tensor | float, z: Tensor) -> Tensor:
@@ -188,45 +193,9 @@ def dot_product_bounds(heads: Heads, z: Tensor) -> dict[str, Tensor | float]:
     }
 
 
-def attention_jacobian(x: Tensor, w_q: Tensor, g: Tensor, bias: Tensor) -> LinearMap:
-    """The Jacobian of f(X)_i = Σ_h (P^h q^h)_i G_h at X.
-
-    Leading dimensions of the weights broadcast against those of X, so that one call serves several
-    layers at once: X (layers, batch, N, D) with W^Q (layers, 1, H, D, d).
-    """
-    q = project(x, w_q)
-    p = attention_weights(q, bias)
-    output = g.flatten(-3, -2)
-    return LinearMap(
-        jvp=lambda dx: merge_heads(l2_attention_jvp(q, p, project(dx, w_q))) @ output,
-        vjp=lambda dy: unproject(l2_attention_vjp(q, p, project(dy, g.mT)), w_q),
-        shape=x.shape,
-        dtype=x.dtype,
-        device=x.device,
-    )
-
-
-def l2_attention_jvp(q: Tensor, p: Tensor, dq: Tensor) -> Tensor:
-    """dY = P dq + (P∘(T − rowsum(P∘T))) q,  T_ij = (2/√d)(q_i·dq_j + dq_i·q_j − q_j·dq_j).
-
-    T is dS up to a term constant in j, which the row sum removes. Differentiable, like the adjoint.
-    """
-    k = q - q[..., :1, :]
-    t = k @ dq.mT + dq @ k.mT - (k * dq).sum(-1).unsqueeze(-2)
-    return p @ dq + (2 / math.sqrt(q.shape[-1])) * (softmax_jacobian(p, t) @ k)
-
-
-def l2_attention_vjp(q: Tensor, p: Tensor, g: Tensor) -> Tensor:
-    """q̄ = Pᵀg + (2/√d)[(T + Tᵀ) q − diag(Tᵀ1) q],  T = P∘(g qᵀ − rowsum(P∘g qᵀ))."""
-    k = q - q[..., :1, :]
-    t = softmax_jacobian(p, g @ k.mT)
-    pulled = t @ k + t.mT @ k - t.sum(-2).unsqueeze(-1) * k
-    return p.mT @ g + (2 / math.sqrt(q.shape[-1])) * pulled
-
-
-def softmax_jacobian(p: Tensor, a: Tensor) -> Tensor:
-    """(diag(P_i) − P_i P_iᵀ) a_i for every row: the Jacobian of softmax is symmetric."""
-    return p * (a - (p * a).sum(-1, keepdim=True))
+def tied_attention(x: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
+    """f(X)_i = Σ_h (P^h q^h)_i G_h, every token sees all."""
+    return merge_heads(l2_attention(project(x, w_q))) @ g.flatten(-3, -2)
 
 
 def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:

@@ -26,7 +26,7 @@ from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer, PreNormBranch
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
-from studies.layer_bounds import Layer, attention_jacobian, project
+from studies.layer_bounds import Layer, project, tied_attention
 
 DTYPE = torch.float64
 SMALL_CONTEXT = 128
@@ -99,7 +99,8 @@ def unmasked_jacobian(layer: Layer, x: Float[Tensor, "sequences tokens width"]) 
     """The Jacobian of a layer with the same weights in which every token sees all."""
     n = x.shape[-2]
     if isinstance(layer, TiedL2Attention):  # a contractive layer's weights depend on its mask
-        return attention_jacobian(x, *layer.weights(), x.new_zeros(1, n, n))
+        weights = layer.weights()
+        return linearise(lambda z: tied_attention(z, *weights), x)
     layer = copy.deepcopy(layer)
     layer.position = VisibilityMask(torch.ones(n, n, dtype=torch.bool))
     return linearise(layer, x)

@@ -25,10 +25,10 @@ from invformer.bounds import contractive
 from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.kim_attention import paper_output_map
-from invformer.numerics.linear_map import LinearMap
+from invformer.numerics.linear_map import linearise
 from invformer.numerics.norms import Norm
 from studies import kim
-from studies.layer_bounds import attention_jacobian, project, unproject
+from studies.layer_bounds import project, tied_attention, unproject
 from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, case_of, program, progress
 
@@ -174,7 +174,7 @@ def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "star
 
 def leading_vector(x: Tensor, w_q: Tensor, g: Tensor, u: Tensor | None) -> Tensor:
     """One step u ← J Jᵀu/‖J Jᵀu‖ of every start, more at the first X."""
-    jacobian, steps = jacobian_at(x, w_q, g), 1
+    jacobian, steps = linearise(lambda z: tied_attention(z, w_q, g), x), 1
     if u is None:
         generator = torch.Generator().manual_seed(0)
         start: Tensor = torch.randn(x.shape[1:], generator=generator, dtype=x.dtype)
@@ -198,14 +198,10 @@ def gain(
 ) -> Float[Tensor, "starts"]:
     """‖Jᵀu‖ in the dual norm, differentiable in X with the witness u held fixed."""
     if norm == "frobenius":
-        return torch.linalg.vector_norm(jacobian_at(x, w_q, g).vjp(witness), dim=(-2, -1))
+        pull = torch.func.vjp(lambda z: tied_attention(z, w_q, g), x)[1]
+        return torch.linalg.vector_norm(pull(witness)[0], dim=(-2, -1))
     token, direction = witness
     return dual_norm(row_sensitivity(x, token, direction, w_q, g), norm)
-
-
-def jacobian_at(x: Float[Tensor, "starts tokens width"], w_q: Tensor, g: Tensor) -> LinearMap:
-    """∂F/∂X without a mask."""
-    return attention_jacobian(x, w_q, g, x.new_zeros(1, x.shape[-2], x.shape[-2]))
 
 
 def row_sensitivity(
