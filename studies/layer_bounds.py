@@ -2,7 +2,7 @@
 
 A layer is taken apart into heads (differentiably, so that a bound can also be trained), every local
 bound that applies to its kind is evaluated next to the global ones, and power iteration gives the
-truth; all in ``frobenius``. The bound of Yudin et al. 2025 is carried over to tied L2 attention.
+truth; all in ``frobenius``.
 """
 
 import math
@@ -135,7 +135,6 @@ def l2_bounds(layer: TiedL2Attention, heads: Heads) -> dict[str, Tensor | float]
         "tight": local.tight_local_bound(q, p, w_q, g),
         "comparison": local.comparison_local_bound(q, p, w_q, g),
         "fast": local.fast_local_bound(q, p, w_q, g),
-        "g1": l2_jasmin_bound(heads),
         "certificate": layer.lipschitz_bound("frobenius"),
     }
     if isinstance(layer, L2Attention):
@@ -145,51 +144,17 @@ def l2_bounds(layer: TiedL2Attention, heads: Heads) -> dict[str, Tensor | float]
     return bounds
 
 
-def l2_jasmin_bound(heads: Heads) -> Float[Tensor, "*batch"]:
-    """Theorem 3 of Yudin et al. carried over to tied L2 attention, frobenius.
-
-    Per head, for P q: ‖P‖‖W‖ + (2/s) max_i g_1(P_i) ‖q_c‖ (‖Z_c‖ + (‖Z_c‖² + N max_j ‖z_cj‖²)^½),
-    Z = q Wᵀ, the index c for tokens minus their mean: up to row constants
-    dL_ij = (2/s)(dq_i·q_j + (q_i − q_j)·dq_j), and ‖dP‖_F ≤ max_i ‖S(P_i)‖ ‖dL‖_F.
-    """
-    q, p, w = heads.q, heads.p, heads.w_q
-    centred = q - q.mean(-2, keepdim=True)
-    z = centred @ w.mT
-    size = spectral_norm_bound(z)
-    longest = z.square().sum(-1).amax(-1)
-    reach = size + (size.square() + q.shape[-2] * longest).sqrt()
-    reaction = 2 / math.sqrt(q.shape[-1]) * jasmin.softmax_jacobian_bound(p).amax(-1)
-    value = spectral_norm_bound(p) * spectral_norm_bound(w)
-    per_head = value + reaction * spectral_norm_bound(centred) * reach
-    rounded = per_head * (1 + 1e-13 * sum(q.shape[-2:]))
-    return castin.multi_head_bound(heads.w_o.mT, rounded)
-
-
 def dot_product_bounds(heads: Heads, z: Tensor) -> dict[str, Tensor | float]:
     """The bounds of dot-product attention, the closest first; there is no global one.
 
-    ``g1`` is Theorem 3 of Yudin et al. 2025, ``g1_centred`` ours; ``ball`` holds for all tokens no
-    longer than these (Castin et al. 2024, Theorem 3.3, in its triangle form).
+    ``g1`` is Theorem 3 of Yudin et al. 2025, ``g1_centred`` ours.
     """
     a = heads.w_q @ heads.w_k.mT / math.sqrt(heads.q.shape[-1])
-    outputs = heads.w_o.mT
-    norm_a, norm_v = spectral_norm_bound(a), spectral_norm_bound(heads.w_v)
-    radii = z.norm(dim=-1).amax(-1)
-    ball = z.new_tensor(
-        [
-            [
-                castin.ball_bound(a_h, v_h, radius, z.shape[-2])
-                for a_h, v_h in zip(norm_a.tolist(), norm_v.tolist(), strict=True)
-            ]
-            for radius in radii.tolist()
-        ]
-    )
     g1 = {form: jasmin.attention_bound(z, heads.p, a, heads.w_v, form) for form in FORMS}
     return {
         "fast": dot_product_local_bound(*heads),
-        "g1_centred": castin.multi_head_bound(outputs, g1["centred"]),
-        "g1": castin.multi_head_bound(outputs, g1["paper"]),
-        "ball": castin.multi_head_bound(outputs, ball),
+        "g1_centred": castin.multi_head_bound(heads.w_o.mT, g1["centred"]),
+        "g1": castin.multi_head_bound(heads.w_o.mT, g1["paper"]),
     }
 
 
