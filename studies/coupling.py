@@ -28,18 +28,7 @@ from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    as_cell,
-    by,
-    curves,
-    judged,
-    panels,
-    table,
-)
+from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, panels, table
 from studies.runs import validations
 from studies.states import trained, windows
 from studies.study import Study, StudyOptions, grid, program
@@ -205,7 +194,7 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Certified against coupling, at every depth."""
-    findings: list[Finding] = []
+    findings = []
     for depth, group in by(rows, "num_layers").items():
         found = {r.name: r for _, r in group}
         if not {"contractive_bounded", "reversible"} <= found.keys():

@@ -31,18 +31,7 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.recovered_text import perturb
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    by,
-    curves,
-    judged,
-    look_of,
-    panels,
-    table,
-)
+from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, panels, table
 from studies.states import decode, margins, trained, whole_inverse, windows
 from studies.study import Study, StudyOptions, case_of, program
 
@@ -187,7 +176,7 @@ def share(which: Tensor) -> float:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """For every model what is wrong, and what few candidates lose."""
-    findings: list[Finding] = []
+    findings = []
     for name, group in by(rows, "name").items():
         results = [r for _, r in group]
         wrong = sum(r.wrong for r in results)

@@ -37,7 +37,6 @@ from invformer.evaluation.ngram import witten_bell_nats
 from invformer.nn.transformer import CharTransformer
 from studies.report import (
     Figure,
-    Name,
     Outcome,
     Rows,
     Summary,
@@ -241,7 +240,7 @@ class PostNormBlock(nn.Module):
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Who trained how deep."""
-    more: dict[str, Name] = {
+    more = {
         "trained": lambda case, result: not result.failed,
         "bottom/top": lambda case, result: result.first_gradients[0] / result.first_gradients[-1],
         "paper, recalled": paper_nats,

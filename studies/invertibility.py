@@ -39,7 +39,7 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability, kim
-from studies.report import Figure, Name, Outcome, Rows, Summary, by, look_of, panels, table, values
+from studies.report import Figure, Outcome, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, StudyOptions, case_of, program, progress
 from studies.training import train_by_adam
 
@@ -242,7 +242,7 @@ def spread(case: Case, result: Result) -> float:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """The verdict is about random weights, as in the paper's figure."""
-    more: dict[str, Name] = {
+    more = {
         f"error @{k}": lambda case, result, k=k: result.errors[: k + 1][-1]
         for k in (10, 20, rows[0][0].num_steps)
     }

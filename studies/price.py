@@ -18,19 +18,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from invformer.config.section import option
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    by,
-    curves,
-    judged,
-    look_of,
-    mean,
-    panels,
-    values,
-)
+from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, mean, panels, values
 from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, grid, program
 
@@ -186,7 +174,7 @@ def verdict(
     rows: Rows[Case, Result], lines: list[dict[str, Any]], found: Prices, where: str
 ) -> Summary:
     """No price is above what is allowed."""
-    findings: list[Finding] = [
+    findings = [
         (price <= ALLOWED, f"{kind} {price:+.4f} {where.format(f'{at:g}')}")
         for (kind, at), price in found.items()
     ]

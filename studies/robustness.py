@@ -31,20 +31,8 @@ from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
-from studies.attacks import (
-    attack_at_radius,
-    left_over,
-    logits_of,
-    nats_of,
-    pgd,
-)
-from studies.certified_radius import (
-    NORMS,
-    BallNorm,
-    certified_radii,
-    feature_constants,
-    head_norm,
-)
+from studies.attacks import attack_at_radius, left_over, logits_of, nats_of, pgd
+from studies.certified_radius import NORMS, BallNorm, certified_radii, feature_constants, head_norm
 from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, values
 from studies.study import Study, grid, program
 from studies.training import (
