@@ -17,12 +17,7 @@ import invformer
 from invformer import commands
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.errors import (
-    CertificateViolation,
-    CheckpointError,
-    ConfigurationError,
-    DataError,
-)
+from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.evaluation.recovered_text import as_characters, perturb
 from invformer.training.fit import fit
 from tests import fake_hub

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.bounds.layers import (
-    ACTIVATION_SLOPE,
-    feed_forward_bound,
-    linear_bound,
-)
+from invformer.bounds.layers import ACTIVATION_SLOPE, feed_forward_bound, linear_bound
 from invformer.numerics.norms import NORMS, Norm
 from tests.problems import jacobian, matrix_with, norm_from_below
 

@@ -16,12 +16,7 @@ from invformer.kernels.native_attention import (
     native_attention_backward,
     native_ball_attention,
 )
-from invformer.nn.position_bias import (
-    CausalMask,
-    RelativePositionBias,
-    VisibilityMask,
-    log_masses,
-)
+from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask, log_masses
 from invformer.numerics.linear_map import linearise
 
 BIASES = {

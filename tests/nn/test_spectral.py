@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch.func import functional_call, grad
 
-from invformer.nn.spectral import (
-    SpectralNormalised,
-    refresh_normalisers,
-    set_manual_refresh,
-)
+from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3), (4, 6, 2)])

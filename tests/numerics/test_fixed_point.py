@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.numerics.error_bound import (
-    residual_step,
-    scale_step,
-    stack_error_bound,
-)
+from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import (
     FixedPointError,
     FixedPointSolution,

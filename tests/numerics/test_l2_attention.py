@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.numerics.l2_attention import (
-    attention_weights,
-    l2_attention,
-)
+from invformer.numerics.l2_attention import attention_weights, l2_attention
 from invformer.numerics.linear_map import dense_jacobian
 
 H, N, D_HEAD = 3, 6, 4

@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.numerics.spectral_norm import (
-    _gram_bound,
-    _residual_bound,
-    spectral_norm_bound,
-)
+from invformer.numerics.spectral_norm import _gram_bound, _residual_bound, spectral_norm_bound
 from tests.problems import matrix_with, trained_like
 
 

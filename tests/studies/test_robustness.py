@@ -26,16 +26,7 @@ from studies.certified_radius import (
     feature_constants,
     read_out_constant,
 )
-from studies.robustness import (
-    NOTHING,
-    Case,
-    Kind,
-    Options,
-    build_kind,
-    cases,
-    examine,
-    summarise,
-)
+from studies.robustness import NOTHING, Case, Kind, Options, build_kind, cases, examine, summarise
 from studies.training import text_of, train_by_adam, validation_windows
 
 CPU = torch.device("cpu")
