@@ -136,9 +136,7 @@ def pre_norm_stack(name: str, case: Case) -> PreNormStack:
         [
             PreNormBlock(
                 attention(
-                    case.d_model,
-                    case.num_heads,
-                    RelativePositionBias(case.num_heads, case.seq_len),
+                    case.d_model, case.num_heads, RelativePositionBias(case.num_heads, case.seq_len)
                 ),
                 FeedForward(case.d_model, 4 * case.d_model, "silu"),
                 case.d_model,

@@ -19,10 +19,7 @@ from invformer.kernels.native_attention import (
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask, log_masses
 from invformer.numerics.linear_map import linearise
 
-BIASES = {
-    "none": lambda heads, tokens: CausalMask(tokens),
-    "table": RelativePositionBias,
-}
+BIASES = {"none": lambda heads, tokens: CausalMask(tokens), "table": RelativePositionBias}
 needs_compiler = pytest.mark.skipif(not native.is_available(), reason=f"{native.complaint()}")
 KERNELS = ["math", pytest.param("native", marks=needs_compiler), "blocked", "sdpa"]
 FUSED = KERNELS[1:]
