@@ -33,7 +33,6 @@ through :func:`progress`.
 
 import itertools
 import json
-import math
 import os
 import platform
 import re
@@ -46,7 +45,7 @@ from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NoReturn, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -62,14 +61,9 @@ from invformer.training.plots import save
 from studies.report import Figure, Item, Rows, Summary, differing, with_legends
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
-if TYPE_CHECKING:  # slow to load, and not always wanted
-    from invformer.runs.wandb_logger import WandbLogger
-else:
-    WandbLogger = Any
-
 SEED = "[0, 4294967295]"
 SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
-NOT_IN_COMMAND = ("scale", "wandb", "project", "debug")  # change no number
+NOT_IN_COMMAND = ("scale", "debug")  # change no number
 
 Scale = Literal["default", "paper"]
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
@@ -87,8 +81,6 @@ class StudyOptions(Root):
     seed: int = option(0, "of weights, inputs and starts", SEED)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes a GPU if there is one")
     num_threads: int | None = option(None, "CPU threads; null leaves PyTorch's choice", "[1, 1024]")
-    wandb: bool = option(True, "mirror rows, table and figure to W&B (offline without an API key)")
-    project: str = option("invformer", "W&B project")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
 
     @property
@@ -210,20 +202,13 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     known = table.read()
     if unused := len(known.keys() - set(wanted)):
         print(f"{table.path}: {unused} rows belong to other options; they stay, unused")
-    mirror = build_mirror(chosen) if chosen.wandb else None
     try:
-        measure_missing(study, wanted, known, table, device, mirror)
-        summary = report(study, wanted, known, chosen, mirror)
-    except BaseException as end:
-        if isinstance(end, KeyboardInterrupt):
-            kept = len(known.keys() & set(wanted))
-            print(f"{table.path} keeps {kept} of {len(wanted)} cases; the same command continues")
-        if mirror is not None:
-            mirror.finish(1)
+        measure_missing(study, wanted, known, table, device)
+    except KeyboardInterrupt:
+        kept = len(known.keys() & set(wanted))
+        print(f"{table.path} keeps {kept} of {len(wanted)} cases; the same command continues")
         raise
-    if mirror is not None:
-        mirror.finish(0)
-    return summary
+    return report(study, wanted, known, chosen)
 
 
 def measure_missing(
@@ -232,13 +217,12 @@ def measure_missing(
     known: dict[AnyCase, Measured[AnyResult]],
     table: RowFile[AnyCase, AnyResult],
     device: torch.device,
-    mirror: WandbLogger | None,
 ) -> None:
     """Measure the cases that have no row, and write each row before the next case begins."""
     circumstances = (hardware(device), commit() or "unknown")
     names = differing(wanted) or list(plain(wanted[0]))
     with tqdm(total=len(wanted), unit="case", disable=None) as bar:
-        for number, case in enumerate(wanted):
+        for case in wanted:
             words = " ".join(f"{name}={as_word(getattr(case, name))}" for name in names)
             bar.set_description(words)
             if case not in known:
@@ -248,8 +232,6 @@ def measure_missing(
                 known[case] = Measured(result, round(seconds, 3), *circumstances)
                 table.append(case, known[case])
                 bar.write(f"{words}: {seconds:.1f} s")
-            if mirror is not None:
-                mirror.log_metrics(numbers_of(known[case].result), number)
             bar.update()
 
 
@@ -275,13 +257,12 @@ def report(
     wanted: Sequence[AnyCase],
     known: Mapping[AnyCase, Measured[AnyResult]],
     chosen: AnyOptions,
-    mirror: WandbLogger | None,
 ) -> Summary:
     """Write the figure and result.json."""
     measured = [known[case] for case in wanted]
     rows = [(case, row.result) for case, row in zip(wanted, measured, strict=True)]
     summary = study.summarise(rows)
-    picture = save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
+    save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
     provenance = {
         "command": chosen.command(),
         "commit": ", ".join(dict.fromkeys(row.commit for row in measured)),
@@ -290,28 +271,12 @@ def report(
     }
     result = {"study": chosen.name, **provenance, "options": asdict(chosen), **asdict(summary)}
     write_json(result | {"torch": torch.__version__}, chosen.folder / "result.json")
-    if mirror is not None:
-        lines = [[line.get(column) for column in summary.columns] for line in summary.table]
-        mirror.log_table(f"{chosen.name}/table", summary.columns, lines, step=len(measured) - 1)
-        mirror.log_image(f"{chosen.name}/figure", [picture], len(measured) - 1)
-        mirror.log_summary(
-            {"paper": summary.paper, "ours": summary.ours, "verdict": summary.verdict}
-        )
     return summary
 
 
 def progress(items: Iterable[Item], what: str) -> Iterator[Item]:
     """The same items behind an inner progress bar, which is gone when they are; a terminal only."""
     return iter(tqdm(items, desc=what, leave=False, disable=None))
-
-
-def numbers_of(result: Any) -> dict[str, float]:
-    """The numbers among a result's fields, as a chart can show them."""
-    return {
-        name: float(value)
-        for name, value in plain(result).items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
 
 
 def print_summary(summary: Summary, chosen: StudyOptions) -> None:
@@ -324,14 +289,3 @@ def as_word(value: Any) -> str:
     if value is None:
         return "null"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)
-
-
-def build_mirror(chosen: StudyOptions) -> WandbLogger | None:
-    """The W&B run of a study."""
-    from invformer.runs.wandb_logger import open_wandb
-
-    config = asdict(chosen) | {"command": chosen.command(), "commit": commit() or "unknown"}
-    return open_wandb(
-        chosen.folder, name=f"study-{chosen.name}", config=config, project=chosen.project,
-        mode="auto", group="studies", tags=[chosen.name],
-    )  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
 ) -> None:
     torch.set_default_dtype(torch.float32)
     study, out = importlib.import_module(f"studies.{name}").STUDY, tmp_path / "out"
-    argv = [*words_in(tmp_path, name), f"out={out}", "wandb=false", "num_threads=1"]
+    argv = [*words_in(tmp_path, name), f"out={out}", "num_threads=1"]
     assert main(study, argv) == 0
     assert "verdict: " in capfd.readouterr().out
     result, rows = json.loads((out / "result.json").read_text()), (out / "rows.csv").read_text()
@@ -145,7 +145,7 @@ def test_what_cannot_be_asked_for_is_one_line(
 ) -> None:  # fmt: skip
     study = importlib.import_module(f"studies.{name}").STUDY
     try:
-        found = main(study, [f"out={tmp_path}", "wandb=false", *words.split()])
+        found = main(study, [f"out={tmp_path}", *words.split()])
     except SystemExit as end:
         found = end.code
     error = capsys.readouterr().err

@@ -16,7 +16,6 @@ from invformer.config import load_config
 from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
-from studies import study as runner
 from studies.report import Summary, outcome_of, panels
 from studies.study import Study, StudyOptions, case_of, main, run, scale_words
 
@@ -90,7 +89,7 @@ def options_in(folder: Path, *words: str) -> Options:
 
 
 def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
-    summary = run(Squares().study(), options_in(tmp_path, "wandb=false"))
+    summary = run(Squares().study(), options_in(tmp_path))
     assert summary.ours == "1.0, 4.0, 9.0"
     assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "squares.png", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
@@ -227,7 +226,7 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
 def test_a_study_shows_its_tracebacks_where_that_is_asked_for(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = [f"out={tmp_path}", "wandb=false", *words]
+    argv = [f"out={tmp_path}", *words]
     assert main(Squares(2, CertificateViolation).study(), argv) == 6
     assert ("Traceback" in capsys.readouterr().err) == bool(words)
 
@@ -240,48 +239,6 @@ def test_a_gpu_that_does_not_exist_is_refused(
         run(Squares().study(), options_in(tmp_path, "device=cuda"))
 
 
-class Mirror:
-    """Stands in for a W&B run and keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, dict[str, float]] = {}
-        self.tables: list[list[list[Any]]] = []
-        self.final: dict[str, Any] = {}
-        self.images: list[Path] = []
-        self.exit_code: int | None = None
-
-    def log_metrics(self, row: dict[str, float], step: int) -> None:
-        self.rows[step] = row
-
-    def log_table(self, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
-        self.tables.append([columns, *rows])
-
-    def log_image(self, key: str, paths: list[Path], step: int) -> None:
-        self.images += paths
-
-    def log_summary(self, values: dict[str, Any]) -> None:
-        self.final = values
-
-    def finish(self, exit_code: int) -> None:
-        self.exit_code = exit_code
-
-
-def test_w_and_b_sees_all_rows_also_those_of_an_earlier_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirrors = [Mirror(), Mirror()]
-    waiting = iter(mirrors)
-    monkeypatch.setattr(runner, "build_mirror", lambda chosen: next(waiting))
-    argv = [f"out={tmp_path}", "wandb=true"]
-    assert main(Squares(stop_at=2).study(), argv) == 130
-    assert mirrors[0].exit_code == 1
-    assert main(Squares().study(), argv) == 0
-    assert mirrors[1].rows == {0: {"square": 1.0}, 1: {"square": 4.0}, 2: {"square": 9.0}}
-    assert mirrors[1].final["verdict"] == "reproduced: they are\nsquares"
-    assert mirrors[1].images == [tmp_path / "squares.png"]
-    assert mirrors[1].exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
@@ -292,7 +249,7 @@ def test_w_and_b_sees_all_rows_also_those_of_an_earlier_start(
 def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
     number: int, code: int, line: str, tmp_path: Path
 ) -> None:
-    words = ["wandb=false", f"out={tmp_path}", "num_steps=1000000", "num_threads=1", "shapes=[]"]
+    words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1", "shapes=[]"]
     study = subprocess.Popen(
         [sys.executable, "-m", "studies.tightness", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -324,12 +281,6 @@ def test_a_signal_ends_the_imports_of_a_study_in_one_line(name: str) -> None:
 
 def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-
-
-@pytest.mark.slow
-def test_a_real_offline_w_and_b_run_takes_a_study(tmp_path: Path) -> None:
-    run(Squares().study(), options_in(tmp_path, "wandb=true"))
-    assert list(tmp_path.glob("wandb/offline-run-*"))
 
 
 def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:

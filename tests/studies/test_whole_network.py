@@ -10,7 +10,7 @@ from studies import whole_network as study
 
 WORDS = (
     "totals=[4] d_model=24 num_heads=2 num_steps=3 seq_len=12 num_windows=3 pgd_steps=3 "
-    "data.max_characters=20000 wandb=false"
+    "data.max_characters=20000"
 )
 
 
