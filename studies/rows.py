@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_origin
@@ -53,7 +52,7 @@ class RowFile(Generic[AnyCase, AnyResult]):
             content = self.path.read_bytes() if self.path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             if not whole:
-                self.path.write_text(as_csv_line(self.columns), encoding="utf-8")
+                self.path.write_text(",".join(self.columns) + "\n", encoding="utf-8")
             elif whole != content:
                 self.path.write_bytes(whole)
         except OSError as error:
@@ -81,7 +80,8 @@ class RowFile(Generic[AnyCase, AnyResult]):
         cells = [v if is_text(self.types[k]) else json.dumps(v) for k, v in values.items()]
         try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
-                file.write(as_csv_line([*cells, str(row.seconds), row.hardware, row.commit]))
+                line = [*cells, str(row.seconds), row.hardware, row.commit]
+                csv.writer(file, lineterminator="\n").writerow(line)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -116,10 +116,3 @@ def is_text(type_: Any) -> bool:
 def plain(value: Any) -> dict[str, Any]:
     """A dataclass as a dict, in the order of its fields."""
     return {f.name: getattr(value, f.name) for f in fields(value)}
-
-
-def as_csv_line(cells: Sequence[str]) -> str:
-    """One line of a CSV file."""
-    line = io.StringIO()
-    csv.writer(line, lineterminator="\n").writerow(cells)
-    return line.getvalue()
