@@ -48,8 +48,8 @@ SMALL = {
     "mean_field": "radii=[2.0,4.0,6.0] num_measures=6 bound_radii=[1.0] scales=[1.0,1e4] "
     "num_tokens=6 lengths=[2,5]",
     "memory": "depths=[1] batch_size=2 repeats=1",
-    "price": f"budgets=[2] rates=[0.01] val_every=1 overrides=[{RUN},model.d_ff=16,data.seq_len=8,"
-    "data.batch_size=2,data.test_fraction=0.1]",
+    "price": f"kinds=[certified] budgets=[2] rates=[0.01] val_every=1 overrides=[{RUN},"
+    "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "quantised": "models=[CERTIFIED,TWIN] bits=[32,4] num_windows=2 scored=1000",
     "robustness": f"{MODEL} {SHORT} data.val_characters=200 num_seeds=2 num_windows=2 pgd_steps=2",
     "search": "lengths=[8,12] vocabularies=[9,30] num_places=2 d_model=16",
