@@ -10,7 +10,7 @@ with masses m (1 for a plain sequence). f is not Lipschitz on all inputs; every 
 """
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,8 +19,6 @@ from torch import Tensor
 from invformer.numerics.linear_map import SequenceMap, dense_jacobian
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-
-Form = Literal["paper", "triangle"]
 
 
 def dot_product_weights(
@@ -74,22 +72,18 @@ def two_cluster_tokens(
     return position * u
 
 
-def mean_field_bound(
-    norm_a: float, norm_v: float, radius: float, *, masked: bool = False, form: Form = "triangle"
-) -> float:
-    """Lip(F) of attention on probability measures on B_R, from above, whatever the length.
+def mean_field_bound(norm_a: float, norm_v: float, radius: float, *, masked: bool = False) -> float:
+    """Lip(F) ≤ c ‖V‖ (1 + 3‖A‖R²) e^{2‖A‖R²} of attention on probability measures on B_R.
 
-    ``paper``: c ‖V‖ (1 + 3‖A‖R²) e^{2‖A‖R²}. ``triangle``, smaller: ‖V‖ (‖A‖R² + c (1 + 2‖A‖R²)
-    e^{2‖A‖R²}). c = 1 for the distance W₂; c = 2 if ``masked``, for d₂² = ∫ W₂(μ^τ, ν^τ)² dτ: with
-    c = 1 the masked statement is false (A = 0 is the Cesàro mean: its norm tends to 2, by Hardy).
-    Source: Castin et al. 2024, Theorems 3.5 and 4.4; ``triangle`` and the factor c are ours.
+    c = 1 for the distance W₂; c = 2 if ``masked``, for d₂² = ∫ W₂(μ^τ, ν^τ)² dτ: with c = 1 the
+    masked statement is false (A = 0 is the Cesàro mean: its norm tends to 2, by Hardy).
+    Source: Castin et al. 2024, Theorems 3.5 and 4.4; the factor c is ours.
     """
     bend = norm_a * radius * radius
     growth = _exp(2 * bend)
     if growth == math.inf:
         return math.inf
-    growth *= 2 if masked else 1
-    bound = growth * (1 + 3 * bend) if form == "paper" else bend + growth * (1 + 2 * bend)
+    bound = (2 if masked else 1) * growth * (1 + 3 * bend)
     return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
 
 

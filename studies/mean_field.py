@@ -56,7 +56,6 @@ DTYPE = torch.float64
 class Options(StudyOptions):
     """Attention as a map of measures: growth with the radius, its bounds and its limits."""
 
-    program: ClassVar[str] = "-m studies.mean_field"
     paper: ClassVar[str] = (
         "radii=[0.5,1.0,1.5,2.0,2.5,3.0,4.0,5.0,6.0,7.0,8.0,10.0,12.0] num_measures=600 "
         "lengths=[2,10,100,1000,3000]"
@@ -174,7 +173,7 @@ def weighted(case: Case) -> Result:
         x, mass, a, v = random_measure(index, case.size, generator)
         value = castin.mass_splitting(x, mass, a, v).moving.item()
         norm_a, norm_v = (torch.linalg.matrix_norm(w, 2).item() for w in (a, v))
-        upper = castin.mean_field_bound(norm_a, norm_v, case.size, form="paper")
+        upper = castin.mean_field_bound(norm_a, norm_v, case.size)
         true = castin.differentiated_constant(castin.weighted_attention(mass, a, v), x, mass)
         found.append((value, upper, abs(true / value - 1)))
     values, uppers, checks = torch.tensor(found, dtype=DTYPE).unbind(-1)

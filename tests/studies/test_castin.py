@@ -103,12 +103,9 @@ def test_mean_field_bounds_hold_for_weighted_measures() -> None:
             x[1] = -x[0]
         mass = torch.rand(len(x)).pow(4).clamp_min(1e-3)
         found = castin.mass_splitting(x, mass / mass.sum(), a, v)
-        paper, triangle = (
-            castin.mean_field_bound(norm(a), norm(v), radius, form=form)
-            for form in ("paper", "triangle")
-        )
-        assert found.value <= triangle <= paper
-        closest = max(closest, float(found.value) / triangle)
+        bound = castin.mean_field_bound(norm(a), norm(v), radius)
+        assert found.value <= bound
+        closest = max(closest, float(found.value) / bound)
     assert closest > 0.5
 
 
@@ -117,22 +114,20 @@ def test_the_masked_mean_field_bound_needs_its_factor_two(num_tokens: int, cesar
     zero, one = torch.zeros(1, 1), torch.ones(1, 1)
     true = local_constant(torch.randn(num_tokens, 1), zero, one, visible=causal(num_tokens))
     assert true == pytest.approx(cesaro, abs=1e-3)
-    unmasked = castin.mean_field_bound(0.0, 1.0, 1.0, form="paper")
+    unmasked = castin.mean_field_bound(0.0, 1.0, 1.0)
     assert unmasked < true <= castin.mean_field_bound(0.0, 1.0, 1.0, masked=True)
 
 
-@pytest.mark.parametrize("form", ["paper", "triangle"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_mean_field_bound_is_rounded_up_to_inf_at_last(masked: bool, form: castin.Form) -> None:
+def test_a_mean_field_bound_is_rounded_up_to_inf_at_last(masked: bool) -> None:
     for bend in (0.1, 100.0, 350.0):
-        bound = castin.mean_field_bound(bend, 1.0, 1.0, masked=masked, form=form)
+        bound = castin.mean_field_bound(bend, 1.0, 1.0, masked=masked)
         with mpmath.workdps(60):
             b = mpmath.mpf(bend)
-            growth = (2 if masked else 1) * mpmath.exp(2 * b)
-            exact = growth * (1 + 3 * b) if form == "paper" else b + growth * (1 + 2 * b)
+            exact = (2 if masked else 1) * mpmath.exp(2 * b) * (1 + 3 * b)
             assert exact <= bound <= exact * (1 + mpmath.mpf("1e-12"))
     for norm_a, radius in [(354.5, 1.0), (1e9, 1e9), (1.0, 1e200), (math.inf, 1.0), (1.0, 1e308)]:
-        assert castin.mean_field_bound(norm_a, 0.0, radius, masked=masked, form=form) == math.inf
+        assert castin.mean_field_bound(norm_a, 0.0, radius, masked=masked) == math.inf
 
 
 @pytest.mark.parametrize("radius", [1e100, 1e200, 1e308])
