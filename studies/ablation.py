@@ -11,7 +11,6 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -80,7 +79,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
 class Options(StudyOptions):
     """Train the variants of ``experiment=ablation`` and hold their losses against its own."""
 
-    program: ClassVar[str] = "-m studies.ablation"
     only: list[str] = option([], "variants, besides the unchanged one; [] is all of them")
     num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
     overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")

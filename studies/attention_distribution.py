@@ -68,7 +68,6 @@ ROUNDING = 1e-9  # by how much a measured norm may exceed a bound before it coun
 class Options(AdamOptions):
     """Compare local bounds of attention layers, and regularisers of attention at equal loss."""
 
-    program: ClassVar[str] = "-m studies.attention_distribution"
     widths: ClassVar[tuple[str, ...]] = ("d_model", "layer_width")
     paper: ClassVar[str] = (
         "layer_sizes=[16,64,256] d_model=64 seq_len=64 num_layers=4 num_steps=2000 "

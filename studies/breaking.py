@@ -15,7 +15,7 @@ in place stays below the theorem's bound on the same tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -49,7 +49,6 @@ FORMULAS: dict[Variant, Callable[[float], float]] = {
 class Options(StudyOptions):
     """Break L2 attention in three ways and measure the Jacobian."""
 
-    program: ClassVar[str] = "-m studies.breaking"
     distances: list[float] = option(
         [1.0, 10.0, 100.0, 1e3, 1e4], "c, how far apart tokens are", "[1, 1e5]"
     )

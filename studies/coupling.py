@@ -66,7 +66,6 @@ SMALL: dict[str, dict[str, Any]] = {
 class Options(StudyOptions):
     """Measure run folders, and small models of several depths."""
 
-    program: ClassVar[str] = "-m studies.coupling"
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     depths: list[int] = option([4, 8, 16, 32, 64], "layers of the small models", "[1, 1e3]")
     kinds: list[str] = option(list(SMALL), "of the small models")

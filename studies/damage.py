@@ -23,7 +23,6 @@ import time
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,6 @@ ALL = 0.99  # of the characters
 class Options(StudyOptions):
     """Damage the states of trained models and bring the text back."""
 
-    program: ClassVar[str] = "-m studies.damage"
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     bits: list[int] = option([16, 10, 8, 6, 5, 4, 3], "of rounding", "[1, 32]")
     noise: list[float] = option([0.03, 0.1, 0.3], "of the states' root mean square", "[0, 1e3]")

@@ -100,7 +100,6 @@ PAPER_NATS: dict[str, tuple[float, ...]] = {
 class Options(AdamOptions):
     """Train every model kind at every depth with one fixed learning rate."""
 
-    program: ClassVar[str] = "-m studies.depth_stability"
     paper: ClassVar[str] = (
         "depths=[2,4,6,8,10,12,14,16,18,24,32,48,64] d_model=512 num_heads=8 seq_len=288 "
         "batch_size=64 num_steps=20000 lr=1e-4 data.name=ptb data.max_characters=null "

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Integer
@@ -63,7 +63,6 @@ TURN = 10  # steps of a kind before the next one's turn
 class Options(StudyOptions):
     """Train nanoGPT, the twin and certified models for the same minutes of one thread."""
 
-    program: ClassVar[str] = "-m studies.equal_time"
     kinds: list[Kind] = option([*UNCERTIFIED, "certified", "token_max"], "what is trained")
     minutes: list[float] = option([3.0, 6.0, 12.0], "of one thread", "[1e-6, 1e6]")
     adam_rates: list[float] = option([2e-3, 4e-3, 8e-3], "of nanogpt_tuned", "(0, 10]")

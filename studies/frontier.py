@@ -59,7 +59,6 @@ LN2 = math.log(2)
 class Options(ModelOptions):
     """Train certified and unconstrained models and hold their loss against their constants."""
 
-    program: ClassVar[str] = "-m studies.frontier"
     paper: ClassVar[str] = (
         "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=3 depths=[2,4,8] "
         "diagonal_scaling=[false,true] lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] lr=[4e-3,8e-3] "

@@ -87,7 +87,6 @@ NO_GROWTH = 0.25  # an exponent below it is not the attack's 1/2
 class Options(StudyOptions):
     """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
 
-    program: ClassVar[str] = "-m studies.growth"
     # n = 2, also published for the attack, has no power law yet.
     paper: ClassVar[str] = (
         f"sizes={[*range(2, 100, 2)]} attack_sizes={[*range(7, 100, 5)]} num_sequences=10"

@@ -55,7 +55,6 @@ REACHED = 1e-12  # the error at which a float64 inverse counts as found
 class Options(StudyOptions):
     """Invert residual attention maps by fixed-point iteration."""
 
-    program: ClassVar[str] = "-m studies.invertibility"
     paper: ClassVar[str] = "tokens=[32,64,128] widths=[32,64,128] batch_size=128"
     scales: list[float] = option([0.5, 0.7, 0.9], "c", "(0, 1)")
     ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", "(0, 1e6]")

@@ -48,7 +48,6 @@ GRID_CHUNK = 512  # grid points decomposed at a time
 class Options(StudyOptions):
     """The closed form of mass splitting against brute force, and where splitting pays."""
 
-    program: ClassVar[str] = "-m studies.mass_splitting"
     paper: ClassVar[str] = "grid=201 first_atoms=[0.0,0.5,1.0,2.0,4.0]"
     num_measures: int = option(400, "random measures per kind of attention", "[1, 1e6]")
     grid: int = option(81, "points per axis of the plane of two atoms", "[2, 1000]")

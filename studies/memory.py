@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Options(StudyOptions):
     """Take training steps of both kinds in three ways."""
 
-    program: ClassVar[str] = "-m studies.memory"
     depths: list[int] = option([4, 16], "layers", "[1, 1e3]")
     batch_size: int = option(64, "windows of 64 characters", "[1, 1e5]")
     repeats: int = option(3, "steps; the median is reported", "[1, 1e3]")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,6 @@ QUIET = "logger=none monitor.enabled=false trainer.progress=false trainer.sample
 class Options(StudyOptions):
     """Train certified models and their unconstrained twin for growing numbers of steps."""
 
-    program: ClassVar[str] = "-m studies.price"
     kinds: list[Kind] = option(["certified", "twin"], "what is trained")
     budgets: list[int] = option([2000, 5000], "optimiser steps", "[1, 1e7]")
     rates: list[float] = option([1e-2, 6e-3], "peak learning rates of Muon", "(0, 10]")

@@ -13,7 +13,6 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ SHRINKS = 40  # scales tried for a channel
 class Options(StudyOptions):
     """Round the weights of trained models."""
 
-    program: ClassVar[str] = "-m studies.quantised"
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     bits: list[int] = option([32, 8, 4, 3], "of a weight; 32 leaves it", "[2, 32]")
     num_windows: int = option(4, "windows that are inverted and proven", "[1, 1e4]")

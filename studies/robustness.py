@@ -54,7 +54,6 @@ RADII = ("token_max_radii", "frobenius_radii")
 class Options(AdamOptions):
     """Certified embedding radii, and what attacks achieve inside and outside them."""
 
-    program: ClassVar[str] = "-m studies.robustness"
     paper: ClassVar[str] = (
         "d_model=96 num_layers=4 seq_len=64 num_steps=3000 num_windows=64 pgd_steps=40 "
         "data.max_characters=null"

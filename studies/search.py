@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ RATE = 0.3
 class Options(StudyOptions):
     """Bring random texts back in three ways."""
 
-    program: ClassVar[str] = "-m studies.search"
     lengths: list[int] = option([64, 256, 1024], "characters of a text", "[2, 1e5]")
     vocabularies: list[int] = option([65, 256, 50_000], "symbols", "[2, 1e7]")
     num_places: int = option(4, "places at which search is measured", "[1, 1e5]")

@@ -14,7 +14,7 @@ farther the stronger they are.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ MET = 1e-3  # half distances of two symbols: nearer than this is a text
 class Options(StudyOptions):
     """Steer the states of trained models, and look at the preimages."""
 
-    program: ClassVar[str] = "-m studies.steering"
     models: list[str] = option([], "run folders of certified models or couplings")
     strengths: list[float] = option([0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0], "t")
     mark: str = option("N", "character that texts of the mean difference have or lack")

@@ -4,7 +4,6 @@ A study is a module of this package with its cases, its measurement, its verdict
 
     @dataclass(kw_only=True)
     class Options(StudyOptions):   # with a docstring: --help prints it
-        program: ClassVar[str] = "-m studies.example"
         paper: ClassVar[str] = "sizes=[100,1000]"       # the words that scale=paper stands for
         sizes: list[int] = option([100], "numbers of tokens N", "[2, 1e5]")
 
@@ -82,6 +81,11 @@ class StudyOptions(Root):
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes a GPU if there is one")
     num_threads: int | None = option(None, "CPU threads; null leaves PyTorch's choice", "[1, 1024]")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
+
+    def __init_subclass__(cls) -> None:
+        """The program is the module of the class, also where it is run as ``__main__``."""
+        spec = sys.modules[cls.__module__].__spec__
+        cls.program = f"-m {spec.name if spec else cls.__module__}"
 
     @property
     def name(self) -> str:

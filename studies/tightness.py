@@ -41,7 +41,6 @@ CLOSED_FORM_STEPS = 200  # of a ternary search on an interval of length 10: far 
 class Options(StudyOptions):
     """Maximise the Jacobian's norm over X and compare with the theorem's bound."""
 
-    program: ClassVar[str] = "-m studies.tightness"
     paper: ClassVar[str] = (
         "sizes=[100,150,200,300,400,500,600,700,800,900,1000] frobenius_sizes=[10,30,100,300] "
         "num_starts=50 num_steps=2000"

@@ -71,7 +71,6 @@ NOISE = 0.01  # length of the noise on an embedding, of its own length
 class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
-    program: ClassVar[str] = "-m studies.whole_network"
     paper: ClassVar[str] = (
         "totals=[2,10,100,1000] c=[0.1,0.2,0.3] num_seeds=3 num_steps=2000 num_layers=4 "
         "d_model=128 num_heads=16 seq_len=64 data.name=tiny_shakespeare data.max_characters=null "

@@ -32,7 +32,6 @@ class TextSection(Section):
 class Options(StudyOptions):
     """Square numbers."""
 
-    program: ClassVar[str] = "-m studies.squares"
     paper: ClassVar[str] = "numbers=[1,10,100] text.name=published"
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
@@ -91,7 +90,7 @@ def options_in(folder: Path, *words: str) -> Options:
 def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
     summary = run(Squares().study(), options_in(tmp_path))
     assert summary.ours == "1.0, 4.0, 9.0"
-    assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "squares.png", "result.json"}
+    assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "test_study.png", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["outcome"], result["why"]) == ("reproduced", "they are\nsquares")
     assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
@@ -194,7 +193,7 @@ def test_the_paper_scale_changes_defaults_and_not_what_was_asked_for() -> None:
 def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     options = load_config([*scale_words(Options, argv), *argv], Options)
     python, module, name, *words = shlex.split(options.command())
-    assert (python, module, name) == ("python", "-m", "studies.squares")
+    assert (python, module, name) == ("python", "-m", "tests.studies.test_study")
     assert load_config([*scale_words(Options, words), *words], Options) == options
     assert len(words) == len(argv)
 
