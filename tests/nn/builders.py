@@ -1,5 +1,7 @@
 """Small models for tests."""
 
+from collections.abc import Iterable
+
 import torch
 
 from invformer.nn import (
@@ -41,16 +43,8 @@ def contractive_model(
         channels = None if scaled else slice(first, first + share)
         position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
         if bounded:
-            attention = BoundedAttention(
-                WIDTH,
-                HEADS,
-                2,
-                position,
-                target,
-                channels,
-                certificate=certificate,
-                strictly_causal=strictly_causal,
-            )
+            how = {"certificate": certificate, "strictly_causal": strictly_causal}
+            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, channels, **how)
         else:
             attention = ContractiveL2Attention(
                 WIDTH, HEADS, position, target, certificate, channels
@@ -83,14 +77,8 @@ def scaled_model(
     **options,
 ) -> CharTransformer:
     """Every branch contracts in a weighted norm of its own."""
-    return contractive_model(
-        target,
-        certificate,
-        bounded=bounded,
-        strictly_causal=strictly_causal,
-        scaled=True,
-        **options,
-    )
+    options |= {"bounded": bounded, "strictly_causal": strictly_causal, "scaled": True}
+    return contractive_model(target, certificate, **options)
 
 
 def baseline(
@@ -102,15 +90,11 @@ def baseline(
     streams: int = 1,
 ) -> CharTransformer:
     """A tiny pre-norm baseline."""
-    blocks = [
-        block(
-            attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN)),
-            FeedForward(WIDTH, 2 * WIDTH, kernel=kernel),
-            WIDTH,
-            dropout,
-        )
-        for _ in range(LAYERS)
-    ]
+    blocks = []
+    for _ in range(LAYERS):
+        attends = attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN))
+        feeds = FeedForward(WIDTH, 2 * WIDTH, kernel=kernel)
+        blocks.append(block(attends, feeds, WIDTH, dropout))
     width = streams * WIDTH
     embedding = CharEmbedding(VOCAB, SEQ_LEN, width, width)
     return CharTransformer(embedding, stack(blocks), VOCAB, width)
@@ -139,12 +123,16 @@ def random_tokens(batch: int, seed: int = 0) -> torch.Tensor:
 
 def trained_a_little(model: CharTransformer, steps: int = 10) -> CharTransformer:
     """The model after a few AdamW steps on random text, so that nothing is at its start value."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(steps))
+    return model.eval()
+
+
+def train(model: CharTransformer, optimiser: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    """Steps on random text, each on its own."""
+    for step in steps:
         tokens = random_tokens(4, seed=step)
         logits = model(tokens[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    return model.eval()

@@ -78,22 +78,6 @@ def test_activation_norm_has_the_derivatives_of_its_formula(shape: tuple[int, ..
     assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), inputs)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "relu", "tanh"])
-@pytest.mark.parametrize("sharpness", [0.5, 4.0, 50.0])
-def test_feed_forward_jacobians_stay_below_the_certificate_however_sharp(
-    activation: str, sharpness: float
-) -> None:
-    layer = ContractiveFeedForward(WIDTH, 3 * WIDTH, 0.9, activation).eval()
-    with torch.no_grad():
-        layer.log_sharpness.fill_(math.log(sharpness))
-    bound = layer.lipschitz_bound("frobenius")
-    assert bound <= 0.9
-    assert layer.lipschitz_bound("token_max") == bound
-    for scale in (0.1, 1.0, 10.0):
-        jacobian = dense_jacobian(layer, scale * torch.randn(2, WIDTH))
-        assert torch.linalg.matrix_norm(jacobian, 2).item() <= bound
-
-
 def test_feed_forward_held_in_entry_max_is_certified_there() -> None:
     layer = ContractiveFeedForward(WIDTH, 3 * WIDTH, 0.9, norm="entry_max").eval()
     bound = layer.lipschitz_bound("entry_max")

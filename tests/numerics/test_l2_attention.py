@@ -1,5 +1,6 @@
 """The tied L2 attention core: against a naive loop and automatic differentiation."""
 
+import itertools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from invformer.numerics.l2_attention import attention_weights, l2_attention
 from invformer.numerics.linear_map import dense_jacobian
+from tests.problems import l2_attention_values
 
 H, N, D_HEAD = 3, 6, 4
 
@@ -25,23 +27,14 @@ BIASES = {
 }
 
 
-def naive_weights(q: Tensor, bias: Tensor | None) -> Tensor:
-    """Row by row, distance by distance."""
-    p = torch.zeros(H, N, N)
-    for h in range(H):
-        for i in range(N):
-            for j in range(N):
-                b = 0.0 if bias is None else float(bias[h % len(bias), i, j])
-                p[h, i, j] = math.exp(b - float((q[h, i] - q[h, j]).square().sum()) / D_HEAD**0.5)
-            p[h, i] /= p[h, i].sum()
-    return p
-
-
 @pytest.mark.parametrize("kind", BIASES)
 def test_attention_weights_agree_with_a_naive_loop(kind: str) -> None:
     q, bias = torch.randn(2, H, N, D_HEAD), BIASES[kind]()
-    p = attention_weights(q, bias)
-    torch.testing.assert_close(p, torch.stack([naive_weights(sample, bias) for sample in q]))
+    p, by_head = attention_weights(q, bias), torch.zeros(H, N, N) if bias is None else bias
+    for i, h in itertools.product(range(2), range(H)):
+        own_bias = by_head[h % len(by_head)]
+        expected = l2_attention_values(q[i, h], torch.eye(N), torch.eye(D_HEAD), own_bias)
+        torch.testing.assert_close(p[i, h], expected)
     torch.testing.assert_close(l2_attention(q, bias), p @ q)
 
 

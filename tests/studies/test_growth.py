@@ -8,6 +8,7 @@ import torch
 
 from invformer.assemble.model import build_model
 from invformer.config import load_config
+from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.nn.position_bias import VisibilityMask
@@ -158,22 +159,28 @@ def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
         growth.sequences(tokens, 200, 5, 0)
 
 
-def test_a_trained_model_of_ours_is_measured(
-    tmp_path: Path, text_file: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def save_fresh_model(folder: Path, text_file: str, step: int = 3) -> TrainConfig:
+    """A run folder with a checkpoint of this step."""
     words = [
         "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
         "model.num_layers=2", "model.num_heads=2",
     ]  # fmt: skip
-    config = load_config(words)
-    vocabulary = Vocabulary.from_text(TEXT)
+    config, vocabulary = load_config(words), Vocabulary.from_text(TEXT)
     model = build_model(config.model, vocabulary.size, 16).float()
-    save_run(tmp_path, config, vocabulary, model)
-    options = Options(
-        model="checkpoint", checkpoint=str(tmp_path), sizes=[4, 8, 16, 32], num_sequences=2,
-        attack_sizes=[],
-    )  # fmt: skip
-    chosen = cases(options)
+    save_run(folder, config, vocabulary, model, step)
+    return config
+
+
+def cases_of_a_run(folder: Path) -> list[Case]:
+    words = ["model=checkpoint", f"checkpoint={folder}", "sizes=[4,8,16,32]", "num_sequences=2"]
+    return cases(load_config([*words, "attack_sizes=[]"], Options))
+
+
+def test_a_trained_model_of_ours_is_measured(
+    tmp_path: Path, text_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_fresh_model(tmp_path, text_file).model.lipschitz_target
+    chosen = cases_of_a_run(tmp_path)
     assert "longer sizes are left out" in capsys.readouterr().out
     assert {(c.attention, c.num_tokens, c.causal) for c in chosen} == {
         ("contractive_l2", n, True) for n in (4, 8, 16)
@@ -181,28 +188,16 @@ def test_a_trained_model_of_ours_is_measured(
     result = measure(chosen[0], CPU)
     assert len(result.constants) == 2
     # Frobenius: the target is in token_max, √N of it in frobenius.
-    assert 0 < max(result.constants) <= config.model.lipschitz_target * math.sqrt(4)
-
-
-def few_lengths(**changed: object) -> Options:
-    chosen = {"sizes": [4], "num_sequences": 2, "attack_sizes": []}
-    return Options(**(chosen | changed))  # pyright: ignore[reportArgumentType]
+    assert 0 < max(result.constants) <= target * math.sqrt(4)
 
 
 def test_another_checkpoint_under_the_same_name_is_another_case(
     tmp_path: Path, text_file: str
 ) -> None:
-    words = [
-        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
-        "model.num_layers=1", "model.num_heads=2",
-    ]  # fmt: skip
-    config = load_config(words)
-    vocabulary = Vocabulary.from_text(TEXT)
     found = []
     for step in (3, 4):
-        model = build_model(config.model, vocabulary.size, 16).float()
-        save_run(tmp_path, config, vocabulary, model, step)
-        found.append(cases(few_lengths(model="checkpoint", checkpoint=str(tmp_path))))
+        save_fresh_model(tmp_path, text_file, step)
+        found.append(cases_of_a_run(tmp_path))
     before, after = found
     assert not set(before) & set(after)
     assert [replace(case, digest=after[0].digest) for case in before] == after

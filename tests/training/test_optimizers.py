@@ -12,21 +12,9 @@ from invformer.training.optimizers import (
     split_matrices,
     warmup_cosine,
 )
-from tests.nn.builders import contractive_model, random_tokens
+from tests.nn.builders import contractive_model, train
 
 OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0}
-
-
-def train(model: torch.nn.Module, optimiser: torch.optim.Optimizer, steps: range) -> float:
-    loss = torch.tensor(0.0)
-    for step in steps:
-        tokens = random_tokens(8, seed=step % 4)
-        logits = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        optimiser.zero_grad()
-        loss.backward()
-        optimiser.step()
-    return loss.item()
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
