@@ -62,8 +62,8 @@ class ModelConfig(Section):
     key: ClassVar[str] = "model"
     name: AttentionName = option("contractive_l2", "attention; contractive_* can be inverted")
     certificate: CertificateName | None = option("token_max", "theorem; null for the baselines")
-    d_model: int = option(96, "width of the residual stream or streams", "[1, 1e5]")
-    num_heads: int = option(4, "attention heads, a divisor of d_model", "[1, 1e4]")
+    d_model: int = option(128, "width of the residual stream or streams", "[1, 1e5]")
+    num_heads: int = option(8, "attention heads, a divisor of d_model", "[1, 1e4]")
     d_head: int | None = option(None, "channels of a head; null is d_model // num_heads", SIZE)
     num_layers: int = option(4, "blocks, each of attention and feed-forward", "[1, 1e4]")
     d_ff: int | None = option(None, "hidden channels of the feed-forward; null is 4 d_model", SIZE)

@@ -26,10 +26,10 @@ def test_every_experiment_composes_and_its_model_predicts(name: str) -> None:
 
 
 def test_who_is_seen_reaches_the_layers() -> None:
-    plain = ModelConfig(name="contractive_bounded", d_model=12)
+    plain = ModelConfig(name="contractive_bounded", d_model=16)
     past = ModelConfig(
         name="contractive_bounded", certificate="causal", strictly_causal=True,
-        feed_forward_kernel=3, d_model=12,
+        feed_forward_kernel=3, d_model=16,
     )  # fmt: skip
     blocks = [build_model(config, VOCAB, 8).stack.blocks[0] for config in (past, plain)]
     assert blocks[0].attention.branch.strictly_causal
@@ -58,7 +58,7 @@ def test_the_schema_and_the_layers_start_alike() -> None:
 def test_the_scales_of_the_start_reach_the_weights_and_nothing_else(name: str) -> None:
     def weights(**scales: float) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
-        config = ModelConfig(name=name, d_model=12, num_layers=2, **scales)
+        config = ModelConfig(name=name, d_model=16, num_layers=2, **scales)
         return build_model(config, VOCAB, 8).state_dict()
 
     plain, scaled = weights(), weights(initial_sharpness=1.0, initial_output=1.0)

@@ -85,7 +85,7 @@ def test_the_last_of_two_settings_wins_and_an_overruled_preset_leaves_no_trace()
         ("logger.tags=[]", []),
         ("logger.name=none", ["none"]),
         ("logger.name=[csv, tensorboard]", ["csv", "tensorboard"]),
-        ("model.d_embedding=${model.d_model}", 96),
+        ("model.d_embedding=${model.d_model}", 128),
         *(
             (f"data.path={text}", text)
             for text in ("010", "on", "yes", "1e-3", "1_000", "null.txt", "a=b", "{x: 1}")
@@ -101,8 +101,8 @@ def test_a_value_stays_text_until_it_meets_the_type_of_its_field(word: str, valu
 def test_what_is_left_alone_follows_the_rest() -> None:
     steps = [[], ["trainer.max_steps=5"], ["trainer.max_steps=500"], ["optim.warmup_steps=300"]]
     assert [train(*words).warmup_steps for words in steps] == [100, 1, 51, 300]
-    model = ModelConfig(d_model=12)
-    assert (model.feed_forward_width, model.embedding_width, model.head_width) == (48, 4, 3)
+    model = ModelConfig(d_model=24)
+    assert (model.feed_forward_width, model.embedding_width, model.head_width) == (96, 8, 3)
     assert train("model=contractive_l2_paper", "model.d_model=48").model.embedding_width == 48
 
 
@@ -147,12 +147,12 @@ NONSENSE = [
     "model.lipschitz_target=1", "model.lipschitz_target=1.5", "model.lipschitz_target=0",
     "model.lipschitz_target=nan", "model.num_heads=5", "model.num_heads=0", "model.d_model=96.0",
     "model.d_model=0x60", "model.d_model=true", "model.d_model=None", "model.d_model=???",
-    "model.d_model=[96]", "model.d_embedding=97", "model.dropout=0.1", "model.dropout=1 model=l2",
+    "model.d_model=[96]", "model.d_embedding=129", "model.dropout=0.1", "model.dropout=1 model=l2",
     "model.certificate=null", "model.certificate=causal model=dot_product",
     "model.strictly_causal=true", "model.strictly_causal=true model=l2", "model.input_radius=0",
     "model.input_radius=2 model=dot_product", "model.input_radius=2 model=contractive_l2_paper",
     "model.activation_norm=true", "model.written_channels=8 model.diagonal_scaling=false",
-    "model.written_channels=97", "model.feed_forward_kernel=2",
+    "model.written_channels=129", "model.feed_forward_kernel=2",
     "model.feed_forward_kernel=2 model=contractive_bounded", "model.activation=elu",
     "data.val_fraction=0", "data.val_fraction=0.5 data.test_fraction=0.5",
     "data.path= data=text_file", "optim.lr=nan", "optim.lr=inf", "optim.lr=0", "optim.lr=None",

@@ -129,7 +129,7 @@ def test_a_long_text_needs_little_more_memory_than_a_short_one(tmp_path: Path) -
         run = [f"run.root={tmp_path}", f"run.name=run-{megabytes}"]
         train = [
             "data=text_file", f"data.path={text}", "data.seq_len=16",
-            "data.max_val_characters=5000", "model.d_model=12", "model.num_layers=1",
+            "data.max_val_characters=5000", "model.d_model=16", "model.num_layers=1",
             "model.num_heads=2", "trainer.max_steps=20", "trainer.progress=false",
             "trainer.sample_length=0", "trainer.accelerator=cpu", "logger.name=none",
         ]  # fmt: skip
