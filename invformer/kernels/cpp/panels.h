@@ -73,14 +73,19 @@ void copy(Panels<T> out, Weight<T> w, int64_t n, T scale) {
 // The first n columns of `from` to where `left` says, as W lies.
 template <typename T>
 void copy_back(Weight<T> w, Panels<T> from, int64_t n) {
-  for (int64_t begin = 0; begin < w.rows; begin += DEPTH) {
-    const int64_t end = std::min(begin + DEPTH, w.rows);
-    if (w.column == 1)
-      for (int64_t k = begin; k < end; ++k)
-        for (int64_t c = 0; c < n; ++c) w.left[k * w.row + c] = from.at(k, c);
-    else
-      for (int64_t c = 0; c < n; ++c)
-        for (int64_t k = begin; k < end; ++k) w.left[k + c * w.column] = from.at(k, c);
+  for (int64_t first = 0; first < n; first += PANEL<T>) {
+    const T* const panel = from.panel(first);
+    const int64_t columns = std::min(PANEL<T>, n - first);
+    if (w.column == 1) {
+      for (int64_t k = 0; k < w.rows; ++k)
+        for (int64_t c = 0; c < columns; ++c)
+          w.left[k * w.row + first + c] = panel[k * PANEL<T> + c];
+      continue;
+    }
+    for (int64_t begin = 0; begin < w.rows; begin += DEPTH)
+      for (int64_t c = 0; c < columns; ++c)
+        for (int64_t k = begin; k < std::min(begin + DEPTH, w.rows); ++k)
+          w.left[k + (first + c) * w.column] = panel[k * PANEL<T> + c];
   }
 }
 
@@ -97,10 +102,13 @@ void symmetric_product(Panels<T> out, Panels<T> a, Panels<T> b) {
                     LANES<T>, depth, seen, first > 0);
       }
   }
-  for (int64_t j = 0; j < a.columns; j += P)
-    for (int64_t i = j + LANES<T>; i < a.columns; i += LANES<T>)
-      for (int64_t c = 0; c < std::min(P, i - j); ++c)
-        for (int64_t r = 0; r < LANES<T>; ++r) (&out.at(j + c, i))[r] = out.panel(j)[(i + r) * P + c];
+  for (int64_t j = 0; j < a.columns; j += LANES<T>)
+    for (int64_t i = j + LANES<T>; i < a.columns; i += LANES<T>) {
+      Vector<T> rows[LANES<T>];
+      for (int64_t r = 0; r < LANES<T>; ++r) rows[r] = load(&out.at(i + r, j));
+      transpose<T>(rows);
+      for (int64_t r = 0; r < LANES<T>; ++r) store(&out.at(j + r, i), rows[r]);
+    }
 }
 
 template <typename T>

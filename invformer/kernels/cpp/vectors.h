@@ -82,6 +82,24 @@ template <typename T>
 inline T maximum(Vector<T> x) {
   return joined<T>(x, [](Vector<T> a, Vector<T> b) { return a > b ? a : b; })[0];
 }
+// The lanes of x whose number has the bit DISTANCE, and the other lanes of y.
+template <typename T, int DISTANCE, size_t... LANE>
+inline Vector<T> merged(Vector<T> x, Vector<T> y, std::index_sequence<LANE...>) {
+  const typename Format<T>::Integers has_bit{(LANE & DISTANCE ? -1 : 0)...};
+  return has_bit ? x : y;
+}
+// LANES rows of a square become its columns.
+template <typename T, int DISTANCE = LANES<T> / 2>
+inline void transpose(Vector<T>* rows) {
+  constexpr auto lanes = std::make_index_sequence<LANES<T>>();
+  for (int r = 0; r < LANES<T>; ++r) {
+    if (r & DISTANCE) continue;
+    const Vector<T> upper = rows[r], lower = rows[r + DISTANCE];
+    rows[r] = merged<T, DISTANCE>(swapped<T, DISTANCE>(lower, lanes), upper, lanes);
+    rows[r + DISTANCE] = merged<T, DISTANCE>(lower, swapped<T, DISTANCE>(upper, lanes), lanes);
+  }
+  if constexpr (DISTANCE > 1) transpose<T, DISTANCE / 2>(rows);
+}
 inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // exp x for x ≤ 0, to about one unit in the last place: x = n log 2 + r, |r| ≤ log(2)/2, and the
