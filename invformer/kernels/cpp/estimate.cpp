@@ -27,9 +27,6 @@ struct Branch {
   double radius;  // zero is none
 
   int64_t head_channels() const { return outer / heads; }
-  T bias(int64_t head, int64_t lag) const {
-    return biases && lag ? biases[head * bias_stride + lag - 1] : T(0);
-  }
 };
 
 struct Call {
@@ -38,20 +35,29 @@ struct Call {
   int threads;
 };
 
+// Room for so many columns, an odd number of vectors: caches dislike rows a power of two apart.
+template <typename T>
+int64_t odd_vectors(int64_t columns) {
+  return round_up(columns, LANES<T>) | LANES<T>;
+}
+
 // Where a branch is linearised.
 template <typename T>
 struct Point {
   Matrix<T> u, z;  // after ψ_R, if there is a radius; after W: q, or q, k and v in the ball, or φ′
   T *u_rho, *rho;  // of u; of q, k and v of every head
+  T* biases;       // of every head, the largest lag first
 };
 
 // P_ij of the keys j of token i, and how many there are. Late, keys are those of tokens before, and
 // of one that is zero, of which nothing but its share of P counts.
 template <typename T>
-int64_t softmax(const Branch<T>& f, Matrix<const T> z, int64_t head, int64_t i, T* p) {
+int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t head, int64_t i,
+                T* p) {
   const int64_t d = f.head_channels(), keys = i + 1 - f.late, end = round_up(keys, LANES<T>);
-  const Matrix<const T> q = z.from(head * d), k = f.temperatures ? q.from(f.outer) : q;
+  const Matrix<T> q = at.z.from(head * d), k = f.temperatures ? q.from(f.outer) : q;
   const T factor = f.temperatures ? f.temperatures[head] : -1 / std::sqrt(T(d));
+  const T* const biases = at.biases + head * q.row + tokens;  // of lag l at −1 − l
   constexpr T INFINITE = std::numeric_limits<T>::infinity();
   std::fill_n(p, end, T(0));
   for (int64_t c = 0; c < d; ++c) {
@@ -62,13 +68,14 @@ int64_t softmax(const Branch<T>& f, Matrix<const T> z, int64_t head, int64_t i, 
     else
       for (int64_t j = 0; j < keys; ++j) p[j] += (q_i - k_c[j]) * (q_i - k_c[j]);
   }
-  T most = f.late ? f.bias(head, i) : -INFINITE, total = 0;
+  T most = f.late ? biases[-1 - i] : -INFINITE;
+#pragma omp simd reduction(max : most)
   for (int64_t j = 0; j < keys; ++j) {
-    p[j] = factor * p[j] + f.bias(head, i - f.late - j);
-    most = std::max(most, p[j]);
+    p[j] = factor * p[j] + biases[j - keys];
+    most = p[j] > most ? p[j] : most;
   }
+  T total = f.late ? std::exp(biases[-1 - i] - most) : T(0);
   std::fill(p + keys, p + end, -INFINITE);
-  if (f.late) total = std::exp(f.bias(head, i) - most);
   Vector<T> sums{};
   for (int64_t j = 0; j < end; j += LANES<T>) {
     const Vector<T> e = exponential<T>(load(p + j) - most);
@@ -113,12 +120,19 @@ void forward(const Branch<T>& f, Matrix<T> x, const Point<T>& at, const Call& ca
       for (int64_t h = 0; h < parts; ++h)
         into_ball(at.z.from(h * d), at.rho + h * row, d, tokens, T(1));
     T* const p = room.take(row);
-    for (int64_t h = 0; h < f.heads; ++h)
+    const Matrix<T> transposed{room.take(tokens * row), row};
+    std::fill_n(transposed.data, tokens * row, T(0));
+    for (int64_t h = 0; h < f.heads; ++h) {
+      T* const biases = at.biases + h * row;
+      for (int64_t lag = 0; lag < tokens; ++lag)
+        biases[tokens - 1 - lag] = f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
       for (int64_t i = 0; i < tokens; ++i) {
-        const int64_t keys = softmax<T>(f, {at.z.data, row}, h, i, p);
-        for (int64_t c = h * d; c < (h + 1) * d; ++c)
-          *y.at(c, i) = dot(p, at.z.at(f.inner - f.outer + c), keys);
+        const int64_t keys = softmax<T>(f, at, tokens, h, i, p);
+        for (int64_t j = 0; j < keys; ++j) *transposed.at(j, i) = p[j];
       }
+      const Matrix<T> v = at.z.from(f.inner - f.outer + h * d);
+      multiply<T>(y.from(h * d), {v.data, row}, {transposed.data, row}, d, tokens, row, false);
+    }
   }
   multiply<T>(u, {f.v, 1, width}, {y.data, row}, width, f.outer, row, false);
   for (int64_t c = 0; c < width; ++c)
@@ -147,7 +161,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     first[r] = columns;
     columns += f.heads ? chosen[r] + 1 : 1;
   }
-  const int64_t wide = round_up(columns, LANES<T>);
+  const int64_t wide = odd_vectors<T>(columns);
   const Matrix<T> g{room.take(width * stride), stride}, a{room.take(f.outer * stride), stride};
   const Matrix<T> z{room.take(f.inner * wide), wide}, x{room.take(blocks * width * wide), wide};
   T *const p = room.take(K * f.heads * row), *const s = room.take(row);
@@ -186,7 +200,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     for (int64_t h = 0; h < f.heads; ++h) {
       const Head<T> head = of_head(r, h);
       const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-      softmax<T>(f, {at.z.data, row}, h, chosen[r], p + (r * f.heads + h) * row);
+      softmax<T>(f, at, call.tokens, h, chosen[r], p + (r * f.heads + h) * row);
       head.pull(dz, a.at(h * head.channels, r), stride, s);
       if (head.in_ball) head.derive(dz, s);
     }
@@ -240,7 +254,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
 // All branches, sequence by sequence: x (sequences, tokens, width) enters the first layer.
 template <typename T>
 void advance(const Branch<T>* branches, const T* x, const Call& call) {
-  const int64_t tokens = call.tokens, width = call.width, row = round_up(tokens, LANES<T>);
+  const int64_t tokens = call.tokens, width = call.width, row = odd_vectors<T>(tokens);
   int64_t inner = 0, outer = 0, rows = 0, heads = 0, kernel = 1;
   for (int64_t i = 0; i < call.branches; ++i) {
     inner = std::max(inner, branches[i].inner);
@@ -249,11 +263,11 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
     heads = std::max(heads, branches[i].heads);
     kernel = std::max(kernel, branches[i].kernel);
   }
-  const int64_t stride = round_up(rows, LANES<T>), wide = round_up(rows * tokens, LANES<T>);
-  const int64_t of_point = (inner + width + 1 + 3 * heads) * row;
+  const int64_t stride = round_up(rows, LANES<T>), wide = odd_vectors<T>(rows * tokens);
+  const int64_t of_point = (inner + width + 1 + 4 * heads) * row;
   const int64_t of_step = (width + outer) * stride + (inner + kernel * width + 2) * wide +
                           (rows * heads + 1) * row + 4 * rows + 8 * 16 + 64;
-  const int64_t of_forward = (kernel * width + outer + 1) * row;
+  const int64_t of_forward = (kernel * width + outer + tokens + 1) * row;
   const Rooms<T> points(1, call.branches * of_point + width * row);
   const Rooms<T> rooms(call.threads, std::max(of_step, of_forward) + 16 * LANES<T>);
   Room<T> all{points.data};
@@ -261,7 +275,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
     return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
-                    own.take(3 * heads * row)};
+                    own.take(3 * heads * row), own.take(heads * row)};
   };
   for (int64_t i = 0; i < call.branches; ++i) *branches[i].estimate = 0;
   for (int64_t sequence = 0; sequence < call.sequences; ++sequence) {
