@@ -28,6 +28,8 @@ ZOO = {
     "large cluster": lambda: matrix_with(
         torch.cat([1 - 0.01 * torch.rand(100), torch.rand(156)]), 256, 300
     ),
+    # The largest entry of the diagonal of its Gram matrix's powers misses the leading vector.
+    "large hidden": lambda: torch.block_diag(torch.ones(1, 1), torch.full((40, 40), 1.005 / 40)),
     "large trained": lambda: trained_like(256, 400),
     "tiny": lambda: 1e-12 * torch.randn(16, 16),
     "huge": lambda: 1e12 * torch.randn(16, 16),
