@@ -10,7 +10,13 @@ from invformer.nn.spectral import set_manual_refresh
 from tests.host_syncs import HostSyncs
 from tests.kernels.test_attention import needs_compiler
 from tests.launches import Launches
-from tests.nn.builders import contractive_model, random_tokens, scaled_model, trained_a_little
+from tests.nn.builders import (
+    VOCAB,
+    contractive_model,
+    random_tokens,
+    scaled_model,
+    trained_a_little,
+)
 
 pytestmark = needs_compiler
 
@@ -97,6 +103,19 @@ def test_what_is_no_number_stays_none() -> None:
     values = LipschitzProbe(model, random_tokens(1)).values(weights=weights)
     assert values[0] > 0
     assert values[1:].isnan().all()
+
+
+@pytest.mark.parametrize("position", [0, 4, 11])
+@pytest.mark.parametrize("sequence", [0, 1])
+def test_a_token_that_is_no_number_is_not_lost_among_others(
+    sequence: int, position: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = trained(), random_tokens(2) % (VOCAB - 1)
+    tokens[sequence, position] = VOCAB - 1
+    model.embedding.token.weight.data[VOCAB - 1] = torch.nan
+    found, expected = (values[:3] for values in both(model, tokens, monkeypatch))
+    assert torch.stack(found).isnan().all()
+    torch.testing.assert_close(found, expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("certificate", ["token_max", "causal"])

@@ -35,6 +35,12 @@ struct Call {
   int threads;
 };
 
+// Whether a < b, where what is no number is the largest: it is found and not lost.
+template <typename T>
+bool is_less(T a, T b) {
+  return a == a && !(b <= a);
+}
+
 // Room for so many columns, an odd number of vectors: caches dislike rows a power of two apart.
 template <typename T>
 int64_t odd_vectors(int64_t columns) {
@@ -157,7 +163,8 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   int64_t columns = 0;
   for (int64_t r = 0; r < K; ++r) {
     chosen[r] = some ? (r + turn) % call.tokens : r;
-    if (some && r == 0) chosen[r] = std::max_element(lengths, lengths + call.tokens) - lengths;
+    if (some && r == 0)
+      chosen[r] = std::max_element(lengths, lengths + call.tokens, is_less<T>) - lengths;
     first[r] = columns;
     columns += f.heads ? chosen[r] + 1 : 1;
   }
@@ -243,7 +250,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     double square = 0;
     for (int64_t c = 0; c < width; ++c) square += double(*g.at(c, r)) * *g.at(c, r);
     const double gain = std::sqrt(square);
-    if (!(gain <= largest)) largest = gain;  // nor is what is no number lost
+    if (is_less<T>(largest, gain)) largest = gain;
     if (some) lengths[chosen[r]] = gain;
     for (int64_t c = 0; gain > shortest && c < width; ++c)
       left[chosen[r] * width + c] = *g.at(c, r) / gain;
@@ -292,7 +299,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
       for (int64_t n = 0; n < call.steps; ++n)
         gain = step<T>(f, point(i), f.left + at * width, f.lengths + at,
                        *f.turn + n * (f.at_once - 1), call, rooms.of_this_thread());
-      if (!(gain <= *f.estimate)) *f.estimate = gain;
+      if (is_less(*f.estimate, gain)) *f.estimate = gain;
     }
   }
 }
