@@ -216,6 +216,14 @@ def test_an_outlier_of_an_orthogonal_matrix_is_not_lost_to_rounding(size: int) -
         assert gram_normaliser(weight)[0] >= torch.linalg.svdvals(weight.double())[0]
 
 
+@pytest.mark.parametrize("rows", [2048, 4096, 16384])
+def test_long_sums_of_equal_entries_are_not_lost_to_rounding(rows: int) -> None:
+    for entry in (0.68170428, 0.98746866, 0.99749374, 0.99874687):
+        weight = torch.full((rows, 2), entry, dtype=torch.float32)
+        truth = torch.linalg.matrix_norm(weight.double())
+        assert truth <= gram_normaliser(weight)[0] <= truth * (1 + 3e-5)
+
+
 def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bound() -> None:
     size = 512
     start = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -169,13 +169,12 @@ bool had_memory_for(Work work) try {
   return false;
 }
 
-// C (R rows of V vectors) = or += A B, with C in registers. The rows of B and C lie in memory as
-// they are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are.
+// C (R rows of V vectors) = or += A B, summed in registers. The rows of B and C lie in memory as
+// they are, A may be transposed. Sums over the inner dimension are in order, whatever R and V are;
+// what is added to C is summed before: errors of a long sum made of short ones stay small.
 template <typename T, int R, int V>
 inline void tile(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t inner, bool add) {
-  Vector<T> total[R][V];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) total[r][v] = add ? load(c.at(r, v * LANES<T>)) : Vector<T>{};
+  Vector<T> total[R][V]{};
   for (int64_t k = 0; k < inner; ++k) {
     Vector<T> row[V];
     for (int v = 0; v < V; ++v) row[v] = load(b.at(k, v * LANES<T>));
@@ -183,7 +182,10 @@ inline void tile(Matrix<T> c, Matrix<const T> a, Matrix<const T> b, int64_t inne
       for (int v = 0; v < V; ++v) total[r][v] += *a.at(r, k) * row[v];
   }
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) store(c.at(r, v * LANES<T>), total[r][v]);
+    for (int v = 0; v < V; ++v) {
+      T* const to = c.at(r, v * LANES<T>);
+      store(to, add ? load(to) + total[r][v] : total[r][v]);
+    }
 }
 
 template <typename T, int V>
