@@ -60,7 +60,7 @@ def squarings(
 
     Args:
         weights: tall matrices (m, n) of one n, or the transposes of wide ones, each in one piece.
-        times: how often the Gram matrix is squared at most.
+        times: how often the Gram matrix is squared.
         rescale_every: squarings from one rescaling to the next.
     """
     first, count, n = weights[0], len(weights), weights[0].shape[-1]

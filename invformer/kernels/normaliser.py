@@ -6,7 +6,6 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
 
 * *Gram iteration* (Delattre et al. 2023, arXiv 2305.16173) squares it K − 1 times and bounds the
   largest eigenvalue of the last iterate. Matrix products only: nothing waits for the host.
-  Compiled code on a CPU looks at the bound between squarings and stops once it is close.
 * *Trial*: Lanczos finds θ ≤ λ₁(G), and a Cholesky factor of bI − G shows that b, a little above θ,
   is above λ₁. Where there is none, a larger b is tried, then Gram iteration steps in. Large
   matrices on the CPU take this way if there is compiled code.
@@ -48,9 +47,9 @@ def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Norm
     Stateless and deterministic: what a differentiable normaliser needs once per optimiser step.
     Those with Gram matrices of one size are computed at once. σ̄ is above ‖W‖₂ by 1e-5 of its size
     plus the excess of the method: Gram iteration's, up to a factor min(m, n)^{2^{−K−1}} in a
-    cluster, compiled at least 1.001, or that of the trial, at most 0.5 %. With a gap after σ₁ u and
-    v are its singular vectors, in a cluster some unit vectors of the cluster; one is the normalised
-    image of the other.
+    cluster, or that of the trial, at most 0.5 %. With a gap after σ₁ u and v are its singular
+    vectors, in a cluster some unit vectors of the cluster; one is the normalised image of the
+    other.
 
     Args:
         weights: float32 or float64, (*batch, m, n); half precision is computed in float32, with a

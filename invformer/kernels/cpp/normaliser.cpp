@@ -9,11 +9,6 @@
 
 namespace {
 
-// σ̄ may be so much above ‖W‖₂, relatively: less is not worth a squaring.
-constexpr double EXCESS = 1e-3;
-// Squarings before the first look at the bound, and products that a vector gets before a look.
-constexpr int FIRST_LOOK = 2, PULLS = 3;
-
 // out = M x for a row of panels: out_c = Σ_k M_kc x_k, M symmetric or not.
 template <typename T>
 void pull(T* out, Panels<T> m, const T* x) {
@@ -22,18 +17,10 @@ void pull(T* out, Panels<T> m, const T* x) {
 }
 
 template <typename T>
-double dot(const T* x, const T* y, int64_t n) {
-  Vector<T> products{};
-  int64_t i = 0;
-  for (; i + LANES<T> <= n; i += LANES<T>) products += load(x + i) * load(y + i);
-  double total = sum<T>(products);
-  for (; i < n; ++i) total += double(x[i]) * y[i];
-  return total;
-}
-
-template <typename T>
 double length(const T* x, int64_t n) {
-  return std::sqrt(dot(x, x, n));
+  double total = 0;
+  for (int64_t i = 0; i < n; ++i) total += double(x[i]) * x[i];
+  return std::sqrt(total);
 }
 
 template <typename T>
@@ -42,60 +29,31 @@ void to_unit(T* x, int64_t n) {
   for (int64_t i = 0; i < n; ++i) x[i] = l > 0 ? T(x[i] / l) : T(0);
 }
 
-// λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of a semidefinite matrix of size r, trace t and f = ‖·‖_F²
-// (Wolkowicz & Styan 1980), with what rounding may have cancelled of something of the size of f.
+// λ₁ ≤ t/r + √((r − 1)/r · (f − t²/r)) of semidefinite M, t = tr M, f = ‖M‖_F² (Wolkowicz & Styan
+// 1980), with what rounding may have cancelled.
 template <typename T>
-double wolkowicz_styan(double r, double t, double f, double size) {
-  const double mean = t / r, lost = r > 1 ? 8 * std::numeric_limits<T>::epsilon() * size : 0;
-  return mean + std::sqrt((r - 1) / r * (std::max(f - r * mean * mean, 0.0) + lost));
+double wolkowicz_styan(Panels<T> m, int64_t n) {
+  const double r = n, mean = trace(m) / r, squares = sum_of_squares(m);
+  const double lost = n > 1 ? 8 * std::numeric_limits<T>::epsilon() * squares : 0;
+  const double variance = std::max(squares - r * mean * mean, 0.0) + lost;
+  return mean + std::sqrt((r - 1) / r * variance);
 }
 
-// v ← Mv/‖Mv‖ so many times.
-template <typename T>
-void iterate(Panels<T> m, T* v, T* image, int times) {
-  for (; times > 0; --times) {
-    pull(image, m, v);
-    to_unit(image, m.columns);
-    std::copy_n(image, m.columns, v);
-  }
-}
-
-// θ = vᵀMv ≤ λ₁ ≤ a bound, of semidefinite M and a unit vector v.
-struct Enclosure {
-  double least, most;
-};
-
-// The bound is that of the traces or, if it is less, that of [θ ρ; ρ μ], which M is along and across
-// v: ρ = ‖Mv − θv‖, and μ bounds it across v, by the traces that v leaves.
-template <typename T>
-Enclosure enclosed(Panels<T> m, int64_t n, const T* v, T* image) {
-  pull(image, m, v);
-  const double theta = dot(v, image, n);
-  for (int64_t c = 0; c < n; ++c) image[c] -= T(theta) * v[c];
-  const double rest = dot(image, image, n);
-  const double t = trace(m), f = sum_of_squares(m), bound = wolkowicz_styan<T>(n, t, f, f);
-  if (n == 1) return {theta, bound};
-  const double mu = wolkowicz_styan<T>(n - 1, t - theta, f - theta * theta - 2 * rest, f);
-  const double along = (theta + mu) / 2 + std::sqrt(std::pow((theta - mu) / 2, 2) + rest);
-  return {theta, std::min(bound, along)};
-}
-
-// For every W the log of a bound on ‖W‖₂, unit vectors v and W v/‖W v‖: by a Gram matrix squared
-// until its power M encloses λ₁ well, at most so many times, and products of M with a column of it.
-// Zero has −∞ and zeros; what is no number has none.
+// For every W the log of a bound on ‖W‖₂, by Gram matrices squared so many times, and unit vectors
+// v, a column of the last one, and W v/‖W v‖. Zero has −∞ and zeros; what is no number has none.
 template <typename T>
 void squarings(Group<T> group, int times, int rescale_every, double* log_norms, T* rights) {
   const int64_t columns = group.columns(), n = group.n;
   const double tiny = std::numeric_limits<T>::min();
-  const Rooms<T> rooms(group.threads, (group.most_rows() + 2 * columns + 2) * columns);
+  const Rooms<T> rooms(group.threads, (group.most_rows() + 2 * columns + 1) * columns);
 #pragma omp parallel for num_threads(group.threads) schedule(dynamic)
   for (int64_t i = 0; i < group.count; ++i) {
     const Weight<T> w = group.weights[i];
     auto room = rooms.of_this_thread();
     const Panels<T> copied{room.take(w.rows * columns), w.rows, columns};
-    Panels<T> m{room.take(columns * columns), columns, columns};
+    Panels<T> g{room.take(columns * columns), columns, columns};
     Panels<T> other{room.take(columns * columns), columns, columns};
-    T *const v = room.take(columns), *const image = room.take(columns), *const right = rights + i * n;
+    T *const v = room.take(columns), *const right = rights + i * n;
     const double scale = scale_of(w, n);
     if (!(scale > 0)) {
       log_norms[i] = std::log(scale);
@@ -103,33 +61,24 @@ void squarings(Group<T> group, int times, int rescale_every, double* log_norms, 
       std::fill_n(w.left, w.rows, T(scale));
       continue;
     }
-    const double log_scale = gram_of_trace_one(m, copied, w, n, scale);
+    const double log_scale = gram_of_trace_one(g, copied, w, n, scale);
     double log_bound = 0;
-    for (int step = 0;; ++step) {
-      if (step >= std::min(FIRST_LOOK, times)) {
-        int64_t best = 0;
-        for (int64_t c = 1; c < n; ++c)
-          if (m.at(c, c) > m.at(best, best)) best = c;
-        for (int64_t c = 0; c < columns; ++c) v[c] = m.at(best, c);
-        to_unit(v, columns);
-        iterate(m, v, image, PULLS);
-        const Enclosure found = enclosed(m, n, v, image);
-        const bool is_close = found.most <= found.least * std::pow(1 + EXCESS, 2 << step);
-        if (is_close || step == times) {
-          log_bound += std::ldexp(std::log(std::max(found.most, tiny)), -step);
-          iterate(m, v, image, (1 << std::min(times - step, 5)) - 1);
-          break;
-        }
-      }
+    for (int step = 0; step < times; ++step) {
       if (step % rescale_every == rescale_every - 1) {
-        const double size = std::max(std::sqrt(sum_of_squares(m)), tiny);
+        const double size = std::max(std::sqrt(sum_of_squares(g)), tiny);
         log_bound += std::ldexp(std::log(size), -step);
-        multiply_by(m, T(1 / size));
+        multiply_by(g, T(1 / size));
       }
-      symmetric_product(other, m, m);
-      std::swap(m, other);
+      symmetric_product(other, g, g);
+      std::swap(g, other);
     }
+    log_bound += std::ldexp(std::log(std::max(wolkowicz_styan(g, n), tiny)), -times);
     log_norms[i] = log_bound / 2 + log_scale;
+    int64_t best = 0;
+    for (int64_t c = 1; c < n; ++c)
+      if (g.at(c, c) > g.at(best, best)) best = c;
+    for (int64_t c = 0; c < columns; ++c) v[c] = g.at(best, c);
+    to_unit(v, columns);
     std::copy_n(v, n, right);
     for (int64_t k = 0; k < w.rows; ++k) {
       Vector<T> product{};
@@ -171,7 +120,8 @@ void krylov(Group<T> group, int num_vectors, const T* start, T* grams, double* l
     for (int64_t s = i * num_vectors; s < (i + 1) * num_vectors; ++s) {
       std::copy_n(v, n, vectors + s * n);
       pull(next, g, v);
-      const double along = dot(next, v, n);
+      double along = 0;
+      for (int64_t c = 0; c < n; ++c) along += double(next[c]) * v[c];
       for (int64_t c = 0; c < n; ++c) next[c] -= T(along) * v[c] + last * before[c];
       const double beside = length(next, n);
       const bool is_lost = beside <= 8 * std::numeric_limits<T>::epsilon() * std::abs(along);

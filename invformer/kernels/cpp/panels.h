@@ -118,18 +118,12 @@ double trace(Panels<T> m) {
   return total;
 }
 
-// Of a square matrix.
 template <typename T>
 double sum_of_squares(Panels<T> m) {
   double total = 0;
-  for (int64_t at = 0; at < m.size();) {
-    Vector<T> even{}, odd{};
-    for (const int64_t end = at + PANEL<T> * PANEL<T>; at < end; at += PANEL<T>) {
-      const auto x = load(m.data + at), y = load(m.data + at + LANES<T>);
-      even += x * x;
-      odd += y * y;
-    }
-    total += sum<T>(even + odd);
+  for (int64_t at = 0; at < m.size(); at += PANEL<T>) {
+    const auto x = load(m.data + at), y = load(m.data + at + LANES<T>);
+    total += sum<T>(x * x + y * y);
   }
   return total;
 }
