@@ -267,7 +267,7 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
     try:
         config: Any = OmegaConf.to_object(tree)
     except MissingMandatoryValue as error:
-        key = str(error.full_key)
+        key = str(error.full_key).partition("[")[0]  # of a list its field
         refuse(key, f"give one: {known[key].metadata['help']}")
     except OmegaConfBaseException as error:  # a reference in a file that leads nowhere
         refuse(str(error.full_key), str(error).splitlines()[0])

@@ -2,13 +2,16 @@
 
 import subprocess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.host import compiler_complaint
+
+if TYPE_CHECKING:  # benchmarks ask for the commit, and load no configuration
+    from invformer.config.schema import TrainConfig, TrainerConfig
 
 
 def pick_device(name: str, key: str) -> torch.device:
@@ -27,7 +30,7 @@ def pick_device(name: str, key: str) -> torch.device:
     return device
 
 
-def refuse_missing_hardware(config: TrainConfig) -> None:
+def refuse_missing_hardware(config: "TrainConfig") -> None:
     """Whether this machine can train as asked.
 
     Raises:
@@ -56,7 +59,7 @@ def refuse_missing_hardware(config: TrainConfig) -> None:
         )
 
 
-def training_device(config: TrainerConfig) -> torch.device:
+def training_device(config: "TrainerConfig") -> torch.device:
     """The kind of device a run is on.
 
     It is never a Mac's GPU, which has no float64: constants are normalised and certified in it.
