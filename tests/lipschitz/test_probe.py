@@ -90,13 +90,6 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: j.detach().view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH) for n, j in found.items()}
 
 
-def trained(name: str) -> CharTransformer:
-    """With constants from one place: inside of a Jacobian they would be others, up to 0.1 %."""
-    model = trained_a_little(MODELS[name]())
-    set_manual_refresh(model)
-    return model
-
-
 def token_max(jacobian: torch.Tensor) -> float:
     """The power method from every output token, long and from several left vectors."""
     best = 0.0
@@ -114,7 +107,7 @@ def token_max(jacobian: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> None:
-    model = trained(name)
+    model = trained_a_little(MODELS[name]())
     tokens = random_tokens(1, seed=3)
     probe, true = LipschitzProbe(model, tokens), dense(model, tokens)
     assert sorted(probe.names) == sorted(true)
@@ -146,7 +139,7 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
 def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_bounds(
     name: str,
 ) -> None:
-    model = trained(name)
+    model = trained_a_little(MODELS[name]())
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
     norms = {"token_max": token_max, "frobenius": partial(norm_from_below, norm="frobenius")}
