@@ -189,41 +189,60 @@ class PowerIteration:
 
     def step(self, products: Callable[[Tensor], Products]) -> Step:
         """One step of every branch and sequence; ``products`` are those of chosen tokens' rows."""
-        by_rows, (*sizes, num_tokens, width) = self.norm == "token_max", self.left.shape
-        chosen, left, index = self.others, self.left, None
-        if by_rows and chosen.shape[-1] < num_tokens:
-            others = (chosen[..., 1:] + self.turn) % num_tokens
-            self.turn_by(1)
-            chosen = torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
-            index = chosen.unsqueeze(-1).expand(-1, -1, -1, width)
-            left = left.gather(2, index)
+        if self.norm == "token_max":
+            return self._step_of_tokens(products)
+        return self._step_of_sequences(products)
+
+    def _step_of_tokens(self, products: Callable[[Tensor], Products]) -> Step:
+        """x_i = J_i·ᵀ a_i/‖J_i·ᵀ a_i‖, a_i ← J_i· x_i/‖J_i· x_i‖ of K tokens i."""
+        all_at_once = self.others.shape[-1] == self.left.shape[-2]
+        chosen = self.others if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
+        index = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
+        left = self.left if all_at_once else self.left.gather(2, index)  # the a_i
         push, pull = products(chosen)
-        w = pull(left.flatten(1, 2) if by_rows else left)
+        w = pull(left.flatten(1, 2))
         shortest = least_length(w)
-        if by_rows:  # in place, while it is in the cache
-            x = w.div_(torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min_(shortest))
-        else:
-            x = unit(w, self.norm)
+        # In place, while it is in the cache.
+        x = w.div_(torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min_(shortest))
         o = push(x)
-        if by_rows:
-            gains = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-            turned = o / gains.clamp_min(shortest)
-        else:
-            gains, turned = vector_norm(o, self.norm)[..., None, None], dual_vector(o, self.norm)
-        turned = torch.where(gains > shortest, turned, left.view(o.shape))
-        gains = gains.view(*sizes, -1)
-        if index is None:
+        lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
+        turned = torch.where(
+            lengths > shortest, o / lengths.clamp_min(shortest), left.view(o.shape)
+        )
+        gains = lengths.view(chosen.shape)
+        if all_at_once:
             self.left.copy_(turned.view(left.shape))
         else:
             self.left.scatter_(2, index, turned.view(left.shape))
             self.lengths.scatter_(2, chosen, gains)
 
         def residual() -> Tensor:
-            w, value = pull(turned), gains.flatten(1)
-            if by_rows:
-                further = torch.linalg.vector_norm(w, dim=-1).sum(-1) - value
-                return torch.where(value == 0, 0, divide(further, value)).view(gains.shape)
-            return stationarity(x, w, value, self.norm).view(gains.shape)
+            gain = gains.flatten(1)
+            further = torch.linalg.vector_norm(pull(turned), dim=-1).sum(-1) - gain
+            return torch.where(gain == 0, 0, divide(further, gain)).view(gains.shape)
+
+        return Step(gains, residual)
+
+    def _tokens_in_turn(self) -> Tensor:
+        """The token that was largest when last visited, and those whose turn it is."""
+        others = (self.others[..., 1:] + self.turn) % self.left.shape[-2]
+        self.turn_by(1)
+        return torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
+
+    def _step_of_sequences(self, products: Callable[[Tensor], Products]) -> Step:
+        """x maximises ⟨Jᵀa, x⟩ among unit vectors, then a maximises ⟨a, Jx⟩, of every sequence."""
+        push, pull = products(self.others)
+        w = pull(self.left)
+        x = unit(w, self.norm)
+        o = push(x)
+        lengths = vector_norm(o, self.norm)[..., None, None]
+        turned = dual_vector(o, self.norm)
+        turned = torch.where(lengths > least_length(w), turned, self.left.view(o.shape))
+        gains = lengths.view(*self.left.shape[:2], -1)
+        self.left.copy_(turned.view(self.left.shape))
+
+        def residual() -> Tensor:
+            return stationarity(x, pull(turned), gains.flatten(1), self.norm).view(gains.shape)
 
         return Step(gains, residual)
 
