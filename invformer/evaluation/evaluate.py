@@ -3,7 +3,6 @@
 import logging
 import math
 import re
-import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -81,8 +80,8 @@ def evaluate(
         raise DataError(f"data.split={split}: {len(tokens)} characters, nothing to score")
     certificate = certify_model(model, trained, checkpoint.path)
     windows = EvaluationWindows(tokens, seq_len, stride, measure.batch_size)
-    print(f"{checkpoint.path}: evaluating {len(tokens):,} characters of {corpus.name}, {split}")
-    sys.stdout.flush()
+    what = f"{len(tokens):,} characters of {corpus.name}, {split}"
+    print(f"{checkpoint.path}: evaluating {what}", flush=True)
     mixed = trained.trainer.precision == "bf16-mixed"  # as in training, and in the certificate
     with torch.autocast(device.type, torch.bfloat16, mixed):
         shown = tqdm(windows, "likelihood", unit=" batches", leave=False, disable=None)

@@ -16,10 +16,7 @@ TENSORS = (
     *("w", "b", "v", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
     *("biases", "temperatures", "left", "lengths", "estimate", "turn"),
 )
-NUMBERS = (
-    *("inner", "outer", "kernel", "activation", "heads", "bias_stride"),
-    *("late", "at_once"),
-)
+NUMBERS = ("inner", "outer", "kernel", "activation", "heads", "bias_stride", "late", "at_once")
 
 
 class _Branch(ctypes.Structure):

@@ -86,22 +86,23 @@ def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Parts]:
         if isinstance(layer, InvertibleResidual):
             parts.append(part_of(layer, weights[name]))
         else:
-            _, norm_scale, _, norm_shift = weights[name]
-            parts[-1] |= {"norm_scale": norm_scale, "norm_shift": norm_shift}
+            norm = weights[name]
+            parts[-1] |= {"norm_scale": norm.scale, "norm_shift": norm.shift}
     return parts
 
 
 def part_of(layer: InvertibleResidual, weights: ResidualWeights) -> Parts:
     """Maps and scalings of a layer, and what its branch is."""
     branch: Any = layer.branch
-    w, v, *biases = stacked_class(branch).maps(branch, weights.branch)
+    kind = stacked_class(branch)
+    w, v, *biases = kind.maps(branch, weights.branch)
     part: Parts = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
     part["radius"] = layer.input_radius or 0.0
     if weights.centre is not None and layer.scaling is not None:  # D is folded in
         part |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
     elif weights.scaling is not None:
-        _, scale, inverse, shift = weights.scaling
-        part |= {"scale": scale, "inverse": inverse, "shift": shift}
+        scaling = weights.scaling
+        part |= {"scale": scaling.scale, "inverse": scaling.inverse, "shift": scaling.shift}
     if biases:
         kernel, activation = weights.branch.kernel, ACTIVATION_NUMBERS[branch.activation]
         return part | {"b": biases[0], "kernel": kernel, "activation": activation}
@@ -109,7 +110,7 @@ def part_of(layer: InvertibleResidual, weights: ResidualWeights) -> Parts:
     if isinstance(branch.position, RelativePositionBias):
         table = branch.position.table
         part |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
-    if stacked_class(branch) is StackedBoundedAttention:
+    if kind is StackedBoundedAttention:
         late, temperatures = branch.strictly_causal, weights.branch.temperature
         part |= {"temperatures": temperatures, "late": late}
     return part
