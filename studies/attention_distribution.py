@@ -69,10 +69,6 @@ class Options(AdamOptions):
     """Compare local bounds of attention layers, and regularisers of attention at equal loss."""
 
     widths: ClassVar[tuple[str, ...]] = ("d_model", "layer_width")
-    paper: ClassVar[str] = (
-        "layer_sizes=[16,64,256] d_model=64 seq_len=64 num_layers=4 num_steps=2000 "
-        "weights=[0.003,0.01,0.03,0.1,0.3,1.0] data.max_characters=null data.val_characters=100000"
-    )
     layer_sizes: list[int] = option([16, 64], "N of random layers; [] for none", "[2, 1e4]")
     layer_width: int = option(64, "D of random layers, a multiple of num_heads", "[1, 1e4]")
     attentions: list[Attention] = option(["dot_product", "l2"], "of the layers and of the models")

@@ -14,16 +14,13 @@ attention in the unit ball and inputs in a ball (``…_ball``) are not the paper
 the recipe of ``nanogpt_cpu_causal`` (certified), dot product without LayerNorm, and a coupling.
 Reproduced means that dot product fails in both orders at every depth beyond 10, trains at one up to
 10, and no L2 or contractive kind fails; a failure at 10 layers or fewer is not the paper's.
-
-``scale=paper``: Penn Treebank, D = 512, H = 8, N = 288, batch 64, 2 to 18 layers and on to 64. That
-takes one large GPU for days; resume it at will.
 """
 
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Integer
@@ -100,11 +97,6 @@ PAPER_NATS: dict[str, tuple[float, ...]] = {
 class Options(AdamOptions):
     """Train every model kind at every depth with one fixed learning rate."""
 
-    paper: ClassVar[str] = (
-        "depths=[2,4,6,8,10,12,14,16,18,24,32,48,64] d_model=512 num_heads=8 seq_len=288 "
-        "batch_size=64 num_steps=20000 lr=1e-4 data.name=ptb data.max_characters=null "
-        "data.val_characters=1000000"
-    )
     kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
     depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", "[1, 1e3]")
     lipschitz_target: float = option(0.7, "c of the contractive kinds", "(0, 1)")

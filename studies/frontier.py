@@ -14,7 +14,6 @@ configuration are chosen on the split they are scored on, baselines and certifie
 Kim et al. 2021, whose contractive models are far behind at equal depth.
 
 The default is 12 small trainings; docs/results.md has the command of a grid of 114.
-``scale=paper``: nanoGPT's CPU recipe on Tiny Shakespeare, 2232 trainings; resume it at will.
 """
 
 import itertools
@@ -22,7 +21,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Integer
@@ -59,13 +58,6 @@ LN2 = math.log(2)
 class Options(ModelOptions):
     """Train certified and unconstrained models and hold their loss against their constants."""
 
-    paper: ClassVar[str] = (
-        "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=3 depths=[2,4,8] "
-        "diagonal_scaling=[false,true] lipschitz_targets=[0.3,0.5,0.7,0.9,0.97] lr=[4e-3,8e-3] "
-        "optimisers=[adamw,muon] d_model=128 seq_len=64 batch_size=12 num_steps=2000 "
-        "data.name=tiny_shakespeare data.max_characters=null data.val_fraction=0.1 "
-        "data.test_fraction=0.0"
-    )
     models: list[AttentionName] = option(
         ["dot_product", "l2", "contractive_l2", "contractive_bounded"], "attention maps"
     )

@@ -22,7 +22,7 @@ below ¼ is called no growth) are not in the paper. Without the attack there is 
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -87,10 +87,6 @@ NO_GROWTH = 0.25  # an exponent below it is not the attack's 1/2
 class Options(StudyOptions):
     """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
 
-    # n = 2, also published for the attack, has no power law yet.
-    paper: ClassVar[str] = (
-        f"sizes={[*range(2, 100, 2)]} attack_sizes={[*range(7, 100, 5)]} num_sequences=10"
-    ).replace(", ", ",")
     model: Model = option("small", "whose layers are measured")
     checkpoint: str | None = option(None, "run folder, for model=checkpoint")
     text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")

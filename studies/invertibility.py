@@ -15,8 +15,6 @@ bias). The same rows hold the output-variance experiment: the spread of F(X) bes
 
 Reproduced means that on some range dot product is never inverted to 1e-12, at no c and in no size,
 while every L2 map is on every range.
-
-``scale=paper``: N and D in 32, 64, 128 and a batch of 128.
 """
 
 import itertools
@@ -24,7 +22,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -55,7 +53,6 @@ REACHED = 1e-12  # the error at which a float64 inverse counts as found
 class Options(StudyOptions):
     """Invert residual attention maps by fixed-point iteration."""
 
-    paper: ClassVar[str] = "tokens=[32,64,128] widths=[32,64,128] batch_size=128"
     scales: list[float] = option([0.5, 0.7, 0.9], "c", "(0, 1)")
     ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", "(0, 1e6]")
     tokens: list[int] = option([64], "N, tokens", "[2, 1e4]")

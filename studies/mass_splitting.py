@@ -21,7 +21,7 @@ ever does; not reproduced if it never does, or if closed form and brute force di
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -48,7 +48,6 @@ GRID_CHUNK = 512  # grid points decomposed at a time
 class Options(StudyOptions):
     """The closed form of mass splitting against brute force, and where splitting pays."""
 
-    paper: ClassVar[str] = "grid=201 first_atoms=[0.0,0.5,1.0,2.0,4.0]"
     num_measures: int = option(400, "random measures per kind of attention", "[1, 1e6]")
     grid: int = option(81, "points per axis of the plane of two atoms", "[2, 1000]")
     radius: float = option(4.0, "R of the grid, in units of X", "[1e-6, 100]")

@@ -20,7 +20,7 @@ constant above its bound, or one that is no number, is "not reproduced" whatever
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -56,10 +56,6 @@ DTYPE = torch.float64
 class Options(StudyOptions):
     """Attention as a map of measures: growth with the radius, its bounds and its limits."""
 
-    paper: ClassVar[str] = (
-        "radii=[0.5,1.0,1.5,2.0,2.5,3.0,4.0,5.0,6.0,7.0,8.0,10.0,12.0] num_measures=600 "
-        "lengths=[2,10,100,1000,3000]"
-    )
     radii: list[float] = option(
         [1.0, 2.0, 3.0, 4.0, 6.0, 8.0], "R of the two atoms, in units of X", "[1e-6, 1e3]"
     )

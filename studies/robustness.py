@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Int
@@ -54,10 +54,6 @@ RADII = ("token_max_radii", "frobenius_radii")
 class Options(AdamOptions):
     """Certified embedding radii, and what attacks achieve inside and outside them."""
 
-    paper: ClassVar[str] = (
-        "d_model=96 num_layers=4 seq_len=64 num_steps=3000 num_windows=64 pgd_steps=40 "
-        "data.max_characters=null"
-    )
     kinds: list[Kind] = option(list(get_args(Kind)), "models")
     num_seeds: int = option(3, "seeds, from seed on", "[1, 1e4]")
     lipschitz_target: float = option(0.7, "c of the contractive kinds", "(0, 1)")

@@ -4,7 +4,6 @@ A study is a module of this package with its cases, its measurement, its verdict
 
     @dataclass(kw_only=True)
     class Options(StudyOptions):   # with a docstring: --help prints it
-        paper: ClassVar[str] = "sizes=[100,1000]"       # the words that scale=paper stands for
         sizes: list[int] = option([100], "numbers of tokens N", "[2, 1e5]")
 
     @dataclass(frozen=True)
@@ -44,7 +43,7 @@ from dataclasses import asdict, dataclass, fields
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, Generic, Literal, NoReturn, TypeVar
+from typing import Any, Generic, Literal, NoReturn, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -61,10 +60,7 @@ from studies.report import Figure, Item, Rows, Summary, differing, with_legends
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
 SEED = "[0, 4294967295]"
-SCALE_WORD = re.compile(r"(?:--)?scale=(.*)")
-NOT_IN_COMMAND = ("scale", "debug")  # change no number
 
-Scale = Literal["default", "paper"]
 AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
 
 
@@ -72,10 +68,6 @@ AnyOptions = TypeVar("AnyOptions", bound="StudyOptions")
 class StudyOptions(Root):
     """What can be set in every study."""
 
-    paper: ClassVar[str] = ""
-    scale: Scale = option(
-        "default", "paper is the published size; scale=paper --print-config shows what that sets"
-    )
     out: str | None = option(None, "folder of the results; null is checkpoints/studies/NAME")
     seed: int = option(0, "of weights, inputs and starts", SEED)
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto takes a GPU if there is one")
@@ -99,15 +91,14 @@ class StudyOptions(Root):
 
     def command(self) -> str:
         """The shortest command line that means these options."""
-        scale = [] if self.scale == "default" else [f"scale={self.scale}"]
-        reference = load_config([*scale_words(type(self), scale), *scale], type(self))
+        reference = load_config([], type(self))
         values = ((key, attrgetter(key)) for key, _ in options(type(self)))
         changed = [
             f"{key}={as_word(value(self))}"
             for key, value in values
-            if value(self) != value(reference) and key not in NOT_IN_COMMAND
+            if value(self) != value(reference) and key != "debug"
         ]
-        return shlex.join(["python", *self.program.split(), *scale, *changed])
+        return shlex.join(["python", *self.program.split(), *changed])
 
 
 @dataclass(frozen=True)
@@ -160,7 +151,7 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
         SystemExit: 0 after ``--help``, 2 after one line about a bad argument.
     """
     outlive_console()
-    chosen = parse_or_exit([*scale_words(study.options, argv), *argv], study.options)
+    chosen = parse_or_exit(argv, study.options)
     signal.signal(signal.SIGINT, interrupt)  # Ctrl-C says which cases are kept
     return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
 
@@ -176,12 +167,6 @@ class ControlC(KeyboardInterrupt):
 def interrupt(number: int, frame: FrameType | None) -> None:
     """A handler of SIGINT that raises :class:`ControlC`."""
     raise ControlC
-
-
-def scale_words(schema: type[StudyOptions], argv: Sequence[str]) -> list[str]:
-    """The settings that ``scale=paper`` stands for; put first, whatever else is set wins."""
-    asked = [match[1] for word in argv if (match := SCALE_WORD.fullmatch(word))]
-    return schema.paper.split() if asked[-1:] == ["paper"] else []
 
 
 def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Summary:

@@ -7,15 +7,13 @@ the same norm. With D = H = 1 and unit weights the worst configuration is known 
 In entry_max and token_max a norm of J is the norm of one of its rows, so only the row that is
 largest at present is differentiated, at a cost linear in N; which one that is, is looked up every
 ``refresh_every`` steps. With D = 1 both norms are the same number.
-
-``scale=paper``: 50 starts (the paper's number), N up to 1000 in more points, more steps.
 """
 
 import itertools
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -41,10 +39,6 @@ CLOSED_FORM_STEPS = 200  # of a ternary search on an interval of length 10: far 
 class Options(StudyOptions):
     """Maximise the Jacobian's norm over X and compare with the theorem's bound."""
 
-    paper: ClassVar[str] = (
-        "sizes=[100,150,200,300,400,500,600,700,800,900,1000] frobenius_sizes=[10,30,100,300] "
-        "num_starts=50 num_steps=2000"
-    )
     sizes: list[int] = option(
         [100, 200, 400, 1000], "N in entry_max, D = H = 1, tokens", "[2, 1e5]"
     )

@@ -23,7 +23,6 @@ different norms are not compared: their loss and accuracy stand beside ours as a
 import math
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Integer
@@ -71,11 +70,6 @@ NOISE = 0.01  # length of the noise on an embedding, of its own length
 class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
-    paper: ClassVar[str] = (
-        "totals=[2,10,100,1000] c=[0.1,0.2,0.3] num_seeds=3 num_steps=2000 num_layers=4 "
-        "d_model=128 num_heads=16 seq_len=64 data.name=tiny_shakespeare data.max_characters=null "
-        "data.val_fraction=0.1 data.test_fraction=0.0"
-    )
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
     c: list[float] = option([0.2], "constants of the branches; the best is kept", "(0, 1)")
     num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")

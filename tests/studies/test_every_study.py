@@ -15,7 +15,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from studies import __main__ as listing
 from studies.report import Outcome
-from studies.study import main, scale_words
+from studies.study import main
 from tests.saved_runs import save_run
 
 ROOT = Path(__file__).parents[2]
@@ -103,11 +103,9 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_valid_options_at_both_scales(name: str) -> None:
+def test_every_study_has_valid_options(name: str) -> None:
     schema = importlib.import_module(f"studies.{name}").STUDY.options
     assert load_config([], schema).folder == Path("checkpoints", "studies", name)
-    published = ["scale=paper"]
-    assert load_config([*scale_words(schema, published), *published], schema).scale == "paper"
 
 
 @pytest.mark.parametrize("name", STUDIES)

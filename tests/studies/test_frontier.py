@@ -24,7 +24,6 @@ from studies.frontier import (
     summarise,
     train,
 )  # fmt: skip
-from studies.study import scale_words
 from studies.training import BETAS, GRAD_CLIP, text_of
 
 CPU = torch.device("cpu")
@@ -83,9 +82,6 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
     record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
     assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
-    published = load_config(["scale=paper", *scale_words(Options, ["scale=paper"])], Options)
-    here = replace(published, data=Options().data)  # whose text needs no network
-    assert len(cases(here)) == 2232
 
 
 def test_the_recipe_is_that_of_the_trainer() -> None:

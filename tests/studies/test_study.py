@@ -17,7 +17,7 @@ from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
 from studies.report import Summary, outcome_of, panels
-from studies.study import Study, StudyOptions, case_of, main, run, scale_words
+from studies.study import Study, StudyOptions, case_of, main, run
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
@@ -32,7 +32,6 @@ class TextSection(Section):
 class Options(StudyOptions):
     """Square numbers."""
 
-    paper: ClassVar[str] = "numbers=[1,10,100] text.name=published"
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
     text: TextSection = section(TextSection)
@@ -171,30 +170,19 @@ def test_a_file_that_is_no_table_of_rows_is_refused(tmp_path: Path, content: byt
     assert (tmp_path / "rows.csv").read_bytes() == content
 
 
-def test_the_paper_scale_changes_defaults_and_not_what_was_asked_for() -> None:
-    words = scale_words(Options, ["scale=default", "--scale=paper", "offset=1"])
-    options = load_config([*words, "scale=paper", "offset=1"], Options)
-    assert options.numbers == [1, 10, 100]
-    assert options.text.name == "published"
-    asked = ["scale=paper", "numbers=[7]"]
-    assert load_config([*scale_words(Options, asked), *asked], Options).numbers == [7]
-    assert scale_words(Options, ["scale=paper", "scale=default"]) == []
-
-
 @pytest.mark.parametrize(
     "argv",
     [
         [],
-        ["scale=paper"],
-        ["scale=paper", "numbers=[1, 2, 3]", "out=a folder"],
+        ["numbers=[1, 10]", "out=a folder"],
         ["offset=0.5", "text.name=it's", "seed=3"],
     ],
 )
 def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
-    options = load_config([*scale_words(Options, argv), *argv], Options)
+    options = load_config(argv, Options)
     python, module, name, *words = shlex.split(options.command())
     assert (python, module, name) == ("python", "-m", "tests.studies.test_study")
-    assert load_config([*scale_words(Options, words), *words], Options) == options
+    assert load_config(words, Options) == options
     assert len(words) == len(argv)
 
 
@@ -203,7 +191,7 @@ def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     [
         ("numbrs=[1]", "did you mean 'numbers'?"),
         ("numbers=[2000]", "2000 is not in [0, 1000]"),
-        ("scale=papr", "did you mean 'paper'?"),
+        ("device=cud", "did you mean 'cuda'?"),
         ("numbers=[]", "leave no case"),
         ("offset", "is not key=value"),
     ],
