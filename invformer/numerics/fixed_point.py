@@ -156,6 +156,56 @@ def invert_residual(
         FixedPointError: ``throw`` and some sample did not converge.
         ValueError: an argument is impossible.
     """
+    require_invertible(y, lipschitz_bound)
+    samples = y.detach().reshape(-1, *y.shape[-2:])
+    fx = f(samples)
+    if fx.shape != samples.shape or fx.dtype != y.dtype:
+        raise ValueError(
+            f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
+            "it must keep dtype and shape"
+        )
+    exact = residual_map if evidence and y.dtype != torch.float64 else None
+    measured_in = (y.dtype if exact is None else torch.float64) if evidence else None
+    rounding = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
+    c = lipschitz_bound or 0.0
+    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * rounding.relative) / (1 - c)
+    rtol = comfortable_rtol(least_rtol, c) if rtol is None else rtol
+    global_bound = lipschitz_bound if kind == "global" else None
+    eq = _Equation(exact, rounding, norm, 1 - c, global_bound, atol, rtol)
+    length = eq.size(samples)
+    least = least_rtol * length + rounding.relative * inner_size / (1 - c)
+    hopeless = atol + rtol * length < least
+    tokens_apart = token_wise and norm != "frobenius"
+    rows = _Rows(f, eq, samples, fx, hopeless, tokens_apart, max_steps)
+    errors = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
+    num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
+    unverified = torch.ones_like(num_measurements, dtype=torch.bool)
+    while bool(unverified.any()):
+        rows.iterate()  # in y's format
+        x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
+        some = slice(None) if bool(unverified.all()) else unverified
+        errors[:, some] = eq.measure(samples[some], x[some], fx[some])  # in float64
+        num_measurements += unverified & (exact is not None)
+        # A residual that is small in y's format may be larger in float64: such samples go on.
+        too_large = ~eq.within_tolerance(errors[0] + errors[1], eq.size(x))
+        unverified = rows.resume(unverified & too_large)
+    status, num_steps = rows.by_sample(rows.status), rows.by_sample(rows.num_steps)
+    solution = FixedPointSolution(
+        value=rows.x.reshape(y.shape),
+        residual=errors[0].reshape(y.shape[:-2]),
+        error_bound=eq.error_bound(errors.sum(0), status).reshape(y.shape[:-2]),
+        num_steps=num_steps.reshape(y.shape[:-2]),
+        num_evaluations=(num_steps + num_measurements).reshape(y.shape[:-2]),
+        status=status.reshape(y.shape[:-2]),
+        norm=norm,
+    )
+    if throw and not bool(solution.converged.all()):
+        raise FixedPointError(solution)
+    return solution
+
+
+def require_invertible(y: Tensor, lipschitz_bound: float | None) -> None:
+    """Raise ValueError unless y is a tensor to invert and c a constant below one, or None."""
     if y.ndim < 2 or y.numel() == 0 or y.dtype not in RESIDUAL_FLOOR:
         raise ValueError(
             f"y must be floating point (*batch, N, D) and not empty, got {y.dtype} {tuple(y.shape)}"
@@ -165,52 +215,6 @@ def invert_residual(
             f"lipschitz_bound must be in [0, 1), got {lipschitz_bound}: scale f down, or pass None "
             "and get no error bound"
         )
-    samples = y.detach().reshape(-1, *y.shape[-2:])
-    exact = residual_map if evidence and y.dtype != torch.float64 else None
-    measured_in = (y.dtype if exact is None else torch.float64) if evidence else None
-    model = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
-    c = lipschitz_bound or 0.0
-    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * model.relative) / (1 - c)
-    rtol = comfortable_rtol(least_rtol, c) if rtol is None else rtol
-    global_bound = lipschitz_bound if kind == "global" else None
-    eq = _Equation(exact, model, norm, 1 - c, global_bound, atol, rtol)
-    fx, length = f(samples), eq.size(samples)
-    if fx.shape != samples.shape or fx.dtype != y.dtype:
-        raise ValueError(
-            f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
-            "it must keep dtype and shape"
-        )
-    least = least_rtol * length + model.relative * inner_size / (1 - c)
-    hopeless = atol + rtol * length < least
-    tokens_apart = token_wise and norm != "frobenius"
-    rows = _Rows(f, eq, samples, fx, hopeless, tokens_apart, max_steps)
-    evidence_of = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
-    num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
-    unverified = torch.ones_like(num_measurements, dtype=torch.bool)
-    while bool(unverified.any()):
-        while bool((running := rows.status == RUNNING).any()):
-            rows.step(running)
-        x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
-        some = slice(None) if bool(unverified.all()) else unverified
-        evidence_of[:, some] = eq.measure(samples[some], x[some], fx[some])
-        num_measurements += unverified & (exact is not None)
-        # A residual that is small in y's format may be larger in float64: such samples go on.
-        residual, rounding, _ = evidence_of
-        unverified &= ~eq.within_tolerance(residual + rounding, eq.size(x))
-        unverified = rows.resume(unverified)
-    status, num_steps = rows.by_sample(rows.status), rows.by_sample(rows.num_steps)
-    solution = FixedPointSolution(
-        value=rows.x.reshape(y.shape),
-        residual=evidence_of[0].reshape(y.shape[:-2]),
-        error_bound=eq.error_bound(evidence_of.sum(0), status).reshape(y.shape[:-2]),
-        num_steps=num_steps.reshape(y.shape[:-2]),
-        num_evaluations=(num_steps + num_measurements).reshape(y.shape[:-2]),
-        status=status.reshape(y.shape[:-2]),
-        norm=norm,
-    )
-    if throw and not bool(solution.converged.all()):
-        raise FixedPointError(solution)
-    return solution
 
 
 class _Rows:
@@ -242,6 +246,11 @@ class _Rows:
     def by_sample(self, rows: Tensor) -> Tensor:
         """The largest entry of every sample's rows."""
         return rows.view(-1, self.per_sample).amax(1)
+
+    def iterate(self) -> None:
+        """Take steps until every row has a verdict."""
+        while bool((running := self.status == RUNNING).any()):
+            self.step(running)
 
     def step(self, running: Tensor) -> None:
         """x ← y − f(x) in the running rows, and their verdicts."""
@@ -282,7 +291,7 @@ class _Equation:
     """y = x + f(x): the constant of f, and the tolerance."""
 
     exact: SequenceMap | None  # f in float64, where y is in less
-    model: RoundingModel
+    rounding: RoundingModel
     norm: Norm
     margin: float  # 1 − c, or one if nothing is proven: error = residual / margin
     global_bound: float | None  # c, if it is one of whole steps
@@ -313,7 +322,7 @@ class _Equation:
             return torch.zeros_like(step, dtype=torch.bool)
         excess = change - c * step
         if bool((excess > 0).any()):
-            excess -= self.model.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
+            excess -= self.rounding.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
         if self.exact is not None and bool((excess > 0).any()):
             gap = self.size(fx.double() - self.exact(x.double()))
             excess -= 2 * FROM_POINT_TO_POINT * gap
@@ -321,7 +330,7 @@ class _Equation:
 
     def measure(self, y: Tensor, x: Tensor, fx: Tensor) -> Tensor:
         """‖y − x − f(x)‖ of every sample, its own rounding, and the rounding of y."""
-        if self.model.measured is None:
+        if self.rounding.measured is None:
             residual = self.size(y - x - fx)
             unknown = torch.zeros_like(residual)
             return torch.stack([residual, unknown, unknown])
@@ -332,14 +341,14 @@ class _Equation:
         residual = norm_upper(y.double() - x.double() - value, self.norm)
         size = self.size(x) + self.size(fx) + self.size(y)
         return torch.stack(
-            [residual, self.model.of_residual(size, gap), self.model.of_output(size, gap)]
+            [residual, self.rounding.of_residual(size, gap), self.rounding.of_output(size, gap)]
         )
 
     def error_bound(self, residual: Tensor, status: Tensor) -> Tensor:
         """≥ ‖x̂ − x‖ from the residual and all rounding; infinite if nothing follows."""
         broken = (status == InversionStatus.NOT_CONTRACTIVE) | (status == InversionStatus.NONFINITE)
         c = self.global_bound
-        if c is None or self.model.measured is None:
+        if c is None or self.rounding.measured is None:
             c = math.inf
         bound = contraction_error_bound(residual, c)
         return bound.masked_fill(broken | bound.isnan(), math.inf)
