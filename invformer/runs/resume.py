@@ -28,8 +28,8 @@ MAY_CHANGE = (
     "trainer.progress", "trainer.rank_timeout", "trainer.sample_length", "trainer.strategy",
 )  # fmt: skip
 MUST_STAY = ("run.seed",)
-# The tensors an optimiser keeps for each parameter, all of which have gradients.
-MEMORY_OF = {"AdamW": ("step", "exp_avg", "exp_avg_sq"), "Muon": ("momentum_buffer",)}
+# The tensors kept for each parameter, all of which have gradients.
+MEMORY_OF_ADAMW, MEMORY_OF_MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
 DATA = "TextDataModule"  # Lightning's key for the sampler's position
 
@@ -133,7 +133,7 @@ def require_own_state(
         )  # fmt: skip
         differing = None if at == (step, step, batches, batches) else "the step of its loops"
     if differing:
-        raise CheckpointError(f"{trainer.ckpt_path}: not a state of this run ({differing})")
+        raise CheckpointError(differing)
 
 
 def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> Any:
@@ -154,14 +154,15 @@ def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> 
 def with_memory(optimizer: Optimizer, step: int) -> dict[str, Any]:
     """The state of a fresh optimiser, with tensors as large as those it has after some steps."""
     state = optimizer.state_dict()
-    parts: list[Optimizer] = getattr(optimizer, "parts", [optimizer])
-    for part, of_part in zip(parts, state.get("parts", [state]), strict=True):
-        parameters = [p for group in part.param_groups for p in group["params"]]
-        kept = MEMORY_OF[type(part).__name__]
-        of_part["state"] = {
-            number: {key: torch.tensor(0) if key == "step" else p for key in kept}
-            for number, p in enumerate(parameters if step else ())
-        }
+    kept = [
+        (p, MEMORY_OF_MUON if "momentum" in group else MEMORY_OF_ADAMW)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+    state["state"] = {
+        number: {key: torch.tensor(0) if key == "step" else p for key in keys}
+        for number, (p, keys) in enumerate(kept if step else ())
+    }
     return state
 
 

@@ -151,9 +151,6 @@ class ShardedStrategy(ModelParallelStrategy):
 
 def in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     """An optimiser's state with this process's part of every tensor kept."""
-    if inner := getattr(optimizer, "parts", None):
-        pairs = zip(inner, state["parts"], strict=True)
-        return {**state, "parts": [in_parts(part, of_part) for part, of_part in pairs]}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     memory = {
         number: {key: part_like(value, parameters[number]) for key, value in kept.items()}

@@ -31,7 +31,10 @@ from invformer.training.progress import percent
 
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
 NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts
-REFUSALS = (KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError)
+# While a state is restored they mean that it is none of this run.
+REFUSALS = (
+    CheckpointError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -94,20 +97,20 @@ def train(run: Run) -> None:
     While the loop runs, the module computes the constants of normalised weights, and forward passes
     do not. Left like that, another loop would train this model without constraints.
     """
-    checkpoint = None if run.resume is None else run.resume.path.absolute()
+    start = run.resume
     set_manual_refresh(run.module.model)
     try:
-        run.trainer.fit(run.module, run.data, ckpt_path=checkpoint)
-    except CheckpointError as error:  # a callback does not know where its state came from
-        if checkpoint is None or str(checkpoint) in str(error):
+        run.trainer.fit(run.module, run.data, ckpt_path=start and start.path.absolute())
+    except torch.OutOfMemoryError:
+        raise
+    except REFUSALS as error:
+        if start is None or run.callback(Checkpoints).started or str(start.path) in str(error):
             raise
-        raise CheckpointError(f"{checkpoint}: not a state of this run ({error})") from None
-    except REFUSALS as error:  # while a state is restored they mean that it is none of this run
-        out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        if checkpoint is None or run.callback(Checkpoints).started or out_of_memory:
-            raise
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise CheckpointError(f"{checkpoint}: not a state of this run ({reason})") from error
+        kind = "" if isinstance(error, CheckpointError) else f"{type(error).__name__}: "
+        raise CheckpointError(
+            f"{start.path}: not a state of this run ({kind}{one_line(error)}); commit "
+            f"{start.metadata.get('commit')} wrote it"
+        ) from error
     finally:
         set_manual_refresh(run.module.model, manual=False)
     if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -12,24 +12,18 @@ from invformer.training.muon import Muon
 
 
 class MuonWithAdamW(Optimizer):
-    """:class:`.muon.Muon` for weight matrices, AdamW for everything else.
+    """:class:`.muon.Muon` for weight matrices, AdamW for everything else: an ordinary optimiser.
 
-    One object with one state dict, so that a training loop sees an ordinary optimiser. It has a
-    group for each part, whose learning rate the part follows.
+    Both work on its groups, those of Muon first, and keep their memory in its state.
     """
 
     def __init__(self, muon: Muon, adamw: AdamW) -> None:
-        self.parts: list[Optimizer] = [muon, adamw]
-        groups = [
-            {"params": [p for group in part.param_groups for p in group["params"]],
-             "lr": part.defaults["lr"]}
-            for part in self.parts
-        ]  # fmt: skip
-        super().__init__(groups, {})
+        self.muon, self.adamw = muon, adamw
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update of both parts, or none where ``found_inf`` is 1.
+        """One update of all parameters, or of none where ``found_inf`` is 1.
 
         ``found_inf`` is an attribute that a training loop may set, as PyTorch's fused optimisers
         have it: a scalar on the device, which is not waited for.
@@ -38,39 +32,28 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.muon.param_groups = [g for g in self.param_groups if has_momentum(g)]
+        self.adamw.param_groups = [g for g in self.param_groups if not has_momentum(g)]
+        self.muon.state = self.adamw.state = self.state
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
-        muon, adamw = self.parts
-        adamw.found_inf = skip  # type: ignore[attr-defined]  # its fused kernel looks at it
-        held: list[torch.Tensor] = []
-        if skip is not None:
-            memory = [m for state in muon.state.values() for m in state.values()]
-            held = [*self.param_groups[0]["params"], *memory]
-        before = flat(held) if held else None
-        for part, group in zip(self.parts, self.param_groups, strict=True):
-            for inner in part.param_groups:
-                inner["lr"] = group["lr"]
-            part.step()
-        if skip is not None and before is not None:
-            chosen = torch.where(skip.bool(), before, flat(held)).split([t.numel() for t in held])
-            values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
-            torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
+        self.adamw.found_inf = skip  # type: ignore[attr-defined]  # its fused kernel looks at it
+        self.adamw.step()
+        if skip is None:
+            self.muon.step()
+            return loss
+        matrices = [p for group in self.muon.param_groups for p in group["params"]]
+        held = matrices + [m for p in matrices for m in self.state[p].values()]
+        before = flat(held)
+        self.muon.step()
+        chosen = torch.where(skip.bool(), before, flat(held)).split([t.numel() for t in held])
+        values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
+        torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """The states of both parts and the present learning rates."""
-        return {
-            "parts": [part.state_dict() for part in self.parts],
-            "lr": [group["lr"] for group in self.param_groups],
-            "initial_lr": [group.get("initial_lr", group["lr"]) for group in self.param_groups],
-        }
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave."""
-        for part, state in zip(self.parts, state_dict["parts"], strict=True):
-            part.load_state_dict(state)
-        for key in ("lr", "initial_lr"):
-            for group, value in zip(self.param_groups, state_dict[key], strict=True):
-                group[key] = value
+def has_momentum(group: dict[str, Any]) -> bool:
+    """Whether a group of parameters is Muon's."""
+    return "momentum" in group
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:

@@ -320,17 +320,16 @@ def rewrite(folder: Path, change: Callable[[dict, dict], Any]) -> None:
     write_checkpoint(saved.path, metadata, weights, state)
 
 
-def adamw(state: dict) -> dict:
-    muon, adamw = state["optimizer_states"][0]["parts"]
-    return adamw if "betas" in adamw["param_groups"][0] else muon
+def optimiser(state: dict) -> dict:
+    return state["optimizer_states"][0]
 
 
 def group(state: dict) -> dict:
-    return adamw(state)["param_groups"][0]
+    return optimiser(state)["param_groups"][-1]
 
 
 def memory(state: dict) -> dict:
-    return adamw(state)["state"][0]
+    return optimiser(state)["state"][group(state)["params"][0]]
 
 
 def schedule(state: dict) -> dict:
@@ -358,7 +357,7 @@ CHANGES: dict[str, Callable[[dict, dict], Any]] = {
     "moments of another shape": lambda m, s: memory(s).update(exp_avg=torch.ones(1)),
     "moments that are numbers": lambda m, s: memory(s).update(exp_avg=1.0),
     "moments that are missing": lambda m, s: memory(s).pop("exp_avg_sq"),
-    "a parameter without moments": lambda m, s: adamw(s)["state"].pop(0),
+    "a parameter without moments": lambda m, s: optimiser(s)["state"].pop(0),
     "another weight decay": lambda m, s: group(s).update(weight_decay=9.0),
     "another peak rate": lambda m, s: group(s).update(initial_lr=9.0),
     "no optimiser": lambda m, s: s.update(optimizer_states=[]),

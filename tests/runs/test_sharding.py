@@ -124,7 +124,7 @@ def test_memory_of_an_optimiser_is_taken_apart_and_put_together(
     optimiser.step()
     state = optimiser.state_dict()
     wholes = copy.deepcopy(state)
-    for memory in memories(wholes):
+    for memory in wholes["state"].values():
         memory.update({key: whole(value) for key, value in memory.items()})
     parts = in_parts(optimiser, wholes)
     assert not any(isinstance(value, DTensor) for value in tensors(wholes))
@@ -133,10 +133,5 @@ def test_memory_of_an_optimiser_is_taken_apart_and_put_together(
         assert torch.equal(whole(value), whole(part))
 
 
-def memories(state: dict) -> list[dict]:
-    """What a nested state holds for each parameter."""
-    return [memory for part in state.get("parts", [state]) for memory in part["state"].values()]
-
-
 def tensors(state: dict) -> list[torch.Tensor]:
-    return [value for memory in memories(state) for value in memory.values()]
+    return [value for memory in state["state"].values() for value in memory.values()]
