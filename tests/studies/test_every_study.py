@@ -40,7 +40,7 @@ SMALL = {
     "equal_time": f"kinds=[nanogpt,certified] minutes=[1e-6] num_turns=1 overrides=[{RUN},"
     "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "frontier": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} num_windows=2 "
-    "probe_steps=20 certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
+    "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
     "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",
     "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 layers=[0] attack_sizes=[7,15,31]",
     "invertibility": "tokens=[8] widths=[8] num_heads=2 batch_size=2 num_steps=30 train_steps=5",
