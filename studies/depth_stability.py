@@ -83,14 +83,6 @@ NETWORKS: dict[str, dict[str, Any]] = {
     },
     "coupling": {"name": "reversible", "certificate": None},
 }  # fmt: skip
-# Kim et al. 2021, appendix: test nats per character on Penn Treebank by depth, recalled and not
-# verified; the text says only that dot product failed beyond 10 layers and that the best are close.
-PAPER_DEPTHS = (2, 4, 6, 8, 10, 12, 14, 16, 18)
-PAPER_NATS: dict[str, tuple[float, ...]] = {
-    "dot_product": (1.061, 1.032, 1.021, 1.017, 1.025),
-    "l2": (1.168, 1.040, 1.023, 1.024, 1.019, 1.008, 1.018, 1.027, 1.034),
-    "contractive": (1.246, 1.135, 1.103, 1.079, 1.072, 1.060, 1.039, 1.029, 1.031),
-}
 
 
 @dataclass(kw_only=True)
@@ -117,9 +109,7 @@ class Result:
     """How the training ended."""
 
     val_nats: float  # validation nats per character; NaN after a non-finite loss
-    train_nats: float  # mean training loss over the last steps
     unigram_nats: float  # what character frequencies of the training text score there
-    largest_gradient: float  # largest gradient norm over all steps
     steps_taken: int  # optimiser steps; fewer than asked for after a non-finite loss
     kept_mebibytes: float  # that a batch keeps for its backward pass, without the weights
     first_gradients: list[float]  # norm in every block before training, bottom first
@@ -155,9 +145,7 @@ def measure(case: Case, device: torch.device) -> Result:
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     return Result(
         val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
-        train_nats=trained.final_nats,
         unigram_nats=witten_bell_nats(text.train, text.val, 1, vocab_size=text.vocab_size),
-        largest_gradient=trained.largest_gradient,
         steps_taken=len(trained.losses),
         kept_mebibytes=kept,
         first_gradients=first,
@@ -234,8 +222,6 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     more = {
         "trained": lambda case, result: not result.failed,
         "bottom/top": lambda case, result: result.first_gradients[0] / result.first_gradients[-1],
-        "paper, recalled": paper_nats,
-        "trained (paper)": paper_trained,
     }
     lines = table(rows, more=more)
     failed = {
@@ -284,39 +270,22 @@ def verdict(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[Outcome, str]:
     return "reproduced", f"dot product fails beyond 10 layers and nothing else does, {small}"
 
 
-def paper_nats(case: Case, result: Result) -> float | None:
-    """The paper's value for a kind and a depth; its order of LayerNorm is unknown."""
-    values = PAPER_NATS.get(case.kind.removesuffix("_post"), ())
-    by_depth: dict[int, float] = dict(zip(PAPER_DEPTHS, values, strict=False))
-    return by_depth.get(case.num_layers)
-
-
-def paper_trained(case: Case, result: Result) -> str | None:
-    """Whether the paper's model of this kind trained at this depth."""
-    if case.num_layers > max(PAPER_DEPTHS) or case.kind.removesuffix("_post") not in PAPER_NATS:
-        return None
-    return "no" if case.kind.startswith("dot_product") and case.num_layers > LIMIT else "yes"
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Nats against depth, ours and the paper's; a cross is a model that did not train."""
-    figure, (ours, gradients, paper) = panels(1, 3)
-    curves(ours, rows, "num_layers", "val_nats", ("kind",))
+    """Nats against depth, where a cross is a model that did not train; gradients of the deepest."""
+    figure, (nats, gradients) = panels(1, 2)
+    curves(nats, rows, "num_layers", "val_nats", ("kind",))
     failed = [(c.num_layers, r.unigram_nats) for c, r in rows if r.failed]
-    ours.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
+    nats.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
     unigram = rows[0][1].unigram_nats
-    ours.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
-    for index, (kind, nats) in enumerate(PAPER_NATS.items()):
-        paper.plot(PAPER_DEPTHS[: len(nats)], nats, label=kind, **look_of(index))
+    nats.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
     deepest = max(values(rows, "num_layers"))
     for index, (case, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
         norms = result.first_gradients
         gradients.plot(range(1, deepest + 1), norms, label=case.kind, **look_of(index))
     text, steps = rows[0][0].corpus, rows[0][0].num_steps
-    ours.set(ylabel="validation nats per character", title=f"ours: {text}, {steps} steps")
-    paper.set(ylabel="test nats per character", title="Kim et al. 2021: Penn Treebank (recalled)")
+    nats.set(ylabel="validation nats per character", title=f"{text}, {steps} steps")
     gradients.set(ylabel="gradient norm before training", yscale="log", title=f"{deepest} blocks")
-    for axes, what in ((ours, "blocks"), (gradients, "block, bottom first"), (paper, "blocks")):
+    for axes, what in ((nats, "blocks"), (gradients, "block, bottom first")):
         axes.set(xlabel=what)
         axes.legend(fontsize="small", ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     return figure

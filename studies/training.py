@@ -227,7 +227,6 @@ class Training:
     """How a training went."""
 
     losses: list[float]  # of every step taken; the last one is not finite if it was stopped
-    largest_gradient: float  # largest gradient norm over all steps, before clipping
 
     @property
     def finite(self) -> bool:
@@ -261,7 +260,6 @@ def train(
     set_manual_refresh(model)
     device = model.head.weight.device
     losses: list[float] = []
-    largest = 0.0
     model.train()
     windows = TrainingWindows(tokens, model.seq_len, batch_size, seed)
     for step in progress(range(num_steps), what):
@@ -278,17 +276,14 @@ def train(
             break
         optimiser.zero_grad()
         loss.backward()
-        with_gradient = [p for p in model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in with_gradient if p.grad is not None])
-        largest = max(largest, norm.item())
         if grad_clip is not None:
-            nn.utils.clip_grads_with_norm_(with_gradient, grad_clip, norm)
+            nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
         optimiser.step()
         if schedule is not None:
             schedule.step()
         refresh_normalisers(model)
     set_manual_refresh(model, False)
-    return Training(losses, largest)
+    return Training(losses)
 
 
 def train_by_adam(

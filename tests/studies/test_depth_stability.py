@@ -23,14 +23,13 @@ from studies.depth_stability import (
     build_kind,
     cases,
     measure,
-    summarise,
     verdict,
 )  # fmt: skip
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TINY = ["d_model=8", "num_heads=2", "seq_len=8", "batch_size=4", "data.val_characters=200"]
-RESULT = Result(2.0, 2.0, 3.0, 1.0, 5, 1.0, [2.0, 1.0], [1.0, 1.0])
+RESULT = Result(2.0, 3.0, 5, 1.0, [2.0, 1.0], [1.0, 1.0])
 
 
 def tiny_case(kind: Kind = "dot_product", depth: int = 2, *words: str) -> Case:
@@ -43,7 +42,6 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
     result = measure(tiny_case(kind, 1, "num_steps=120", "lr=0.02"), CPU)
     assert not result.failed
     assert result.steps_taken == 120
-    assert result.train_nats < math.log(80)
     assert len(result.first_gradients) == len(result.last_gradients) == 1
     assert min(*result.first_gradients, *result.last_gradients, result.kept_mebibytes) > 0
 
@@ -120,18 +118,6 @@ def test_the_verdict_follows_who_failed_beyond_ten_layers(
     failed: dict[Kind, dict[int, bool]], outcome: str
 ) -> None:
     assert verdict(failed)[0].startswith(outcome)
-
-
-def test_the_papers_values_stand_beside_ours() -> None:
-    rows = [(replace(tiny_case(), kind=kind, num_layers=12), RESULT) for kind in KINDS]
-    table = {line["kind"]: line for line in summarise(rows).table}
-    paper = "paper, recalled"
-    assert table["dot_product"][paper] is None
-    assert table["dot_product"]["trained (paper)"] == "no"
-    assert table["l2"][paper] == 1.008
-    assert table["contractive"][paper] == 1.060
-    for ours in ("contractive_causal", "contractive_bounded"):
-        assert table[ours]["trained (paper)"] is None
 
 
 def test_what_a_batch_keeps_grows_with_depth_and_leaves_weights_out() -> None:

@@ -196,6 +196,6 @@ def test_a_training_that_fails_is_a_row_and_never_the_best() -> None:
 
 
 def test_a_training_that_loses_its_numbers_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Training([3.0, math.nan], largest_gradient=math.inf)
+    lost = Training([3.0, math.nan])
     monkeypatch.setattr(frontier, "train_by_recipe", lambda model, case: lost)
     assert measure(only("models=[dot_product]"), CPU).nats == math.inf
