@@ -47,26 +47,28 @@ def ball_bound(norm_a: float, norm_v: float, radius: float, num_tokens: int) -> 
     return round_up(norm_v * (math.sqrt(num_tokens) * (1 + bend) + bend), 12)
 
 
-def two_cluster_rate(a: Float[Tensor, "width width"]) -> float:
-    """γ = max(−γ_min, γ_max/8) over the real eigenvalues of A; 0 if there is none (Prop. 3.4)."""
-    return _worst_direction(a)[0]
-
-
 def two_cluster_tokens(
     a: Float[Tensor, "width width"], radius: float, num_tokens: int
 ) -> Float[Tensor, "tokens width"]:
     """The attack: one token at R u, the others at R u/2; or one at −R u, the others at R u.
 
-    u is the unit eigenvector of γ_max if γ_max > −8 γ_min, of γ_min otherwise. Here the constant of
+    u is the unit eigenvector of γ_max if γ_max > −8 γ_min, of γ_min otherwise, the largest and the
+    smallest real eigenvalue of A; γ = max(−γ_min, γ_max/8) is the rate. Here the constant of
     dot-product attention grows like √n; that of tied L2 attention does not. The lone token is the
-    first. Source: Castin et al. 2024, Lemma C.7.
+    first. Source: Castin et al. 2024, Prop. 3.4 and Lemma C.7.
 
     Raises:
         ValueError: A has no real eigenvalue.
     """
-    _, first, others, u = _worst_direction(a)
-    if u is None:
+    values, vectors = torch.linalg.eig(a.double())
+    real = values.imag.abs() <= 1e-12 * values.abs().amax()
+    if not bool(real.any()):
         raise ValueError("A has no real eigenvalue: there is no two-cluster configuration")
+    values, vectors = values.real[real], vectors.real[:, real]
+    pick, first, others = values.argmin(), -1.0, 1.0
+    if values.max() > -8 * values.min():
+        pick, first, others = values.argmax(), 1.0, 0.5
+    u = vectors[:, pick] / vectors[:, pick].norm()
     position = torch.full((num_tokens, 1), others * radius, dtype=u.dtype, device=u.device)
     position[0] = first * radius
     return position * u
@@ -80,10 +82,7 @@ def mean_field_bound(norm_a: float, norm_v: float, radius: float, *, masked: boo
     Source: Castin et al. 2024, Theorems 3.5 and 4.4; the factor c is ours.
     """
     bend = norm_a * radius * radius
-    growth = _exp(2 * bend)
-    if growth == math.inf:
-        return math.inf
-    bound = (2 if masked else 1) * growth * (1 + 3 * bend)
+    bound = (2 if masked else 1) * math.exp(2 * bend) * (1 + 3 * bend)
     return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
 
 
@@ -94,11 +93,6 @@ def mean_field_growth(rate: float, radius: float) -> float:
     """
     exponent = rate * radius * radius
     return exponent / 2 * math.exp(exponent)
-
-
-def large_radius_bound(norm_v: float, num_tokens: int) -> float:
-    """√n ‖V‖ ≥ lim ‖Df(R X)‖ as R → ∞, for almost every X (Theorems 3.7 and 4.5)."""
-    return round_up(math.sqrt(num_tokens) * norm_v, 3)
 
 
 def large_radius_limit(
@@ -134,15 +128,11 @@ def multi_head_bound(
 class MassSplitting(NamedTuple):
     """Local constants of attention at a measure Σ m_j δ_{x_j}, in the norm (Σ m_j ‖ε_j‖²)^½.
 
-    Attributes:
-        moving: ‖Df_m(X)‖, atoms moved as they are.
-        splitting: max_i ‖V Cov_i A‖, one atom split in two that move apart.
-        value: the larger: the constant when every atom may be duplicated first.
+    The larger one is the constant when every atom may be duplicated first.
     """
 
-    moving: Float[Tensor, "*batch"]
-    splitting: Float[Tensor, "*batch"]
-    value: Float[Tensor, "*batch"]
+    moving: Float[Tensor, "*batch"]  # ‖Df_m(X)‖, atoms moved as they are
+    splitting: Float[Tensor, "*batch"]  # max_i ‖V Cov_i A‖, one atom split in two that move apart
 
 
 def mass_splitting(
@@ -176,13 +166,14 @@ def from_blocks(
     root = (mass[:, None] / mass).sqrt()[..., None, None]
     whole = root * (blocks + eye * own.unsqueeze(-3))
     moving = torch.linalg.matrix_norm(whole.transpose(-3, -2).flatten(-4, -3).flatten(-2), 2)
-    splitting = torch.linalg.matrix_norm(own, 2).amax(-1)
-    return MassSplitting(moving, splitting, torch.maximum(moving, splitting))
+    return MassSplitting(moving, torch.linalg.matrix_norm(own, 2).amax(-1))
 
 
-def weighted_attention(mass: Tensor, a: Tensor, v: Tensor) -> SequenceMap:
-    """f_m(X)_i = V Σ_j P_ij x_j, P_ij ∝ m_j exp(x_jᵀ A x_i) (Definition C.4)."""
-    return lambda x: dot_product_weights(x, a, mass=mass) @ x @ v.mT
+def attention(
+    a: Tensor, v: Tensor, *, visible: Tensor | None = None, mass: Tensor | None = None
+) -> SequenceMap:
+    """f_m(X)_i = V Σ_j P_ij x_j with the weights of :func:`dot_product_weights`."""
+    return lambda x: dot_product_weights(x, a, visible=visible, mass=mass) @ x @ v.mT
 
 
 def differentiated_constant(
@@ -191,26 +182,3 @@ def differentiated_constant(
     """‖Df(X)‖ in the norm (Σ_i m_i ‖ε_i‖²)^½, by automatic differentiation and a dense SVD."""
     root = mass.sqrt().repeat_interleave(x.shape[1])
     return torch.linalg.matrix_norm(root[:, None] * dense_jacobian(f, x) / root, 2).item()
-
-
-def _worst_direction(a: Tensor) -> tuple[float, float, float, Tensor | None]:
-    """γ, the positions of the lone token and of the others in units of R, and the direction u."""
-    values, vectors = torch.linalg.eig(a.double())
-    real = values.imag.abs() <= 1e-12 * values.abs().amax()
-    if not bool(real.any()):
-        return 0.0, 0.0, 0.0, None
-    values, vectors = values.real[real], vectors.real[:, real]
-    highest, lowest = values.argmax(), values.argmin()
-    if values[highest] > -8 * values[lowest]:
-        pick, rate, first, others = highest, float(values[highest]) / 8, 1.0, 0.5
-    else:
-        pick, rate, first, others = lowest, -float(values[lowest]), -1.0, 1.0
-    return max(rate, 0.0), first, others, vectors[:, pick] / vectors[:, pick].norm()
-
-
-def _exp(exponent: float) -> float:
-    """e^x; inf where it leaves float64, and for NaN."""
-    try:
-        return math.inf if math.isnan(exponent) else math.exp(exponent)
-    except OverflowError:
-        return math.inf

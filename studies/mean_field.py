@@ -12,21 +12,19 @@ norm of weighted attention (Lemma C.5):
 ``cesaro``        (Thm 4.4) causal attention with A = 0 is the Cesàro mean: its norm tends to 2, so
                   the masked statement needs a factor 2 that the unmasked one does not.
 
-Reproduced means that all four ran and hold: θ falls to its limit, no constant exceeds its bound and
-none is NaN, the largest R is within 1e-6 of the limit, the Cesàro norm lies between 1 and 2. A
-constant above its bound, or one that is no number, is "not reproduced" whatever else holds.
+Reproduced means that all four hold: θ falls to its limit, no constant exceeds its bound and none is
+NaN, the largest R is within 1e-6 of the limit, the Cesàro norm lies between 1 and 2. A constant
+above its bound, or one that is no number, is "not reproduced" whatever else holds.
 """
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal, get_args
+from itertools import pairwise, product
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from invformer.config.section import option
-from invformer.numerics.linear_map import dense_jacobian
 from studies import castin
 from studies.report import (
     Figure,
@@ -39,60 +37,34 @@ from studies.report import (
     outcome_of,
     panels,
     table,
-    values,
 )
-from studies.study import Study, StudyOptions, program, progress
+from studies.study import Study, StudyOptions, program
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
-LARGEST_EXPONENT = 350.0  # 2γR²: squares of e^{2γR²} must stay finite in float64
-SMALLEST_EIGENVALUE = 1e-6
+NUM_MEASURES = 150  # random ones, for every R of ``weighted``
+NUM_TOKENS = 48  # n of ``large_radius``
+D_MODEL = 4  # of random tokens and weights
 ROUNDING = 1e-12  # by how much a measured norm may exceed a bound before it counts
-EXCEEDED = "values exceed their bound or are no number"
-D_MODEL = 4  # of the random measures
 DTYPE = torch.float64
 
+# Parameters, factors s of the ratio of the masses, and sizes of every statement.
+GRIDS: dict[Statement, tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]] = {
+    "two_dirac": ((-1.0, 1.0), (1.0, 3.0), (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)),
+    "weighted": ((0.0,), (1.0,), (0.1, 0.3, 1.0)),
+    "large_radius": ((0.0, 1.0), (1.0,), (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)),
+    "cesaro": ((0.0,), (1.0,), (2.0, 10.0, 100.0, 1000.0)),
+}
 
-@dataclass(kw_only=True)
+
 class Options(StudyOptions):
     """Attention as a map of measures: growth with the radius, its bounds and its limits."""
-
-    radii: list[float] = option(
-        [1.0, 2.0, 3.0, 4.0, 6.0, 8.0], "R of the two atoms, in units of X", "[1e-6, 1e3]"
-    )
-    eigenvalues: list[float] = option(
-        [-1.0, 1.0], "A of the two atoms (D = 1); the rate is -A if A < 0, A/8 else",
-        within="[-1e3, 1e3]",
-    )  # fmt: skip
-    mass_factors: list[float] = option(
-        [1.0, 3.0], "s: the masses are as s e^(2 rate R^2) to 1", "[1e-6, 1e3]"
-    )
-    bound_radii: list[float] = option(
-        [0.1, 0.3, 1.0], "R of the random measures, in units of X", "[1e-6, 5]"
-    )
-    num_measures: int = option(150, "random measures per radius", "[1, 1e6]")
-    scales: list[float] = option(
-        [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0],
-        "R in the limit R X, no unit", "[1e-6, 1e6]",
-    )  # fmt: skip
-    num_tokens: int = option(48, "n of the limit, tokens", "[2, 1e3]")
-    lengths: list[int] = option([2, 10, 100, 1000], "n of the Cesaro mean", "[2, 1e4]")
-
-    def check(self) -> None:
-        """An eigenvalue zero has no rate, and exponentials must not overflow."""
-        for a in self.eigenvalues:
-            if abs(a) < SMALLEST_EIGENVALUE:
-                self.refuse("eigenvalues", f"{a!r} is nearer to 0 than {SMALLEST_EIGENVALUE:g}")
-            largest = max((2 * rate_of(a) * r**2 for r in self.radii), default=0.0)
-            if largest > LARGEST_EXPONENT:
-                limit = math.sqrt(LARGEST_EXPONENT / (2 * rate_of(a)))
-                self.refuse("radii", f"must be at most {limit:.4g} with the eigenvalue {a:g}")
 
 
 @dataclass(frozen=True)
 class Case:
     """One number, and what it is compared with.
 
-    ``size`` is R, or n for ``cesaro``; ``parameter`` is the eigenvalue of A, and for
+    ``size`` is R, or n for ``cesaro``; ``parameter`` is A of two atoms (D = 1), and for
     ``large_radius`` 1 if causal.
     """
 
@@ -100,7 +72,6 @@ class Case:
     size: float
     parameter: float
     mass_factor: float
-    count: int
     seed: int
 
 
@@ -111,71 +82,61 @@ class Result:
     value: float  # ‖Df_m(X)‖_m; for ``weighted`` of the measure that comes nearest to the bound
     predicted: float  # the size, limit or norm the statement names; NaN for ``weighted``
     upper: float  # the proven bound that the value must not exceed
-    ceiling: float  # √n ‖V‖ for ``large_radius``, which its limit cannot exceed; NaN elsewhere
-    check: float  # largest relative difference to automatic differentiation; NaN if not evaluated
-
-
-def rate_of(eigenvalue: float) -> float:
-    """γ for D = 1."""
-    return castin.two_cluster_rate(torch.tensor([[eigenvalue]], dtype=DTYPE))
+    check: float = math.nan  # largest relative difference to automatic differentiation
 
 
 def cases(options: Options) -> list[Case]:
     """Every statement at every size."""
-    seed, n = options.seed, options.num_tokens
     return [
-        *(
-            Case("two_dirac", radius, a, s, 2, seed)
-            for a in options.eigenvalues
-            for s in options.mass_factors
-            for radius in options.radii
-        ),
-        *(Case("weighted", r, 0.0, 1.0, options.num_measures, seed) for r in options.bound_radii),
-        *(
-            Case("large_radius", scale, causal, 1.0, n, seed)
-            for causal in (0.0, 1.0)
-            for scale in options.scales
-        ),
-        *(Case("cesaro", float(n), 0.0, 1.0, n, seed) for n in options.lengths),
+        Case(statement, size, parameter, factor, options.seed)
+        for statement, grid in GRIDS.items()
+        for parameter, factor, size in product(*grid)
     ]
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """One statement at one size; tiny matrices, so always on the CPU."""
     del device
-    measures = {
-        "two_dirac": two_dirac, "weighted": weighted, "large_radius": large_radius, "cesaro": cesaro
-    }  # fmt: skip
-    return measures[case.statement](case)
+    match case.statement:
+        case "two_dirac":
+            return two_dirac(case.parameter, case.size, case.mass_factor)
+        case "weighted":
+            return weighted(case.size, case.seed)
+        case "large_radius":
+            return large_radius(case.size, bool(case.parameter), case.seed)
+        case "cesaro":
+            return cesaro(int(case.size))
 
 
-def two_dirac(case: Case) -> Result:
+def rate_of(a: float) -> float:
+    """γ for D = 1 (Prop. 3.4)."""
+    return max(-a, a / 8)
+
+
+def two_dirac(eigenvalue: float, radius: float, mass_factor: float) -> Result:
     """The lone atom and the cluster of Lemma C.7, D = 1, V = 1."""
-    a, radius = torch.tensor([[case.parameter]], dtype=DTYPE), case.size
-    rate = castin.two_cluster_rate(a)
-    others = case.mass_factor * math.exp(2 * rate * radius**2)
+    a, rate = torch.tensor([[eigenvalue]], dtype=DTYPE), rate_of(eigenvalue)
+    others = mass_factor * math.exp(2 * rate * radius**2)
+    mass = torch.tensor([1.0, others], dtype=DTYPE) / (1 + others)
     x = castin.two_cluster_tokens(a, radius, 2)
-    mass = torch.tensor([1 / (1 + others), others / (1 + others)], dtype=DTYPE)
-    value = castin.mass_splitting(x, mass, a, torch.ones_like(a)).moving.item()
-    upper = castin.mean_field_bound(abs(case.parameter), 1.0, radius)
-    return Result(value, castin.mean_field_growth(rate, radius), upper, math.nan, math.nan)
+    moving, _ = castin.mass_splitting(x, mass, a, torch.ones_like(a))
+    upper = castin.mean_field_bound(abs(eigenvalue), 1.0, radius)
+    return Result(moving.item(), castin.mean_field_growth(rate, radius), upper)
 
 
-def weighted(case: Case) -> Result:
+def weighted(radius: float, seed: int) -> Result:
     """Random weighted measures, every other one two opposite atoms under A = −I."""
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator().manual_seed(seed)
     found = []
-    for index in progress(range(case.count), f"measures R={case.size:g}"):
-        x, mass, a, v = random_measure(index, case.size, generator)
+    for index in range(NUM_MEASURES):
+        x, mass, a, v = random_measure(index, radius, generator)
         value = castin.mass_splitting(x, mass, a, v).moving.item()
-        norm_a, norm_v = (torch.linalg.matrix_norm(w, 2).item() for w in (a, v))
-        upper = castin.mean_field_bound(norm_a, norm_v, case.size)
-        true = castin.differentiated_constant(castin.weighted_attention(mass, a, v), x, mass)
+        upper = castin.mean_field_bound(norm(a), norm(v), radius)
+        true = castin.differentiated_constant(castin.attention(a, v, mass=mass), x, mass)
         found.append((value, upper, abs(true / value - 1)))
     values, uppers, checks = torch.tensor(found, dtype=DTYPE).unbind(-1)
     nearest = (values / uppers).argmax()  # a NaN counts as the largest, here and in amax
-    value, upper = values[nearest].item(), uppers[nearest].item()
-    return Result(value, math.nan, upper, math.nan, checks.amax().item())
+    return Result(values[nearest].item(), math.nan, uppers[nearest].item(), checks.amax().item())
 
 
 def random_measure(
@@ -189,48 +150,45 @@ def random_measure(
     mass = torch.rand(n, **numbers).pow(4).clamp_min(1e-4)
     a, v = torch.randn(2, D_MODEL, D_MODEL, **numbers) / math.sqrt(D_MODEL)
     if index % 2:
-        x = torch.cat([x[:1], -x[:1]])
-        mass = mass[:2]
+        x, mass = torch.cat([x[:1], -x[:1]]), mass[:2]
         a, v = -torch.eye(D_MODEL, dtype=DTYPE), torch.eye(D_MODEL, dtype=DTYPE)
     return x, mass / mass.sum(), a, v
 
 
-def large_radius(case: Case) -> Result:
+def large_radius(radius: float, causal: bool, seed: int) -> Result:
     """Gaussian tokens and weights, scaled by R; the whole Jacobian is decomposed."""
-    generator = torch.Generator().manual_seed(case.seed)
-    numbers = {"generator": generator, "dtype": DTYPE}
-    n = case.count
-    x = torch.randn(n, D_MODEL, **numbers)
+    numbers = {"generator": torch.Generator().manual_seed(seed), "dtype": DTYPE}
+    x = torch.randn(NUM_TOKENS, D_MODEL, **numbers)
     a, v = torch.randn(2, D_MODEL, D_MODEL, **numbers) / math.sqrt(D_MODEL)
-    visible = torch.ones(n, n, dtype=torch.bool)
-    if case.parameter:
-        visible = visible.tril()
-    scaled = case.size * x
-    dense = dense_jacobian(
-        lambda z: castin.dot_product_weights(z, a, visible=visible) @ z @ v.mT, scaled
-    )
-    value = torch.linalg.matrix_norm(dense, 2).item()
+    visible = torch.ones(NUM_TOKENS, NUM_TOKENS, dtype=torch.bool)
+    visible = visible.tril() if causal else visible
+    scaled, ones = radius * x, torch.ones(NUM_TOKENS, dtype=DTYPE)
+    value = castin.differentiated_constant(castin.attention(a, v, visible=visible), scaled, ones)
     limit = castin.large_radius_limit(x, a, v, visible).item()
-    norm_a, norm_v = (torch.linalg.matrix_norm(w, 2).item() for w in (a, v))
-    radius = scaled.norm(dim=-1).max().item()
-    upper = castin.ball_bound(norm_a, norm_v, radius, n)
-    return Result(value, limit, upper, castin.large_radius_bound(norm_v, n), math.nan)
+    longest = scaled.norm(dim=-1).max().item()
+    return Result(value, limit, castin.ball_bound(norm(a), norm(v), longest, NUM_TOKENS))
 
 
-def cesaro(case: Case) -> Result:
+def cesaro(num_tokens: int) -> Result:
     """Causal attention with A = 0, V = 1, which the masked bound allows and the other would not."""
-    n, zero, one = case.count, torch.zeros(1, 1, dtype=DTYPE), torch.ones(1, 1, dtype=DTYPE)
-    visible = torch.ones(n, n, dtype=torch.bool).tril()
-    p = castin.dot_product_weights(torch.zeros(n, 1, dtype=DTYPE), zero, visible=visible)
-    value = torch.linalg.matrix_norm(p * one, 2).item()
-    upper = castin.mean_field_bound(0.0, 1.0, 1.0, masked=True)
-    return Result(value, 2.0, upper, math.nan, math.nan)
+    zero = torch.zeros(1, 1, dtype=DTYPE)
+    visible = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    p = castin.dot_product_weights(zero.expand(num_tokens, 1), zero, visible=visible)
+    return Result(norm(p), 2.0, castin.mean_field_bound(0.0, 1.0, 1.0, masked=True))
+
+
+def norm(matrix: Tensor) -> float:
+    """The spectral norm."""
+    return torch.linalg.matrix_norm(matrix, 2).item()
+
+
+# --- verdict -------------------------------------------------------------------------------------
 
 
 def paper_factor(case: Case, result: Result) -> float:
-    """What value/predicted should tend to: 4 s^{3/2}/(1 + s)² for two atoms, one elsewhere."""
+    """What value/predicted should tend to: 4 s^{3/2}/(1 + s)², which is one for s = 1."""
     s = case.mass_factor
-    return 4 * s**1.5 / (1 + s) ** 2 if case.statement == "two_dirac" else 1.0
+    return 4 * s**1.5 / (1 + s) ** 2
 
 
 def ratio(case: Case, result: Result) -> float:
@@ -245,70 +203,41 @@ def share(case: Case, result: Result) -> float:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every number beside its prediction; the verdict weighs the four statements."""
-    lines = table(rows, more={"ours/predicted": ratio, "limit of the ratio": paper_factor})
-    findings = [*two_dirac_findings(rows), *bound_findings(rows), *limit_findings(rows)]
-    ran = set(values(rows, "statement"))
-    missing = [name for name in get_args(Statement) if name not in ran]
-    outcome = outcome_of(findings)
-    why = f"all that ran holds; not run: {', '.join(missing) or 'none'}"
-    if failed := [text for holds, text in findings if not holds]:
-        why = "not so: " + "; ".join(failed)
-        outcome = "not reproduced" if any(text.endswith(EXCEEDED) for text in failed) else outcome
-    elif missing and outcome == "reproduced":
-        outcome = "partly reproduced"
+    groups = by(rows, "statement", "parameter", "mass_factor").values()
+    found = [finding(group) for group in groups]
+    outcome, failed = outcome_of(found), [text for holds, text in found if not holds]
+    if over := sum(not share(c, r) <= 1 + ROUNDING for c, r in rows):
+        outcome = "not reproduced"
+        failed.append(f"{over} values exceed their bound or are no number")
+    why = "not so: " + "; ".join(failed) if failed else "all four statements hold"
     paper = (
         "theta(R) -> 1 in theta (gamma/2) R^2 e^(gamma R^2); an upper bound for all measures on "
         "B_R; sqrt(n) ||V|| in the large-radius limit; no numbers are printed"
     )
-    ours = "; ".join(text for _, text in findings) or "not run"
-    return Summary(lines, paper, ours, outcome, why)
+    lines = table(rows, more={"ours/predicted": ratio, "limit of the ratio": paper_factor})
+    return Summary(lines, paper, "; ".join(text for _, text in found), outcome, why)
 
 
-def two_dirac_findings(rows: Rows[Case, Result]) -> list[Finding]:
-    """Whether θ comes down to its limit for every A and s, from where R is large enough for one."""
-    findings: list[Finding] = []
-    large = [
-        (c, r)
-        for c, r in rows
-        if c.statement == "two_dirac" and rate_of(c.parameter) * c.size**2 >= 4
-    ]
-    for (a, s), group in by(large, "parameter", "mass_factor").items():
-        curve = sorted((c.size, ratio(c, r) / paper_factor(c, r)) for c, r in group)
-        falls = all(after <= before for (_, before), (_, after) in pairwise(curve))
-        radius, last = curve[-1]
+def finding(group: Rows[Case, Result]) -> Finding:
+    """Whether a statement holds for one parameter and factor; limits at the largest size."""
+    case, result = group[-1]
+    a, s, size = case.parameter, case.mass_factor, case.size
+    if case.statement == "two_dirac":  # from where R is large enough for a limit
+        rate = rate_of(a)
+        theta = [ratio(c, r) / paper_factor(c, r) for c, r in group if rate * c.size**2 >= 4]
+        falls = all(after <= before for before, after in pairwise(theta))
         # The next term of theta is of relative size one over the exponent (ours).
-        near = 1 <= last <= 1 + 2 / (rate_of(a) * radius**2)
-        findings.append((falls and near, f"theta={last:.3f} at R={radius:g} (A={a:g}, s={s:g})"))
-    return findings
-
-
-def bound_findings(rows: Rows[Case, Result]) -> list[Finding]:
-    """Whether any value exceeds its bound, and the closed form agrees with differentiation."""
-    findings: list[Finding] = []
-    chosen = [(share(c, r), r.check) for c, r in rows if c.statement == "weighted"]
-    if chosen:
-        most, check = torch.tensor(chosen, dtype=DTYPE).amax(0).tolist()  # keeps a NaN
-        text = f"at most {most:.3f} of the mean-field bound, autodiff within {check:.0e}"
-        findings.append((most <= 1 + ROUNDING and check < 1e-9, text))
-    over = sum(
-        not r.value <= r.upper * (1 + ROUNDING) or r.predicted > r.ceiling * (1 + ROUNDING)
-        for _, r in rows
-    )
-    return [*findings, (False, f"{over} {EXCEEDED}")] if over else findings
-
-
-def limit_findings(rows: Rows[Case, Result]) -> list[Finding]:
-    """Whether the largest R reaches the limit, and the Cesàro mean stays between 1 and 2."""
-    findings: list[Finding] = []
-    for (statement, causal), group in by(rows, "statement", "parameter").items():
-        case, result = max(group, key=lambda row: row[0].size)
-        if statement == "large_radius":
-            name, gap = "causal" if causal else "unmasked", abs(ratio(case, result) - 1)
-            findings.append((gap < 1e-6, f"{name} limit within {gap:.0e} at R={case.size:g}"))
-        if statement == "cesaro":
-            held = 1 < result.value < 2
-            findings.append((held, f"Cesaro mean {result.value:.3f} at n={case.size:g}"))
-    return findings
+        near = 1 <= theta[-1] <= 1 + 2 / (rate * size**2)
+        return falls and near, f"theta={theta[-1]:.3f} at R={size:g} (A={a:g}, s={s:g})"
+    if case.statement == "weighted":
+        numbers = torch.tensor([(share(c, r), r.check) for c, r in group], dtype=DTYPE)
+        most, check = numbers.amax(0).tolist()  # keeps a NaN
+        words = f"at most {most:.3f} of the mean-field bound, autodiff within {check:.0e}"
+        return most <= 1 + ROUNDING and check < 1e-9, words
+    if case.statement == "large_radius":
+        name, gap = "causal" if a else "unmasked", abs(ratio(case, result) - 1)
+        return gap < 1e-6, f"{name} limit within {gap:.0e} at R={size:g}"
+    return 1 < result.value < 2, f"Cesaro mean {result.value:.3f} at n={size:g}"
 
 
 PANELS: dict[str, tuple[str, str, Name]] = {
@@ -322,11 +251,11 @@ PANELS: dict[str, tuple[str, str, Name]] = {
 def draw(rows: Rows[Case, Result]) -> Figure:
     """θ(R); the share of the upper bound; the large-radius limit; the Cesàro mean."""
     figure, axes = panels(2, 2)
-    for one, (statement, (title, xlabel, y)) in zip(axes, PANELS.items(), strict=True):
-        some = [row for row in rows if row[0].statement == statement]
-        curves(one, some, "size", y, ("parameter", "mass_factor"), "A or causal, s =")
+    for one, (statement, group) in zip(axes, by(rows, "statement").items(), strict=True):
+        title, xlabel, y = PANELS[statement]
+        curves(one, group, "size", y, ("parameter", "mass_factor"), "A or causal, s =")
         one.axhline(2 if statement == "cesaro" else 1, color="k", label="limit or bound")
-        one.set(xlabel=xlabel, title=title, xscale="log" if some else "linear")
+        one.set(xlabel=xlabel, title=title, xscale="log")
     return figure
 
 

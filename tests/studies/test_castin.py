@@ -73,12 +73,15 @@ def test_the_ball_bound_holds_masked_and_not() -> None:
     assert closest > 0.4
 
 
-def test_the_rate_is_taken_from_real_eigenvalues_only() -> None:
+def test_the_clusters_lie_along_the_worst_real_eigenvector() -> None:
     rotation = torch.tensor([[0.0, -5.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, -0.25]])
-    assert castin.two_cluster_rate(rotation) == pytest.approx(0.25)
-    assert castin.two_cluster_rate(torch.diag(torch.tensor([4.0, -0.25]))) == pytest.approx(0.5)
-    assert castin.two_cluster_rate(torch.diag(torch.tensor([1.0, -0.25]))) == pytest.approx(0.25)
-    assert castin.two_cluster_rate(rotation[:2, :2]) == 0
+    for a, lone, others in (
+        (rotation, [0, 0, -2], [0, 0, 2]),
+        (torch.diag(torch.tensor([4.0, -0.25])), [2, 0], [1, 0]),
+        (torch.diag(torch.tensor([1.0, -0.25])), [0, -2], [0, 2]),
+    ):
+        expected = torch.tensor([lone, others, others])
+        torch.testing.assert_close(castin.two_cluster_tokens(a, 2.0, 3), expected.double())
     with pytest.raises(ValueError, match="no real eigenvalue"):
         castin.two_cluster_tokens(rotation[:2, :2], 1.0, 4)
 
@@ -104,8 +107,8 @@ def test_mean_field_bounds_hold_for_weighted_measures() -> None:
         mass = torch.rand(len(x)).pow(4).clamp_min(1e-3)
         found = castin.mass_splitting(x, mass / mass.sum(), a, v)
         bound = castin.mean_field_bound(norm(a), norm(v), radius)
-        assert found.value <= bound
-        closest = max(closest, float(found.value) / bound)
+        assert max(found) <= bound
+        closest = max(closest, float(max(found)) / bound)
     assert closest > 0.5
 
 
@@ -119,15 +122,13 @@ def test_the_masked_mean_field_bound_needs_its_factor_two(num_tokens: int, cesar
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_mean_field_bound_is_rounded_up_to_inf_at_last(masked: bool) -> None:
+def test_a_mean_field_bound_is_rounded_up(masked: bool) -> None:
     for bend in (0.1, 100.0, 350.0):
         bound = castin.mean_field_bound(bend, 1.0, 1.0, masked=masked)
         with mpmath.workdps(60):
             b = mpmath.mpf(bend)
             exact = (2 if masked else 1) * mpmath.exp(2 * b) * (1 + 3 * b)
             assert exact <= bound <= exact * (1 + mpmath.mpf("1e-12"))
-    for norm_a, radius in [(354.5, 1.0), (1e9, 1e9), (1.0, 1e200), (math.inf, 1.0), (1.0, 1e308)]:
-        assert castin.mean_field_bound(norm_a, 0.0, radius, masked=masked) == math.inf
 
 
 @pytest.mark.parametrize("radius", [1e100, 1e200, 1e308])
