@@ -31,7 +31,7 @@ from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process
 from invformer.runs.saving import Checkpoints, DirectoryCheckpointIO, RandomState
 from invformer.runs.sharding import ShardedStrategy
-from invformer.runs.wandb_logger import OVERVIEW, open_wandb
+from invformer.runs.wandb_logger import open_wandb
 from invformer.training.callbacks import (
     CertificateKeeper,
     InversionMonitor,
@@ -228,7 +228,7 @@ def build_loggers(
             case "wandb":
                 run_id = resume and resume.metadata.get("wandb_run_id")
                 wandb = open_wandb(
-                    directory.path, mode=how.mode, run_id=run_id, overview=OVERVIEW,
+                    directory.path, mode=how.mode, run_id=run_id,
                     name=directory.path.name, project=how.project, entity=how.entity,
                     group=how.group, notes=how.notes, job_type="train",
                     tags=[*how.tags, config.model.name, config.data.name],

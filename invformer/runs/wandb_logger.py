@@ -11,9 +11,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import loggers
 
@@ -49,7 +49,6 @@ def open_wandb(
     *,
     mode: Mode,
     run_id: str | None = None,
-    overview: Collection[str] | None = None,
     **options: Any,
 ) -> "WandbLogger | None":
     """Open a W&B run, and say how to look at it; None if there shall be none or it cannot be.
@@ -61,7 +60,6 @@ def open_wandb(
         directory: the run's folder; W&B writes below it.
         run_id: W&B's name for the earlier part of a resumed run. Online that run is continued;
             offline there is a new one, in a group with the earlier parts.
-        overview: the numbers that get charts; None is all of them.
         options: of ``wandb.init``: name, config (no environment variable is in it), project, …
     """
     logging.raiseExceptions = False  # W&B's log files may lie on a full disk: no tracebacks
@@ -84,7 +82,7 @@ def open_wandb(
         run = open_within(left, offline, "metrics.jsonl has every row")
     if run is None:
         return None
-    logger = WandbLogger(run, overview)
+    logger = WandbLogger(run)
     if run.offline:
         print(f"W&B is offline; to upload: wandb sync {os.path.relpath(logger.folder)}")
     else:
@@ -92,18 +90,29 @@ def open_wandb(
     return logger
 
 
+Method = TypeVar("Method", bound=Callable[..., None])
+
+
+def contained(method: Method) -> Method:
+    """A method of the logger whose calls are made by its thread."""
+
+    def submit(self: "WandbLogger", *args: Any, **kwargs: Any) -> None:
+        self.calls.submit(method.__name__, lambda: method(self, *args, **kwargs))
+
+    return cast(Method, submit)
+
+
 class WandbLogger(loggers.WandbLogger):
     """Lightning's W&B logger, whose calls are made by a thread that cannot hurt the run.
 
     Rows carry the optimiser step as a value of their own, which is the x-axis of every chart: W&B
-    drops rows whose own step goes backwards. ``overview`` are the numbers that get charts.
+    drops rows whose own step goes backwards.
     """
 
-    def __init__(self, run: Any, overview: Collection[str] | None = None) -> None:
+    def __init__(self, run: Any) -> None:
         self.folder = Path(run.dir).parent
         super().__init__(experiment=run, save_dir=self.folder)
         self.run = run
-        self.overview = overview
         self.calls = ContainedCalls()
 
     @property
@@ -111,27 +120,23 @@ class WandbLogger(loggers.WandbLogger):
         """W&B's name for the run, by which it can be continued; None if it is not online."""
         return None if self.run.offline else str(self.run.id)
 
+    @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log one row at its optimiser step."""
-        self.calls.submit(f"row of step {step}", lambda: self._log_row(metrics, step))
-
-    def _log_row(self, metrics: Mapping[str, float], step: int | None) -> None:
-        """The row; that of a validation with a bar for every branch, and the lowest val/bpc."""
-        shown = metrics if self.overview is None else self.overview
-        row: dict[str, Any] = {k if k in shown else DETAIL + k: v for k, v in metrics.items()}
-        if "lipschitz/local_bound" in metrics and self.overview is not None:
+        """Log one row; that of a validation with a bar for every branch, and the lowest val/bpc."""
+        row: dict[str, Any] = {k if k in OVERVIEW else DETAIL + k: v for k, v in metrics.items()}
+        if "lipschitz/local_bound" in metrics:
             row |= branch_charts(metrics)
         self.run.log({**row, STEP: step})
         if "val/bpc" in metrics:
             lowest = self.run.summary.get("val/bpc", math.inf)
             self.run.summary["val/bpc"] = min(lowest, metrics["val/bpc"])
 
+    @contained
     def log_hyperparams(self, params: Any) -> None:
         """Add to the configuration."""
-        self.calls.submit(
-            "configuration", lambda: self.run.config.update(params, allow_val_change=True)
-        )
+        self.run.config.update(params, allow_val_change=True)
 
+    @contained
     def log_table(
         self,
         key: str,
@@ -141,39 +146,32 @@ class WandbLogger(loggers.WandbLogger):
         step: int | None = None,
     ) -> None:
         """Attach a table, such as a certificate or a sample."""
-        self._log(key, lambda wandb: wandb.Table(columns=columns, data=data), step)
+        self.run.log({key: sys.modules["wandb"].Table(columns=columns, data=data), STEP: step})
 
+    @contained
     def log_image(self, key: str, images: list[Any], step: int | None = None, **_: Any) -> None:
         """Attach pictures, given by their paths."""
-        self._log(key, lambda wandb: [wandb.Image(str(i)) for i in images], step)
+        self.run.log({key: [sys.modules["wandb"].Image(str(i)) for i in images], STEP: step})
 
-    def _log(self, key: str, make: Callable[[Any], Any], step: int | None) -> None:
-        """Log what is made by the library, at an optimiser step."""
-        wandb = sys.modules["wandb"]
-        self.calls.submit(key, lambda: self.run.log({key: make(wandb), STEP: step}))
-
+    @contained
     def log_summary(self, values: Mapping[str, Any]) -> None:
         """Set final values: text and finite numbers."""
-        plain = {
-            key: value for key, value in values.items()
-            if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-        }  # fmt: skip
-        self.calls.submit("summary", lambda: self.run.summary.update(plain))
+        for key, value in values.items():
+            if isinstance(value, str | int) or math.isfinite(value):
+                self.run.summary[key] = value
 
+    @contained
     def log_folder(self, folder: Path, metadata: dict[str, Any]) -> None:
         """Attach the files of a checkpoint, which stay where they are."""
+        artifact = sys.modules["wandb"].Artifact(self.run.name, "model", metadata=metadata)
+        for path in folder.iterdir():
+            artifact.add_file(str(path), path.name, policy="immutable", skip_cache=True)
+        self.run.log_artifact(artifact, aliases=["best", f"step-{metadata['step']}"])
 
-        def log() -> None:
-            artifact = sys.modules["wandb"].Artifact(self.run.name, "model", metadata=metadata)
-            for path in folder.iterdir():
-                artifact.add_file(str(path), path.name, policy="immutable", skip_cache=True)
-            self.run.log_artifact(artifact, aliases=["best", f"step-{metadata['step']}"])
-
-        self.calls.submit("checkpoint", log)
-
+    @contained
     def alert(self, title: str, text: str) -> None:
         """Have W&B tell the user, if she allows that."""
-        self.calls.submit("alert", lambda: self.run.alert(title, text, level="ERROR"))
+        self.run.alert(title, text, level="ERROR")
 
     def finish(self, exit_code: int) -> None:
         """Close the run with the program's exit code; gives up after a minute."""

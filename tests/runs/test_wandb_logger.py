@@ -144,7 +144,7 @@ def test_a_client_that_fails_says_so_once_and_the_number_of_lost_calls_at_the_en
     logger.finish(0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert "row of step 0 failed ([Errno 28] No space left on device)" in lines[0]
+    assert "log_metrics failed ([Errno 28] No space left on device)" in lines[0]
     assert "5 calls were lost; metrics.jsonl has every row" in lines[1]
 
 
