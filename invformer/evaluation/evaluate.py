@@ -47,7 +47,7 @@ TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
-MOSTLY = 0.5  # of another text may be unknown, no more
+MOSTLY = 0.5  # of a text may be unknown, no more
 
 
 def evaluate(
@@ -65,7 +65,12 @@ def evaluate(
     corpus = read_corpus(data)
     tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
     size = corpus.total if split == "all" else corpus.size(split)
-    refuse_other_vocabulary(checkpoint, vocabulary, corpus, tokens)
+    unknown = unknown_rate(tokens)
+    if unknown > MOSTLY:
+        raise CheckpointError(
+            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
+            "vocabulary; name a text in the characters it was trained on"
+        )
     if data.unknown == "refuse":
         vocabulary.require(corpus.read(*(SPLITS if split == "all" else (split,))), corpus.source)
     seq_len = trained.data.seq_len
@@ -121,7 +126,7 @@ def evaluate(
             "sha256": corpus.sha256,
             "same_as_training": own,
             "split_characters": size,
-            "unknown_rate": unknown_rate(tokens),
+            "unknown_rate": unknown,
         },
         "ngram": None if learnt is None else ngram_baseline(vocabulary, learnt, tokens),
         "certificate": None if certificate is None else certificate.to_dict(),
@@ -234,28 +239,6 @@ def certify_model(
         )
     log.warning("%s: %s was %.2g above its target and is shrunk", path, name, excess)
     return enforce(model, dtype)
-
-
-def refuse_other_vocabulary(
-    checkpoint: Checkpoint, vocabulary: Vocabulary, corpus: Corpus, tokens: Tensor
-) -> None:
-    """Refuse a text of which a model knows less than half of the characters.
-
-    Raises:
-        CheckpointError: it does, or lacks a character of the text it was trained on.
-    """
-    if corpus.sha256 == checkpoint.metadata["data_sha256"]:
-        try:
-            vocabulary.require(corpus.read("train"), str(checkpoint.path))
-        except DataError:
-            raise CheckpointError(
-                f"{checkpoint.path}: its vocabulary is not that of the text it was trained on"
-            ) from None
-    elif unknown_rate(tokens) > MOSTLY:
-        raise CheckpointError(
-            f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
-            "vocabulary; name a text in the characters it was trained on"
-        )
 
 
 def inverted(

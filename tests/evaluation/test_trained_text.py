@@ -42,13 +42,6 @@ def evaluate(folder: Path, *more: str) -> dict:
     return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
 
 
-def test_a_vocabulary_that_is_not_the_trained_texts_is_refused(folder: Path) -> None:
-    (path,) = (folder / "checkpoints").iterdir()
-    edit_json(path, MODEL, lambda m: m["vocabulary"].update(characters=other_characters(m)))
-    with pytest.raises(CheckpointError, match="not that of the text it was trained on"):
-        evaluate(folder)
-
-
 def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     for path in ("/dev/zero", str(folder / "pipe")):
@@ -66,11 +59,6 @@ def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) 
 def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
         evaluate(folder, "data.name=python_docs")
-
-
-def other_characters(metadata: dict) -> str:
-    """As many characters, one of them another."""
-    return metadata["vocabulary"]["characters"][:-1] + "~"
 
 
 def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
