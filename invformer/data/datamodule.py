@@ -1,6 +1,7 @@
 """A corpus for Lightning: windows of tokens for each split, and where training continues."""
 
 import logging
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import lightning as L
@@ -16,6 +17,7 @@ from invformer.errors import ConfigurationError, DataError
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class TextDataModule(L.LightningDataModule):
     """The splits of a corpus as batches of windows.
 
@@ -28,41 +30,26 @@ class TextDataModule(L.LightningDataModule):
 
     A training or validation split below ``seq_len + 1`` characters is a DataError. The share of the
     validation split that is not in the vocabulary is logged unless it is zero.
-
-    Args:
-        corpus, vocabulary: the text and its symbols.
-        seq_len: N, characters that a window reads.
-        batch_size: windows per batch, all processes together.
-        eval_batch_size: windows per batch and process in an evaluation.
-        seed: of the order.
-        max_val_characters: only the beginning of the validation split is read.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        vocabulary: Vocabulary,
-        *,
-        seq_len: int,
-        batch_size: int,
-        eval_batch_size: int = 64,
-        seed: int = 0,
-        max_val_characters: int | None = None,
-    ) -> None:
+    corpus: Corpus
+    vocabulary: Vocabulary
+    _: KW_ONLY
+    seq_len: int  # N, characters that a window reads
+    batch_size: int  # windows per batch, all processes together
+    eval_batch_size: int = 64  # windows per batch and process in an evaluation
+    seed: int = 0  # of the order
+    max_val_characters: int | None = None  # of the validation split, its beginning
+
+    def __post_init__(self) -> None:
         super().__init__()
-        self.corpus = corpus
-        self.vocabulary = vocabulary
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.eval_batch_size = eval_batch_size
-        self.seed = seed
-        self._tokens = tokens_of(corpus, vocabulary, max_val_characters)
+        self._tokens = tokens_of(self.corpus, self.vocabulary, self.max_val_characters)
         self._saved = {"next_batch": 0, "global_step": 0, "windows_per_batch": 0}
         for split in ("train", "val"):
             self.tokens(split)
         if rate := unknown_rate(self.tokens("val")):
             log.warning(
-                f"{corpus.name}: {100 * rate:.3g} % of the validation text is not in the "
+                f"{self.corpus.name}: {100 * rate:.3g} % of the validation text is not in the "
                 "vocabulary and counts as the unknown symbol"
             )
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -12,6 +13,7 @@ from invformer.runs.collective import ask_for_largest, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
 
+@dataclass(eq=False)
 class Interruption(L.Callback):
     """Turns SIGINT, SIGTERM and SIGHUP into an exception at the next safe place.
 
@@ -24,18 +26,14 @@ class Interruption(L.Callback):
 
     A validation that was stopped halfway is done again, from its beginning, before the first batch
     of the run that continues. This callback stands after all others, which have to be ready then.
-
-    Args:
-        check: looks at what was measured; raises if nothing may be saved.
-        again: the command that continues the run.
     """
 
-    def __init__(self, check: Callable[[L.Trainer], None], again: str) -> None:
-        self.check = check
-        self.again = again
-        self.signal = 0
-        self.validating = False
-        self.asked: Callable[[], int] = lambda: 0  # whether any process was told to stop
+    check: Callable[[L.Trainer], None]  # looks at what was measured; raises if none may be saved
+    again: str  # the command that continues the run
+    signal: int = field(default=0, init=False)
+    validating: bool = field(default=False, init=False)
+    # Whether any process was told to stop, when it is called.
+    asked: Callable[[], int] = field(default=int, init=False)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let the loop start even at the last step, whose validation may have to be done again."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -23,13 +24,13 @@ from invformer.training.module import CharLanguageModel
 from invformer.training.rows import is_step_boundary, log_table, non_finite, record
 
 
+@dataclass(eq=False)
 class Speed(L.Callback):
     """Records characters per second every few optimiser steps, validations left out."""
 
-    def __init__(self, every: int = 25) -> None:
-        self.every = every
-        self.characters = 0
-        self.since = 0.0
+    every: int  # optimiser steps
+    characters: int = field(default=0, init=False)
+    since: float = field(default=0.0, init=False)
 
     def on_train_batch_start(self, *_: Any, **__: Any) -> None:
         """Start the clock with the first batch, and after every record."""
@@ -56,19 +57,14 @@ class Speed(L.Callback):
         self.characters = 0
 
 
+@dataclass(eq=False)
 class CertificateKeeper(L.Callback):
-    """Certifies the model before every validation, and holds it to its target.
+    """Certifies the model before every validation, and holds it to its target."""
 
-    Args:
-        path: where to write the latest certificate; None writes none.
-        dtype: precision of the forward pass, to which weights are cast before they are certified.
-    """
-
-    def __init__(self, path: Path | None = None, dtype: torch.dtype = torch.float32) -> None:
-        self.path = path
-        self.dtype = dtype
-        self.certificate: Certificate | None = None
-        self.certified_at = -1
+    path: Path | None = None  # where to write the latest certificate
+    dtype: torch.dtype = torch.float32  # of the forward pass, to which weights are cast before
+    certificate: Certificate | None = field(default=None, init=False)
+    certified_at: int = field(default=-1, init=False)  # step
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Certify; shrink what exceeds its target; refuse to go on if that fails."""
@@ -99,26 +95,16 @@ class CertificateKeeper(L.Callback):
             checkpoint.setdefault(METADATA, {})["certificate"] = self.certificate.to_dict()
 
 
+@dataclass(eq=False)
 class InversionMonitor(L.Callback):
     """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
 
     FSDP2's modules cannot be copied: there it inverts in the precision of the weights.
-
-    Args:
-        tokens: the text to invert, (sequences, N).
-        keeper: has the certificate from which error bounds are computed; None certifies anew.
-        decode: makes text of tokens, to show what was recovered.
     """
 
-    def __init__(
-        self,
-        tokens: Integer[Tensor, "sequences tokens"],
-        keeper: CertificateKeeper | None = None,
-        decode: Callable[[Tensor], str] | None = None,
-    ) -> None:
-        self.tokens = tokens
-        self.keeper = keeper
-        self.decode = decode
+    tokens: Integer[Tensor, "sequences tokens"]
+    keeper: CertificateKeeper | None = None  # of the certificate; None certifies anew
+    decode: Callable[[Tensor], str] | None = None  # makes text of tokens, to show what came back
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the errors of the recovered text, and show it."""
@@ -145,17 +131,15 @@ class InversionMonitor(L.Callback):
             log_table(trainer, "view/recovered", ["text", "recovered"], texts)
 
 
+@dataclass(eq=False)
 class Sample(L.Callback):
-    """Continues a text at every validation, with a random generator of its own.
+    """Continues a text at every validation, with a random generator of its own."""
 
-    ``decode`` makes text of tokens.
-    """
-
-    def __init__(
-        self, prompt: Tensor, length: int, decode: Callable[[Tensor], str], seed: int = 0
-    ) -> None:
-        self.prompt, self.length, self.decode, self.seed = prompt, length, decode, seed
-        self.text = ""
+    prompt: Integer[Tensor, "tokens"]
+    length: int
+    decode: Callable[[Tensor], str]  # makes text of tokens
+    seed: int = 0
+    text: str = field(default="", init=False)
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show a continuation by the weights that were validated."""
@@ -172,16 +156,12 @@ class Sample(L.Callback):
         return self.decode(tokens.cpu())
 
 
+@dataclass(eq=False)
 class LastValidation(L.Callback):
-    """Validates, and so saves, after the last step, even if none is due.
+    """Validates, and so saves, after the last step, even if none is due."""
 
-    Args:
-        max_seconds: of training, after which this process makes no further step; None is no limit.
-    """
-
-    def __init__(self, max_seconds: float | None = None) -> None:
-        self.max_seconds = max_seconds
-        self.start = 0.0
+    max_seconds: float | None = None  # of training, after which this process makes no further step
+    start: float = field(default=0.0, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Start the clock, anew when a run continues."""

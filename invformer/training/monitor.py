@@ -1,5 +1,6 @@
 """Local Lipschitz estimates during training, after every optimiser step."""
 
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import lightning as L
@@ -19,6 +20,7 @@ from invformer.training.rows import Measured, is_step_boundary, record
 from invformer.training.stopwatch import Stopwatch
 
 
+@dataclass(eq=False)
 class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training: of our models after every step, of others seldom.
 
@@ -31,27 +33,19 @@ class LipschitzMonitor(L.Callback):
     The monitor reads weights and writes metrics and its own buffers; training with and without it
     is bit-identical, it draws no random number outside a generator of its own, and no clock decides
     what it measures.
-
-    Args:
-        inputs: the probe text, (sequences, N), fixed for the run; for other models what they are
-            called with, a tuple if these are several arguments.
-        every: optimiser steps between estimates.
-        local_every: optimiser steps between local bounds, those that a validation follows; the last
-            step of a run is one of them.
-        seed: of the start vectors.
-
-    Attributes:
-        skipped: why submodules of other models are not measured.
     """
 
-    def __init__(
-        self, inputs: Any, *, every: int = 1, local_every: int = 250, seed: int = 0
-    ) -> None:
-        self.inputs, self.every, self.local_every, self.seed = inputs, every, local_every, seed
-        self.probe: LipschitzProbe | None = None
-        self.skipped: dict[str, str] = {}
-        self.bounds: Tensor | None = None
-        self.restored: dict[str, Tensor] = {}
+    # The probe text, (sequences, N), fixed for the run; for other models what they are called with,
+    # a tuple if these are several arguments.
+    inputs: Any
+    _: KW_ONLY
+    every: int = 1  # optimiser steps between estimates
+    local_every: int = 250  # steps between validations, at which there are local bounds
+    seed: int = 0  # of the start vectors
+    probe: LipschitzProbe | None = field(default=None, init=False)
+    skipped: dict[str, str] = field(default_factory=dict, init=False)  # why submodules are
+    bounds: Tensor | None = field(default=None, init=False)
+    restored: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,30 +52,20 @@ def rows_of(trainer: L.Trainer) -> "Rows":
     return found
 
 
+@dataclass(eq=False)
 class Rows(L.Callback):
     """Collects numbers of every step, and sends complete rows to each of the trainer's loggers.
 
     A log point comes every few steps and whenever the loop pauses. It is where the host waits for
     the device, so it is also where values are checked. Rows leave in the order of their steps.
-
-    Args:
-        every: optimiser steps between log points.
-        evidence: where to write the row and the probe text if a bound turns out to be violated.
-        probe: the text the estimates are for.
-
-    Attributes:
-        listeners: called with (step, row) for every row that is sent.
     """
 
-    def __init__(
-        self,
-        every: int = 25,
-        evidence: Path | None = None,
-        probe: Integer[Tensor, "sequences tokens"] | None = None,
-    ) -> None:
-        self.every, self.evidence, self.probe = every, evidence, probe
-        self.pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = {}
-        self.listeners: list[Callable[[int, Row], None]] = []
+    every: int = 25  # optimiser steps between log points
+    evidence: Path | None = None  # where to write the row and the probe if a bound is violated
+    probe: Integer[Tensor, "sequences tokens"] | None = None  # the text the estimates are for
+    pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = field(default_factory=dict)
+    # Called with (step, row) for every row that is sent.
+    listeners: list[Callable[[int, Row], None]] = field(default_factory=list)
 
     def flush(self, trainer: L.Trainer, before: int | None = None) -> dict[int, Row]:
         """Send pending rows to the trainer's loggers; the only place that waits for the device.
