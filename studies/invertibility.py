@@ -13,11 +13,10 @@ outcome**: the paper does not state it, so two are shown. No mask; Glorot-unifor
 Trained weights are those of one-layer language models that are trained here (causal, no position
 bias). The same rows hold the output-variance experiment: the spread of F(X) beside that of X.
 
-Reproduced means that on some range dot product is never inverted to 1e-12, at no c and in no size,
-while every L2 map is on every range.
+Reproduced means that on some range dot product is inverted to 1e-12 at no c, while every L2 map is
+on every range.
 """
 
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,7 +28,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.bounds import contractive
-from invformer.config import load_config
 from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.dot_product import DotProductAttention
@@ -37,40 +35,31 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability, kim
-from studies.report import Figure, Outcome, Rows, Summary, by, look_of, panels, table, values
-from studies.study import Study, StudyOptions, case_of, program, progress
-from studies.training import train_by_adam
+from studies.report import Figure, Outcome, Rows, Summary, by, look_of, panels, table
+from studies.study import Study, grid, program, progress
+from studies.training import ModelOptions, train_by_adam
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
 
-MAPS: tuple[Map, ...] = get_args(Map)
 MUCH_WIDER = 2.0  # how many times, to count as the paper's output-variance result
 REACHED = 1e-12  # the error at which a float64 inverse counts as found
 
 
 @dataclass(kw_only=True)
-class Options(StudyOptions):
+class Options(ModelOptions):
     """Invert residual attention maps by fixed-point iteration."""
 
     scales: list[float] = option([0.5, 0.7, 0.9], "c", "(0, 1)")
     ranges: list[float] = option([1.0, 10.0], "r, inputs are uniform on [-r, r]", "(0, 1e6]")
-    tokens: list[int] = option([64], "N, tokens", "[2, 1e4]")
-    widths: list[int] = option([64], "D, channels, each with each N", "[1, 1e4]")
-    num_heads: int = option(8, "heads, a divisor of every width", "[1, 1e4]")
+    seq_len: int = option(64, "N, tokens", "[2, 1e4]")
+    d_model: int = option(64, "D, channels", "[1, 1e4]")
+    num_heads: int = option(8, "heads, a divisor of the width", "[1, 1e4]")
     batch_size: int = option(16, "inputs; the worst counts", "[1, 1e5]")
     num_steps: int = option(200, "steps of the iteration", MANY)
     train_steps: int = option(
-        200,
-        "Adam steps of the one-layer models with trained weights; 0 for none",
-        within="[0, 1e6]",
+        200, "Adam steps of the one-layer models with trained weights; 0 for none", "[0, 1e6]"
     )
-
-    def check(self) -> None:
-        """Heads divide every width."""
-        for width in self.widths:
-            if width % self.num_heads:
-                self.refuse("num_heads", f"{self.num_heads} heads do not divide the width {width}")
 
 
 @dataclass(frozen=True)
@@ -81,7 +70,7 @@ class Case:
     weights: Weights
     scale: float
     reach: float
-    num_tokens: int
+    seq_len: int
     d_model: int
     num_heads: int
     batch_size: int
@@ -96,8 +85,7 @@ class Result:
     """How the inversion went, and how wide F spreads its outputs."""
 
     errors: list[float]  # largest |x − x*| over the batch before the first step and after every one
-    input_std: float  # of the entries of X
-    output_std: float  # of the entries of F(X), without the factor s
+    spread: float  # standard deviation of the entries of F(X), without the factor s, over that of X
 
     @property
     def inverted(self) -> bool:
@@ -105,46 +93,28 @@ class Result:
         return self.errors[-1] <= REACHED
 
 
-@dataclass(frozen=True)
-class Attention:
-    """F in float64, and the factor that makes it a contraction by the map's theorem (1 if none)."""
-
-    f: Callable[[Tensor], Tensor]
-    factor: float
-
-
 def cases(options: Options) -> list[Case]:
-    """Random weights in every size, trained ones in the first, each at every range and c."""
-    sizes = list(itertools.product(options.tokens, options.widths))
-    models: list[tuple[Weights, Map, tuple[int, int]]] = [
-        ("random", map, size) for size, map in itertools.product(sizes, MAPS)
-    ]
-    text = ""
+    """Random and trained weights, each at every range and c."""
+    inputs = {"reach": options.ranges, "scale": options.scales}
+    random = {"weights": "random", "train_steps": 0, "sha256": ""}
+    found = grid(Case, options, random, map=get_args(Map), **inputs)
     if options.train_steps:
-        text = depth_stability.cases(training_options("l2", 2, 1, 1, 1, 0))[0].sha256
-        models.append(("trained", "dot_product", sizes[0]))
-        models.append(("trained", "l2", sizes[0]))
-    return [
-        case_of(
-            Case, options, map=map, weights=weights, scale=scale, reach=reach,
-            num_tokens=size[0], d_model=size[1],
-            train_steps=options.train_steps if weights == "trained" else 0,
-            sha256=text if weights == "trained" else "",
-        )
-        for weights, map, size in models
-        for reach, scale in itertools.product(options.ranges, options.scales)
-    ]  # fmt: skip
+        trained = {"weights": "trained", "sha256": training("l2", options).sha256}
+        found += grid(Case, options, trained, map=("dot_product", "l2"), **inputs)
+    return found
 
 
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
     """Invert g on the batch and look at F's outputs."""
-    attention = build_attention(case, device)
-    x = inputs_of(case).to(device)
-    scale = case.scale * attention.factor
-    output = attention.f(x)
-    errors = reconstruction_errors(lambda x: scale * attention.f(x), x, case.num_steps)
-    return Result(errors, x.std().item(), output.std().item())
+    if case.weights == "random":
+        attention, factor = random_attention(case)
+    else:
+        attention, factor = trained_attention(training(case.map, case)), 1.0
+    f, x = attention.to(device), inputs_of(case).to(device)
+    scale, spread = case.scale * factor, f(x).std() / x.std()
+    errors = reconstruction_errors(lambda x: scale * f(x), x, case.num_steps)
+    return Result(errors, spread.item())
 
 
 def reconstruction_errors(
@@ -163,24 +133,15 @@ def reconstruction_errors(
 def inputs_of(case: Case) -> Float[Tensor, "batch tokens width"]:
     """Uniform on [−r, r], the last token zero: under a causal mask it is the one that sees all."""
     generator = torch.Generator().manual_seed(case.seed)
-    shape = (case.batch_size, case.num_tokens, case.d_model)
+    shape = (case.batch_size, case.seq_len, case.d_model)
     x = case.reach * (2 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1)
     x[:, -1] = 0
     return x
 
 
-def build_attention(case: Case, device: torch.device) -> Attention:
-    """The map F of a case, with its factor."""
-    if case.weights == "random":
-        return random_attention(case, device)
-    size = case.num_tokens, case.d_model, case.num_heads
-    trained = trained_attention(case.map, *size, case.train_steps, case.seed)
-    return Attention(trained.to(device), 1.0)
-
-
-def random_attention(case: Case, device: torch.device) -> Attention:
-    """Glorot-uniform weights, every token sees every token."""
-    everyone = torch.ones(case.num_tokens, case.num_tokens, dtype=torch.bool)
+def random_attention(case: Case) -> tuple[nn.Module, float]:
+    """F with Glorot-uniform weights and no mask; the factor of its theorem, or 1."""
+    everyone = torch.ones(case.seq_len, case.seq_len, dtype=torch.bool)
     kind = DotProductAttention if case.map == "dot_product" else L2Attention
     module = kind(case.d_model, case.num_heads, VisibilityMask(everyone)).double()
     generator = torch.Generator().manual_seed(case.seed + 1)
@@ -190,43 +151,31 @@ def random_attention(case: Case, device: torch.device) -> Attention:
     factor = 1.0
     if isinstance(module, L2Attention) and case.map == "contractive_kim":
         w_o = module.w_o.flatten(0, 1)
-        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, case.num_tokens)
+        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, case.seq_len)
     elif isinstance(module, L2Attention) and case.map == "contractive":
-        weights = module.weights()
-        factor = 1 / contractive.token_max_bound(*weights, case.num_tokens)
-    return Attention(module.to(device), factor)
+        factor = 1 / contractive.token_max_bound(*module.weights(), case.seq_len)
+    return module, factor
 
 
-def training_options(
-    map: Map, num_tokens: int, d_model: int, num_heads: int, train_steps: int, seed: int
-) -> depth_stability.Options:
-    """A one-layer model of the study of depth."""
-    words = [
-        f"kinds=[{map}]", "depths=[1]", f"d_model={d_model}", f"num_heads={num_heads}",
-        f"seq_len={num_tokens}", f"num_steps={train_steps}", f"seed={seed}", "lr=2e-3",
-        "position_bias=false",
-    ]  # fmt: skip
-    return load_config(words, depth_stability.Options)
+def training(map: Map, size: Options | Case) -> depth_stability.Case:
+    """A one-layer model of the study of depth, with as many tokens and channels."""
+    options = depth_stability.Options(
+        kinds=[map], depths=[1], d_model=size.d_model, num_heads=size.num_heads,  # pyright: ignore
+        seq_len=size.seq_len, num_steps=size.train_steps, seed=size.seed, lr=2e-3,
+        position_bias=False,
+    )  # fmt: skip
+    return depth_stability.cases(options)[0]
 
 
 @lru_cache(maxsize=4)
 @torch.enable_grad()
-def trained_attention(
-    map: Map, num_tokens: int, d_model: int, num_heads: int, train_steps: int, seed: int
-) -> nn.Module:
+def trained_attention(case: depth_stability.Case) -> nn.Module:
     """The attention of a one-layer language model after some training, in float64."""
-    options = training_options(map, num_tokens, d_model, num_heads, train_steps, seed)
-    (case,) = depth_stability.cases(options)
     model = depth_stability.build_kind(case)
     train_by_adam(model, case)
     block = model.stack.blocks[0]
     assert isinstance(block, PreNormBlock)
     return block.attention.inner.double()
-
-
-def spread(case: Case, result: Result) -> float:
-    """How much wider than X its outputs are spread."""
-    return result.output_std / result.input_std
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
@@ -235,8 +184,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"error @{k}": lambda case, result, k=k: result.errors[: k + 1][-1]
         for k in (10, 20, rows[0][0].num_steps)
     }
-    names = ("map", "weights", "reach", "scale", "num_tokens", "d_model")
-    lines = table(rows, names, more | {"std F(X)/std X": spread})
+    lines = table(rows, ("map", "weights", "reach", "scale"), more)
     random = [row for row in rows if row[0].weights == "random"]
     groups = by(random, "map", "reach").items()
     ours = "; ".join(f"{map} on ±{r:g}: {inverted_scales(group)}" for (map, r), group in groups)
@@ -252,12 +200,11 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 
 
 def inverted_scales(rows: Rows[Case, Result]) -> str:
-    """The c at which every case was inverted, in words."""
-    good = {c: all(values(group, "inverted")) for c, group in sorted(by(rows, "scale").items())}
-    if all(good.values()):
+    """The c at which a map was inverted, in words."""
+    good = [case.scale for case, result in rows if result.inverted]
+    if len(good) == len(rows):
         return "inverted for every c"
-    scales = ", ".join(str(c) for c, held in good.items() if held)
-    return f"inverted for c = {scales}" if scales else "never inverted"
+    return f"inverted for c = {', '.join(map(str, sorted(good)))}" if good else "never inverted"
 
 
 def verdict(random: Rows[Case, Result]) -> tuple[Outcome, str]:
@@ -276,7 +223,7 @@ def output_spread(rows: Rows[Case, Result]) -> str:
     """What the trained weights say about the paper's output-variance experiment."""
     trained = [row for row in rows if row[0].weights == "trained"]
     widest = max((case.reach for case, _ in trained), default=0.0)
-    found = {c.map: spread(c, r) for c, r in trained if c.reach == widest}
+    found = {c.map: r.spread for c, r in trained if c.reach == widest}
     if len(found) < 2:
         return ""
     ratio = found["dot_product"] / found["l2"]
@@ -285,10 +232,8 @@ def output_spread(rows: Rows[Case, Result]) -> str:
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Error against step, a panel per range and origin of the weights, in the first size."""
-    size = rows[0][0].num_tokens, rows[0][0].d_model
-    shown = [(case, result) for case, result in rows if (case.num_tokens, case.d_model) == size]
-    groups = by(shown, "weights", "reach")
+    """Error against step, a panel per range and origin of the weights."""
+    groups = by(rows, "weights", "reach")
     figure, axes = panels(len(groups), 1)
     for one, ((weights, reach), group) in zip(axes, groups.items(), strict=True):
         for index, (case, result) in enumerate(group):

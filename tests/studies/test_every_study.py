@@ -43,7 +43,7 @@ SMALL = {
     "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
     "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",
     "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 layers=[0] attack_sizes=[7,15,31]",
-    "invertibility": "tokens=[8] widths=[8] num_heads=2 batch_size=2 num_steps=30 train_steps=5",
+    "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
     "memory": "depths=[1] batch_size=2 repeats=1",

@@ -23,10 +23,10 @@ from studies.invertibility import (
 
 CPU = torch.device("cpu")
 CASE = Case(
-    map="l2", weights="random", scale=0.9, reach=10.0, num_tokens=32, d_model=32, num_heads=8,
+    map="l2", weights="random", scale=0.9, reach=10.0, seq_len=32, d_model=32, num_heads=8,
     batch_size=4, num_steps=60, train_steps=0, sha256="", seed=0,
 )  # fmt: skip
-RESULT = Result([1.0, 1e-16], 1.0, 1.0)
+RESULT = Result([1.0, 1e-16], 1.0)
 
 
 @pytest.mark.parametrize("scale", [0.5, 0.7, 0.9])
@@ -68,11 +68,11 @@ def test_one_token_is_zero_and_the_others_fill_the_range() -> None:
 def test_the_contractive_maps_are_contractions_where_the_jacobian_is_large(
     map: invertibility.Map, norm: Norm
 ) -> None:
-    case = replace(CASE, map=map, num_tokens=6, d_model=8, num_heads=2)
-    attention = random_attention(case, CPU)
+    case = replace(CASE, map=map, seq_len=6, d_model=8, num_heads=2)
+    f, factor = random_attention(case)
     for spread in (0.1, 1.0, 10.0):
         x = spread * torch.randn(6, 8)
-        blocks = attention.factor * dense_jacobian(attention.f, x).view(6, 8, 6, 8)
+        blocks = factor * dense_jacobian(f, x).view(6, 8, 6, 8)
         if norm == "entry_max":
             assert blocks.abs().sum((-1, -2)).max() <= 1
         else:  # the sum of the blocks' spectral norms is above the operator norm
