@@ -1,36 +1,34 @@
-"""Attacks on embeddings: projected gradient ascent in balls."""
+"""Attacks on embeddings: projected gradient ascent in balls of token_max."""
 
 import math
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
-from studies.certified_radius import INWARD, BallNorm
+from studies.certified_radius import INWARD
 
 
 def pgd(
     model: CharTransformer,
     x: Float[Tensor, "windows tokens width"],
     targets: Int[Tensor, "windows tokens"],
-    norm: BallNorm,
     radius: Float[Tensor, " windows"],
     num_steps: int,
     objective: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "windows tokens width"]:
     """The worst of the points that projected gradient ascent visits in balls around X.
 
-    Steps of a quarter of the radius along the gradient's steepest ascent direction of the norm,
-    from the centre; windows do not influence each other.
+    Steps of a quarter of the radius along the gradient of every token, from the centre; windows do
+    not influence each other.
 
     Args:
         model: in float64.
         x: centres.
         targets: the characters to be predicted.
-        norm: of the balls.
         radius: of each window's ball.
         num_steps: gradient steps.
         objective: of (logits, targets), one number per window; the mean loss by default.
@@ -51,23 +49,21 @@ def pgd(
             if index == num_steps:
                 break
             gradient = torch.autograd.grad(value.sum(), moved)[0]
-            ahead = step + radius[:, None, None] / 4 * unit(gradient, norm)
-            step = project_to_ball(ahead, norm, radius)
+            ahead = step + radius[:, None, None] / 4 * unit(gradient)
+            step = project_to_ball(ahead, radius)
     return best
 
 
-def unit(x: Float[Tensor, "windows tokens width"], norm: BallNorm) -> Tensor:
-    """The direction of length one in the norm along which a gradient x ascends fastest."""
-    dims = -1 if norm == "token_max" else (-2, -1)
-    return divide(x, torch.linalg.vector_norm(x, dim=dims, keepdim=True))
+def unit(x: Float[Tensor, "windows tokens width"]) -> Tensor:
+    """Every token at length one: the direction along which a gradient x ascends fastest."""
+    return divide(x, x.norm(dim=-1, keepdim=True))
 
 
 def project_to_ball(
-    step: Float[Tensor, "windows tokens width"], norm: BallNorm, radius: Float[Tensor, " windows"]
+    step: Float[Tensor, "windows tokens width"], radius: Float[Tensor, " windows"]
 ) -> Float[Tensor, "windows tokens width"]:
     """The nearest perturbation inside the ball (a hair inside: x + step is rounded)."""
-    dims = -1 if norm == "token_max" else (-2, -1)
-    length = torch.linalg.vector_norm(step, dim=dims, keepdim=True)
+    length = step.norm(dim=-1, keepdim=True)
     limit = (radius * INWARD)[:, None, None]
     return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
 
@@ -77,8 +73,6 @@ def attack_at_radius(
     x: Float[Tensor, "windows tokens width"],
     targets: Int[Tensor, "windows tokens"],
     clean: Float[Tensor, "windows tokens vocab"],
-    correct: Bool[Tensor, "windows tokens"],
-    norm: BallNorm,
     radii: Float[Tensor, "windows tokens"],
     num_steps: int,
 ) -> tuple[int, float]:
@@ -87,8 +81,8 @@ def attack_at_radius(
     Returns:
         How many predictions changed, and the largest share of a margin that was lost.
     """
-    number = torch.arange(correct.shape[1], device=x.device)
-    position = torch.where(correct, number, -1).amax(-1)
+    number = torch.arange(targets.shape[1], device=x.device)
+    position = torch.where(clean.argmax(-1) == targets, number, -1).amax(-1)
     chosen = position >= 0
     if not chosen.any():
         return 0, 0.0
@@ -99,19 +93,10 @@ def attack_at_radius(
     def lost(logits: Tensor, targets: Tensor) -> Tensor:
         return -margins(logits, targets)[rows, position]
 
-    moved = pgd(model, x, targets, norm, radius, num_steps, lost)
+    moved = pgd(model, x, targets, radius, num_steps, lost)
     before = margins(clean, targets)[rows, position]
     after = margins(logits_of(model, moved), targets)[rows, position]
     return int((after < 0).sum()), ((before - after) / before).amax().item()
-
-
-def left_over(
-    logits: Float[Tensor, "windows tokens vocab"], targets: Tensor, correct: Tensor
-) -> tuple[float, float, float]:
-    """Nats, accuracy, and the share of formerly correct positions that are wrong now."""
-    still = logits.argmax(-1) == targets
-    flips = (correct & ~still).sum() / correct.sum().clamp_min(1)
-    return nats_of(logits, targets), still.double().mean().item(), flips.item()
 
 
 def logits_of(
@@ -124,11 +109,6 @@ def logits_of(
 def window_nats(logits: Tensor, targets: Tensor) -> Float[Tensor, " windows"]:
     """Mean nats per character of each window."""
     return nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
-
-
-def nats_of(logits: Tensor, targets: Tensor) -> float:
-    """Mean nats per character."""
-    return window_nats(logits, targets).mean().item()
 
 
 def margins(logits: Tensor, targets: Tensor) -> Float[Tensor, "windows tokens"]:

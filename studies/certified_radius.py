@@ -6,8 +6,6 @@ for a position i with a correct prediction y: L bounds how far what the head rea
 the head's row of character y. All in float64, rounded down.
 """
 
-from typing import Literal, get_args
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -17,30 +15,14 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
-BallNorm = Literal["token_max", "frobenius"]
-NORMS: tuple[BallNorm, ...] = get_args(BallNorm)
-
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
 
 
-def feature_constants(model: CharTransformer) -> dict[BallNorm, float]:
-    """L with ‖z_i − z′_i‖₂ ≤ L ‖X − X′‖ for every position i, per norm; empty without certificate.
-
-    z is what the head reads. One token's length is at most either norm of Z, and token_max is at
-    most frobenius: so a token_max constant serves balls in frobenius, never the other way round.
-    """
-    if not model.is_invertible:
-        return {}
-    totals = {norm: certify(model, norm, dtype=torch.float64).total for norm in NORMS}
-    token_max, frobenius = totals["token_max"], totals["frobenius"]
-    if token_max is None or frobenius is None:
-        return {}
-    last = read_out_constant(model)
-    return {
-        "token_max": product_up(token_max, last),
-        "frobenius": product_up(min(token_max, frobenius), last),
-    }
+def feature_constant(model: CharTransformer) -> float | None:
+    """L with ‖z_i − z′_i‖₂ ≤ L max_j ‖x_j − x′_j‖₂, z what the head reads; None if unproven."""
+    total = certify(model, "token_max", dtype=torch.float64).total if model.is_invertible else None
+    return None if total is None else product_up(total, read_out_constant(model))
 
 
 def read_out_constant(model: CharTransformer) -> float:
@@ -74,7 +56,8 @@ def certified_radii(
         constant: L, from the stack's input to what the head reads.
 
     Returns:
-        No perturbation of the sequence shorter than this changes the prediction at the position.
+        No perturbation of the sequence shorter than this in token_max changes the prediction at the
+        position.
     """
     best, y = logits.max(-1)
     distances = torch.cdist(

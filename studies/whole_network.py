@@ -189,9 +189,7 @@ def examine(
     radii = certified_radii(model, clean, correct, certificate.total)
     flips = []
     for multiple in MULTIPLES:
-        flipped, _ = attack_at_radius(
-            model, x, targets, clean, correct, "token_max", radii * multiple, pgd_steps
-        )
+        flipped, _ = attack_at_radius(model, x, targets, clean, radii * multiple, pgd_steps)
         flips.append(flipped / max(1, int(correct.any(-1).sum())))
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     step = x.abs().amax() / 127

@@ -127,7 +127,6 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("growth", "layers=[9]", 2, "9 does not exist"),
         ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
-        ("robustness", "frobenius_radii=[]", 2, "frobenius_radii: give at least one"),
     ],
 )
 def test_what_cannot_be_asked_for_is_one_line(
