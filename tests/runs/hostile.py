@@ -36,7 +36,8 @@ class Payload:
 
 def seal(path: Path) -> None:
     """Make the manifest fit the files, as whoever changes them can."""
-    files = {name: record_of((path / name).read_bytes()) for name in FILES}
+    present = [name for name in FILES if (path / name).exists()]
+    files = {name: record_of((path / name).read_bytes()) for name in present}
     manifest = {"format": "invformer checkpoint", "version": 1, "files": files}
     (path / MANIFEST).write_text(json.dumps(manifest))
 
