@@ -1,54 +1,54 @@
 """Castin et al. 2024, Fig. 1: the local constant of attention layers against sequence length.
 
-‖Df(X)‖ (frobenius) of one multi-head attention layer f with its output map, by power iteration, at
-the inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent
-of C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval. Tied L2 attention is put
-under the same attack.
+‖Df(X)‖ (frobenius) of one multi-head attention layer f, by power iteration in float64, at the
+inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent of
+C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval.
 
-``model=small``        layers of ours at initialisation: dot product, tied L2, contractive L2
-``model=checkpoint``   a trained model of ours (checkpoint=RUN_FOLDER), on its own test text
-``model=two_cluster``  the attack alone, on random weights of GPT-2's shape
+``on text``       the first and the middle layer of ours at initialisation (dot product, tied L2,
+                  contractive L2), or of a trained model of ours (checkpoint=RUN_FOLDER) on its own
+                  test text; bare: without residual, LayerNorm and dropout
+``under attack``  random weights of the shape and size of GPT-2's at initialisation, one head alone,
+                  all heads, and tied L2 attention with the same W^Q and W^V
 
-Every layer is measured bare and in float64. The paper's layers are those of GPT-2 and BERT; without
-their weights only its attack on GPT-2 at initialisation (layer 6) can be held against ours, made on
-independent weights of the same normal distribution.
+The paper's layers are those of GPT-2 and BERT; without their weights only its attack on GPT-2 at
+initialisation (layer 6) can be held against ours, made on independent weights of the same normal
+distribution.
 
 What counts: reproduced means that all heads of the attacked layer, at the published R, have an
 exponent within 0.05 of ½ and C within a factor of two of the paper's. One head alone is √(n − 1)
 for any weights (Prop. 3.4) and checks the code; layers on text, other R and tied L2 (whose exponent
-below ¼ is called no growth) are not in the paper. Without the attack there is no claim.
+below ¼ is called no growth) are not in the paper. With fewer than three lengths under attack there
+is no claim.
 """
 
+import copy
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
-from invformer.assemble.model import trained_configuration
+from invformer.assemble.model import build_model, load_trained, trained_configuration
+from invformer.config.schema import AttentionName, DataConfig, ModelConfig
 from invformer.config.section import option
+from invformer.data.corpora import Corpus, read_corpus
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
+from invformer.nn.attention import TiedL2Attention
+from invformer.nn.kim_attention import paper_output_map
+from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.transformer import CharTransformer
+from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
 from studies import castin
-from studies.layer_bounds import jacobian_of, tied_attention
-from studies.measured_layers import (
-    DTYPE,
-    GPT2_INIT,
-    SMALL_CONTEXT,
-    Weights,
-    digest_of_text,
-    layer_of,
-    random_weights,
-    small_config,
-    source,
-    tied_weights,
-    unmasked_jacobian,
-)
+from studies.layer_bounds import jacobian_of, project, tied_attention
 from studies.power_law import Fit, fit
 from studies.report import (
     Figure,
@@ -57,7 +57,6 @@ from studies.report import (
     Summary,
     by,
     curves,
-    judged,
     look_of,
     mean,
     outcome_of,
@@ -65,68 +64,59 @@ from studies.report import (
     values,
 )
 from studies.study import Study, StudyOptions, case_of, program
+from studies.training import recorded_inputs
 
-Model = Literal["small", "checkpoint", "two_cluster"]
-Attention = Literal["dot_product", "l2", "contractive_l2"]
-Data = Literal["text", "two_cluster"]
-
-OURS: tuple[Attention, ...] = ("dot_product", "l2", "contractive_l2")
+OURS: tuple[AttentionName, ...] = ("dot_product", "l2", "contractive_l2")
+SMALL_LAYERS, SMALL_CONTEXT = 4, 128
+GPT2_INIT, GPT2_WIDTH, GPT2_HEADS = 0.02, 768, 12
+PUBLISHED_RADIUS, LARGE_RADIUS = 100.0, 1000.0  # R of the attack
 L2_RADII = tuple(2.0**k for k in range(-8, 1))  # L2 is attacked at all of these, in units of R
-RANDOM_WEIGHTS = "random_weights"  # N(0, 0.02²), of GPT-2's shape: no network, no layer
-IN_WORDS = f"random N(0, {GPT2_INIT}²) weights of GPT-2's shape"
-PUBLISHED_RADIUS, PUBLISHED_C = 100.0, 0.92  # C n^(1/2) of all heads, the attack made for head 0
+PUBLISHED_C = 0.92  # C n^(1/2) of all heads, the attack made for head 0
 IN_PAPER = (
     "GPT-2 at initialisation, layer 6, all heads, attack made for head 0, R = 100: 0.92 n^0.5"
 )
 EXPONENT_TOLERANCE = 0.05  # of the attack's 1/2
 COEFFICIENT_FACTOR = 2.0  # between the paper's C and ours
 NO_GROWTH = 0.25  # an exponent below it is not the attack's 1/2
+MAX_STEPS, RTOL = 200, 1e-4  # of power iteration
+DTYPE = torch.float64
 
 
 @dataclass(kw_only=True)
 class Options(StudyOptions):
     """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
 
-    model: Model = option("small", "whose layers are measured")
-    checkpoint: str | None = option(None, "run folder, for model=checkpoint")
+    checkpoint: str | None = option(None, "run folder; null is small layers at initialisation")
     text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")
     sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", "[2, 1e5]")
     num_sequences: int = option(4, "texts per n, the same starts for all n", "[1, 1e4]")
-    layers: list[int] = option([], "from 0 on; [] is the first and the middle one", "[0, 1e4]")
     attack_sizes: list[int] = option([7, 17, 32, 47, 62, 77, 97], "n under attack", "[2, 1e5]")
-    attack_factors: list[float] = option([1.0, 10.0], "radii of the paper's attack", "(0, 1e6]")
-    max_steps: int = option(200, "power iteration steps at most", "[1, 1e5]")
-    rtol: float = option(1e-4, "residual that counts as converged", "(0, 1)")
 
     def check(self) -> None:
-        """A checkpoint is named exactly where it is used."""
-        if (self.model == "checkpoint") != (self.checkpoint is not None):
-            self.refuse("checkpoint", "set it together with model=checkpoint, and only then")
+        """A text exists."""
+        missing = self.text is not None and not Path(self.text).expanduser().exists()
+        self.refuse_if(missing, "text", f"{self.text}: no such file or folder")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One layer at one length.
 
-    ``path`` are the weights of the model and ``digest`` their content, as ``sha256`` is that of the
-    text; ``radius`` is R for ``two_cluster``, 0 on text; ``alone`` measures the attacked head only.
+    ``path`` is the model's run folder and ``digest`` its content, as ``sha256`` is that of the
+    text; ``radius`` is R under attack, 0 on text; ``alone`` measures the attacked head only.
     """
 
-    model: str
     path: str = ""
     digest: str = ""
-    attention: Attention
+    attention: AttentionName
     layer: int = 0
     causal: bool = False
-    data: Data
     num_tokens: int
     alone: bool = False
     radius: float = 0.0
-    num_sequences: int
-    text: str
+    num_sequences: int = 1
+    text: str = ""
     sha256: str = ""
-    max_steps: int
-    rtol: float
     seed: int
 
 
@@ -138,77 +128,85 @@ class Result:
     converged: float
 
 
-# --- cases ---------------------------------------------------------------------------------------
-
-
 def cases(options: Options) -> list[Case]:
     """Lengths on text, then the attack on random weights."""
-    model, path = options.model, options.checkpoint or ""
-    attentions, num_layers, context = resolve(options)
-    layers = options.layers or sorted({0, num_layers // 2})
-    if attentions and max(layers) >= num_layers:
-        options.refuse("layers", f"{max(layers)} does not exist: {model} has {num_layers} layers")
+    attentions, num_layers, context, digest = OURS, SMALL_LAYERS, SMALL_CONTEXT, ""
+    path, text = options.checkpoint or "", options.text or ""
+    if path:
+        checkpoint = read_checkpoint(path)
+        trained, digest = trained_configuration(checkpoint), checkpoint.sha256[:16]
+        attentions, num_layers = (trained.model.name,), trained.model.num_layers
+        context = trained.data.seq_len
+        if trained.model.name not in OURS:
+            known = ", ".join(OURS)
+            raise ConfigurationError(f"checkpoint: {trained.model.name} is none of {known}")
     sizes = [n for n in options.sizes if n <= context]
     if len(sizes) < len(options.sizes):
-        print(f"growth: {model} takes at most {context} tokens; longer sizes are left out")
-    masks = [True] if path else [True, False]  # unmasked, a trained layer would lose its bias
-    text = options.text or ""
-    digest = read_checkpoint(path).sha256[:16] if path else ""
-    sha256 = digest_of_text(model, path, text) if attentions else ""
-    curves = [
+        print(f"growth: the model takes at most {context} tokens; longer sizes are left out")
+    sha256 = corpus_of(path, text).sha256[:16] if sizes else ""
+    on_text = [
         case_of(
-            Case, options, path=path, digest=digest, text=text, sha256=sha256, data="text",
+            Case, options, path=path, digest=digest, text=text, sha256=sha256,
             attention=attention, layer=layer, causal=causal, num_tokens=n,
         )
         for attention in attentions
-        for layer in layers
-        for causal in masks
+        for layer in sorted({0, num_layers // 2})
+        for causal in ([True] if path else [True, False])  # a trained layer would lose its bias
         for n in sizes
     ]  # fmt: skip
-    kinds: list[tuple[Attention, bool, float]] = [
-        ("dot_product", True, 1.0),
-        *(("dot_product", False, factor) for factor in options.attack_factors),
-        ("l2", True, 1.0),
+    kinds: list[tuple[AttentionName, bool, float]] = [
+        ("dot_product", True, PUBLISHED_RADIUS),
+        ("dot_product", False, PUBLISHED_RADIUS),
+        ("dot_product", False, LARGE_RADIUS),
+        ("l2", True, PUBLISHED_RADIUS),
     ]
-    attacks = [
-        case_of(
-            Case, options, model=RANDOM_WEIGHTS, text="", num_sequences=1, data="two_cluster",
-            attention=attention, num_tokens=n, alone=alone, radius=factor * PUBLISHED_RADIUS,
-        )
-        for attention, alone, factor in kinds
+    return on_text + [
+        Case(attention=attention, num_tokens=n, alone=alone, radius=radius, seed=options.seed)
+        for attention, alone, radius in kinds
         for n in options.attack_sizes
-    ]  # fmt: skip
-    return [*curves, *attacks]
-
-
-def resolve(options: Options) -> tuple[tuple[Attention, ...], int, int]:
-    """The attentions that are measured on text, the number of layers, and the longest input."""
-    if options.model == "two_cluster":
-        return (), 1, SMALL_CONTEXT
-    if options.checkpoint is None:
-        return OURS, small_config("dot_product").num_layers, SMALL_CONTEXT
-    trained = trained_configuration(read_checkpoint(options.checkpoint))
-    name = trained.model.name
-    if name not in OURS:
-        raise ConfigurationError(
-            f"checkpoint: the growth of {name} is not studied; take one with {', '.join(OURS)}"
-        )
-    attention = OURS[OURS.index(name)]  # the same string, of the narrower type
-    return (attention,), trained.model.num_layers, trained.data.seq_len
-
-
-# --- measuring -----------------------------------------------------------------------------------
+    ]
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """The layer at its texts, or under attack; small matrices, so always on the CPU."""
     del device
-    if case.data == "two_cluster":
-        return attack(case)
-    network, text = source(case.model, case.path, case.attention, case.text, case.seed)
-    tokens = sequences(text, case.num_tokens, case.num_sequences, case.seed)
-    jacobian = jacobian_of if case.causal else unmasked_jacobian
-    return estimate(jacobian(*layer_of(network, tokens, case.layer)), case)
+    return attack(case) if case.radius else on_text(case)
+
+
+def estimate(jacobian: LinearMap, seed: int) -> Result:
+    """‖Df(X)‖ of every sequence."""
+    found = operator_norm(jacobian, "frobenius", num_steps=MAX_STEPS, rtol=RTOL, seed=seed)
+    return Result(found.value.tolist(), found.converged.double().mean().item())
+
+
+# --- on text -------------------------------------------------------------------------------------
+
+
+def corpus_of(path: str, text: str) -> Corpus:
+    """The text that was asked for, or that of the run, or python_docs."""
+    if text:
+        return read_corpus(DataConfig(name="text_file", path=text))
+    return read_corpus(trained_configuration(read_checkpoint(path)).data if path else DataConfig())
+
+
+@lru_cache(maxsize=1)
+def model_and_text(
+    path: str, attention: AttentionName, text: str, seed: int
+) -> tuple[CharTransformer, Tensor]:
+    """A trained model, or a small one without position bias: its mask alone says who sees whom."""
+    words = corpus_of(path, text).split("test" if path and not text else "train")
+    if path:
+        trained = load_trained(path)
+        return trained.model.to(DTYPE), trained.vocabulary.encode(words).long()
+    vocabulary = Vocabulary.from_text(words)
+    config = ModelConfig(
+        name=attention, certificate="token_max" if attention == "contractive_l2" else None,
+        d_model=64, num_heads=4, num_layers=SMALL_LAYERS, position_bias=False,
+        diagonal_scaling=False,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    model = build_model(config, vocabulary.size, SMALL_CONTEXT).to(DTYPE).eval()
+    return model, vocabulary.encode(words).long()
 
 
 def sequences(
@@ -230,55 +228,82 @@ def sequences(
     return tokens[starts[:, None] + torch.arange(num_tokens)]
 
 
-def estimate(jacobian: LinearMap, case: Case) -> Result:
-    """‖Df(X)‖ of every sequence."""
-    found = operator_norm(
-        jacobian, "frobenius", num_steps=case.max_steps, rtol=case.rtol, seed=case.seed
-    )
-    return Result(found.value.tolist(), found.converged.double().mean().item())
+def on_text(case: Case) -> Result:
+    """A layer at the inputs that its model gives it, or one in which every token sees all."""
+    model, text = model_and_text(case.path, case.attention, case.text, case.seed)
+    with torch.no_grad(), recorded_inputs(model) as found:
+        model(sequences(text, case.num_tokens, case.num_sequences, case.seed))
+    layer, x = found[case.layer]
+    if case.causal:
+        jacobian = jacobian_of(layer, x)
+    elif isinstance(layer, TiedL2Attention):  # a contractive layer's weights depend on its mask
+        weights = layer.weights()
+        jacobian = linearise(lambda z: tied_attention(z, *weights), x)
+    else:
+        layer = copy.deepcopy(layer)
+        layer.position = VisibilityMask(torch.ones(2 * [case.num_tokens], dtype=torch.bool))
+        jacobian = jacobian_of(layer, x)
+    return estimate(jacobian, case.seed)
+
+
+# --- under attack --------------------------------------------------------------------------------
 
 
 def attack(case: Case) -> Result:
     """The paper's two clusters, made for one dot-product head; L2 takes the worst of more radii."""
     weights = random_weights(case.seed)
-    q, k = weights.w_q[0], weights.w_k[0]
+    w_q, w_k, w_v = (w[:1] for w in weights) if case.alone else weights
+    d_head = w_q.shape[-1]
     try:
-        a = k @ q.mT / math.sqrt(q.shape[-1])
+        a = w_k[0] @ w_q[0].mT / math.sqrt(d_head)
         x = castin.two_cluster_tokens(a, case.radius, case.num_tokens)[None]
     except ValueError as error:
         raise ConfigurationError(f"seed: {error}; choose another seed") from None
-    if case.alone:  # its channels are written to the first of the output
-        w_o = torch.eye(weights.w_v.shape[-1], weights.w_v.shape[-2], dtype=DTYPE)
-        weights = Weights(weights.w_q[:1], weights.w_k[:1], weights.w_v[:1], w_o)
     if case.attention == "dot_product":
-        return estimate(linearise(weights, x), case)
-    tied = tied_weights(weights)
-    jacobians = (linearise(lambda z: tied_attention(z, *tied), s * x) for s in L2_RADII)
-    found = (estimate(jacobian, case) for jacobian in jacobians)
+        return estimate(linearise(lambda z: dot_product(z, w_q, w_k, w_v), x), case.seed)
+    # The value path of tied L2 has the factor W^Q W^Qᵀ/√d, tiny for small weights: scaled to one.
+    size = torch.linalg.matrix_norm(w_q[0], 2).square() / math.sqrt(d_head)
+    g = paper_output_map(w_q, w_v, torch.eye(d_head, GPT2_WIDTH, dtype=DTYPE)) / size
+    jacobians = (linearise(lambda z: tied_attention(z, w_q, g), s * x) for s in L2_RADII)
+    found = (estimate(jacobian, case.seed) for jacobian in jacobians)
     return max(found, key=lambda result: result.constants)
+
+
+@lru_cache(maxsize=1)
+def random_weights(seed: int) -> tuple[Tensor, ...]:
+    """W^Q, W^K and W^V of the shape and size of GPT-2's at initialisation, (H, D, d) each."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (GPT2_WIDTH, 3 * GPT2_WIDTH)
+    parts = GPT2_INIT * torch.randn(shape, generator=generator, dtype=DTYPE)
+    return tuple(split_heads(w, GPT2_HEADS) for w in parts.chunk(3, dim=1))
+
+
+def dot_product(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
+    """f(X) = [softmax(Q_h K_hᵀ/√d) V_h]_h in the first H d channels; every token sees all."""
+    q, k, v = (project(x, w) for w in (w_q, w_k, w_v))
+    y = merge_heads((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v)
+    return nn.functional.pad(y, (0, x.shape[-1] - y.shape[-1]))
 
 
 # --- fits and verdict ----------------------------------------------------------------------------
 
-CURVE = ("model", "attention", "layer", "causal", "data", "alone", "radius")
-Part = Rows[Case, Result]
+Part = Rows[Case, Result]  # one curve, by growing n
 
 
 def label(case: Case) -> str:
     """A curve in words."""
     attention = case.attention.replace("_", " ")
-    if case.data == "two_cluster":
+    if case.radius:
         radius = f"R {'≤' if case.attention == 'l2' else '='} {case.radius:g}"
         heads = "one head" if case.alone else "all heads"
-        return f"{IN_WORDS}, {attention}, {heads}, {radius}"
-    mask = "causal" if case.causal else "unmasked"
-    return f"{case.model} {attention} layer {case.layer}, {mask}"
+        return f"random N(0, {GPT2_INIT}²) weights of GPT-2's shape, {attention}, {heads}, {radius}"
+    model, mask = "checkpoint" if case.path else "small", "causal" if case.causal else "unmasked"
+    return f"{model} {attention} layer {case.layer}, {mask}"
 
 
 def is_published(case: Case) -> bool:
-    """Whether the paper measured what stands here: all heads, at its own R."""
-    is_attack = case.data == "two_cluster" and case.attention == "dot_product"
-    return is_attack and not case.alone and case.radius == PUBLISHED_RADIUS
+    """Whether the paper measured this: all heads under attack, at its own R."""
+    return case.attention == "dot_product" and not case.alone and case.radius == PUBLISHED_RADIUS
 
 
 def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
@@ -286,14 +311,13 @@ def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
 
     Prop. 3.4 has √(n − 1): fitted in n it would look like n^0.53 at these lengths, for any weights.
     """
-    parts = [sorted(part, key=lambda row: row[0].num_tokens) for part in by(rows, *CURVE).values()]
-    return [
-        (
-            part,
-            fit([(c.num_tokens, r.constants) for c, r in part], others=bool(part[0][0].radius)),
-        )
-        for part in parts
-    ]
+    found = []
+    for part in by(rows, lambda case, _: label(case)).values():
+        part = sorted(part, key=lambda row: row[0].num_tokens)
+        others = part[0][0].radius > 0
+        points = [(c.num_tokens - others, r.constants) for c, r in part]
+        found.append((part, fit(points, "(n-1)" if others else "n")))
+    return found
 
 
 def constant(case: Case, result: Result) -> float:
@@ -301,24 +325,31 @@ def constant(case: Case, result: Result) -> float:
     return fmean(result.constants)
 
 
+def root_coefficient(part: Part) -> float:
+    """C of C √n through a curve, least squares in logarithms: what the paper gives for attacks."""
+    return math.exp(mean(part, lambda c, r: math.log(constant(c, r) / math.sqrt(c.num_tokens))))
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Every fitted curve beside the paper's."""
+    """Every curve beside the paper's; the verdict is about the attack that the paper measured."""
     found = fits(rows)
-    lines = [table_line(part, one) for part, one in found]
     fitted = [(part, one) for part, one in found if one is not None]
-    if not fitted:
-        return judged([], lines, "C n^alpha", "an exponent needs at least three lengths")
     findings = [attack_finding(part, one) for part, one in fitted if part[0][0].radius]
     if slower := [one.exponent < 0.5 for part, one in fitted if not part[0][0].radius]:
-        share = f"{sum(slower)} of {len(slower)}"
-        words = f"{share} curves on text grow slower than n^(1/2); none is of the paper's layers"
-        findings.append((None, f"{words}, whose exponent is about 1/4"))
-    why = "; ".join(words for _, words in findings)
-    why += f"; at least {min(values(rows, 'converged')):.0%} of the estimates of each row converged"
-    ours = "; ".join(f"{label(part[0][0])}: {one}" for part, one in fitted)
+        words = (
+            f"{sum(slower)} of {len(slower)} curves on text grow slower than n^(1/2); none is of"
+        )
+        findings.append((None, f"{words} the paper's layers, whose exponent is about 1/4"))
+    converged = min(values(rows, "converged"))
+    findings.append((None, f"at least {converged:.0%} of the estimates of each row converged"))
     published = any(is_published(part[0][0]) for part, _ in fitted)
-    paper = IN_PAPER if published else "about n^(1/4) on text"
-    return Summary(lines, paper, ours, outcome_of(findings), why)
+    return Summary(
+        [table_line(part, one) for part, one in found],
+        IN_PAPER if published else "about n^(1/4) on text",
+        "; ".join(f"{label(part[0][0])}: {one}" for part, one in fitted) or "too few lengths",
+        outcome_of(findings),
+        "; ".join(words for _, words in findings),
+    )
 
 
 def attack_finding(part: Part, one: Fit) -> Finding:
@@ -357,27 +388,23 @@ def table_line(part: Part, one: Fit | None) -> dict[str, Any]:
     }
 
 
-def root_coefficient(part: Part) -> float:
-    """C of C √n through a curve, least squares in logarithms: what the paper gives for attacks."""
-    return math.exp(mean(part, lambda c, r: math.log(constant(c, r) / math.sqrt(c.num_tokens))))
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Constants against n, on text and under attack, with the paper's line."""
-    figure, panes = panels(1, 2)
-    for axes, data in zip(panes, get_args(Data), strict=True):
-        chosen = [row for row in rows if row[0].data == data]
-        for index, (part, one) in enumerate(fits(chosen)):
-            words = label(part[0][0]) if one is None else f"{label(part[0][0])}:\n{one}"
-            curves(axes, part, "num_tokens", constant, label=words, **look_of(index))
-            if is_published(part[0][0]):
-                n = values(part, "num_tokens")
-                axes.plot(n, [PUBLISHED_C * m**0.5 for m in n], "k:", label="paper 0.92 n^0.5")
+    figure, (left, right) = panels(1, 2)
+    for index, (part, one) in enumerate(fits(rows)):
+        case = part[0][0]
+        words = f"{label(case)}:\n{one}" if one else label(case)
+        axes = right if case.radius else left
+        curves(axes, part, "num_tokens", constant, label=words, **look_of(index))
+        if is_published(case):
+            n = values(part, "num_tokens")
+            axes.plot(n, [PUBLISHED_C * m**0.5 for m in n], "k:", label="paper 0.92 n^0.5")
+    for axes, title in ((left, "text"), (right, "two clusters")):
         axes.set(
             xlabel="sequence length n (tokens)", xscale="log", yscale="log",
-            ylabel="local constant, frobenius (no unit)", title=data.replace("_", " "),
+            ylabel="local constant, frobenius (no unit)", title=title,
         )  # fmt: skip
-        if chosen:
+        if axes.lines:
             axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
 

@@ -14,7 +14,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Fit:
-    """C mᵅ through a curve, with an interval for α; ``variable`` is what m is: n or (n-1)."""
+    """C mᵅ through a curve, with an interval for α; ``variable`` is what m is called."""
 
     coefficient: float
     exponent: float
@@ -31,34 +31,27 @@ class Fit:
         return f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def fit(
-    points: Sequence[tuple[int, Sequence[float]]], seed: int = 0, others: bool = False
-) -> Fit | None:
+def fit(points: Sequence[tuple[int, Sequence[float]]], variable: str = "n") -> Fit | None:
     """log L = log C + α log m by least squares; the 95 % interval resamples lengths and sequences.
 
-    Args:
-        points: n and the constants of its sequences, of which the k-th belong together.
-        seed: of the bootstrap.
-        others: m = n − 1, the number of tokens besides a lone one; m = n otherwise.
-
-    Returns:
-        The fit, or None for less than three lengths.
+    ``points`` are m and the constants of its sequences, of which the k-th belong together. None for
+    less than three of them.
     """
     if len(points) < 3:
         return None
-    n = torch.tensor([float(n - others) for n, _ in points], dtype=DTYPE).log()
+    m = torch.tensor([m for m, _ in points], dtype=DTYPE).log()
     values = torch.tensor([list(v) for _, v in points], dtype=DTYPE).log()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     slopes = []
     for _ in range(NUM_RESAMPLES):
-        lengths = torch.randint(len(n), (len(n),), generator=generator)
+        lengths = torch.randint(len(m), (len(m),), generator=generator)
         chosen = torch.randint(values.shape[1], (values.shape[1],), generator=generator)
         if len(set(lengths.tolist())) > 1:
-            slopes.append(line(n[lengths], values[lengths][:, chosen].mean(1))[1])
+            slopes.append(line(m[lengths], values[lengths][:, chosen].mean(1))[1])
     tail = (1 - CONFIDENCE) / 2
-    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(n.new_tensor([tail, 1 - tail])).tolist()
-    intercept, exponent = line(n, values.mean(1))
-    return Fit(math.exp(intercept), exponent, low, high, "(n-1)" if others else "n")
+    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(m.new_tensor([tail, 1 - tail])).tolist()
+    intercept, exponent = line(m, values.mean(1))
+    return Fit(math.exp(intercept), exponent, low, high, variable)
 
 
 def line(x: Tensor, y: Tensor) -> tuple[float, float]:

@@ -42,7 +42,7 @@ SMALL = {
     "frontier": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} num_windows=2 "
     "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
     "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",
-    "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 layers=[0] attack_sizes=[7,15,31]",
+    "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 attack_sizes=[7,15,31]",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
@@ -121,10 +121,8 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("attention_distribution", "data.val_characters=100", 3, "4 are asked for; raise"),
         ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
         ("frontier", "data.max_characters=9000 seq_len=5000", 3, "seq_len=5000: the"),
-        ("growth", "text=/nowhere.txt", 3, "no such file or folder; check text"),
-        ("growth", "model=checkpoint", 2, "set it together with model=checkpoint"),
-        ("growth", "model=checkpoint checkpoint=/nowhere", 4, "/nowhere"),
-        ("growth", "layers=[9]", 2, "9 does not exist"),
+        ("growth", "text=/nowhere.txt", 2, "text: /nowhere.txt: no such file or folder"),
+        ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
         ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
     ],

@@ -8,13 +8,15 @@ import torch
 
 from invformer.assemble.model import build_model
 from invformer.config import load_config
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import AttentionName, TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
+from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.position_bias import VisibilityMask
+from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.linear_map import dense_jacobian
-from studies import growth, measured_layers
-from studies.growth import Attention, Case, Options, cases, measure
+from studies import growth
+from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
 from tests.saved_runs import save_run
 
@@ -24,8 +26,7 @@ TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> None:
-    for cache in (measured_layers.source, measured_layers.random_weights):
-        cache.cache_clear()
+    growth.model_and_text.cache_clear()
 
 
 @pytest.fixture
@@ -35,28 +36,25 @@ def text_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def on_text(attention: Attention, text: str, **changed: object) -> Case:
-    case = Case(
-        model="small", path="", digest="", attention=attention, layer=1, causal=True, data="text",
-        num_tokens=4, alone=False, radius=0.0, num_sequences=2, text=text, sha256="",
-        max_steps=400, rtol=1e-6, seed=0,
-    )  # fmt: skip
-    return replace(case, **changed)  # pyright: ignore[reportArgumentType]
-
-
 @pytest.mark.parametrize(
     ("attention", "causal"),
     [("dot_product", True), ("dot_product", False), ("l2", True), ("l2", False),
      ("contractive_l2", True)],
 )  # fmt: skip
 def test_the_constant_of_a_layer_is_a_dense_singular_value(
-    attention: Attention, causal: bool, text_file: str
+    attention: AttentionName, causal: bool, text_file: str
 ) -> None:
-    case = on_text(attention, text_file, causal=causal)
+    case = Case(
+        attention=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2,
+        text=text_file, seed=0,
+    )  # fmt: skip
     found = measure(case, CPU)
-    network, text = measured_layers.source("small", "", attention, text_file, 0)
-    tokens = growth.sequences(text, 4, 2, 0)
-    layer, inputs = measured_layers.layer_of(network, tokens, 1)
+    model, text = growth.model_and_text("", attention, text_file, 0)
+    probe = LipschitzProbe(model, growth.sequences(text, 4, 2, 0))
+    index = list(probe.names).index("block_01/attention")
+    layer, inputs = probe.branches[index], probe.inputs()[index]
+    if isinstance(layer, PreNormBranch):
+        layer, inputs = layer.inner, layer.norm(inputs)
     if not causal:
         layer.position = VisibilityMask(torch.ones(4, 4, dtype=torch.bool))
     dense = [torch.linalg.matrix_norm(dense_jacobian(layer, x), 2) for x in inputs]
@@ -76,8 +74,7 @@ def test_an_exact_power_is_fitted_exactly() -> None:
     assert found.high == pytest.approx(0.25)
     assert str(found) == "4.24 n^0.25 [0.25, 0.25]"
     assert fit(points[:2]) is None
-    others = fit([(n + 1, values) for n, values in points], others=True)
-    assert others == replace(found, variable="(n-1)")
+    assert fit(points, "(n-1)") == replace(found, variable="(n-1)")
 
 
 def test_the_interval_of_a_noisy_power_covers_it() -> None:
@@ -93,8 +90,7 @@ def test_the_interval_of_a_noisy_power_covers_it() -> None:
 
 
 def test_the_attack_gives_a_square_root_to_one_head_and_nothing_to_distances() -> None:
-    options = Options(model="two_cluster", attack_sizes=[7, 15, 31], attack_factors=[])
-    chosen = cases(options)
+    chosen = [case for case in cases(Options(sizes=[], attack_sizes=[7, 15, 31])) if case.alone]
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert {case.radius for case in chosen} == {100.0}
     found = {part[0][0].attention: one for part, one in growth.fits(rows)}
@@ -108,11 +104,11 @@ def test_the_attack_gives_a_square_root_to_one_head_and_nothing_to_distances() -
 
 
 def attacked_rows(
-    constant: Callable[[Case], float], *words: str
+    constant: Callable[[Case], float], *sizes: int
 ) -> list[tuple[Case, growth.Result]]:
     """The attack with constants that are given."""
-    options = load_config(["model=two_cluster", "attack_sizes=[5, 17, 65]", *words], Options)
-    return [(case, growth.Result([constant(case)], 1.0)) for case in cases(options)]
+    chosen = cases(Options(sizes=[], attack_sizes=list(sizes)))
+    return [(case, growth.Result([constant(case)], 1.0)) for case in chosen]
 
 
 def attacked_constant(exponent: float, coefficient: float, l2: float) -> Callable[[Case], float]:
@@ -139,13 +135,14 @@ def attacked_constant(exponent: float, coefficient: float, l2: float) -> Callabl
 def test_the_verdict_is_about_all_heads_and_names_the_rest(
     exponent: float, coefficient: float, l2: float, outcome: str, said: str
 ) -> None:
-    summary = growth.summarise(attacked_rows(attacked_constant(exponent, coefficient, l2)))
+    summary = growth.summarise(
+        attacked_rows(attacked_constant(exponent, coefficient, l2), 5, 17, 65)
+    )
     assert (summary.outcome, said in summary.why) == (outcome, True)
 
 
-@pytest.mark.parametrize("words", [["attack_factors=[]"], ["attack_factors=[3.0]"]])
-def test_without_the_published_attack_nothing_is_reproduced(words: list[str]) -> None:
-    rows = attacked_rows(lambda case: math.sqrt(case.num_tokens - 1), *words)
+def test_with_too_few_lengths_nothing_is_reproduced() -> None:
+    rows = attacked_rows(lambda case: math.sqrt(case.num_tokens - 1), 5, 17)
     assert growth.summarise(rows).outcome == "not in the paper"
 
 
@@ -172,8 +169,8 @@ def save_fresh_model(folder: Path, text_file: str, step: int = 3) -> TrainConfig
 
 
 def cases_of_a_run(folder: Path) -> list[Case]:
-    words = ["model=checkpoint", f"checkpoint={folder}", "sizes=[4,8,16,32]", "num_sequences=2"]
-    return cases(load_config([*words, "attack_sizes=[]"], Options))
+    sizes = {"sizes": [4, 8, 16, 32], "attack_sizes": []}
+    return cases(Options(checkpoint=str(folder), num_sequences=2, **sizes))
 
 
 def test_a_trained_model_of_ours_is_measured(
