@@ -19,14 +19,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import torch
 from torch.distributed import TCPStore  # type: ignore  # documented, but not in an __all__
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from invformer.errors import InvformerError, RankLost
-from invformer.runs.ranks import POLL, REPORTS, signals_to_stop
+from invformer.runs.ranks import POLL, REPORTS, signals_to_stop, usable_cores
 
 GRACE_TO_STOP = 75  # seconds for ranks after a signal: saving, and W&B's last minute
 
@@ -50,7 +49,7 @@ def launch(count: int) -> None:
         RankLost: a rank died, or failed without saying why.
     """
     logging.disable(logging.CRITICAL)  # the launcher has one line to say, and it is ours
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // count)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
     with tempfile.TemporaryDirectory(prefix="invformer-ranks-") as folder:
         os.environ[REPORTS] = folder
         config = LaunchConfig(

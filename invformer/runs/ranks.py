@@ -1,6 +1,7 @@
 """What a process does that a launcher started (a rank), and how a run is told to stop."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -13,6 +14,18 @@ from invformer.errors import RankLost
 
 REPORTS = "INVFORMER_REPORTS"  # the folder in which ranks report how they ended
 POLL = 0.2  # seconds
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores that this process may use: those it may run on, within the quota of its container."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    except (OSError, ValueError):  # no cgroup, or "max": no quota
+        pass
+    return max(1, cores)
 
 
 def hear_to_stop(handler: Callable[[int, FrameType | None], None]) -> None:

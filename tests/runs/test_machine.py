@@ -13,6 +13,7 @@ from invformer.runs.machine import (
     refuse_missing_hardware,
     training_device,
 )
+from invformer.runs.ranks import usable_cores
 
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda", "auto"])
@@ -52,6 +53,25 @@ def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
     with pytest.raises(ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
         build_run(load_config(words))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 6),
+        ({"cpu.max": "max 100000"}, 6),
+        ({"cpu.max": "150000 100000"}, 2),
+        ({"cpu.max": "1000 100000"}, 1),
+    ],
+)
+def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert usable_cores(tmp_path) == cores
 
 
 def test_a_mac_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
