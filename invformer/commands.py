@@ -57,8 +57,9 @@ def require_paths(config: Root) -> None:
         DataError: there is no such text.
     """
     named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
+    opens_hub = isinstance(config, SampleConfig | InvertConfig | ExportConfig)
     for checkpoint in [named] if isinstance(named, str) else named:
-        if is_missing(checkpoint) and not is_hub_name(checkpoint):
+        if is_missing(checkpoint) and not (opens_hub and is_hub_name(checkpoint)):
             raise CheckpointError(
                 f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
             )

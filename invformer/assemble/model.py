@@ -164,8 +164,7 @@ def load_model(
     """
     wanted = weights_on_meta(config, vocabulary.size)
     weights = checkpoint.read_weights({PREFIX + name: w for name, w in wanted.items()})
-    if checkpoint.has_state:
-        checkpoint.read_state()  # a checkpoint is taken whole or not at all
+    checkpoint.read_state()  # a checkpoint is taken whole or not at all
     model = untrained(config, vocabulary.size)
     model.load_state_dict({name.removeprefix(PREFIX): w for name, w in weights.items()})
     return model.eval()

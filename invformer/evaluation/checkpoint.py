@@ -4,7 +4,6 @@ import logging
 import os
 from pathlib import Path
 
-from invformer.config.trained import HUB_NAME
 from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import (
     CHECKPOINTS,
@@ -14,7 +13,6 @@ from invformer.runs.checkpoint import (
     newest_checkpoint,
     open_checkpoint,
 )
-from invformer.runs.contained import one_line
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +20,7 @@ log = logging.getLogger(__name__)
 def read_checkpoint(path: str) -> Checkpoint:
     """Open one checkpoint, or the best of a run folder (else the newest), and run no code in it.
 
-    USER/NAME that is no folder is a model on the Hugging Face Hub. A damaged checkpoint in a run
-    folder is passed over with a warning; so is a best one that is gone.
+    A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
 
     Raises:
         CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.
@@ -31,13 +28,9 @@ def read_checkpoint(path: str) -> Checkpoint:
     if "://" in path:
         raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
     folder = Path(os.path.expanduser(path))
-    if HUB_NAME.fullmatch(path) and not folder.exists():
-        folder = download(path)
     try:
         if folder.is_file() or (folder / MANIFEST).exists():
             return open_checkpoint(folder)
-        if (folder / "model.safetensors").exists():
-            raise CheckpointError(f"{folder}: an older export, which commit 3630c28 reads")
         newest, refused = newest_checkpoint(folder / CHECKPOINTS)
         if newest is None:
             wanted = "holds no checkpoint" if folder.is_dir() else "does not exist"
@@ -75,20 +68,3 @@ def best_checkpoint(newest: Checkpoint) -> Checkpoint:
     except CheckpointError as error:
         log.warning("%s; taking %s, the newest, not the best", error, newest.path.name)
         return newest
-
-
-def download(name: str) -> Path:
-    """The folder that a model on the Hub is kept in, which is brought up to date.
-
-    Raises:
-        CheckpointError: there is no such model on the Hub, and no such folder here.
-    """
-    from huggingface_hub import constants, snapshot_download
-
-    folder = Path(constants.HF_HOME, "invformer", name)  # of files: links are not followed
-    try:
-        return Path(snapshot_download(name, local_dir=folder))
-    except Exception as error:  # which ones differs between releases
-        raise CheckpointError(
-            f"{name}: no folder here, and no model on the Hub ({one_line(error)})"
-        ) from None

@@ -4,7 +4,6 @@
 ``state.safetensors`` are where training continues: optimiser, schedule, random generators, loop and
 sampler positions, the callbacks' memory. If the optimiser's memory is sharded, each process writes
 its part, ``state-00001.safetensors``. ``MANIFEST.json`` holds the size and SHA-256 of each file.
-A model that ``export.py`` wrote has no state, and a model card beside its files.
 
 A checkpoint is written beside its final place, file by file, the manifest last, and renamed. It is
 read only after it was verified.
@@ -50,7 +49,6 @@ MANIFEST = "MANIFEST.json"
 MODEL, WEIGHTS = "model.json", "weights.safetensors"
 STATE, STATE_TENSORS = "state.json", "state.safetensors"
 FILES = (MODEL, WEIGHTS, STATE, STATE_TENSORS)
-SHARED, CARD = {MODEL, WEIGHTS}, "README.md"  # a model to share: no state, but a model card
 PART = "state-{:05d}.safetensors"  # of the optimiser's memory, by the process that keeps it
 PARTS = re.compile(r"state-\d{5}\.safetensors")
 NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
@@ -78,11 +76,6 @@ class Checkpoint:
     def step(self) -> int:
         """Optimiser steps taken."""
         return self.metadata["step"]
-
-    @property
-    def has_state(self) -> bool:
-        """Whether training can continue here; not from a model that was exported."""
-        return STATE in self.files
 
     @property
     def evaluation(self) -> Path:
@@ -283,11 +276,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
             checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
         case _:
             raise CheckpointError(f"{path / MANIFEST}: no manifest of a checkpoint of version 1")
-    wanted = {*FILES, *filter(PARTS.fullmatch, files)}
-    if files.keys() == SHARED:
-        wanted = SHARED  # and whatever the Hub adds, which is hidden
-        names = {name for name in names if name != CARD and not name.startswith(".")}
-    if differing := names - {MANIFEST} ^ files.keys() | files.keys() ^ wanted:
+    parts = set(filter(PARTS.fullmatch, files))
+    if differing := names - {MANIFEST} ^ files.keys() | files.keys() - parts ^ set(FILES):
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )

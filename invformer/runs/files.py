@@ -85,7 +85,7 @@ def make_folder(folder: Path) -> None:
     """
     try:
         if not folder.is_dir():
-            folder.mkdir(parents=True, exist_ok=True)  # another process may make it now
+            folder.mkdir(exist_ok=True)  # another process may make it now
             sync_folder(folder.parent)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made ({error.strerror})") from error
