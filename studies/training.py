@@ -27,7 +27,6 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 
-LAST_STEPS = 10  # over which the final training loss is averaged
 BETAS, GRAD_CLIP = (0.9, 0.99), 1.0  # as train.py has them
 
 
@@ -232,11 +231,6 @@ class Training:
     def finite(self) -> bool:
         """Whether every loss was finite."""
         return all(map(math.isfinite, self.losses))
-
-    @property
-    def final_nats(self) -> float:
-        """Mean loss of the last steps."""
-        return math.fsum(self.losses[-LAST_STEPS:]) / len(self.losses[-LAST_STEPS:])
 
 
 def train(

@@ -5,8 +5,7 @@
 X are the embeddings. Every character's embedding has length √D (RMS 1), there is no position
 embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
 For a total L every branch gets the same c, and the head's rows what is left, L/(1 + c)^(2 layers).
-The best c of the grid is chosen by the loss in training. Stacks are bi-Lipschitz:
-Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π(1 + c_l) ‖X − X′‖.
+Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π(1 + c_l) ‖X − X′‖.
 
 ``rms bound`` is the constant of the same network if tokens and logits are measured by their root
 mean square, √(D/V) ‖W‖₂ Π(1 + c_l), as is usual beside RMS normalisation.
@@ -43,9 +42,9 @@ from studies.report import (
     by,
     curves,
     look_of,
-    mean,
     outcome_of,
     panels,
+    table,
     values,
 )
 from studies.study import Study, grid, program
@@ -71,7 +70,7 @@ class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
-    c: list[float] = option([0.2], "constants of the branches; the best is kept", "(0, 1)")
+    c: float = option(0.2, "constant of every branch", "(0, 1)")
     num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
@@ -95,7 +94,6 @@ class Case(RecipeCase):
 class Result:
     """What was proven, and what was measured."""
 
-    train_nats: float  # over the last steps
     nats: float  # of the whole validation split in full windows
     accuracy: float  # the same
     bound: float  # proven L, from embedding to logits
@@ -105,8 +103,7 @@ class Result:
     radius: float  # median certified radius of correct positions, of the length √D
     spacing: float  # the least distance of two embeddings, of the length √D
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
-    changes: dict[str, float]  # largest change of a logit
-    allowed: dict[str, float]  # L times the change of the embeddings
+    moved: dict[str, float]  # largest change of a logit, of L times the change of the embeddings
 
 
 class UnitEmbedding(CharEmbedding):
@@ -149,127 +146,130 @@ def build(case: Case) -> CharTransformer:
 
 
 def cases(options: Options) -> list[Case]:
-    """Every total with every c."""
+    """Every total with every seed."""
     text = text_fields(options.data, options.seq_len, options.num_windows)
     seeds = range(options.seed, options.seed + options.num_seeds)
-    return grid(Case, options, text, seed=seeds, total=options.totals, c=options.c)
+    return grid(Case, options, text, seed=seeds, total=options.totals)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train by Muon as train.py does, then certify and attack in float64."""
     text = text_of(case)
     model = build(case).to(device)
-    trained = train_by_recipe(model, case, what=f"L = {case.total:g}")
+    train_by_recipe(model, case, what=f"L = {case.total:g}")
     model = model.double().eval().requires_grad_(False)
     windows, targets = validation_windows(text, case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)
-    return examine(
-        model, windows[: case.num_windows], targets[: case.num_windows], case.pgd_steps,
-        (trained.final_nats, nats, accuracy),
-    )  # fmt: skip
-
-
-def examine(
-    model: CharTransformer,
-    windows: Integer[Tensor, "windows tokens"],
-    targets: Integer[Tensor, "windows tokens"],
-    pgd_steps: int,
-    losses: tuple[float, float, float],
-) -> Result:
-    """Certify the network, attack it, and disturb its embeddings."""
     assert isinstance(model.head, BoundedHead)
     model.head.weight.copy_(model.head.rows())  # what the radii are computed from
     certificate = certify(model, "token_max", dtype=torch.float64)
     assert certificate.total is not None
-    bound = product_up(certificate.total, model.head.rows().norm(dim=-1).amax().item(), 1 + 1e-12)
+    rows, constants = model.head.rows(), certificate.per_branch.values()
+    bound = product_up(certificate.total, rows.norm(dim=-1).amax().item(), 1 + 1e-12)
+    rms = math.sqrt(rows.shape[1] / rows.shape[0])
+    windows, targets = windows[: case.num_windows], targets[: case.num_windows]
+    radius, flips = attacked(model, windows, targets, certificate.total, case.pgd_steps)
+    return Result(
+        nats=nats,
+        accuracy=accuracy,
+        bound=bound,
+        stack_below=math.prod(1 - c for c in constants),
+        stack_above=math.prod(1 + c for c in constants),
+        rms_bound=product_up(certificate.total, spectral_norm_bound(rows).item(), rms),
+        radius=radius,
+        spacing=spacing(model),
+        flips=flips,
+        moved=moved(model, windows, bound),
+    )
+
+
+def attacked(
+    model: CharTransformer,
+    windows: Integer[Tensor, "windows tokens"],
+    targets: Integer[Tensor, "windows tokens"],
+    constant: float,
+    pgd_steps: int,
+) -> tuple[float, list[float]]:
+    """Median certified radius of correct positions, and windows that flip at its multiples."""
     x = model.embedding(windows)
-    length = math.sqrt(x.shape[-1])
     clean = logits_of(model, x)
     correct = clean.argmax(-1) == targets
-    radii = certified_radii(model, clean, correct, certificate.total)
+    radii = certified_radii(model, clean, correct, constant)
     flips = []
     for multiple in MULTIPLES:
         flipped, _ = attack_at_radius(model, x, targets, clean, radii * multiple, pgd_steps)
         flips.append(flipped / max(1, int(correct.any(-1).sum())))
+    median = radii[correct].median().item() if correct.any() else math.nan
+    return median / math.sqrt(x.shape[-1]), flips
+
+
+def spacing(model: CharTransformer) -> float:
+    """The least distance of two symbols' embeddings, of their length."""
+    symbols = torch.arange(model.head.out_features, device=model.head.weight.device)
+    x = model.embedding(symbols[:, None])[:, 0]
+    return torch.pdist(x).amin().item() / math.sqrt(x.shape[-1])
+
+
+def moved(
+    model: CharTransformer, windows: Integer[Tensor, "windows tokens"], bound: float
+) -> dict[str, float]:
+    """Change of the logits under rounded and noisy embeddings, of what the bound allows."""
+    x = model.embedding(windows)
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype)
     step = x.abs().amax() / 127
-    moved = {
+    others = {
         "bf16": x.bfloat16().to(x),
         "int8": (x / step).round() * step,
-        "noise": x + NOISE * length * nn.functional.normalize(noise.to(x), dim=-1),
+        "noise": x + NOISE * math.sqrt(x.shape[-1]) * nn.functional.normalize(noise.to(x), dim=-1),
     }
-    constants = list(certificate.per_branch.values())
-    symbols = model.embedding(torch.arange(clean.shape[-1], device=x.device)[:, None])[:, 0]
-    return Result(
-        train_nats=losses[0], nats=losses[1], accuracy=losses[2], bound=bound,
-        stack_below=math.prod(1 - c for c in constants),
-        stack_above=math.prod(1 + c for c in constants),
-        rms_bound=product_up(
-            certificate.total, spectral_norm_bound(model.head.rows()).item(),
-            math.sqrt(x.shape[-1] / clean.shape[-1]),
-        ),
-        radius=radii[correct].median().item() / length if correct.any() else math.nan,
-        spacing=torch.pdist(symbols).amin().item() / length,
-        flips=flips,
-        changes={n: (logits_of(model, m) - clean).abs().amax().item() for n, m in moved.items()},
-        allowed={
-            n: bound * vector_norm(m - x, "token_max").amax().item() for n, m in moved.items()
-        },
-    )  # fmt: skip
-
-
-def best_rows(rows: Rows[Case, Result]) -> dict[float, list[tuple[Case, Result]]]:
-    """For every total the seeds of the c whose mean training loss is the smallest."""
+    clean = logits_of(model, x)
     return {
-        total: min(by(group, "c").values(), key=lambda some: mean(some, "train_nats"))
-        for total, group in sorted(by(rows, "total").items())
+        name: (
+            (logits_of(model, other) - clean).abs().amax()
+            / (bound * vector_norm(other - x, "token_max").amax())
+        ).item()
+        for name, other in others.items()
     }
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """One line for each total."""
-    table, findings = [], []
-    for total, group in best_rows(rows).items():
-        results = [result for _, result in group]
-        nats, accuracy = mean(group, "nats"), mean(group, "accuracy")
-        line = {
-            "L asked": total, "c": group[0][0].c, "bound": max(values(group, "bound")),
-            "rms bound": max(values(group, "rms_bound")), "nats": nats, "accuracy": accuracy,
-            "median radius": mean(group, "radius"), "least distance": min(values(group, "spacing")),
-        }  # fmt: skip
-        for index, multiple in enumerate(MULTIPLES):
-            line[f"flips at {multiple:g}r"] = fmean(r.flips[index] for r in results)
-        for name in results[0].changes:
-            line[f"{name}, of allowed"] = max(r.changes[name] / r.allowed[name] for r in results)
-        table.append(line)
-        if total == 10:
-            findings.append((accuracy >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))
-        if total in (2, 10):
-            findings.append((nats <= NEWHOUSE_NATS, f"1.779 nats at {total:g}"))
+    flips = {
+        f"flips at {multiple:g}r": lambda case, result, i=i: result.flips[i]
+        for i, multiple in enumerate(MULTIPLES)
+    }
+    shares = {
+        f"{name}, of allowed": lambda case, result, name=name: result.moved[name]
+        for name in rows[0][1].moved
+    }
+    lines, findings = table(rows, ["total", "c"], flips | shares), []
+    for line in lines:
+        if line["total"] == 10:
+            findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))
+        if line["total"] in (2, 10):
+            findings.append((line["nats"] <= NEWHOUSE_NATS, f"1.779 nats at {line['total']:g}"))
     beaten = sum(r.flips[0] > 0 for _, r in rows)
-    beyond = sum(r.changes[n] > r.allowed[n] for _, r in rows for n in r.changes)
+    beyond = sum(share > 1 for _, r in rows for share in r.moved.values())
     above = sum(r.bound > case.total * 1.001 for case, r in rows)
     ours = ", ".join(
-        f"L = {line['L asked']:g}: {line['nats']:.3f} nats, {line['accuracy']:.1%}"
-        for line in table
+        f"L = {line['total']:g}: {line['nats']:.3f} nats, {line['accuracy']:.1%}" for line in lines
     )
     paper = f"Newhouse et al.: {NEWHOUSE_NATS} nats, {NEWHOUSE_ACCURACY:.0%} below 10 (their norm)"
     if beaten or beyond or above:
         why = f"{beaten} attacks inside radii, {beyond} changes and {above} bounds too large: a bug"
-        return Summary(table, paper, ours, "not reproduced", why)
+        return Summary(lines, paper, ours, "not reproduced", why)
     words = "; ".join(f"{name}: {'yes' if held else 'no'}" for held, name in findings)
     why = f"no attack inside a certified radius; {words or 'nothing to compare'}"
-    return Summary(table, paper, ours, outcome_of(findings), why)
+    return Summary(lines, paper, ours, outcome_of(findings), why)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss against the constant; flips against the radius of the attack."""
-    best = best_rows(rows)
     figure, (left, right) = panels(1, 2)
-    curves(left, [row for group in best.values() for row in group], "total", "nats")
+    curves(left, rows, "total", "nats")
     left.axhline(NEWHOUSE_NATS, color="0.5", linestyle=":", label="Newhouse et al., below 10")
     left.set(xscale="log", xlabel="L, embedding to logits", ylabel="validation nats per character")
-    for index, (total, group) in enumerate(best.items()):
+    for index, (total, group) in enumerate(by(rows, "total").items()):
         shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
         right.plot(MULTIPLES, shares, label=f"L = {total:g}", **look_of(index))
     right.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")

@@ -55,7 +55,7 @@ SMALL = {
     "steering": "models=[CERTIFIED] strengths=[0,0.5,1] num_windows=2 num_averaged=8 mark=7",
     "tightness": "sizes=[10,20] frobenius_sizes=[5] shape_tokens=6 num_starts=4 num_steps=50",
     "whole_network": f"{MODEL.replace('d_model=12', 'd_model=24')} {SHORT} totals=[2,10] "
-    "c=[0.2,0.3] num_windows=3 pgd_steps=3",
+    "num_windows=3 pgd_steps=3",
 }
 CERTIFIED = "model.name=contractive_bounded model.certificate=causal model.strictly_causal=true"
 TWIN = "model.name=dot_product model.certificate=null"
