@@ -1,8 +1,10 @@
 """Three ways to a gradient."""
 
+import multiprocessing
 from dataclasses import replace
 
 import pytest
+import torch
 
 from studies import memory
 from studies.memory import Case, measured
@@ -14,3 +16,9 @@ def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: st
     assert measured(case).gradient_error == 0
     assert measured(replace(case, strategy="checkpoint")).gradient_error < 1e-6
     assert measured(replace(case, strategy="inverse")).gradient_error < 1e-3
+
+
+def test_a_process_begins_at_a_peak_of_its_own_and_not_at_its_parents() -> None:
+    large = torch.ones(2**27, dtype=torch.uint8).float()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(memory.resident) < large.nbytes / 2**20 <= memory.resident()
