@@ -19,7 +19,6 @@ characters, the few candidates recover as many, within 1 %.
 """
 
 import math
-import time
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean
@@ -63,7 +62,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Shares of characters; seconds and forward passes a character. None: no inverse."""
+    """Shares of characters; None: no inverse, or no cells."""
 
     name: str
     at_once: float | None
@@ -73,13 +72,8 @@ class Result:
     proven: float
     unique: float | None
     wrong: float
-    within_radius: float
-    moved: float  # median over positions, of the states' root mean square length
-    margin: float  # median of m_i, in the same unit
-    seconds_few: float | None
-    seconds_search: float
-    passes_few: float | None
-    passes_search: float
+    margin: float  # median of m_i, of the states' root mean square length
+    passes: float | None  # forward passes a character, by few candidates
 
 
 def cases(options: Options) -> list[Case]:
@@ -126,19 +120,17 @@ def measure(case: Case, device: torch.device) -> Result:
     network, name = model.network, model.config.model.name
     clean, margin, evidence = evidence_of_truth(case.model, case.num_windows)
     z, cell = damaged(clean, case)
-    seconds, few, at_once = {}, None, None
-    start = time.perf_counter()
     search = decode(network, z, None, cell)
-    seconds["search"] = time.perf_counter() - start
+    at_once = few = passes = None
     if name != "dot_product":
-        at_once = network.embedding.nearest_tokens(whole_inverse(network, z))
-        start = time.perf_counter()
+        at_once = share(network.embedding.nearest_tokens(whole_inverse(network, z)) == tokens)
         cells = [None] * len(z) if cell is None else cell.split(1)
-        few = [
+        found = [
             decode(network, one, case.num_candidates, of_one)
             for one, of_one in zip(z.split(1), cells, strict=True)
         ]
-        seconds["few"] = time.perf_counter() - start
+        few = share(torch.cat([one.tokens for one in found]) == tokens)
+        passes = sum(one.passes for one in found) / tokens.numel()
     moved = (z - clean).norm(dim=-1)
     off = (moved + evidence.distance) * (1 + 1e-12)  # ≥ ‖F(x) − z‖, by the triangle inequality
     within = (2 * off < evidence.margin).cumprod(-1).bool()
@@ -147,23 +139,17 @@ def measure(case: Case, device: torch.device) -> Result:
     for i in wrong.any(-1).nonzero()[:, 0].tolist() if enclosed else []:
         proven[i] = prefix_margins(network, search.tokens[i : i + 1], z[i : i + 1]).proven[0]
     sure = (proven & within) | (search.unique & (cell is not None))
-    length, count = clean.norm(dim=-1).square().mean().sqrt(), tokens.numel()
     return Result(
         name=name,
-        at_once=None if at_once is None else share(at_once == tokens),
-        few=share(torch.cat([f.tokens for f in few]) == tokens) if few else None,
+        at_once=at_once,
+        few=few,
         search=share(~wrong),
         by_margins=share((2 * moved < margin).cumprod(-1).bool() & ~wrong),
         proven=share(proven),
         unique=None if cell is None else share(search.unique),
         wrong=share(sure & wrong),
-        within_radius=share(within),
-        moved=(moved.median() / length).item(),
-        margin=(margin.median() / length).item(),
-        seconds_few=seconds["few"] / count if few else None,
-        seconds_search=seconds["search"] / count,
-        passes_few=sum(f.passes for f in few) / count if few else None,
-        passes_search=search.passes / count,
+        margin=(margin.median() / clean.norm(dim=-1).square().mean().sqrt()).item(),
+        passes=passes,
     )
 
 
@@ -181,7 +167,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         findings.append((wrong == 0, f"{name}: share of characters proven and wrong {wrong:g}"))
         if few := [r for r in results if r.few is not None and r.search >= ALL]:
             lost = max(r.search - (r.few or 0.0) for r in few)
-            passes = fmean(r.passes_few or math.nan for r in few)
+            passes = fmean(r.passes or math.nan for r in few)
             words = f"few candidates lose {lost:.2%} at most, {passes:.1f} passes a character"
             findings.append((lost <= 0.01, f"{name}: {words}"))
     why = "few candidates within 1 % where every symbol recovers 99 %; no proven character wrong"

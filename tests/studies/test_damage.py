@@ -28,4 +28,4 @@ def test_fine_rounding_costs_nothing_and_under_heavy_noise_nothing_proven_is_wro
     assert clean.search == clean.few == clean.at_once == clean.unique == clean.proven == 1
     worst = damage.measure(case("noise", 30), torch.device("cpu"))
     assert worst.search < 1
-    assert worst.wrong == worst.within_radius == 0
+    assert worst.wrong == worst.proven == 0
