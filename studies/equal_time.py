@@ -40,8 +40,8 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import denormals_flushed
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import price
-from studies.price import QUIET, TWIN, Prices, Result, best, line_of, loss_and_price, verdict
-from studies.report import Figure, Rows, Summary, by, mean
+from studies.price import QUIET, TWIN, Result
+from studies.report import Figure, Rows, Summary
 from studies.runs import words_of_threads
 from studies.study import Study, StudyOptions, program, progress
 from studies.training import GRAD_CLIP, train
@@ -211,36 +211,12 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every kind and time at its best rate, certified ones beside the best other."""
-    same = chosen(rows)
-    found = prices(same)
-    lines = [
-        {"minutes": key[1]} | line_of(group) | {"price": found.get(key)}
-        for key, group in by(same, "kind", "minutes").items()
-    ]
-    return verdict(rows, lines, found, "after {} min")
-
-
-def chosen(rows: Rows[Case, Result]) -> Rows[Case, Result]:
-    """The rows of every kind and time at the rate that is best on the validation split."""
-    return [row for group in best(rows).values() for row in group]
-
-
-def prices(rows: Rows[Case, Result]) -> Prices:
-    """Nats of the test split by which a certified kind is behind the best other of a time."""
-    found: dict[tuple[str, float], float] = {}
-    for minutes, group in by(rows, "minutes").items():
-        tests = {kind: mean(some, "test") for kind, some in by(group, "kind").items()}
-        others = [nats for kind, nats in tests.items() if kind in UNCERTIFIED]
-        ours = [kind for kind in tests if kind not in UNCERTIFIED and others]
-        found |= {(kind, minutes): tests[kind] - min(others) for kind in ours}
-    return found
+    return price.summary_of(rows, "minutes", UNCERTIFIED, "after {:g} min")
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss on the test split against minutes, and what certified kinds pay."""
-    same = chosen(rows)
-    found = prices(same)
-    return loss_and_price(same, "minutes", "minutes of a thread", found, "the best other kind")
+    return price.figure_of(rows, "minutes", "minutes of a thread", UNCERTIFIED)
 
 
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)

@@ -9,7 +9,7 @@ Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
@@ -77,8 +77,7 @@ class Result:
     proven: float | None  # share of characters at the beginning of the test split
 
 
-# The rows of every kind and budget; nats that a kind is behind at a budget, or after minutes.
-Chosen = dict[tuple[str, int], list[tuple[Any, Result]]]
+# Nats by which a kind is behind others, after so many steps or minutes.
 Prices = Mapping[tuple[str, float], float]
 
 
@@ -132,49 +131,48 @@ def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, An
     )
 
 
-def best(rows: Rows[Case, Result]) -> Chosen:
-    """Of every kind and budget the rows of the rate with the best mean on the validation split."""
-    return {
-        key: min(by(group, "rate").values(), key=lambda same: mean(same, "val"))
-        for key, group in by(rows, "kind", "budget").items()
-    }
-
-
-def prices(chosen: Chosen) -> Prices:
-    """Nats of the test split by which a kind is behind the twin, where there is one."""
-    return {
-        (kind, budget): mean(group, "test") - mean(chosen[TWIN, budget], "test")
-        for (kind, budget), group in chosen.items()
-        if kind != TWIN and (TWIN, budget) in chosen
-    }
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every kind and budget at its best rate, beside the twin."""
-    chosen = best(rows)
-    found = prices(chosen)
-    lines = [line_of(group) | {"price": found.get(key)} for key, group in chosen.items()]
-    return verdict(rows, lines, found, "at {} steps")
+    return summary_of(rows, "budget", [TWIN], "at {:g} steps")
 
 
-def line_of(group: Rows[Case, Result]) -> dict[str, Any]:
-    """A line of the table: rows that differ in their seeds."""
-    tests = values(group, "test")
-    case, one = group[0]
-    return {
-        "kind": case.kind, "steps": case.budget, "rate": case.rate, "parameters": one.parameters,
-        "val": mean(group, "val"), "test": fmean(tests),
-        "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
-        "passed": one.passed, "certified": one.certified, "proven": one.proven,
-    }  # fmt: skip
+def draw(rows: Rows[Case, Result]) -> Figure:
+    """Loss on the test split against the budget, and what each kind pays."""
+    return figure_of(rows, "budget", "optimiser steps", [TWIN])
 
 
-def verdict(
-    rows: Rows[Case, Result], lines: list[dict[str, Any]], found: Prices, where: str
-) -> Summary:
-    """No price is above what is allowed."""
+# --- shared with studies/equal_time.py; x is the field that says how much training there was -----
+
+
+def chosen(rows: Rows[Case, Result], x: str) -> Rows[Case, Result]:
+    """The rows of every kind at every x whose rate has the best mean on the validation split."""
+    found: list[tuple[Case, Result]] = []
+    for group in by(rows, "kind", x).values():
+        found += min(by(group, "rate").values(), key=lambda same: mean(same, "val"))
+    return found
+
+
+def prices(rows: Rows[Case, Result], x: str, others: Collection[str]) -> Prices:
+    """Nats of the test split by which a kind is behind the best of others at the same x."""
+    found: dict[tuple[str, float], float] = {}
+    for at, group in by(rows, x).items():
+        tests = {kind: mean(same, "test") for kind, same in by(group, "kind").items()}
+        level = [nats for kind, nats in tests.items() if kind in others]
+        paying = [kind for kind in tests if kind not in others and level]
+        found |= {(kind, at): tests[kind] - min(level) for kind in paying}
+    return found
+
+
+def summary_of(rows: Rows[Case, Result], x: str, others: Collection[str], where: str) -> Summary:
+    """Every kind and x at its best rate; no price is above what is allowed."""
+    same = chosen(rows, x)
+    found = prices(same, x, others)
+    lines = [
+        {x: key[1]} | line_of(group) | {"price": found.get(key)}
+        for key, group in by(same, "kind", x).items()
+    ]
     findings = [
-        (price <= ALLOWED, f"{kind} {price:+.4f} {where.format(f'{at:g}')}")
+        (price <= ALLOWED, f"{kind} {price:+.4f} {where.format(at)}")
         for (kind, at), price in found.items()
     ]
     seeds = len(set(values(rows, "seed")))
@@ -182,27 +180,31 @@ def verdict(
     return judged(findings, lines, "ours", why)
 
 
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Loss on the test split against the budget, and what each kind pays."""
-    chosen = best(rows)
-    same = [row for group in chosen.values() for row in group]
-    return loss_and_price(same, "budget", "optimiser steps", prices(chosen), "the twin")
+def line_of(group: Rows[Case, Result]) -> dict[str, Any]:
+    """A line of the table: rows that differ in their seeds."""
+    tests = values(group, "test")
+    case, one = group[0]
+    return {
+        "kind": case.kind, "budget": case.budget, "rate": case.rate, "parameters": one.parameters,
+        "val": mean(group, "val"), "test": fmean(tests),
+        "s": stdev(tests) if len(tests) > 1 else None, "5-gram": one.test_ngram,
+        "passed": one.passed, "certified": one.certified, "proven": one.proven,
+    }  # fmt: skip
 
 
-def loss_and_price(
-    rows: Rows[Case, Result], x: str, unit: str, found: Prices, other: str
-) -> Figure:
+def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[str]) -> Figure:
     """Curves of the test split's loss and of prices against ``x``."""
+    same = chosen(rows, x)
     figure, (loss, price) = panels(1, 2)
-    curves(loss, rows, x, "test", ("kind",))
-    gaps = sorted(found.items())
+    curves(loss, same, x, "test", ("kind",))
+    gaps = sorted(prices(same, x, others).items())
     for index, kind in enumerate(dict.fromkeys(kind for (kind, _), _ in gaps)):
         points = [(at, gap) for (name, at), gap in gaps if name == kind]
         price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
     price.axhline(ALLOWED, color="0.8", label="allowed")
-    price.set(ylabel=f"nats per character behind {other}", title="price")
+    price.set(ylabel=f"nats per character behind {' or '.join(others)}", title="price")
     for axes in (loss, price):
         axes.set(xscale="log", xlabel=f"{unit}, each with its own schedule")
     return figure
