@@ -17,7 +17,7 @@ import torch
 from invformer.config.section import option
 from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
 from studies.runs import call, validations, words_of_threads
-from studies.study import Study, StudyOptions, program
+from studies.study import Study, StudyOptions, grid, program
 
 NO_ACTNORM = "model.activation_norm=false"
 METRIC = f"{NO_ACTNORM} model.diagonal_scaling=true"
@@ -93,12 +93,17 @@ class Options(StudyOptions):
 
 @dataclass(frozen=True)
 class Case:
-    """One run: a variant, the words of its ``train.py``, and where it is kept."""
+    """One run: a variant, the other words of its ``train.py``, and where it is kept."""
 
     variant: str
     words: str
     folder: str
     seed: int
+
+    @property
+    def run(self) -> str:
+        """The name of the run."""
+        return f"{self.variant}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -106,31 +111,24 @@ class Result:
     """Loss and certificate after the last step; ``certified`` is None for baselines."""
 
     nats: float
-    bpc: float
     certified: float | None
     recovered: float | None
 
 
 def cases(options: Options) -> list[Case]:
     """The unchanged model first, then the variants, one seed after the other."""
+    words = " ".join([*words_of_threads(options.num_threads), *options.overrides])
+    same = {"words": words, "folder": str(options.folder / "runs")}
+    seeds = range(options.seed, options.seed + options.num_seeds)
     names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
-    threads = words_of_threads(options.num_threads)
-    return [
-        Case(
-            variant=name,
-            words=" ".join([*VARIANTS[name][1].split(), *threads, *options.overrides]),
-            folder=str(options.folder / "runs"),
-            seed=seed,
-        )
-        for seed in range(options.seed, options.seed + options.num_seeds)
-        for name in names
-    ]
+    return grid(Case, options, same, seed=seeds, variant=names)
 
 
 def command(case: Case) -> list[str]:
     """The words of ``train.py`` for a case."""
-    run = [f"run.root={case.folder}", f"run.name={case.variant}-{case.seed}"]
-    return ["experiment=ablation", *case.words.split(), *run, f"run.seed={case.seed}"]
+    words = [*VARIANTS[case.variant][1].split(), *case.words.split()]
+    run = [f"run.root={case.folder}", f"run.name={case.run}", f"run.seed={case.seed}"]
+    return ["experiment=ablation", *words, *run]
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -141,7 +139,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """
     word = "gpu" if device.type == "cuda" else "cpu"
     call("train.py", *command(case), f"trainer.accelerator={word}", "trainer.progress=false")
-    return read_run(Path(case.folder) / f"{case.variant}-{case.seed}")
+    return read_run(Path(case.folder) / case.run)
 
 
 def read_run(folder: Path) -> Result:
@@ -150,7 +148,6 @@ def read_run(folder: Path) -> Result:
     bounds = json.loads(file.read_text(encoding="utf-8"))["per_branch"] if file.exists() else {}
     return Result(
         nats=last["val/nats"],
-        bpc=last["val/nats"] / math.log(2),
         certified=max(bounds.values(), default=None),
         recovered=last.get("inverse/characters_recovered"),
     )
@@ -164,17 +161,13 @@ def differences(rows: Rows[Case, Result]) -> dict[str, float]:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every variant beside the unchanged model."""
-    found, groups = differences(rows), by(rows, "variant")
-    lines = table(rows, ["variant"], without=("recovered", "certified"))
-    for line in lines:
-        group = groups[line["variant"]]
-        nats, bounds = values(group, "nats"), values(group, "certified")
-        line |= {
-            "changes": VARIANTS[line["variant"]][0],
-            "difference": found[line["variant"]],
-            "range": max(nats) - min(nats) if len(nats) > 1 else None,
-            "certified": max((b for b in bounds if b is not None), default=None),
-        }
+    found = differences(rows)
+    more = {
+        "bpc": lambda case, result: result.nats / math.log(2),
+        "difference": lambda case, result: found[case.variant],
+        "changes": lambda case, result: VARIANTS[case.variant][0],
+    }
+    lines = table(rows, ["variant"], more, without=("recovered",))
     ours = ", ".join(f"{name} {value:+.3f}" for name, value in found.items() if name != NOTHING)
     seeds = len(set(values(rows, "seed")))
     why = f"{seeds} seed{'s' if seeds > 1 else ''} each; the spread of one recipe is 0.003 to 0.016"

@@ -62,7 +62,6 @@ class Result:
     least: float  # of a window's farthest position
     largest: float
     changed: float  # share of moved positions whose nearest symbol is another
-    residual: float  # ‖F(x̂) − z‖/‖z‖, of the inverse itself
 
 
 def cases(options: Options) -> list[Case]:
@@ -85,14 +84,12 @@ def measure(case: Case, device: torch.device) -> Result:
     unit = network.embedding.decoding_margin()
     away = (x - network.embedding(nearest)).norm(dim=-1) / unit
     farthest = away.masked_fill(~moved, 0.0).amax(-1)
-    residual = (network.stack(x) - steered).norm() / steered.norm()
     return Result(
         name=model.config.model.name,
         median=away[moved].median().item(),
         least=farthest.min().item(),
         largest=farthest.max().item(),
         changed=(nearest != tokens)[moved].double().mean().item(),
-        residual=residual.item(),
     )
 
 
