@@ -163,7 +163,6 @@ def validation_windows(
 class ModelOptions(StudyOptions):
     """What can be set where models are trained."""
 
-    widths: ClassVar[tuple[str, ...]] = ("d_model",)
     d_model: int = option(48, "width of the models, channels", "[1, 1e5]")
     num_heads: int = option(4, "attention heads, a divisor of the width", "[1, 1e4]")
     seq_len: int = option(32, "context of the models, characters", "[2, 1e5]")
@@ -171,11 +170,9 @@ class ModelOptions(StudyOptions):
     num_steps: int = option(300, "optimiser steps", MANY)
 
     def check(self) -> None:
-        """Heads divide the widths."""
-        for name in self.widths:
-            width = getattr(self, name)
-            why = f"{self.num_heads} heads do not divide {name}={width}"
-            self.refuse_if(width % self.num_heads, "num_heads", why)
+        """Heads divide the width."""
+        why = f"{self.num_heads} heads do not divide d_model={self.d_model}"
+        self.refuse_if(self.d_model % self.num_heads, "num_heads", why)
 
 
 @dataclass(kw_only=True)

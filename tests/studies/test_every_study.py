@@ -30,7 +30,7 @@ SMALL = {
     "ablation": f"only=[nothing] overrides=[{RUN},model.d_head=8,trainer.max_steps=2,"
     "trainer.val_every=2,logger=none]",
     "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
-    "layer_width=8 num_sequences=2 num_seeds=2 weights=[0.1,1.0]",
+    "num_seeds=2 weights=[0.1,1.0]",
     "breaking": "",
     "coupling": f"models=[CERTIFIED] depths=[1,2] num_steps=2 num_windows=2 num_jacobians=1 "
     f"{SHORT} data.val_characters=190",
