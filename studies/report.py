@@ -41,14 +41,9 @@ class Summary:
         """Outcome and reason."""
         return f"{self.outcome}: {self.why}"
 
-    @property
-    def columns(self) -> list[str]:
-        """The keys of all lines of the table, in the order of their first appearance."""
-        return list(dict.fromkeys(key for line in self.table for key in line))
-
     def __str__(self) -> str:
-        cells = [[as_cell(line.get(column)) for column in self.columns] for line in self.table]
-        lines = [self.columns, *cells]
+        columns = list(dict.fromkeys(key for line in self.table for key in line))
+        lines = [columns, *([as_cell(line.get(name)) for name in columns] for line in self.table)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = [zip(line, widths, strict=True) for line in lines]
         said = f"paper:   {self.paper}\nours:    {self.ours}\nverdict: {self.verdict}"

@@ -30,17 +30,14 @@ through :func:`progress`.
 """
 
 import itertools
-import json
 import os
 import platform
 import re
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, Generic, Literal, NoReturn, TypeVar
@@ -48,8 +45,8 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 import torch
 from tqdm import tqdm
 
-from invformer.config import load_config, parse_or_exit
-from invformer.config.section import Root, option, options
+from invformer.config import command_line, parse_or_exit
+from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
@@ -88,17 +85,6 @@ class StudyOptions(Root):
     def folder(self) -> Path:
         """Where the results go."""
         return Path(os.path.expanduser(self.out or f"checkpoints/studies/{self.name}"))
-
-    def command(self) -> str:
-        """The shortest command line that means these options."""
-        reference = load_config([], type(self))
-        values = ((key, attrgetter(key)) for key, _ in options(type(self)))
-        changed = [
-            f"{key}={as_word(value(self))}"
-            for key, value in values
-            if value(self) != value(reference) and key != "debug"
-        ]
-        return shlex.join(["python", *self.program.split(), *changed])
 
 
 @dataclass(frozen=True)
@@ -153,7 +139,8 @@ def main(study: Study[AnyOptions, Any, Any], argv: Sequence[str]) -> int:
     outlive_console()
     chosen = parse_or_exit(argv, study.options)
     signal.signal(signal.SIGINT, interrupt)  # Ctrl-C says which cases are kept
-    return guarded(lambda: print_summary(run(study, chosen), chosen), debug=chosen.debug)
+    files = f"files:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}"
+    return guarded(lambda: print(run(study, chosen), files, sep="\n"), debug=chosen.debug)
 
 
 class ControlC(KeyboardInterrupt):
@@ -197,7 +184,22 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
         kept = len(known.keys() & set(wanted))
         print(f"{table.path} keeps {kept} of {len(wanted)} cases; the same command continues")
         raise
-    return report(study, wanted, known, chosen)
+    rows = [(case, known[case].result) for case in wanted]
+    summary = study.summarise(rows)
+    save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
+    measured = [known[case] for case in wanted]
+    result = {
+        "study": chosen.name,
+        "command": command_line(chosen),
+        "commit": ", ".join(dict.fromkeys(row.commit for row in measured)),
+        "hardware": ", ".join(dict.fromkeys(row.hardware for row in measured)),
+        "seconds": round(sum(row.seconds for row in measured), 1),
+        "options": asdict(chosen),
+        **asdict(summary),
+        "torch": torch.__version__,
+    }
+    write_json(result, chosen.folder / "result.json")
+    return summary
 
 
 def measure_missing(
@@ -212,7 +214,7 @@ def measure_missing(
     names = differing(wanted) or list(plain(wanted[0]))
     with tqdm(total=len(wanted), unit="case", disable=None) as bar:
         for case in wanted:
-            words = " ".join(f"{name}={as_word(getattr(case, name))}" for name in names)
+            words = " ".join(f"{name}={getattr(case, name)}" for name in names)
             bar.set_description(words)
             if case not in known:
                 start = time.perf_counter()
@@ -228,53 +230,12 @@ def hardware(device: torch.device) -> str:
     """What the numbers were computed on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{processor()}, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def processor() -> str:
-    """The CPU's name."""
-    try:
-        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text("utf-8"))
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def report(
-    study: Study[AnyOptions, AnyCase, AnyResult],
-    wanted: Sequence[AnyCase],
-    known: Mapping[AnyCase, Measured[AnyResult]],
-    chosen: AnyOptions,
-) -> Summary:
-    """Write the figure and result.json."""
-    measured = [known[case] for case in wanted]
-    rows = [(case, row.result) for case, row in zip(wanted, measured, strict=True)]
-    summary = study.summarise(rows)
-    save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
-    provenance = {
-        "command": chosen.command(),
-        "commit": ", ".join(dict.fromkeys(row.commit for row in measured)),
-        "hardware": ", ".join(dict.fromkeys(row.hardware for row in measured)),
-        "seconds": round(sum(row.seconds for row in measured), 1),
-    }
-    result = {"study": chosen.name, **provenance, "options": asdict(chosen), **asdict(summary)}
-    write_json(result | {"torch": torch.__version__}, chosen.folder / "result.json")
-    return summary
+    info, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text("utf-8") if info.exists() else "")
+    processor = found[1] if found else platform.machine()
+    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def progress(items: Iterable[Item], what: str) -> Iterator[Item]:
     """The same items behind an inner progress bar, which is gone when they are; a terminal only."""
     return iter(tqdm(items, desc=what, leave=False, disable=None))
-
-
-def print_summary(summary: Summary, chosen: StudyOptions) -> None:
-    """Print the table, both values and the verdict for people."""
-    print(f"{summary}\nfiles:   {chosen.folder}/{{rows.csv, {chosen.name}.png, result.json}}")
-
-
-def as_word(value: Any) -> str:
-    """A value as ``key=value`` words write it."""
-    if value is None:
-        return "null"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, bool | list) else str(value)

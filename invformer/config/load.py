@@ -122,7 +122,7 @@ def to_yaml(config: Root) -> str:
 
 def command_line(config: Root) -> str:
     """The one command that repeats a run: every value that is not a default, shell-quoted."""
-    words, ignored = ["python", config.program], config.ignored()
+    words, ignored = ["python", *config.program.split()], config.ignored()
     for key, f in options(type(config)):
         value = attrgetter(key)(config)
         if value != default_of(f) and key not in ignored:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config import command_line, load_config
 from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_table_of_rows_is_refused(tmp_path: Path, content: byt
 )
 def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     options = load_config(argv, Options)
-    python, module, name, *words = shlex.split(options.command())
+    python, module, name, *words = shlex.split(command_line(options))
     assert (python, module, name) == ("python", "-m", "tests.studies.test_study")
     assert load_config(words, Options) == options
     assert len(words) == len(argv)
@@ -236,7 +236,7 @@ def test_a_gpu_that_does_not_exist_is_refused(
 def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
     number: int, code: int, line: str, tmp_path: Path
 ) -> None:
-    words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1", "shapes=[]"]
+    words = [f"out={tmp_path}", "num_steps=1000000", "num_threads=1"]
     study = subprocess.Popen(
         [sys.executable, "-m", "studies.tightness", *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
