@@ -56,14 +56,9 @@ def two_cluster_tokens(
     smallest real eigenvalue of A; γ = max(−γ_min, γ_max/8) is the rate. Here the constant of
     dot-product attention grows like √n; that of tied L2 attention does not. The lone token is the
     first. Source: Castin et al. 2024, Prop. 3.4 and Lemma C.7.
-
-    Raises:
-        ValueError: A has no real eigenvalue.
     """
     values, vectors = torch.linalg.eig(a.double())
     real = values.imag.abs() <= 1e-12 * values.abs().amax()
-    if not bool(real.any()):
-        raise ValueError("A has no real eigenvalue: there is no two-cluster configuration")
     values, vectors = values.real[real], vectors.real[:, real]
     pick, first, others = values.argmin(), -1.0, 1.0
     if values.max() > -8 * values.min():
@@ -86,15 +81,6 @@ def mean_field_bound(norm_a: float, norm_v: float, radius: float, *, masked: boo
     return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
 
 
-def mean_field_growth(rate: float, radius: float) -> float:
-    """(γ/2) R² e^{γR²}: reached by Lip(F) on measures on B_R, times a factor → 1 as R → ∞ (V = I).
-
-    An asymptotic size, not a bound at finite R. Source: Castin et al. 2024, Props. 3.6 and C.8.
-    """
-    exponent = rate * radius * radius
-    return exponent / 2 * math.exp(exponent)
-
-
 def large_radius_limit(
     x: Float[Tensor, "*batch tokens width"],
     a: Float[Tensor, "width width"],
@@ -106,10 +92,8 @@ def large_radius_limit(
     Every token attends to one other in the end; the norm counts the most attended. Holds where the
     argmax is unique. Source: Castin et al. 2024, Theorem 3.7, made exact.
     """
-    logits = x @ a.mT @ x.mT
-    if visible is not None:
-        logits = logits.masked_fill(~visible, -math.inf)
-    followers = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1).sum(-2)
+    p = dot_product_weights(x, a, visible=visible)
+    followers = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1).sum(-2)
     return spectral_norm_bound(v) * followers.amax(-1).sqrt()
 
 

@@ -63,7 +63,7 @@ from studies.report import (
     panels,
     values,
 )
-from studies.study import Study, StudyOptions, case_of, program
+from studies.study import Study, StudyOptions, grid, program
 from studies.training import recorded_inputs
 
 OURS: tuple[AttentionName, ...] = ("dot_product", "l2", "contractive_l2")
@@ -144,16 +144,12 @@ def cases(options: Options) -> list[Case]:
     if len(sizes) < len(options.sizes):
         print(f"growth: the model takes at most {context} tokens; longer sizes are left out")
     sha256 = corpus_of(path, text).sha256[:16] if sizes else ""
-    on_text = [
-        case_of(
-            Case, options, path=path, digest=digest, text=text, sha256=sha256,
-            attention=attention, layer=layer, causal=causal, num_tokens=n,
-        )
-        for attention in attentions
-        for layer in sorted({0, num_layers // 2})
-        for causal in ([True] if path else [True, False])  # a trained layer would lose its bias
-        for n in sizes
-    ]  # fmt: skip
+    same = {"path": path, "digest": digest, "text": text, "sha256": sha256}
+    masks = [True] if path else [True, False]  # unmasked, a trained layer would lose its bias
+    layers = sorted({0, num_layers // 2})
+    on_text = grid(
+        Case, options, same, attention=attentions, layer=layers, causal=masks, num_tokens=sizes
+    )
     kinds: list[tuple[AttentionName, bool, float]] = [
         ("dot_product", True, PUBLISHED_RADIUS),
         ("dot_product", False, PUBLISHED_RADIUS),
@@ -254,11 +250,8 @@ def attack(case: Case) -> Result:
     weights = random_weights(case.seed)
     w_q, w_k, w_v = (w[:1] for w in weights) if case.alone else weights
     d_head = w_q.shape[-1]
-    try:
-        a = w_k[0] @ w_q[0].mT / math.sqrt(d_head)
-        x = castin.two_cluster_tokens(a, case.radius, case.num_tokens)[None]
-    except ValueError as error:
-        raise ConfigurationError(f"seed: {error}; choose another seed") from None
+    a = w_k[0] @ w_q[0].mT / math.sqrt(d_head)  # has the eigenvalue 0, so a real one
+    x = castin.two_cluster_tokens(a, case.radius, case.num_tokens)[None]
     if case.attention == "dot_product":
         return estimate(linearise(lambda z: dot_product(z, w_q, w_k, w_v), x), case.seed)
     # The value path of tied L2 has the factor W^Q W^Qᵀ/√d, tiny for small weights: scaled to one.

@@ -115,13 +115,13 @@ def rate_of(a: float) -> float:
 
 def two_dirac(eigenvalue: float, radius: float, mass_factor: float) -> Result:
     """The lone atom and the cluster of Lemma C.7, D = 1, V = 1."""
-    a, rate = torch.tensor([[eigenvalue]], dtype=DTYPE), rate_of(eigenvalue)
-    others = mass_factor * math.exp(2 * rate * radius**2)
+    a, exponent = torch.tensor([[eigenvalue]], dtype=DTYPE), rate_of(eigenvalue) * radius**2
+    others = mass_factor * math.exp(2 * exponent)
     mass = torch.tensor([1.0, others], dtype=DTYPE) / (1 + others)
     x = castin.two_cluster_tokens(a, radius, 2)
     moving, _ = castin.mass_splitting(x, mass, a, torch.ones_like(a))
     upper = castin.mean_field_bound(abs(eigenvalue), 1.0, radius)
-    return Result(moving.item(), castin.mean_field_growth(rate, radius), upper)
+    return Result(moving.item(), exponent / 2 * math.exp(exponent), upper)
 
 
 def weighted(radius: float, seed: int) -> Result:
