@@ -89,8 +89,8 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
             "<h2>The text that comes back</h2>",
             "<p>Left is the text. Right is what was recovered from the states at the top of the "
             "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
-            "<span class=wrong>wrong</span>. A character is proven if no text that differs in it, "
-            "or in an earlier one, could have these states, rounding included.</p>",
+            "<span class=wrong>wrong</span>. A character is proven if the states of every text "
+            "that differs in it, or earlier, are farther from these, rounding included.</p>",
             *(marked_text(**one) for one in inversion["texts"]),
         ]
     sample = report["sample"]

@@ -131,7 +131,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
 class ContractiveL2Attention(TiedL2Attention):
     """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂.
 
-    ``token_max``: κ_h = 4 g(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
+    ``token_max``: κ_h = 4 φ⁻¹(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
     ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks by c; that is
     enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has both proofs).
 
@@ -184,13 +184,14 @@ class ContractiveL2Attention(TiedL2Attention):
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
         log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
         log_mass = log_mass.to(branches[0].w_q.weight)
+        # κ, which bounds/head_gain.py proves, rounded up.
         if branches[0].certificate == "causal":
-            gain = causal_gain_from_log(log_mass)  # κ = 1 + 2 W₀(n e^{−3/2})
+            kappa = causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
         else:
-            gain = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 g(n) + 1
+            kappa = 4 * phi_inverse_from_log(log_mass) + 1  # 4 φ⁻¹(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
-        per_head = scale[:, None] / (gain * sigma)  # c/(√H κ_h σ_h), (L, H)
+        per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
         g = scaled_weights(
             [b.w_g for b in branches],  # Ĝ, the Ĝ_h one above the other: L times (H d, D)
             per_head.repeat_interleave(d_head, dim=-1)[..., None],  # (L, H d, 1)
