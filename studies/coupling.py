@@ -10,7 +10,6 @@ it gives back as many characters or more.
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,13 +23,10 @@ from invformer.config.schema import ModelConfig
 from invformer.config.section import option, section
 from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
-from invformer.nn.certificate import certify
-from invformer.nn.coupling import CouplingStack
-from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, panels, table
 from studies.runs import validations
-from studies.states import trained, windows
+from studies.states import trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import (
     TextCase,
@@ -137,7 +133,7 @@ def inverse_of(model: CharTransformer, tokens: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for dtype in (torch.float32, torch.bfloat16):
         network = copy.deepcopy(model).to(dtype)
-        x, undo = network.embedding(tokens), undoing(network, dtype)
+        x, undo = network.embedding(tokens), undoing(network)
         z = network.stack(x)
         back, name = undo(z), str(dtype).removeprefix("torch.")
         error = (back - x).double().norm() / x.double().norm()
@@ -147,16 +143,6 @@ def inverse_of(model: CharTransformer, tokens: Tensor) -> dict[str, Any]:
             work = {"forward": lambda: network.stack(x), "inverse": lambda: undo(z)}  # noqa: B023
             found |= in_turns(work, 5)
     return found
-
-
-def undoing(network: CharTransformer, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """z ↦ x, with everything that does not depend on z computed before."""
-    stack = network.stack
-    if isinstance(stack, CouplingStack):
-        return stack.inverse
-    assert isinstance(stack, InvertibleStack)
-    weights, certificate = stack.weights(), certify(network, dtype=dtype)
-    return lambda z: stack.inverse(z, weights, certificate, throw=False, evidence=False).value
 
 
 def singular_values(model: CharTransformer, tokens: Tensor) -> Tensor:

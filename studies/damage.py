@@ -30,7 +30,7 @@ from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.recovered_text import perturb
 from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, panels, table
-from studies.states import decode, margins, trained, whole_inverse, windows
+from studies.states import decode, margins, trained, undoing, windows
 from studies.study import Study, StudyOptions, case_of, program
 
 ALL = 0.99  # of the characters
@@ -123,7 +123,7 @@ def measure(case: Case, device: torch.device) -> Result:
     search = decode(network, z, None, cell)
     at_once = few = passes = None
     if name != "dot_product":
-        at_once = share(network.embedding.nearest_tokens(whole_inverse(network, z)) == tokens)
+        at_once = share(network.embedding.nearest_tokens(undoing(network)(z)) == tokens)
         cells = [None] * len(z) if cell is None else cell.split(1)
         found = [
             decode(network, one, case.num_candidates, of_one)

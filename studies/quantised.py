@@ -25,7 +25,7 @@ from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
-from studies.states import decode, trained, whole_inverse, windows
+from studies.states import decode, trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 
 FLOAT_BITS = 32
@@ -92,7 +92,7 @@ def rounded(weight: Tensor, bits: int, over: int) -> Tensor:
 
 def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
     """The model with rounded matrices, in eval mode, and its size in KiB."""
-    model, size = copy.deepcopy(model), 0.0
+    model, size = copy.deepcopy(model).float(), 0.0
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.ndim < 2 or bits >= FLOAT_BITS or "log_" in name or "position" in name:
@@ -116,7 +116,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """Round, certify, score, invert and prove."""
     source, tokens = trained(case.model), windows(case.model, case.num_windows)
     name, target = source.config.model.name, source.config.model.lipschitz_target
-    model, size = quantised(source.network.float(), case.bits)
+    model, size = quantised(source.network, case.bits)
     bound = enforce(model, dtype=torch.float32).bound_max if model.is_invertible else None
     text = validation(case.model, case.scored)
     likelihood = score(model, EvaluationWindows(text, model.seq_len, model.seq_len, 64), device)
@@ -125,7 +125,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if name == "dot_product":
         found = decode(model, z, None).tokens
     else:
-        found = model.embedding.nearest_tokens(whole_inverse(model, z))
+        found = model.embedding.nearest_tokens(undoing(model)(z))
     return Result(
         name=name,
         size=size,

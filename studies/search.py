@@ -127,15 +127,11 @@ def by_inverse(model: CharTransformer, text: Tensor, z: Tensor) -> Result:
 
 
 def nearest_symbols(model: CharTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest symbols, and how far the second nearest are: ‖x − e_v‖² = ‖x‖² − 2 s_v.
-
-    s_v = x·e_v − ‖e_v‖²/2 of all symbols is one matrix product.
-    """
+    """The nearest symbols, and how far the second nearest are."""
     table, position = model.embedding.token.weight, model.embedding.position
     e = x[..., : table.shape[1]] - position[: x.shape[-2]]
-    scores, symbols = (e @ table.mT - table.square().sum(-1) / 2).topk(2)
-    second = (e.square().sum(-1) - 2 * scores[..., 1]).clamp_min(0).sqrt()
-    return symbols[..., 0], second
+    distances, symbols = torch.cdist(e, table[None]).topk(2, largest=False)
+    return symbols[..., 0], distances[..., 1]
 
 
 def by_search(

@@ -1,5 +1,6 @@
 """Trained models whose states are studied: their text, damage, and one position at a time."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,6 +12,7 @@ import invformer
 from invformer.data.corpora import read_corpus
 from invformer.model import TrainedModel
 from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.residual import InvertibleResidual
@@ -41,12 +43,14 @@ def windows(folder: str, count: int) -> Integer[Tensor, "windows tokens"]:
     return whole[torch.linspace(0, len(whole) - 1, count).long()]
 
 
-def whole_inverse(model: CharTransformer, z: Float[Tensor, "*batch tokens width"]) -> Tensor:
-    """The preimage of all positions at once: a fixed point, or a coupling's own inverse."""
-    if isinstance(model.stack, CouplingStack):
-        return model.stack.inverse(z)
-    assert isinstance(model.stack, InvertibleStack)
-    return model.stack.inverse(z, throw=False).value
+def undoing(model: CharTransformer) -> Callable[[Tensor], Tensor]:
+    """z ↦ x of all positions at once, with everything that does not depend on z computed before."""
+    stack = model.stack
+    if isinstance(stack, CouplingStack):
+        return stack.inverse
+    assert isinstance(stack, InvertibleStack)
+    weights, certificate = stack.weights(), certify(model, dtype=model.head.weight.dtype)
+    return lambda z: stack.inverse(z, weights, certificate, throw=False, evidence=False).value
 
 
 class Prefix:
@@ -59,7 +63,6 @@ class Prefix:
         model: with strictly causal attention in the unit ball, a dot-product baseline or a
             coupling; feed-forwards see one token.
         num_texts: texts known at once.
-        length: most symbols.
 
     Attributes:
         length: symbols known.

@@ -22,7 +22,7 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
-from studies.states import trained, whole_inverse, windows
+from studies.states import trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 
 Vector = Literal["mean difference", "random", "text"]
@@ -79,7 +79,7 @@ def measure(case: Case, device: torch.device) -> Result:
     z = network.stack(network.embedding(tokens))
     v, moved = vector_of(case, network, tokens, z)
     steered = z + case.strength * v
-    x = whole_inverse(network, steered)
+    x = undoing(network)(steered)
     nearest = network.embedding.nearest_tokens(x)
     unit = network.embedding.decoding_margin()
     away = (x - network.embedding(nearest)).norm(dim=-1) / unit

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from studies.states import OUTSIDE, Prefix, decode, misfit, whole_inverse
+from studies.states import OUTSIDE, Prefix, decode, misfit, undoing
 from tests.nn.builders import (
     SEQ_LEN,
     baseline,
@@ -36,7 +36,7 @@ def test_states_and_preimages_behind_known_symbols_are_those_of_the_whole_text(n
             torch.testing.assert_close(prefix.preimage(z[:, one], 1e-12), x[:, one])
         prefix.append(tokens[:, i])
     if name != "dot product":
-        torch.testing.assert_close(whole_inverse(model, z), x, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(undoing(model)(z), x, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
