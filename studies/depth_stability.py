@@ -234,9 +234,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         else f"{kind} trains"
         for kind, depths in failed.items()
     )
-    trained = [(c, r) for c, r in rows if not r.failed]
     hardly = [
-        f"{c.kind} at {c.num_layers} ({r.margin:.2g})" for c, r in trained if r.margin < CLEAR
+        f"{c.kind} at {c.num_layers} ({r.margin:.2g})" for c, r in rows if 0 < r.margin < CLEAR
     ]
     if hardly:
         ours += f"; hardly trained, ahead of single characters by nats: {', '.join(hardly)}"

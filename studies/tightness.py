@@ -9,7 +9,6 @@ largest at present is differentiated, at a cost linear in N; which one that is, 
 ``REFRESH_EVERY`` steps. With D = 1 both norms are the same number.
 """
 
-import itertools
 import math
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ from invformer.numerics.norms import Norm
 from studies import kim
 from studies.layer_bounds import project, tied_attention
 from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
-from studies.study import Study, StudyOptions, case_of, program, progress
+from studies.study import Study, StudyOptions, grid, program, progress
 
 SHAPES = ((2, 1), (2, 2), (4, 2), (8, 4))  # D and H with unit weights, in all three norms
 NORMS: tuple[Norm, ...] = ("entry_max", "token_max", "frobenius")
@@ -80,13 +79,13 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """The paper's curve, the other norm at D = H = 1, and the other shapes in every norm."""
-    settings: list[tuple[Norm, int, int, int]] = [
-        *(("entry_max", n, 1, 1) for n in options.sizes),
-        *(("frobenius", n, 1, 1) for n in options.frobenius_sizes),
-        *((norm, options.shape_tokens, *shape) for shape, norm in itertools.product(SHAPES, NORMS)),
-    ]
-    names = ("norm", "num_tokens", "d_model", "num_heads")
-    return [case_of(Case, options, **dict(zip(names, s, strict=True))) for s in settings]
+    scalar = {"d_model": 1, "num_heads": 1}
+    found = grid(Case, options, scalar, norm=["entry_max"], num_tokens=options.sizes)
+    found += grid(Case, options, scalar, norm=["frobenius"], num_tokens=options.frobenius_sizes)
+    for d_model, num_heads in SHAPES:
+        shape = {"d_model": d_model, "num_heads": num_heads, "num_tokens": options.shape_tokens}
+        found += grid(Case, options, shape, norm=NORMS)
+    return found
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -145,12 +144,7 @@ def ascend(case: Case, x: Tensor, w_q: Tensor, g: Tensor) -> Float[Tensor, "star
 
 
 def gain(
-    x: Float[Tensor, "starts tokens width"],
-    token: Int[Tensor, "starts"] | None,
-    u: Tensor | None,
-    w_q: Tensor,
-    g: Tensor,
-    norm: Norm,
+    x: Tensor, token: Tensor | None, u: Tensor | None, w_q: Tensor, g: Tensor, norm: Norm
 ) -> Float[Tensor, "starts"]:
     """‖Jᵀu‖ in the dual norm, differentiable in X; u is of all tokens, or of one each start."""
 
@@ -249,11 +243,6 @@ def share(case: Case, result: Result) -> float:
     return result.lower / result.upper
 
 
-def setting(case: Case, result: Result) -> str:
-    """Shape and length in words."""
-    return f"D={case.d_model} H={case.num_heads} N={case.num_tokens}"
-
-
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """The paper's curve; what share of the bound is reached elsewhere."""
     curve = [(c, r) for c, r in rows if c.of_the_paper]
@@ -289,22 +278,19 @@ def verdict(rows: Rows[Case, Result], curve: Rows[Case, Result]) -> tuple[Outcom
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Both sides of the constant against N; beside it, what share of the bound was reached."""
-    figure, (left, right) = panels(1, 2)
+    """Both sides of the constant against N, in the paper's setting."""
+    figure, (axes,) = panels(1, 1)
     curve = [(c, r) for c, r in rows if c.of_the_paper]
     for name, label, line, marker in (
         ("upper", "upper: 4 g(N−1) + 1 (Kim et al., Theorem 3.2)", "-", ""),
         (closed_form, "closed form of the worst configuration", ":", ""),
         ("lower", "lower: best start (ours)", "", "o"),
     ):
-        curves(left, curve, "num_tokens", name, label=label, linestyle=line, marker=marker)
-    left.set(
+        curves(axes, curve, "num_tokens", name, label=label, linestyle=line, marker=marker)
+    axes.set(
         xlabel="tokens N", ylabel="Lipschitz constant, entry_max (no unit)", xscale="log",
         title="D = H = 1, unit weights",
     )  # fmt: skip
-    curves(right, rows, setting, share, ("norm",), linestyle="none")
-    right.tick_params("x", rotation=45)
-    right.set(ylabel="lower / upper, best start (no unit)", ylim=(0, 1), title="unit weights")
     return figure
 
 

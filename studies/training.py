@@ -53,14 +53,6 @@ class TextConfig(Section):
         0.05, "share of the text that is left out, where the corpus has no splits", "[0, 1)"
     )
 
-    def check(self) -> None:
-        """A local corpus says where it is, and something is left to train on."""
-        if self.name == "text_file" and self.path is None:
-            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
-        if self.val_fraction + self.test_fraction >= 1:
-            total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
-            self.refuse("val_fraction", f"{total} leaves no text for training")
-
 
 @dataclass(kw_only=True)
 class WholeTextConfig(TextConfig):
@@ -241,7 +233,6 @@ def train(
     schedule: LRScheduler | None = None,
     grad_clip: float | None = None,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
-    what: str = "training",
 ) -> Training:
     """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
 
@@ -253,7 +244,7 @@ def train(
     losses: list[float] = []
     model.train()
     windows = TrainingWindows(tokens, model.seq_len, batch_size, seed)
-    for step in progress(range(num_steps), what):
+    for step in progress(range(num_steps), "training"):
         inputs, targets = (part.to(device) for part in windows.batch(step))
         if step == 0:
             model.initialise(inputs)
@@ -290,11 +281,7 @@ def train_by_adam(
 
 
 def train_by_recipe(
-    model: CharTransformer,
-    case: Any,
-    weight_decay: float = 0.0,
-    warmup_steps: int | None = None,
-    what: str = "training",
+    model: CharTransformer, case: Any, weight_decay: float = 0.0, warmup_steps: int | None = None
 ) -> Training:
     """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients.
 
@@ -307,7 +294,7 @@ def train_by_recipe(
     warmup_steps = warmup_steps or min(100, case.num_steps // 10 + 1)
     return train(
         model, text_of(case).train, optimiser, num_steps=case.num_steps,
-        batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP, what=what,
+        batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP,
         schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
     )  # fmt: skip
 

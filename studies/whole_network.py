@@ -156,7 +156,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """Train by Muon as train.py does, then certify and attack in float64."""
     text = text_of(case)
     model = build(case).to(device)
-    train_by_recipe(model, case, what=f"L = {case.total:g}")
+    train_by_recipe(model, case)
     model = model.double().eval().requires_grad_(False)
     windows, targets = validation_windows(text, case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)
