@@ -103,8 +103,8 @@ def train(config: TrainConfig) -> None:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
-    from invformer.assemble.model import evaluate_checkpoint
-    from invformer.evaluation.evaluate import keep_report
+    from invformer.assemble.model import load_trained
+    from invformer.evaluation.evaluate import evaluate, keep_report
     from invformer.evaluation.report import print_comparison, print_table, summary_values
     from invformer.kernels.host import keep_freed_memory
     from invformer.page import keep_comparison, keep_page
@@ -112,7 +112,9 @@ def evaluate(config: EvaluateConfig) -> None:
     keep_freed_memory()
     reports, paths = [], []
     for checkpoint in config.checkpoint:
-        report, latest = evaluate_checkpoint(replace(config, checkpoint=[checkpoint]))
+        trained = load_trained(checkpoint)
+        report = evaluate(*trained, replace(config, checkpoint=[checkpoint]))
+        latest = trained.checkpoint.evaluation
         reports.append(report)
         try:
             paths.append(keep_report(report, latest))

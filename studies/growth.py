@@ -33,7 +33,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.assemble.model import build_model, load_trained, trained_configuration
+from invformer.assemble.model import build_model, load_trained
 from invformer.config.schema import AttentionName, DataConfig, ModelConfig
 from invformer.config.section import option
 from invformer.data.corpora import Corpus, read_corpus
@@ -134,7 +134,7 @@ def cases(options: Options) -> list[Case]:
     path, text = options.checkpoint or "", options.text or ""
     if path:
         checkpoint = read_checkpoint(path)
-        trained, digest = trained_configuration(checkpoint), checkpoint.sha256[:16]
+        trained, digest = checkpoint.configuration(monitor={}), checkpoint.sha256[:16]
         attentions, num_layers = (trained.model.name,), trained.model.num_layers
         context = trained.data.seq_len
         if trained.model.name not in OURS:
@@ -182,7 +182,8 @@ def corpus_of(path: str, text: str) -> Corpus:
     """The text that was asked for, or that of the run, or python_docs."""
     if text:
         return read_corpus(DataConfig(name="text_file", path=text))
-    return read_corpus(trained_configuration(read_checkpoint(path)).data if path else DataConfig())
+    config = read_checkpoint(path).configuration(monitor={}).data if path else DataConfig()
+    return read_corpus(config)
 
 
 @lru_cache(maxsize=1)

@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from invformer.config import to_dict
+from invformer.assemble.model import load_trained
+from invformer.config import load_config, to_dict
 from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
 from invformer.data.vocabulary import Vocabulary
+from invformer.evaluation.evaluate import evaluate
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import encode, write_directory
 
@@ -37,3 +40,9 @@ def save_run(
     path = folder / "checkpoints" / f"step-{step:08d}"
     write_checkpoint(path, metadata, weights, NO_STATE)
     return path
+
+
+def evaluated(path: Path, *words: str) -> dict[str, Any]:
+    """The report of evaluate.py on a checkpoint."""
+    config = load_config([f"checkpoint={path}", *words], EvaluateConfig)
+    return evaluate(*load_trained(str(path)), config)

@@ -13,10 +13,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.trained import EvaluateConfig
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
@@ -24,6 +22,7 @@ from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from tests import small_runs
+from tests.saved_runs import evaluated
 from tests.small_runs import write_text
 
 ROOT = Path(__file__).parent.parent
@@ -108,9 +107,8 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
     if preset == "contractive_l2_paper":
         size.append("model.d_embedding=24")
     run = train([*options(tmp_path), f"model={preset}", *size, "trainer.max_steps=4"])
-    config = load_config([f"checkpoint={run}"], EvaluateConfig)
-    report, path = evaluate_checkpoint(config)
-    assert path == run / "evaluation.json"
+    assert read_checkpoint(str(run)).evaluation == run / "evaluation.json"
+    report = evaluated(run)
     assert report["num_characters"] > 0
     assert report["bpc"] == pytest.approx(report["nats"] / 0.6931471805599453)
     if preset in ("dot_product", "l2", "reversible"):

@@ -2,17 +2,13 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from invformer.config.schema import ModelConfig, TrainConfig
-from invformer.config.trained import EvaluateConfig
-from invformer.data.files import SavedPath
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.evaluation.evaluate import evaluate
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
@@ -26,7 +22,6 @@ from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
 from invformer.runs.checkpoint import PREFIX, Checkpoint
-from invformer.runs.machine import pick_device
 
 KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
 FIRST_BLOCK = "stack.blocks.0."
@@ -134,23 +129,9 @@ def load_trained(path: str) -> Trained:
         CheckpointError: there is none, or it is damaged.
     """
     checkpoint = read_checkpoint(path)
-    config = trained_configuration(checkpoint)
+    config = checkpoint.configuration(monitor={})  # whose keys change, and which is no part of it
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
     return Trained(load_model(checkpoint, config, vocabulary), vocabulary, config, checkpoint)
-
-
-def trained_configuration(checkpoint: Checkpoint) -> TrainConfig:
-    """The configuration a checkpoint was trained with; its data path is a :class:`.SavedPath`.
-
-    The monitor, whose keys change, is no part of a model.
-
-    Raises:
-        CheckpointError: it is no valid configuration.
-    """
-    config = checkpoint.configuration(monitor={})
-    if config.data.path is None:
-        return config
-    return replace(config, data=replace(config.data, path=SavedPath(config.data.path)))
 
 
 def load_model(
@@ -186,15 +167,3 @@ def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
     """The model as training began with it, in the precision that its weights are kept in."""
     model = build_model(config.model, vocab_size, config.data.seq_len)
     return model.to(torch.float64 if config.trainer.precision == "64-true" else torch.float32)
-
-
-def evaluate_checkpoint(config: EvaluateConfig) -> tuple[dict[str, Any], Path]:
-    """Load the first of the models and measure everything that is asked for.
-
-    Returns:
-        The report, and the file that holds the latest one of the run.
-    """
-    device = pick_device(config.evaluate.device, "evaluate.device")
-    trained = load_trained(config.checkpoint[0])
-    trained.model.to(device)
-    return evaluate(*trained, config), trained.checkpoint.evaluation

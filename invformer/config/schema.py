@@ -145,6 +145,10 @@ class ModelConfig(Section):
         return (self.d_embedding or third) if self.is_contractive else self.d_model
 
 
+class SavedPath(str):
+    """A path that nobody typed: it stood in a checkpoint."""
+
+
 @dataclass(kw_only=True)
 class DataConfig(Section):
     """The text."""

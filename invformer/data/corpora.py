@@ -16,10 +16,10 @@ from functools import partial
 from importlib.util import decode_source
 from pathlib import Path
 
-from invformer.config.schema import DataConfig, Split
+from invformer.config.schema import DataConfig, SavedPath, Split
 from invformer.data import hub
 from invformer.data.corpus import SPLITS, Corpus, by_split
-from invformer.data.files import SavedPath, chunks, files_below, require_texts
+from invformer.data.files import chunks, files_below, require_texts
 from invformer.errors import DataError
 
 # What the files of a split may be called, first match wins. {} is a word for the split.

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, NoReturn
 
+from invformer.config.schema import SavedPath
 from invformer.errors import DataError
 
 MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
@@ -26,10 +27,6 @@ ARCHIVE_ERRORS = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError, OSError,
 )  # fmt: skip
 RESOURCE_FORKS = "__MACOSX/"  # what macOS puts beside the files of an archive
-
-
-class SavedPath(str):
-    """A path that nobody typed: it stood in a checkpoint."""
 
 
 def files_below(folder: Path, suffix: str, foreign: re.Pattern[str] | None = None) -> list[Path]:

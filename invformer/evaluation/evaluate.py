@@ -37,6 +37,7 @@ from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link
+from invformer.runs.machine import pick_device
 
 NGRAM_ORDER = 5
 PROMPT, SAMPLE = 16, 200  # characters that are given, and that the model adds
@@ -47,7 +48,7 @@ TEXTS_TOGETHER = 32
 log = logging.getLogger(__name__)
 
 FORWARD_DTYPE = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "64-true": torch.float64}
-MOSTLY = 0.5  # of a text may be unknown, no more
+MOSTLY = 0.5  # of another text may be unknown, no more
 
 
 def evaluate(
@@ -57,16 +58,16 @@ def evaluate(
     checkpoint: Checkpoint,
     config: EvaluateConfig,
 ) -> dict[str, Any]:
-    """The report on a model, as a nested plain dict, measured on the model's device."""
-    parameters = list(model.parameters())
-    device = parameters[0].device
+    """The report on a model, as a nested plain dict."""
+    device = pick_device(config.evaluate.device, "evaluate.device")
+    parameters = list(model.to(device).parameters())
     data = evaluated_data(trained.data, config.data)
     split = config.data.split or data.split
     corpus = read_corpus(data)
     tokens = tokens_of(corpus, vocabulary, data.max_val_characters)[split]
     size = corpus.total if split == "all" else corpus.size(split)
-    unknown = unknown_rate(tokens)
-    if unknown > MOSTLY:
+    unknown, own = unknown_rate(tokens), corpus.sha256 == checkpoint.metadata["data_sha256"]
+    if unknown > MOSTLY and not own:
         raise CheckpointError(
             f"{checkpoint.path}: most characters of {corpus.name} ({corpus.source}) are not in its "
             "vocabulary; name a text in the characters it was trained on"
@@ -97,7 +98,6 @@ def evaluate(
             "its weights are finite, but what comes of them is not; evaluate an earlier checkpoint"
         )
     # On the text it has learnt by heart an n-gram is no comparison.
-    own = corpus.sha256 == checkpoint.metadata["data_sha256"]
     by_heart = split == "train" or (own and split == "all")
     learnt = None if by_heart else training_tokens(checkpoint, vocabulary, trained.data, corpus)
     logger, run_id = trained.logger, checkpoint.metadata.get("wandb_run_id")  # if it was online

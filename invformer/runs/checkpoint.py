@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, cat
 
 from invformer.config import from_dict
-from invformer.config.schema import TrainConfig
+from invformer.config.schema import SavedPath, TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
 from invformer.runs.encoding import (
     described,
@@ -95,12 +95,15 @@ class Checkpoint:
             CheckpointError: it is none that this program knows.
         """
         try:
-            return from_dict({**self.metadata["config"], **instead})
+            config = from_dict({**self.metadata["config"], **instead})
         except ConfigurationError as error:
             commit = self.metadata.get("commit")
             raise CheckpointError(
                 f"{self.path}: its configuration is invalid ({error}); commit {commit} wrote it"
             ) from None
+        if config.data.path is not None:
+            config.data.path = SavedPath(config.data.path)
+        return config
 
     def verify(self) -> None:
         """Compare every file with its hash; raises CheckpointError."""

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 
 import invformer
-from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.trained import EvaluateConfig
 from invformer.errors import DataError
 from invformer.training.fit import fit
+from tests.saved_runs import evaluated
 from tests.small_runs import TEXT, options
 
 GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
@@ -28,8 +27,7 @@ def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     assert all(found.proven)
     (folder / "other.txt").write_text("Жж" * 40, encoding="utf-8")
     other = ["data=text_file", f"data.path={folder / 'other.txt'}", "data.split=all"]
-    config = load_config([f"checkpoint={folder / 'a'}", *other], EvaluateConfig)
-    report, _ = evaluate_checkpoint(config)
+    report = evaluated(folder / "a", *other)
     assert report["num_characters"] == 160
     assert report["data"]["unknown_rate"] == 0
 
@@ -41,6 +39,5 @@ def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) ->
     ):
         build_run(load_config(options(folder, "a", "data.unknown=refuse")))
     fit(build_run(load_config(options(folder, "a", "trainer.max_steps=1"))))
-    words = [f"checkpoint={folder / 'a'}", "data.unknown=refuse"]
     with pytest.raises(DataError, match="lacks 'Ω'"):
-        evaluate_checkpoint(load_config(words, EvaluateConfig))
+        evaluated(folder / "a", "data.unknown=refuse")

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from invformer.config.schema import CorpusName, DataConfig
+from invformer.config.schema import CorpusName, DataConfig, SavedPath
 from invformer.data import corpora, hub
 from invformer.data.corpora import read_corpus
 from invformer.data.corpus import SPLITS, Corpus
-from invformer.data.files import SavedPath, files_below
+from invformer.data.files import files_below
 from invformer.errors import DataError
 from tests import fake_hub
 from tests.data.texts import corpus_at, whole, write

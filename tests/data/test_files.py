@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from invformer.config.schema import SavedPath
 from invformer.data import files
-from invformer.data.files import SavedPath, files_below
+from invformer.data.files import files_below
 from invformer.errors import DataError
 from tests.data.texts import corpus_at, whole, write
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from invformer import commands
-from invformer.assemble.model import evaluate_checkpoint, untrained
+from invformer.assemble.model import untrained
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
-from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
@@ -19,7 +18,7 @@ from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.report import print_table
 from invformer.nn.transformer import CharTransformer
 from tests.nn.builders import contractive_model, random_tokens
-from tests.saved_runs import save_run
+from tests.saved_runs import evaluated, save_run
 
 TEXT_FILE = "sums.txt"
 QUICK = ("evaluate.inversion_sequences=0", "evaluate.lipschitz_sequences=0")
@@ -53,8 +52,7 @@ class Saved:
         )
 
     def evaluated(self, *words: str) -> dict:
-        path = self.save()
-        return evaluate_checkpoint(load_config([f"checkpoint={path}", *words], EvaluateConfig))[0]
+        return evaluated(self.save(), *words)
 
 
 @pytest.mark.parametrize("correction", [1.9, 5.0, 1e30])
@@ -106,8 +104,7 @@ def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -
     quick = (*QUICK, "evaluate.stride=5")
     nats = {saved.evaluated(*quick)["nats"]}
     for split in ("train", "test", "val"):
-        words = [f"checkpoint={tmp_path}", f"data.split={split}", *quick]
-        report, _ = evaluate_checkpoint(load_config(words, EvaluateConfig))
+        report = evaluated(tmp_path, f"data.split={split}", *quick)
         assert report["num_characters"] == len(corpus.split(split))
         assert report["data"]["split"] == split
         nats.add(report["nats"])
@@ -167,8 +164,7 @@ def test_another_text_leaves_the_earlier_evaluation_untouched(
     assert own == tmp_path / "evaluation" / "text_file-val-3.json"
     assert own.read_bytes() == before
     (tmp_path / "other.txt").write_text(TEXT.replace("is", "ïs"))
-    words = [f"checkpoint={tmp_path}", f"data.path={tmp_path / 'other.txt'}", "data.split=all"]
-    report, _ = evaluate_checkpoint(load_config(words, EvaluateConfig))
+    report = evaluated(tmp_path, f"data.path={tmp_path / 'other.txt'}", "data.split=all")
     other = measuring.keep_report(report, latest)
     assert re.fullmatch(r"text_file-[0-9a-f]{8}-all-3\.json", other.name)
     assert latest.read_bytes() == before

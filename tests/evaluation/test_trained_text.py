@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.model import evaluate_checkpoint, load_model, untrained, weights_on_meta
+from invformer.assemble.model import load_model, untrained, weights_on_meta
 from invformer.config import load_config
 from invformer.config.schema import DataConfig
-from invformer.config.trained import EvaluateConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError
@@ -20,7 +19,7 @@ from invformer.runs.checkpoint import MODEL
 from invformer.runs.encoding import described
 from tests.evaluation.test_evaluate import QUICK, TEXT_FILE, Saved
 from tests.runs.hostile import edit_json
-from tests.saved_runs import save_run
+from tests.saved_runs import evaluated, save_run
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -38,8 +37,7 @@ def text_file(path: Path, max_characters: int | None = None) -> DataConfig:
 
 
 def evaluate(folder: Path, *more: str) -> dict:
-    words = [f"checkpoint={folder}", *QUICK, *more]
-    return evaluate_checkpoint(load_config(words, EvaluateConfig))[0]
+    return evaluated(folder, *QUICK, *more)
 
 
 def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:

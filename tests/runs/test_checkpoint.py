@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from invformer.assemble.model import build_model, load_model, trained_configuration
+from invformer.assemble.model import build_model, load_model
 from invformer.config import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
@@ -322,7 +322,7 @@ def load_everything(path: str) -> tuple[Checkpoint, CharTransformer]:
     """What evaluating does first: the model, and a look at the state beside it."""
     checkpoint = read_checkpoint(path)
     vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    return checkpoint, load_model(checkpoint, trained_configuration(checkpoint), vocabulary)
+    return checkpoint, load_model(checkpoint, checkpoint.configuration(), vocabulary)
 
 
 @pytest.mark.parametrize("attack", [pytest.param(a, id=name) for name, a in ATTACKS.items()])
@@ -392,7 +392,7 @@ def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
                 assert checkpoint.metadata == wanted_checkpoint.metadata, seed
             else:
                 assert all(w.isfinite().all() for w in model.state_dict().values()), seed
-                assert trained_configuration(checkpoint).model.d_model == 12, seed
+                assert checkpoint.configuration().model.d_model == 12, seed
         for restored in {name, MANIFEST}:
             (folder / restored).write_bytes(contents[restored])
     assert refused > 60

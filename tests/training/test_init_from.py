@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from invformer import commands
-from invformer.assemble.model import evaluate_checkpoint
 from invformer.assemble.run import build_run
 from invformer.config import load_config
-from invformer.config.trained import EvaluateConfig
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
+from tests.saved_runs import evaluated
 from tests.small_runs import options
 
 OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
@@ -48,10 +47,7 @@ def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(
     again = tuned(trained, "optim.lr=1e-9", "trainer.max_steps=6")
     assert again.resume is not None
     fit(again)
-    config = load_config(
-        [f"checkpoint={trained / 'b'}", "evaluate.lipschitz_sequences=0"], EvaluateConfig
-    )
-    report, _ = evaluate_checkpoint(config)
+    report = evaluated(trained / "b", "evaluate.lipschitz_sequences=0")
     assert report["data"]["same_as_training"]
 
 
