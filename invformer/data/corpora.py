@@ -71,10 +71,6 @@ def read_corpus(config: DataConfig) -> Corpus:
     if config.name == "ptb":
         texts = (words_to_characters("".join(part)) for _, part in corpus.parts())
         corpus = Corpus.of_texts(config.name, corpus.source, *texts)
-    if corpus.total < 2:
-        raise DataError(
-            f"{corpus.source}: {corpus.total} {corpus.unit} of text, nothing to learn from"
-        )
     if config.max_characters is not None and config.max_characters < corpus.total:
         corpus = corpus.shortened(config.max_characters)
     if config.vocabulary == "bytes":

@@ -62,9 +62,7 @@ class Interruption(L.Callback):
         """Until all of it is done, it has to be done."""
         self.validating = True
 
-    def on_validation_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any, **__: Any
-    ) -> None:
+    def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Stop here too."""
         self._stop_here(trainer)
 

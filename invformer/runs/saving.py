@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says
 
 
+@dataclass(eq=False)
 class Checkpoints(L.Callback):
     """Saves at every validation and interruption; keeps the last two and the best (lowest bpc).
 
@@ -38,15 +40,14 @@ class Checkpoints(L.Callback):
     that. Every checkpoint carries the name of the best one so far. Nothing is deleted before the
     checkpoint that replaces it was read back. A run that stops because a number is not finite, or
     because of a bug, leaves the checkpoints as they were. The module has ``make_optimizer``
-    and ``make_schedule``. ``previous`` is the checkpoint that the run continues from.
+    and ``make_schedule``.
     """
 
-    def __init__(self, folder: Path, previous: str | None = None) -> None:
-        self.folder = folder
-        self.previous = previous
-        self.best = math.inf
-        self.best_name: str | None = None
-        self.started = False
+    folder: Path
+    previous: str | None = None  # name of the newest, from which a run continues
+    best: float = field(default=math.inf, init=False)
+    best_name: str | None = field(default=None, init=False)
+    started: bool = field(default=False, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From here on there is a state worth saving."""
@@ -126,8 +127,7 @@ class Checkpoints(L.Callback):
 class RandomState(L.Callback):
     """Carries the random generators' states in the checkpoint, which Lightning leaves out."""
 
-    def __init__(self) -> None:
-        self._restored: dict[str, Any] | None = None
+    _restored: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """States of the CPU and of every CUDA generator."""
@@ -144,16 +144,16 @@ class RandomState(L.Callback):
             torch.cuda.set_rng_state_all(self._restored["cuda"][: torch.cuda.device_count()])
 
 
+@dataclass(eq=False)
 class DirectoryCheckpointIO(CheckpointIO):
     """Lightning's plugin for checkpoints as directories, which a thread writes.
 
     Lightning hands over one nested dict, and gets the same one back, but for its own version: it
-    has nothing to migrate. A file's weights are compared with the ``wanted`` ones, the module's.
+    has nothing to migrate.
     """
 
-    def __init__(self, wanted: Mapping[str, Tensor]) -> None:
-        self.wanted = wanted
-        self.writing: Future[None] | None = None
+    wanted: Mapping[str, Tensor]  # the module's weights, with which those of a file are compared
+    writing: Future[None] | None = field(default=None, init=False)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None

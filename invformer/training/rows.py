@@ -117,9 +117,7 @@ class Rows(L.Callback):
         self.send(trainer)
         self.save(trainer)
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
         """Send what there is, unchecked: a second failure must not hide the first."""
         self.flush(trainer)
         self.save(trainer)

@@ -180,7 +180,7 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
         ("text_file", "latin", r"b\.txt: byte 0xe9 at offset 3 is not UTF-8 .*iconv -f latin1 -t"),
         ("text_file", "utf-16.txt", "iconv -f utf-16 -t utf-8"),
         ("text_file", "utf-16-be.txt", "iconv -f utf-16 -t utf-8"),
-        ("text_file", "empty.txt", "0 characters of text, nothing to learn from"),
+        ("text_file", "empty.txt", "has no train text"),
         ("text_file", "one.txt", r"no train text, only .* data\.max_characters"),
         ("python_docs", "a.txt", "takes no data.path; use data.name=text_file"),
     ],
