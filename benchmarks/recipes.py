@@ -42,12 +42,7 @@ def recipe(words: list[str], probe_length: int | None = None) -> Training:
     model = build_model(config.model, len(VOCABULARY), CASE.seq_len)
     step = Training(model, CASE, "float32", probe_length)
     model.initialise(step.inputs)
-    optim = config.optim
-    betas = (optim.betas[0], optim.betas[1])
-    step.optimizer = build_optimizer(
-        model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr, betas=betas,
-        weight_decay=optim.weight_decay,
-    )  # fmt: skip
+    step.optimizer = build_optimizer(model, config.optim)
     return step
 
 

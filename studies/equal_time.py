@@ -153,15 +153,13 @@ def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimi
     """The model of a configuration and its optimiser; nanoGPT is the one with AdamW."""
     optim = config.optim
     model = build_model(config.model, vocab_size, config.data.seq_len).float()
-    options: dict[str, Any] = {
-        "lr": optim.lr, "betas": tuple(optim.betas), "weight_decay": optim.weight_decay,
-    }  # fmt: skip
     if optim.name == "muon":
-        return model, build_optimizer(model, "muon", muon_lr=optim.muon_lr, **options)
+        return model, build_optimizer(model, optim)
     turn_into_nanogpt(model)
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0}
-    return model, AdamW([{"params": matrices}, vectors], fused=True, **options)
+    how: dict[str, Any] = {"betas": optim.betas, "weight_decay": optim.weight_decay}
+    return model, AdamW([{"params": matrices}, vectors], lr=optim.lr, fused=True, **how)
 
 
 # --- nanoGPT -------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig
+from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig, OptimConfig
 from invformer.config.section import Section, option, section
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
@@ -27,7 +27,7 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 
-BETAS, GRAD_CLIP = (0.9, 0.99), 1.0  # as train.py has them
+GRAD_CLIP = 1.0  # as train.py has it
 
 
 # --- the text ------------------------------------------------------------------------------------
@@ -287,10 +287,10 @@ def train_by_recipe(
 
     ``case`` is a :class:`RecipeCase`, or has of its fields those of the text and the training.
     """
-    optimiser = build_optimizer(
-        model, "adamw" if case.muon_lr is None else "muon", lr=case.lr,
-        muon_lr=case.muon_lr or 0.0, betas=BETAS, weight_decay=weight_decay,
-    )  # fmt: skip
+    how = OptimConfig(name="adamw", lr=case.lr, weight_decay=weight_decay)
+    if case.muon_lr is not None:
+        how = replace(how, name="muon", muon_lr=case.muon_lr)
+    optimiser = build_optimizer(model, how)
     warmup_steps = warmup_steps or min(100, case.num_steps // 10 + 1)
     return train(
         model, text_of(case).train, optimiser, num_steps=case.num_steps,

@@ -150,10 +150,7 @@ def build_module(
             block.compile()
     return CharLanguageModel(
         model,
-        lambda model: build_optimizer(
-            model, optim.name, lr=optim.lr, muon_lr=optim.muon_lr,
-            betas=(optim.betas[0], optim.betas[1]), weight_decay=optim.weight_decay,
-        ),
+        lambda model: build_optimizer(model, optim),
         lambda optimizer: warmup_cosine(
             optimizer, config.warmup_steps, trainer.max_steps, optim.min_lr_fraction
         ),

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from invformer.config.schema import OptimConfig
 from invformer.training.muon import Muon
 
 
@@ -81,34 +82,25 @@ def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     return matrices, others
 
 
-def build_optimizer(
-    model: nn.Module,
-    name: str,
-    *,
-    lr: float,
-    muon_lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> Optimizer:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """AdamW on everything, or Muon on the matrices and AdamW on the rest.
 
     Vectors and embeddings are not decayed. Queries, keys and values in one weight are three
     matrices for Muon.
     """
     matrices, others = split_matrices(model)
-    if name == "muon":
+    decay = config.weight_decay
+    adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "fused": True}
+    if config.name == "muon":
         fused = {id(p) for name, p in model.named_parameters() if name.endswith("qkv.weight")}
         groups = [
             {"params": [p for p in matrices if (id(p) in fused) == (parts == 3)], "parts": parts}
             for parts in (1, 3)
         ]
-        muon = Muon([g for g in groups if g["params"]], lr=muon_lr, weight_decay=weight_decay)
-        return MuonWithAdamW(muon, AdamW(others, lr=lr, betas=betas, weight_decay=0.0, fused=True))
-    groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return AdamW(groups, lr=lr, betas=betas, fused=True)
+        muon = Muon([g for g in groups if g["params"]], config.muon_lr, decay)
+        return MuonWithAdamW(muon, AdamW(others, weight_decay=0.0, **adamw))
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, **adamw)
 
 
 def warmup_cosine(

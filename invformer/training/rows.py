@@ -117,7 +117,7 @@ class Rows(L.Callback):
         self.send(trainer)
         self.save(trainer)
 
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
+    def on_exception(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
         """Send what there is, unchecked: a second failure must not hide the first."""
         self.flush(trainer)
         self.save(trainer)

@@ -92,19 +92,15 @@ def inversion(machine: Machine) -> Iterator[Row]:
 
 def skipped_step(machine: Machine) -> Iterator[Row]:
     """An update that is not finite changes neither weights nor the optimiser's memory."""
+    from invformer.config.schema import OptimConfig
     from invformer.training.guard import UpdateGuard
     from invformer.training.optimizers import build_optimizer
 
     for name in ("adamw", "muon"):
         model, text = machine.model("contractive_l2")
         model, text = model.to(machine.device), text.to(machine.device)
-        options: dict[str, Any] = {
-            "lr": 1e-3,
-            "muon_lr": 1e-2,
-            "betas": (0.9, 0.99),
-            "weight_decay": 0.1,
-        }
-        optimizer, guard = build_optimizer(model, name, **options), UpdateGuard()
+        how = OptimConfig(name=name, lr=1e-3, muon_lr=1e-2)
+        optimizer, guard = build_optimizer(model, how), UpdateGuard()
         kept: list[torch.Tensor] = []
         for step in range(3):
             gradients(model, text, "32-true")

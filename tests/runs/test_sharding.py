@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import ModelConfig
+from invformer.config.schema import ModelConfig, OptimConfig
 from invformer.nn.certificate import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.runs.sharding import (
@@ -60,7 +60,7 @@ def fresh(config: ModelConfig):
 
 
 def optimiser_of(model, name: str) -> torch.optim.Optimizer:
-    return build_optimizer(model, name, lr=1e-2, muon_lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    return build_optimizer(model, OptimConfig(name=name, lr=1e-2, muon_lr=1e-2))
 
 
 def loss_of(model, step: int) -> torch.Tensor:

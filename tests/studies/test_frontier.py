@@ -25,7 +25,7 @@ from studies.frontier import (
     summarise,
     train,
 )  # fmt: skip
-from studies.training import BETAS, GRAD_CLIP, Training, text_of
+from studies.training import GRAD_CLIP, Training, text_of
 
 CPU = torch.device("cpu")
 TINY = [
@@ -85,7 +85,6 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
 
 def test_the_recipe_is_that_of_the_trainer() -> None:
     trainer = TrainConfig(optim=OptimConfig())
-    assert list(BETAS) == trainer.optim.betas
     assert trainer.optim.grad_clip == GRAD_CLIP
 
 
@@ -101,8 +100,8 @@ def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser
     )  # fmt: skip
     plain = build_model(config, text.vocab_size, 16).float()
     set_manual_refresh(plain)
-    rates = {"lr": 8e-3, "muon_lr": 2e-2}
-    descent = build_optimizer(plain, optimiser, **rates, betas=(0.9, 0.99), weight_decay=0.0)
+    how = OptimConfig(name=optimiser, lr=8e-3, muon_lr=2e-2, weight_decay=0.0)
+    descent = build_optimizer(plain, how)
     schedule = warmup_cosine(descent, 1, 6)
     for step in range(6):
         inputs, targets = TrainingWindows(text.train, 16, 4, case.seed).batch(step)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
+from invformer.config.schema import OptimConfig
 from invformer.errors import NonFiniteError
 from invformer.runs.checkpoint import newest_checkpoint
 from invformer.training.fit import fit
@@ -150,9 +151,7 @@ def test_a_loss_that_is_not_finite_is_caught_in_whichever_batch_of_a_step_it_is(
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_an_optimiser_leaves_everything_as_it_is_while_the_guard_says_so(name: str) -> None:
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
-    optimizer = build_optimizer(
-        model, name, lr=0.1, muon_lr=0.1, betas=(0.9, 0.99), weight_decay=0.1
-    )
+    optimizer = build_optimizer(model, OptimConfig(name=name, lr=0.1, muon_lr=0.1))
 
     def step(gradient: float, skip: float | None) -> None:
         for parameter in model.parameters():

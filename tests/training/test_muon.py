@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from invformer.config.schema import OptimConfig
 from invformer.kernels import native
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.position_bias import RelativePositionBias
@@ -88,9 +89,7 @@ def test_queries_keys_and_values_in_one_are_three_matrices() -> None:
     attention = DotProductAttention(8, 2, RelativePositionBias(2, 4))
     gradient = torch.randn(24, 8)
     before = attention.qkv.weight.detach().clone()
-    optimizer = build_optimizer(
-        attention, "muon", lr=0.1, muon_lr=0.1, betas=(0.9, 0.99), weight_decay=0.0
-    )
+    optimizer = build_optimizer(attention, OptimConfig(muon_lr=0.1, weight_decay=0.0))
     for parameter in attention.parameters():
         parameter.grad = torch.zeros_like(parameter)
     attention.qkv.weight.grad = gradient.clone()

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from invformer.config.schema import OptimConfig
 from invformer.training.optimizers import (
     build_optimizer,
     learning_rates,
@@ -14,17 +15,17 @@ from invformer.training.optimizers import (
 )
 from tests.nn.builders import contractive_model, train
 
-OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "betas": (0.9, 0.99), "weight_decay": 0.0}
+OPTIONS = {"lr": 1e-2, "muon_lr": 2e-2, "weight_decay": 0.0}
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_restored_optimiser_continues_to_the_same_bits(name: str) -> None:
     model = contractive_model()
-    optimiser = build_optimizer(model, name, **OPTIONS)
+    optimiser = build_optimizer(model, OptimConfig(name=name, **OPTIONS))
     train(model, optimiser, range(3))
     other = contractive_model()
     other.load_state_dict(model.state_dict())
-    restored = build_optimizer(other, name, **OPTIONS)
+    restored = build_optimizer(other, OptimConfig(name=name, **OPTIONS))
     restored.load_state_dict(copy.deepcopy(optimiser.state_dict()))
     train(model, optimiser, range(3, 6))
     train(other, restored, range(3, 6))
@@ -43,7 +44,7 @@ def test_muon_gets_the_matrices_of_the_stack_and_adamw_the_rest() -> None:
 
 def test_every_rate_is_logged_as_the_schedule_moves_it() -> None:
     for name, keys in (("adamw", {"optim/lr"}), ("muon", {"optim/lr", "optim/muon_lr"})):
-        optimiser = build_optimizer(contractive_model(), name, **OPTIONS)
+        optimiser = build_optimizer(contractive_model(), OptimConfig(name=name, **OPTIONS))
         warmup_cosine(optimiser, warmup_steps=2, max_steps=4)
         rates = learning_rates(optimiser)
         assert rates == {key: OPTIONS[key.removeprefix("optim/")] / 2 for key in keys}
