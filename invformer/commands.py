@@ -69,9 +69,9 @@ def require_paths(config: Root) -> None:
 
 
 def is_missing(path: str) -> bool:
-    """Whether nothing has this path or pattern, which is no address on the web."""
+    """Whether nothing has this path or pattern."""
     here = os.path.expanduser(path)
-    return "://" not in path and not os.path.lexists(here) and not glob.glob(here, recursive=True)
+    return not os.path.lexists(here) and not glob.glob(here, recursive=True)
 
 
 def is_hub_name(path: str) -> bool:

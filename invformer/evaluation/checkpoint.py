@@ -8,10 +8,10 @@ from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import (
     CHECKPOINTS,
     MANIFEST,
-    NAME,
     Checkpoint,
     newest_checkpoint,
     open_checkpoint,
+    saved_in,
 )
 
 log = logging.getLogger(__name__)
@@ -23,10 +23,8 @@ def read_checkpoint(path: str) -> Checkpoint:
     A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
 
     Raises:
-        CheckpointError: an address instead of a path, a missing, damaged or foreign checkpoint.
+        CheckpointError: it is missing, damaged or foreign.
     """
-    if "://" in path:
-        raise CheckpointError(f"{path}: download it first; only local checkpoints are opened")
     folder = Path(os.path.expanduser(path))
     try:
         if folder.is_file() or (folder / MANIFEST).exists():
@@ -34,11 +32,7 @@ def read_checkpoint(path: str) -> Checkpoint:
         newest, refused = newest_checkpoint(folder / CHECKPOINTS)
         if newest is None:
             wanted = "holds no checkpoint" if folder.is_dir() else "does not exist"
-            pickles = any(folder.glob("*.ckpt"))
-            old = " (*.ckpt files are pickles and not opened)" if pickles else ""
-            raise CheckpointError(
-                f"{folder} {wanted}{old}: name a run folder or a checkpoint in it"
-            )
+            raise CheckpointError(f"{folder} {wanted}: name a run folder or a checkpoint in it")
         found = best_checkpoint(newest)
     except OSError as error:  # a name too long, a folder that may not be entered
         raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None
@@ -48,20 +42,14 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def best_checkpoint(newest: Checkpoint) -> Checkpoint:
-    """The best checkpoint, which the newest names; with a warning the newest if that one is lost.
-
-    Raises:
-        CheckpointError: what it names is no checkpoint.
-    """
-    name = newest.metadata.get("best")
-    if name is None or name == newest.path.name:
+    """The best checkpoint, which the newest names; with a warning the newest if it is lost."""
+    name, folder = newest.metadata.get("best"), newest.path.parent
+    if name in (None, newest.path.name):
         return newest
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise CheckpointError(f"{newest.path}: {name!r:.80} is no name of a checkpoint")
-    path = newest.path.with_name(name)
     try:
-        if path.is_symlink() or not path.is_dir():
-            raise CheckpointError(f"{path}: the best checkpoint is not there any more")
+        path = next((path for path in saved_in(folder) if path.name == name), None)
+        if path is None:
+            raise CheckpointError(f"{folder}: the best checkpoint is not there any more")
         best = open_checkpoint(path)
         best.verify()
         return best

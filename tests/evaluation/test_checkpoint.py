@@ -10,11 +10,12 @@ import torch
 
 from invformer.errors import CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.runs.checkpoint import MANIFEST, STATE_TENSORS, WEIGHTS
+from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS
+from tests.runs.hostile import edit_json
 from tests.saved_runs import NO_STATE, write_checkpoint
 
 BEST, NEWEST = "step-00000004", "step-00000006"
-IS_GONE = rf"{BEST}: the best checkpoint is not there any more"
+IS_GONE = r"checkpoints: the best checkpoint is not there any more"
 
 
 @pytest.fixture
@@ -41,6 +42,10 @@ def linked(folder: Path) -> None:
     (folder / BEST).symlink_to(folder.parent / "elsewhere")
 
 
+def naming(best: object) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / NEWEST, MODEL, lambda m: m.update(best=best))
+
+
 @pytest.mark.parametrize(
     ("do", "taken", "why"),
     [
@@ -48,6 +53,7 @@ def linked(folder: Path) -> None:
         *((damaged(BEST, name), NEWEST, BEST) for name in (WEIGHTS, STATE_TENSORS, MANIFEST)),
         (lambda folder: shutil.rmtree(folder / BEST), NEWEST, IS_GONE),
         (linked, NEWEST, IS_GONE),
+        *((naming(best), NEWEST, IS_GONE) for best in ("../../elsewhere", "/etc", 3, "")),
         (damaged(NEWEST, WEIGHTS), BEST, NEWEST),
     ],
 )

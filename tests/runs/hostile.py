@@ -148,16 +148,6 @@ def terabyte(path: Path, canary: Path) -> None:
     edit_json(path, MANIFEST, lambda m: m["files"].update({WEIGHTS: listed}))
 
 
-def best(name: Any) -> Attack:
-    """A run folder whose newest checkpoint names another as the best."""
-
-    def attack(path: Path, canary: Path) -> str:
-        set_key("best", name)(path, canary)
-        return str(path.parent.parent)
-
-    return attack
-
-
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
 BIG = 10**30
 ZERO = "0" * 64
@@ -237,9 +227,6 @@ ATTACKS: dict[str, Attack] = {
         }.items()
     },
     "a checkpoint that is a link": linked_directory,
-    **{
-        f"best is {n!r}": best(n) for n in ("../../elsewhere", "/etc", "step-00000003/../..", 3, "")
-    },
     # --- manifests ---
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),
     "a manifest with another hash": edited(
