@@ -63,8 +63,8 @@ def build_invertible_stack(config: ModelConfig, seq_len: int) -> InvertibleStack
         )
         scalings: tuple[DiagonalScaling | None, DiagonalScaling | None] = None, None
         if config.diagonal_scaling:
-            one, other = written_channels(width, index, config.written_channels, d_embedding)
-            scalings = DiagonalScaling(width, one), DiagonalScaling(width, other)
+            written = written_channels(width, index, config.written_channels, d_embedding)
+            scalings = DiagonalScaling(width, written[0]), DiagonalScaling(width, written[1])
         d_norm = width if config.activation_norm else None
         blocks.append(InvertibleBlock(attention, feed_forward, d_norm, radius, scalings))
     kind = "causal" if config.certificate == "causal" else "global"
@@ -94,21 +94,27 @@ def build_attention(config: ModelConfig, seq_len: int, channels: slice | None = 
     if config.position_bias:
         sees_itself = not config.strictly_causal
         position = RelativePositionBias(config.num_heads, seq_len, sees_itself=sees_itself)
-    sizes, target = (config.d_model, config.num_heads), config.lipschitz_target
-    kernel, start = config.attention_kernel, config.initial_output
+    common: dict[str, Any] = {
+        "d_model": config.d_model, "num_heads": config.num_heads, "position": position,
+        "kernel": config.attention_kernel,
+    }  # fmt: skip
+    target = config.lipschitz_target
+    written = {"output_channels": channels, "initial_output": config.initial_output}
     match config.name, config.certificate:
         case "dot_product" | "reversible", None:
-            return DotProductAttention(*sizes, position, kernel)
+            return DotProductAttention(**common)
         case "l2", None:
-            return L2Attention(*sizes, position, kernel)
+            return L2Attention(**common)
         case "contractive_l2", ("kim_entry_max" | "kim_frobenius") as bound:
-            return PaperContractiveL2Attention(*sizes, position, target, bound, kernel)
+            return PaperContractiveL2Attention(**common, lipschitz_target=target, certificate=bound)
         case "contractive_l2", ("token_max" | "causal") as bound:
-            return ContractiveL2Attention(*sizes, position, target, bound, channels, kernel, start)
+            return ContractiveL2Attention(
+                **common, **written, lipschitz_target=target, certificate=bound
+            )
         case "contractive_bounded", ("token_max" | "causal") as bound:
             return BoundedAttention(
-                *sizes, config.head_width, position, target, channels, kernel, start, bound,
-                config.strictly_causal,
+                **common, **written, lipschitz_target=target, certificate=bound,
+                d_head=config.head_width, strictly_causal=config.strictly_causal,
             )  # fmt: skip
     raise ValueError(f"no attention is called {config.name}")
 
