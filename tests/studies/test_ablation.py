@@ -23,7 +23,7 @@ TINY = [
 
 
 def configuration(name: str) -> TrainConfig:
-    return load_config(["experiment=ablation", *VARIANTS[name][1].split()])
+    return load_config(["experiment=ablation", *VARIANTS[name].split()])
 
 
 def test_every_variant_is_a_valid_recipe_and_no_two_are_the_same() -> None:
