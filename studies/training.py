@@ -126,19 +126,17 @@ def text_fields(data: TextConfig, seq_len: int, num_windows: int = 1) -> dict[st
     Raises:
         DataError: the text is shorter than a window, or its validation part than all of them.
     """
-    values = {key: value for key, value in vars(data).items() if key != "name"}
-    unknown = TextCase(corpus=data.name, sha256="", seed=0, **values)
-    text = text_of(unknown)
-    for split, tokens in (("training", text.train), ("validation", text.val)):
-        if len(tokens) <= seq_len:
-            raise DataError(f"seq_len={seq_len}: the {split} text has {len(tokens)} characters")
+    named = {**vars(data), "corpus": data.name, "sha256": ""}
+    del named["name"]
+    text = text_of(TextCase(seed=0, **named))
+    if len(text.train) <= seq_len:
+        raise DataError(f"seq_len={seq_len}: the training text has {len(text.train)} characters")
     found = (len(text.val) - 1) // seq_len
     if found < num_windows:
         raise DataError(
             f"the {len(text.val)} characters of the validation text make {found} windows of "
             f"{seq_len}, {num_windows} are asked for; raise data.val_characters or ask for fewer"
         )
-    named = {key: value for key, value in vars(unknown).items() if key != "seed"}
     return named | {"sha256": text.sha256}
 
 
