@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
 @pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
 def test_a_file_that_is_no_table_of_rows_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
-    with pytest.raises(StorageError, match=r"rows\.csv (is not a table|has other columns)"):
+    with pytest.raises(StorageError, match=r"rows\.csv has other columns"):
         run(Squares().study(), options_in(tmp_path))
     assert (tmp_path / "rows.csv").read_bytes() == content
 
