@@ -102,12 +102,11 @@ class Options(StudyOptions):
 class Case:
     """One layer at one length.
 
-    ``path`` is the model's run folder and ``digest`` its content, as ``sha256`` is that of the
-    text; ``radius`` is R under attack, 0 on text; ``alone`` measures the attacked head only.
+    ``path`` is the model's run folder, ``sha256`` the content of its checkpoint and of the text;
+    ``radius`` is R under attack, 0 on text; ``alone`` measures the attacked head only.
     """
 
     path: str = ""
-    digest: str = ""
     attention: AttentionName
     layer: int = 0
     causal: bool = False
@@ -130,21 +129,21 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Lengths on text, then the attack on random weights."""
-    attentions, num_layers, context, digest = OURS, SMALL_LAYERS, SMALL_CONTEXT, ""
+    attentions, num_layers, context = OURS, SMALL_LAYERS, SMALL_CONTEXT
     path, text = options.checkpoint or "", options.text or ""
+    sha256 = corpus_of(path, text).sha256[:16] if options.sizes else ""
     if path:
         checkpoint = read_checkpoint(path)
-        trained, digest = checkpoint.configuration(monitor={}), checkpoint.sha256[:16]
-        attentions, num_layers = (trained.model.name,), trained.model.num_layers
-        context = trained.data.seq_len
-        if trained.model.name not in OURS:
-            known = ", ".join(OURS)
-            raise ConfigurationError(f"checkpoint: {trained.model.name} is none of {known}")
+        trained = checkpoint.configuration(monitor={})
+        model = trained.model
+        if model.name not in OURS:
+            raise ConfigurationError(f"checkpoint: {model.name} is none of {', '.join(OURS)}")
+        attentions, num_layers, context = (model.name,), model.num_layers, trained.data.seq_len
+        sha256 = checkpoint.sha256[:16] + sha256
     sizes = [n for n in options.sizes if n <= context]
     if len(sizes) < len(options.sizes):
         print(f"growth: the model takes at most {context} tokens; longer sizes are left out")
-    sha256 = corpus_of(path, text).sha256[:16] if sizes else ""
-    same = {"path": path, "digest": digest, "text": text, "sha256": sha256}
+    same = {"path": path, "text": text, "sha256": sha256}
     masks = [True] if path else [True, False]  # unmasked, a trained layer would lose its bias
     layers = sorted({0, num_layers // 2})
     on_text = grid(

@@ -197,4 +197,4 @@ def test_another_checkpoint_under_the_same_name_is_another_case(
         found.append(cases_of_a_run(tmp_path))
     before, after = found
     assert not set(before) & set(after)
-    assert [replace(case, digest=after[0].digest) for case in before] == after
+    assert [replace(case, sha256=after[0].sha256) for case in before] == after
