@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from statistics import fmean, geometric_mean
 from typing import Any, Literal, get_args
 
@@ -37,7 +37,7 @@ from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, VisibilityMask
 from studies import jasmin
-from studies.layer_bounds import Comparison, Layer, compare, heads_of, sensitivity_regulariser
+from studies.layer_bounds import Layer, compare, heads_of, sensitivity_regulariser
 from studies.report import Figure, Outcome, Rows, Summary, by, look_of, mean, panels, table
 from studies.study import Study, case_of, grid, program
 from studies.training import (
@@ -105,7 +105,6 @@ class Result:
 
     nats: float  # per validation character; NaN for a random layer or after a non-finite loss
     truth: list[float]  # ‖∂F/∂X‖ in frobenius by power iteration, per attention layer and sequence
-    residual: float  # the largest residual
     bounds: dict[str, list[float]]  # every upper bound at the same layers and sequences, by name
 
 
@@ -138,21 +137,16 @@ def measure(case: Case, device: torch.device) -> Result:
         return measure_layer(case, device)
     model = new_model(case, name=case.attention, certificate=None).to(device)
     if not train_by_adam(model, case, penalty_of(case)).finite:
-        return Result(math.nan, [], math.nan, {})
+        return Result(math.nan, [], {})
     model = model.double().eval()
     windows, targets = validation_windows(text_of(case), case.seq_len, device)
     with torch.no_grad():
         with recorded_inputs(model) as inputs:
             model(windows[:NUM_SEQUENCES])
-        parts = [compare(layer, z) for layer, z in inputs]
-        return joined(parts, scores(model, windows, targets)[0])
-
-
-def joined(parts: Sequence[Comparison], nats: float) -> Result:
-    """The comparisons of all layers as one result."""
-    truth = [value for part in parts for value in part.truth]
-    bounds = {n: [value for part in parts for value in part.bounds[n]] for n in parts[0].bounds}
-    return Result(nats, truth, max(part.residual for part in parts), bounds)
+        truths, bounds = zip(*(compare(layer, z) for layer, z in inputs), strict=True)
+        nats = scores(model, windows, targets)[0]
+    each = {name: [*chain.from_iterable(b[name] for b in bounds)] for name in bounds[0]}
+    return Result(nats, [*chain.from_iterable(truths)], each)
 
 
 def penalty_of(case: Case) -> Callable[[Layer, Tensor], Tensor] | None:
@@ -181,7 +175,7 @@ def measure_layer(case: Case, device: torch.device) -> Result:
     kind = L2Attention if case.attention == "l2" else DotProductAttention
     layer = kind(case.d_model, case.num_heads, position).double().to(device)
     with torch.no_grad():
-        return joined([compare(layer, random_tokens(case).to(device))], math.nan)
+        return Result(math.nan, *compare(layer, random_tokens(case).to(device)))
 
 
 def random_tokens(case: Case) -> Float[Tensor, "scales tokens width"]:
@@ -272,7 +266,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     ]
     exceeded, compared = (sum(line[key] for line in lines) for key in ("violations", "compared"))
     names, more = ("attention", "regulariser", "weight"), {"constant": constant_of}
-    lines += table(trained(rows), names, more, without=("residual",))
+    lines += table(trained(rows), names, more)
     found = {attention: ratios(group) for attention, group in by(rows, "attention").items()}
     means = "; ".join(
         f"{attention} " + ", ".join(f"{name} {fmean(some):.3g}" for name, some in bounds.items())

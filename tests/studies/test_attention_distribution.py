@@ -78,10 +78,10 @@ def test_the_truth_is_the_dense_jacobians_and_no_bound_is_below_it(
     layer = layer_of(kind, biased=biased)
     x = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0])[:, None, None] * torch.randn(5, 6, 6)
     with torch.no_grad():
-        found = compare(layer, x)
+        truth, bounds_by_name = compare(layer, x)
     dense = torch.stack([norm_of(layer, sample) for sample in x])
-    torch.testing.assert_close(torch.tensor(found.truth), dense, rtol=1e-8, atol=0)
-    for name, bounds in found.bounds.items():
+    torch.testing.assert_close(torch.tensor(truth), dense, rtol=1e-8, atol=0)
+    for name, bounds in bounds_by_name.items():
         assert (torch.tensor(bounds) >= dense).all(), name
 
 
@@ -96,7 +96,6 @@ def test_random_layers_violate_no_bound_and_keep_their_order(kind: Kind, inputs:
     assert len(chosen) == 4
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert all(len(result.truth) == len(SCALES) for _, result in rows)
-    assert all(result.residual < 1e-5 for _, result in rows)
     assert violations(ratios(rows)) == 0
     order = ["tight", "certificate", "kim"] if kind == "l2" else ["fast", "g1_centred", "g1"]
     means = [sum(ratios(rows)[name]) for name in order]
@@ -177,7 +176,7 @@ def test_every_penalty_is_its_weight_times_a_differentiable_number(kind: Kind, n
     assert penalty_of(tiny_case("none", kind)) is None
 
 
-GOOD = Result(2.0, [1.0, 2.0], 1e-7, {"fast": [2.0, 3.0], "g1": [9.0, 9.0]})
+GOOD = Result(2.0, [1.0, 2.0], {"fast": [2.0, 3.0], "g1": [9.0, 9.0]})
 
 
 def rows_with(result: Result, regulariser: str) -> list[tuple[Case, Result]]:
@@ -189,7 +188,7 @@ def rows_with(result: Result, regulariser: str) -> list[tuple[Case, Result]]:
 
 
 def test_a_training_that_failed_is_reported_and_not_compared() -> None:
-    failed = Result(math.nan, [], math.nan, {})
+    failed = Result(math.nan, [], {})
     for regulariser in ("none", "jasmin_0"):
         rows = rows_with(failed, regulariser)
         assert summarise(rows).outcome == "partly reproduced"
