@@ -23,18 +23,8 @@ def pgd(
     """The worst of the points that projected gradient ascent visits in balls around X.
 
     Steps of a quarter of the radius along the gradient of every token, from the centre; windows do
-    not influence each other.
-
-    Args:
-        model: in float64.
-        x: centres.
-        targets: the characters to be predicted.
-        radius: of each window's ball.
-        num_steps: gradient steps.
-        objective: of (logits, targets), one number per window; the mean loss by default.
-
-    Returns:
-        For every window the visited point with the largest objective, the centre included.
+    not influence each other. The worst point of a window, the centre included, has the largest
+    objective of (logits, targets), by default the mean loss.
     """
     objective = objective or window_nats
     step = torch.zeros_like(x)

@@ -49,15 +49,8 @@ def certified_radii(
 ) -> Float[Tensor, "windows tokens"]:
     """min_j (logit_y − logit_j)/(‖W_y − W_j‖₂ L), rounded down; 0 where y is not correct.
 
-    Args:
-        model: in float64.
-        logits: at the clean input.
-        correct: where the largest logit is the target's.
-        constant: L, from the stack's input to what the head reads.
-
-    Returns:
-        No perturbation of the sequence shorter than this in token_max changes the prediction at the
-        position.
+    No perturbation of the sequence shorter than this in token_max changes the prediction at the
+    position. ``constant`` is L, from the stack's input to what the head reads.
     """
     best, y = logits.max(-1)
     distances = torch.cdist(

@@ -192,29 +192,27 @@ def build_kind(case: Case) -> CharTransformer:
     block: Any
     for index, block in enumerate(model.stack.blocks):
         if case.kind.endswith("_post"):
-            attention, feed_forward = block.attention.inner, block.feed_forward.inner
-            model.stack.blocks[index] = PostNormBlock(attention, feed_forward, case.d_model)
+            branches = block.attention.inner, block.feed_forward.inner
+            post = [PostNorm(branch, case.d_model) for branch in branches]
+            model.stack.blocks[index] = nn.Sequential(*post)
         elif case.kind.endswith("_bare"):
             block.attention.norm = block.feed_forward.norm = nn.Identity()
     return model.float()
 
 
-class PostNormBlock(nn.Module):
-    """x ↦ LN(x + attention(x)), x ↦ LN(x + feed_forward(x)), as in Vaswani et al. 2017."""
+class PostNorm(nn.Module):
+    """x ↦ LN(x + f(x)), as in Vaswani et al. 2017."""
 
-    def __init__(self, attention: nn.Module, feed_forward: nn.Module, d_model: int) -> None:
+    def __init__(self, f: nn.Module, d_model: int) -> None:
         super().__init__()
-        self.attention = attention
-        self.attention_norm = nn.LayerNorm(d_model)
-        self.feed_forward = feed_forward
-        self.feed_forward_norm = nn.LayerNorm(d_model)
+        self.f = f
+        self.norm = nn.LayerNorm(d_model)
 
     def forward(
         self, x: Float[Tensor, "*batch tokens width"]
     ) -> Float[Tensor, "*batch tokens width"]:
-        """Apply both residual branches."""
-        x = self.attention_norm(x + self.attention(x))
-        return self.feed_forward_norm(x + self.feed_forward(x))
+        """Apply the branch and normalise the sum."""
+        return self.norm(x + self.f(x))
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
