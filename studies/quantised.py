@@ -74,10 +74,7 @@ def cases(options: Options) -> list[Case]:
 def rounded(weight: Tensor, bits: int, over: int) -> Tensor:
     """The nearest of 2^bits − 1 levels around zero, with the best scale for each output channel.
 
-    Args:
-        weight: a matrix, or a batch of them.
-        bits: of a level.
-        over: the dimension of the inputs, along which a scale is shared.
+    A scale is shared along ``over``, the dimension of the inputs.
     """
     most = 2 ** (bits - 1) - 1
     largest = weight.abs().amax(over, keepdim=True).clamp_min(1e-30)

@@ -59,14 +59,9 @@ class Prefix:
     Every attention keeps the keys and values of the known symbols, so that a candidate for the next
     position costs one token's pass through the stack, however many candidates there are.
 
-    Args:
-        model: with strictly causal attention in the unit ball, a dot-product baseline or a
-            coupling; feed-forwards see one token.
-        num_texts: texts known at once.
-
-    Attributes:
-        length: symbols known.
-        branch_rows: tokens that branches have been evaluated for.
+    The model has strictly causal attention in the unit ball, or is a dot-product baseline or a
+    coupling; feed-forwards see one token. ``length`` symbols are known, and branches have been
+    evaluated for ``branch_rows`` tokens.
     """
 
     def __init__(self, model: CharTransformer, num_texts: int) -> None:
@@ -190,17 +185,11 @@ class Prefix:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Texts decoded from states.
-
-    Attributes:
-        tokens: (texts, tokens).
-        unique: whether no other symbol that was tried, here or before, lies in the cell.
-        passes: forward passes of one token that it took.
-    """
+    """Texts decoded from states."""
 
     tokens: Integer[Tensor, "texts tokens"]
-    unique: Bool[Tensor, "texts tokens"]
-    passes: float
+    unique: Bool[Tensor, "texts tokens"]  # no other symbol tried up to there lies in the cell
+    passes: float  # forward passes of one token that it took
 
 
 @torch.no_grad()
