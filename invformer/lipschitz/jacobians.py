@@ -82,7 +82,7 @@ class StackedBranches:
     @staticmethod
     def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
         """What of each branch is needed with that of the others."""
-        return tuple(state_of(branch).values()) if isinstance(branch, PreNormBranch) else ()
+        return ()
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
@@ -120,12 +120,15 @@ class StackedBranches:
 
     def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
         """All branches, each at inputs of its own."""
-        first = self.branches[0]
-        if not isinstance(first, PreNormBranch):
-            each = zip(self.branches, self.seen(u), self.weights, strict=True)
-            return torch.stack([branch(at, weights) for branch, at, weights in each])
-        state = dict(zip(state_of(first), self.kinds, strict=True))
-        return torch.func.vmap(lambda s, x: torch.func.functional_call(first, s, (x,)))(state, u)
+        states, weights = [state_of(branch) for branch in self.branches], self.weights
+        state = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        tensors = [torch.stack(each) for each in zip(*(w or () for w in weights), strict=True)]
+
+        def branch(state: dict[str, Tensor], tensors: list[Tensor], x: Tensor) -> Tensor:
+            own = [type(weights[0])(*tensors)] if tensors else []
+            return torch.func.functional_call(self.branches[0], state, (x, *own))
+
+        return torch.func.vmap(branch)(state, tensors, self.seen(u))
 
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
         """The rows of K output tokens i, or only the diagonal blocks ∂f_i/∂x_i in them."""

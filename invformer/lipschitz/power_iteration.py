@@ -17,7 +17,7 @@ from torch import Tensor
 
 from invformer.lipschitz.jacobians import Products
 from invformer.numerics.linear_map import LinearMap
-from invformer.numerics.norms import Norm, divide, dual_vector, stationarity, vector_norm
+from invformer.numerics.norms import Norm, dual_vector, stationarity, vector_norm
 
 # Output tokens that one step of a PowerIteration advances.
 TOKENS_AT_ONCE = 8
@@ -154,10 +154,10 @@ class PowerIteration:
     before and keeps them in place, on the device. The gains are lower bounds at every step, up to
     the rounding of both products; they lag by what J moved meanwhile.
 
-    In token_max ‖J‖ is the largest ‖J_i·‖ of an output token's row, and every token has a left
-    vector of its own: an iteration that only follows the largest token stays in a local maximum, 10
-    to 40 % too low. A step advances ``at_once`` tokens: the one that was largest when last
-    visited, and others in turn. Of other norms there is one left vector for each sequence.
+    In token_max and entry_max ‖J‖ is the largest ‖J_i·‖ of an output token's row, and every token
+    has a left vector of its own: an iteration that only follows the largest token stays in a local
+    maximum, 10 to 40 % too low. A step advances ``at_once`` tokens: the one that was largest when
+    last visited, and others in turn. In frobenius there is one left vector for each sequence.
 
     Args:
         shape: of J, (branches, sequences, N, D).
@@ -189,62 +189,44 @@ class PowerIteration:
 
     def step(self, products: Callable[[Tensor], Products]) -> Step:
         """One step of every branch and sequence; ``products`` are those of chosen tokens' rows."""
-        if self.norm == "token_max":
-            return self._step_of_tokens(products)
-        return self._step_of_sequences(products)
-
-    def _step_of_tokens(self, products: Callable[[Tensor], Products]) -> Step:
-        """x_i = J_i·ᵀ a_i/‖J_i·ᵀ a_i‖, a_i ← J_i· x_i/‖J_i· x_i‖ of K tokens i."""
+        if self.norm == "frobenius":
+            turned, step = self._turned(self.left, products(self.others))
+            self.left.copy_(turned)
+            return step
         all_at_once = self.others.shape[-1] == self.left.shape[-2]
         chosen = self.others if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
         index = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
-        left = self.left if all_at_once else self.left.gather(2, index)  # the a_i
+        left = self.left if all_at_once else self.left.gather(2, index)
         push, pull = products(chosen)
-        w = pull(left.flatten(1, 2))
-        shortest = least_length(w)
-        # In place, while it is in the cache.
-        x = w.div_(torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min_(shortest))
-        o = push(x)
-        lengths = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-        turned = torch.where(
-            lengths > shortest, o / lengths.clamp_min(shortest), left.view(o.shape)
-        )
-        gains = lengths.view(chosen.shape)
+        of_rows = Products(lambda x: push(x).unsqueeze(-2), lambda a: pull(a.squeeze(-2)))
+        turned, step = self._turned(left.flatten(1, 2).unsqueeze(-2), of_rows)
         if all_at_once:
             self.left.copy_(turned.view(left.shape))
         else:
             self.left.scatter_(2, index, turned.view(left.shape))
-            self.lengths.scatter_(2, chosen, gains)
+            self.lengths.scatter_(2, chosen, step.gains)
+        return step
+
+    def _turned(self, a: Tensor, products: Products) -> tuple[Tensor, Step]:
+        """x maximises ⟨Jᵀa, x⟩ among unit vectors, then the new a maximises ⟨a, Jx⟩."""
+        push, pull = products
+        w = pull(a)
+        x = unit(w, self.norm)
+        o = push(x)
+        lengths = vector_norm(o, self.norm)[..., None, None]
+        turned = torch.where(lengths > least_length(w), dual_vector(o, self.norm), a)
+        gains = lengths.view(*self.left.shape[:2], -1)
 
         def residual() -> Tensor:
-            gain = gains.flatten(1)
-            further = torch.linalg.vector_norm(pull(turned), dim=-1).sum(-1) - gain
-            return torch.where(gain == 0, 0, divide(further, gain)).view(gains.shape)
+            return stationarity(x, pull(turned), gains.flatten(1), self.norm).view(gains.shape)
 
-        return Step(gains, residual)
+        return turned, Step(gains, residual)
 
     def _tokens_in_turn(self) -> Tensor:
         """The token that was largest when last visited, and those whose turn it is."""
         others = (self.others[..., 1:] + self.turn) % self.left.shape[-2]
         self.turn_by(1)
         return torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
-
-    def _step_of_sequences(self, products: Callable[[Tensor], Products]) -> Step:
-        """x maximises ⟨Jᵀa, x⟩ among unit vectors, then a maximises ⟨a, Jx⟩, of every sequence."""
-        push, pull = products(self.others)
-        w = pull(self.left)
-        x = unit(w, self.norm)
-        o = push(x)
-        lengths = vector_norm(o, self.norm)[..., None, None]
-        turned = dual_vector(o, self.norm)
-        turned = torch.where(lengths > least_length(w), turned, self.left.view(o.shape))
-        gains = lengths.view(*self.left.shape[:2], -1)
-        self.left.copy_(turned.view(self.left.shape))
-
-        def residual() -> Tensor:
-            return stationarity(x, pull(turned), gains.flatten(1), self.norm).view(gains.shape)
-
-        return Step(gains, residual)
 
     def turn_by(self, num_steps: int) -> None:
         """Move on to the tokens whose turn it is after some steps, if not all have theirs."""

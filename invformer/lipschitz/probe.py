@@ -127,11 +127,11 @@ class LipschitzProbe:
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""
         for part, at in zip(self.parts, self.stacked(weights), strict=True):
-            if part.iteration.norm == "token_max":
-                products = partial(at.rows, diagonal=self.measured == "diagonal_block")
-            else:
+            if part.iteration.norm == "frobenius":
                 whole = at.whole()
                 products = lambda _, whole=whole: whole  # noqa: E731
+            else:
+                products = partial(at.rows, diagonal=self.measured == "diagonal_block")
             for _ in range(num_steps - 1):
                 part.iteration.step(products)
             yield part.iteration.step(products)
@@ -152,7 +152,7 @@ class LipschitzProbe:
             return self.compiled_values(iterations, num_steps, weights)
         # Less for every operation, but nothing can be differentiated.
         known = all(stacked_class(part.branches[0]) is not StackedBranches for part in self.parts)
-        by_rows = all(part.iteration.norm == "token_max" for part in self.parts)
+        by_rows = all(part.iteration.norm != "frobenius" for part in self.parts)
         mode = torch.inference_mode if known and by_rows and weights is not None else torch.no_grad
         with mode(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]

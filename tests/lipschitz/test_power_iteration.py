@@ -41,7 +41,7 @@ class Iteration:
 
     def step(self, jacobian: LinearMap) -> Step:
         def rows(chosen: torch.Tensor) -> Products:
-            if self.inner.norm != "token_max":
+            if self.inner.norm == "frobenius":
                 return Products(jacobian.jvp, jacobian.vjp)
             here = (chosen[..., None] == torch.arange(jacobian.shape[-2])).to(jacobian.dtype)
             here = here.flatten(1, 2).unsqueeze(-1)

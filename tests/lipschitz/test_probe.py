@@ -7,6 +7,9 @@ from functools import partial
 import pytest
 import torch
 
+from invformer.assemble.model import build_model
+from invformer.config import load_config
+from invformer.config.load import CONFIGS
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn import (
@@ -197,27 +200,29 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
         other.load_state_dict({"others": torch.zeros(1)})
 
 
-@pytest.mark.parametrize("certificate", ["token_max", "causal"])
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "model").glob("*.yaml")))
 def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_depth(
-    monkeypatch: pytest.MonkeyPatch, certificate: str, bounded: bool
+    monkeypatch: pytest.MonkeyPatch, preset: str
 ) -> None:
     monkeypatch.setattr("invformer.lipschitz.compiled.can_take", lambda *_: False)
-    counts = {}
-    for num_layers in (4, 8):
-        monkeypatch.setattr("tests.nn.builders.LAYERS", num_layers)
-        options = {"certificate": certificate, "bounded": bounded, "strictly_causal": False}
-        model = scaled_model(**options)
-        set_manual_refresh(model)
-        probe, weights = LipschitzProbe(model, random_tokens(1)[:, :8]), model.weights()
-        probe.values(weights=weights)
-        with torch.inference_mode(), Launches() as forward:
-            probe.stacked(weights)
-        with Launches() as launches, HostSyncs() as syncs:
+    norms = ["frobenius", "entry_max"] if preset == "contractive_l2_paper" else [None]
+    for measured in norms:
+        counts = {}
+        for num_layers in (4, 16):
+            words = [f"model={preset}", "model.d_model=32", f"model.num_layers={num_layers}"]
+            model = build_model(load_config(words).model, VOCAB, SEQ_LEN)
+            model.initialise(random_tokens(1))
+            set_manual_refresh(model)
+            probe = LipschitzProbe(model, random_tokens(1)[:, :8], measured)
+            weights = model.weights()
             probe.values(weights=weights)
-        assert syncs.found == []
-        counts[num_layers] = launches.count - forward.count
-    assert counts[4] == counts[8] <= 2 * 90
+            with Launches() as forward:
+                probe.stacked(weights)
+            with Launches() as launches, HostSyncs() as syncs:
+                probe.values(weights=weights)
+            assert syncs.found == []
+            counts[num_layers] = launches.count - forward.count
+        assert counts[16] <= counts[4] <= 2 * 150
 
 
 def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
