@@ -74,15 +74,15 @@ int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t 
     else
       for (int64_t j = 0; j < keys; ++j) p[j] += (q_i - k_c[j]) * (q_i - k_c[j]);
   }
-  T most = f.late ? biases[-1 - i] : -INFINITE;
-#pragma omp simd reduction(max : most)
-  for (int64_t j = 0; j < keys; ++j) {
-    p[j] = factor * p[j] + biases[j - keys];
-    most = p[j] > most ? p[j] : most;
-  }
-  T total = f.late ? std::exp(biases[-1 - i] - most) : T(0);
+  for (int64_t j = 0; j < keys; ++j) p[j] = factor * p[j] + biases[j - keys];
   std::fill(p + keys, p + end, -INFINITE);
-  Vector<T> sums{};
+  Vector<T> sums{}, largest = sums + (f.late ? biases[-1 - i] : -INFINITE);
+  for (int64_t j = 0; j < end; j += LANES<T>) {
+    const Vector<T> x = load(p + j);
+    largest = x > largest ? x : largest;
+  }
+  const T most = maximum<T>(largest);
+  T total = f.late ? std::exp(biases[-1 - i] - most) : T(0);
   for (int64_t j = 0; j < end; j += LANES<T>) {
     const Vector<T> e = exponential<T>(load(p + j) - most);
     store(p + j, e);
@@ -93,11 +93,20 @@ int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t 
   return keys;
 }
 
-// x through a layer; its Jacobian's point is kept.
+// Rows of a matrix, some for each thread.
+template <typename Work>
+void by_rows(int64_t rows, int threads, Work work) {
+  const int64_t each = round_up((rows + threads - 1) / threads, ROWS);
+#pragma omp parallel for num_threads(threads)
+  for (int64_t first = 0; first < rows; first += each) work(first, std::min(each, rows - first));
+}
+
+// x through a layer; its Jacobian's point is kept. u and y are room for inputs and outputs of h.
 template <typename T>
-void forward(const Branch<T>& f, Matrix<T> x, const Point<T>& at, const Call& call, Room<T> room) {
+void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Point<T>& at,
+             const Call& call, const Rooms<T>& rooms) {
   const int64_t tokens = call.tokens, width = call.width, row = x.row;
-  const Matrix<T> u{room.take(f.kernel * width * row), row}, y{room.take(f.outer * row), row};
+  const int64_t columns = round_up(tokens, LANES<T>);
   std::fill_n(u.data, f.kernel * width * row, T(0));
   for (int64_t c = 0; c < width; ++c)
     for (int64_t j = 0; j < tokens; ++j)
@@ -109,44 +118,45 @@ void forward(const Branch<T>& f, Matrix<T> x, const Point<T>& at, const Call& ca
   for (int64_t lag = 1; lag < std::min(f.kernel, tokens); ++lag)
     for (int64_t c = 0; c < width; ++c)
       std::copy_n(u.at(c), tokens - lag, u.at(lag * width + c, lag));
-  multiply<T>(at.z, {f.w, 1, f.inner}, {u.data, row}, f.inner, f.kernel * width, row, false);
-  if (f.b)
-    for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t j = 0; j < row; ++j) *at.z.at(c, j) += f.b[c];
-  if (!f.heads) {
-    for (int64_t c = 0; c < f.inner; ++c)
-      for (int64_t j = 0; j < row; j += LANES<T>) {
-        const auto [value, slope] = activate<T>(f.activation, load(at.z.at(c, j)));
-        store(y.at(c, j), value);
+  by_rows(f.inner, call.threads, [&](int64_t first, int64_t count) {
+    multiply<T>(at.z.from(first), {f.w + first, 1, f.inner}, {u.data, row}, count,
+                f.kernel * width, columns, false);
+    for (int64_t c = first; c < first + count; ++c)
+      for (int64_t j = 0; j < columns; j += LANES<T>) {
+        const Vector<T> z = load(at.z.at(c, j)) + (f.b ? f.b[c] : 0);
+        const auto [value, slope] = f.heads ? std::pair(z, z) : activate<T>(f.activation, z);
+        if (!f.heads) store(y.at(c, j), value);
         store(at.z.at(c, j), slope);
       }
-  } else {
-    const int64_t d = f.head_channels(), parts = f.inner / d;
-    if (f.temperatures)
-      for (int64_t h = 0; h < parts; ++h)
-        into_ball(at.z.from(h * d), at.rho + h * row, d, tokens, T(1));
-    T* const p = room.take(row);
+  });
+  const int64_t d = f.heads ? f.head_channels() : 0;
+#pragma omp parallel for num_threads(call.threads)
+  for (int64_t h = 0; h < f.heads; ++h) {
+    Room<T> room = rooms.of_this_thread();
+    T *const p = room.take(row), *const biases = at.biases + h * row;
     const Matrix<T> transposed{room.take(tokens * row), row};
     std::fill_n(transposed.data, tokens * row, T(0));
-    for (int64_t h = 0; h < f.heads; ++h) {
-      T* const biases = at.biases + h * row;
-      for (int64_t lag = 0; lag < tokens; ++lag)
-        biases[tokens - 1 - lag] = f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
-      for (int64_t i = 0; i < tokens; ++i) {
-        const int64_t keys = softmax<T>(f, at, tokens, h, i, p);
-        for (int64_t j = 0; j < keys; ++j) *transposed.at(j, i) = p[j];
-      }
-      const Matrix<T> v = at.z.from(f.inner - f.outer + h * d);
-      multiply<T>(y.from(h * d), {v.data, row}, {transposed.data, row}, d, tokens, row, false);
+    for (int64_t part = h; f.temperatures && part < f.inner / d; part += f.heads)
+      into_ball(at.z.from(part * d), at.rho + part * row, d, tokens, T(1));
+    for (int64_t lag = 0; lag < tokens; ++lag)
+      biases[tokens - 1 - lag] = f.biases && lag ? f.biases[h * f.bias_stride + lag - 1] : T(0);
+    for (int64_t i = 0; i < tokens; ++i) {
+      const int64_t keys = softmax<T>(f, at, tokens, h, i, p);
+      for (int64_t j = 0; j < keys; ++j) *transposed.at(j, i) = p[j];
     }
+    const Matrix<T> v = at.z.from(f.inner - f.outer + h * d);
+    multiply<T>(y.from(h * d), {v.data, row}, {transposed.data, row}, d, tokens, columns, false);
   }
-  multiply<T>(u, {f.v, 1, width}, {y.data, row}, width, f.outer, row, false);
-  for (int64_t c = 0; c < width; ++c)
-    for (int64_t j = 0; j < tokens; ++j) {
-      T& to = *x.at(c, j);
-      to += *u.at(c, j) * (f.inverse ? f.inverse[c] : 1);
-      if (f.norm_scale) to = to * f.norm_scale[c] + f.norm_shift[c];
-    }
+  by_rows(width, call.threads, [&](int64_t first, int64_t count) {
+    multiply<T>(u.from(first), {f.v + first, 1, width}, {y.data, row}, count, f.outer, columns,
+                false);
+    for (int64_t c = first; c < first + count; ++c)
+      for (int64_t j = 0; j < tokens; ++j) {
+        T& to = *x.at(c, j);
+        to += *u.at(c, j) * (f.inverse ? f.inverse[c] : 1);
+        if (f.norm_scale) to = to * f.norm_scale[c] + f.norm_shift[c];
+      }
+  });
 }
 
 // One step for K rows of one branch and sequence; the largest gain.
@@ -274,11 +284,12 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
   const int64_t of_point = (inner + width + 1 + 4 * heads) * row;
   const int64_t of_step = (width + outer) * stride + (inner + kernel * width + 2) * wide +
                           (rows * heads + 1) * row + 4 * rows + 8 * 16 + 64;
-  const int64_t of_forward = (kernel * width + outer + tokens + 1) * row;
-  const Rooms<T> points(1, call.branches * of_point + width * row);
-  const Rooms<T> rooms(call.threads, std::max(of_step, of_forward) + 16 * LANES<T>);
+  const int64_t of_head = (tokens + 1) * row, of_layer = (width + kernel * width + outer) * row;
+  const Rooms<T> points(1, call.branches * of_point + of_layer);
+  const Rooms<T> rooms(call.threads, std::max(of_step, of_head) + 16 * LANES<T>);
   Room<T> all{points.data};
-  const Matrix<T> state{all.take(width * row), row};
+  const Matrix<T> state{all.take(width * row), row}, u{all.take(kernel * width * row), row};
+  const Matrix<T> y{all.take(outer * row), row};
   auto point = [&](int64_t i) {
     Room<T> own{all.next + i * of_point};
     return Point<T>{{own.take(width * row), row}, {own.take(inner * row), row}, own.take(row),
@@ -290,7 +301,7 @@ void advance(const Branch<T>* branches, const T* x, const Call& call) {
     for (int64_t j = 0; j < tokens; ++j)
       for (int64_t c = 0; c < width; ++c) *state.at(c, j) = x[(sequence * tokens + j) * width + c];
     for (int64_t i = 0; i < call.branches; ++i)
-      forward<T>(branches[i], state, point(i), call, rooms.of_this_thread());
+      forward<T>(branches[i], state, u, y, point(i), call, rooms);
 #pragma omp parallel for num_threads(call.threads) schedule(dynamic)
     for (int64_t i = 0; i < call.branches; ++i) {
       const Branch<T>& f = branches[i];
