@@ -35,6 +35,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("sequences", "tokens", "width", "branches", "steps")),
         ("diagonal", ctypes.c_bool),
+        ("entries", ctypes.c_bool),
         ("threads", ctypes.c_int),
     ]
 
@@ -44,6 +45,7 @@ def advance(
     x: Tensor,
     num_steps: int,
     diagonal: bool,
+    entries: bool,
     threads: int,
 ) -> None:
     """Move the vectors of every branch, and write what it gains into its ``estimate``.
@@ -54,11 +56,12 @@ def advance(
         x: the input of the first branch, (sequences, N, D).
         num_steps: of the iteration.
         diagonal: whether only the diagonal blocks ∂f_i/∂x_i are meant.
+        entries: whether the norm is entry_max; otherwise it is token_max.
         threads: at most.
     """
     each = [
         _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
         for branch in branches
     ]
-    call = _Call(*x.shape, len(each), num_steps, diagonal, min(threads, len(each)))
+    call = _Call(*x.shape, len(each), num_steps, diagonal, entries, min(threads, len(each)))
     native.call("advance", x.dtype, (_Branch * len(each))(*each), pointer(x), call)

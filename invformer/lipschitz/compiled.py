@@ -37,7 +37,7 @@ def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> b
         all(stacked_class(branch) in KNOWN for branch in branches)
         and all(type(mask) in MASKS for mask in masks)
         and all(
-            each.norm == "token_max"
+            each.norm != "frobenius"
             and each.others.shape[-1] <= TOKENS_AT_ONCE
             and each.left.device.type == "cpu"
             and each.left.dtype in FORMATS
@@ -73,7 +73,8 @@ def estimates(
         for part, value, left, lengths in each:
             part |= {"left": left, "lengths": lengths, "estimate": value}
             part |= {"at_once": at_once, "turn": iteration.turn}
-    native_estimate.advance(branches, x, num_steps, diagonal, threads)
+    entries = iterations[0].norm == "entry_max"
+    native_estimate.advance(branches, x, num_steps, diagonal, entries, threads)
     for iteration in iterations:
         iteration.turn_by(num_steps)
     return values

@@ -95,6 +95,8 @@ class LipschitzProbe:
         targets = [getattr(branch, "lipschitz_target", math.inf) for branch in self.branches]
         self.target = max(targets)
         self.targets = torch.tensor(targets, dtype=torch.float64, device=weight.device)
+        self.iterations = [part.iteration for part in self.parts]
+        self.is_compiled = compiled.can_take(self.branches, self.iterations)
         self.has_started = False
 
     @torch.no_grad()
@@ -147,9 +149,8 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
-        iterations = [part.iteration for part in self.parts]
-        if compiled.can_take(self.branches, iterations):
-            return self.compiled_values(iterations, num_steps, weights)
+        if self.is_compiled:
+            return self.compiled_values(num_steps, weights)
         # Less for every operation, but nothing can be differentiated.
         known = all(stacked_class(part.branches[0]) is not StackedBranches for part in self.parts)
         by_rows = all(part.iteration.norm != "frobenius" for part in self.parts)
@@ -160,7 +161,7 @@ class LipschitzProbe:
 
     @torch.no_grad()
     def compiled_values(
-        self, iterations: list[PowerIteration], num_steps: int, weights: StackWeights | None
+        self, num_steps: int, weights: StackWeights | None
     ) -> Float[Tensor, "branches"]:
         """:meth:`values` by one call of compiled code."""
         stack, x = self.model.stack, self.model.embedding(self.tokens)
@@ -168,7 +169,7 @@ class LipschitzProbe:
         branches = compiled.branches_of(stack, weights or stack.weights())
         diagonal = self.measured == "diagonal_block"
         threads = 1 if self.tokens.numel() <= SHORT else torch.get_num_threads()
-        values = compiled.estimates(branches, x, iterations, num_steps, diagonal, threads)
+        values = compiled.estimates(branches, x, self.iterations, num_steps, diagonal, threads)
         return values.mul_(lowered(values))
 
     @torch.no_grad()

@@ -13,8 +13,8 @@ from tests.launches import Launches
 from tests.nn.builders import (
     VOCAB,
     contractive_model,
+    preset_model,
     random_tokens,
-    scaled_model,
     trained_a_little,
 )
 
@@ -71,9 +71,14 @@ def test_estimates_and_vectors_are_those_of_stacked_branches(
     torch.testing.assert_close(*both(model, tokens, monkeypatch), rtol=1e-8, atol=1e-10)
 
 
-def test_rows_may_see_earlier_tokens_by_their_hidden_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = trained(certificate="causal", kernel=3, input_radius=1.5)
-    found = both(model, random_tokens(2), monkeypatch, measured="token_max")
+@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("measured", ["token_max", "entry_max"])
+def test_rows_may_see_earlier_tokens_by_their_hidden_units(
+    monkeypatch: pytest.MonkeyPatch, measured: str, bounded: bool
+) -> None:
+    ball = {"bounded": bounded, "strictly_causal": bounded}
+    model = trained(certificate="causal", kernel=3, input_radius=1.5, **ball)
+    found = both(model, random_tokens(2), monkeypatch, measured)
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
 
 
@@ -118,16 +123,11 @@ def test_a_token_that_is_no_number_is_not_lost_among_others(
     torch.testing.assert_close(found, expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("certificate", ["token_max", "causal"])
-@pytest.mark.parametrize("bounded", [False, True])
-def test_an_estimate_takes_a_dozen_launches_at_any_depth(
-    monkeypatch: pytest.MonkeyPatch, certificate: str, bounded: bool
-) -> None:
+@pytest.mark.parametrize("preset", ["contractive_bounded", "causal_l2", "contractive_l2_paper"])
+def test_an_estimate_takes_a_dozen_launches_at_any_depth(preset: str) -> None:
     counts = []
     for num_layers in (4, 8, 16):
-        monkeypatch.setattr("tests.nn.builders.LAYERS", num_layers)
-        model = scaled_model(certificate=certificate, bounded=bounded, strictly_causal=False)
-        set_manual_refresh(model)
+        model = preset_model(preset, num_layers)
         probe, weights = LipschitzProbe(model, random_tokens(1)), model.weights()
         probe.values(weights=weights)
         with Launches() as launches, HostSyncs() as syncs:

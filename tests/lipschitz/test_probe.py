@@ -7,8 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.config import load_config
 from invformer.config.load import CONFIGS
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
@@ -34,6 +32,7 @@ from tests.nn.builders import (
     convolutional_baseline,
     coupling,
     l2_baseline,
+    preset_model,
     random_tokens,
     scaled_model,
     trained_a_little,
@@ -146,6 +145,7 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
     norms = {"token_max": token_max, "frobenius": partial(norm_from_below, norm="frobenius")}
+    norms["entry_max"] = lambda j: j.abs().sum((2, 3)).max().item()
     if certified_in(model) == "diagonal_block":
         norms["diagonal_block"] = diagonal_norm
     for measured, norm in norms.items():
@@ -155,7 +155,8 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
         for branch, (value, _) in estimates.items():
             expected = norm(true[branch])
             assert value.item() <= expected
-            assert value.item() == pytest.approx(expected, rel=1e-2)
+            near = 0.3 if measured == "entry_max" else 1e-2  # signs stop at local maxima
+            assert value.item() == pytest.approx(expected, rel=near)
             if measured == certified_in(model):
                 assert expected <= bounds[branch] * (1 + 1e-9)
     if model.is_invertible:
@@ -209,10 +210,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
     for measured in norms:
         counts = {}
         for num_layers in (4, 16):
-            words = [f"model={preset}", "model.d_model=32", f"model.num_layers={num_layers}"]
-            model = build_model(load_config(words).model, VOCAB, SEQ_LEN)
-            model.initialise(random_tokens(1))
-            set_manual_refresh(model)
+            model = preset_model(preset, num_layers)
             probe = LipschitzProbe(model, random_tokens(1)[:, :8], measured)
             weights = model.weights()
             probe.values(weights=weights)

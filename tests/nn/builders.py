@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 import torch
 
+from invformer.assemble.model import build_model
+from invformer.config import load_config
 from invformer.nn import (
     BoundedAttention,
     ContractiveFeedForward,
@@ -19,6 +21,7 @@ from invformer.nn import (
     RelativePositionBias,
     written_channels,
 )
+from invformer.nn.spectral import set_manual_refresh
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
@@ -61,6 +64,15 @@ def contractive_model(
     stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
     model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)
     model.initialise(random_tokens(8))
+    return model
+
+
+def preset_model(preset: str, num_layers: int) -> CharTransformer:
+    """A small model of a preset, for estimates during training."""
+    words = [f"model={preset}", "model.d_model=32", f"model.num_layers={num_layers}"]
+    model = build_model(load_config(words).model, VOCAB, SEQ_LEN)
+    model.initialise(random_tokens(1))
+    set_manual_refresh(model)
     return model
 
 

@@ -4,10 +4,11 @@
 //     x ← x + D⁻¹ f(u) of one layer after the other, and f(u) = Vᵀ h(Wᵀu + b), u = ψ_R(D x + b)
 //     w = (∂f_i/∂u)ᵀ a,  u_j ← w_j/‖w_j‖,  o = (∂f_i/∂u) u,  a ← o/‖o‖,  ‖o‖ the estimate
 //
-// for K tokens i. h is attention (attention.cpp has the equations) or an activation. Matrices are
-// channels by tokens, so that weights are multiplied from either side as they lie. Of several rows
-// the tokens that each of them sees stand one behind the other. Every sum has one order: results do
-// not depend on the number of threads.
+// for K tokens i; in entry_max u ← sign w, and of o only the largest entry counts. h is attention
+// (attention.cpp has the equations) or an activation. Matrices are channels by tokens, so that
+// weights are multiplied from either side as they lie. Of several rows the tokens that each of them
+// sees stand one behind the other. Every sum has one order: results do not depend on the number of
+// threads.
 
 #include "rows.h"
 
@@ -31,7 +32,7 @@ struct Branch {
 
 struct Call {
   int64_t sequences, tokens, width, branches, steps;
-  bool diagonal;
+  bool diagonal, entries;
   int threads;
 };
 
@@ -238,7 +239,10 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
       for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j) squares[first[r] + j] = 0;
     }
     for (int64_t c = 0; c < width; ++c)
-      for (int64_t j = 0; j < wide; ++j) *m.at(c, j) *= T(squares[j]);
+      for (int64_t j = 0; j < wide; ++j) {
+        T& w = *m.at(c, j);
+        w = call.entries ? T((squares[j] > 0) * ((w > 0) - (w < 0))) : w * T(squares[j]);
+      }
     of_radius(m, lag);
     scaled(m, wide, -1);
   }
@@ -258,12 +262,16 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   T largest = 0;
   for (int64_t r = 0; r < K; ++r) {
     double square = 0;
-    for (int64_t c = 0; c < width; ++c) square += double(*g.at(c, r)) * *g.at(c, r);
-    const double gain = std::sqrt(square);
+    int64_t most = 0;
+    for (int64_t c = 0; c < width; ++c) {
+      square += double(*g.at(c, r)) * *g.at(c, r);
+      if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
+    }
+    const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
     if (is_less<T>(largest, gain)) largest = gain;
     if (some) lengths[chosen[r]] = gain;
     for (int64_t c = 0; gain > shortest && c < width; ++c)
-      left[chosen[r] * width + c] = *g.at(c, r) / gain;
+      left[chosen[r] * width + c] = call.entries && c != most ? 0 : *g.at(c, r) / gain;
   }
   return largest;
 }
