@@ -158,8 +158,7 @@ def cases(options: Options) -> list[Case]:
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """The layer at its texts, or under attack; small matrices, so always on the CPU."""
-    del device
+    """The layer at its texts, or under attack; small matrices, so never on the ``device``."""
     return attack(case) if case.radius else on_text(case)
 
 
