@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 
 from invformer.errors import Interrupted, InvformerError, RankLost
-from invformer.runs.collective import largest_of_processes
+from invformer.runs.collective import ask_for_largest, largest_of_processes
 from invformer.runs.ranks import hear_to_stop
 
 
@@ -20,8 +20,9 @@ class Interruption(L.Callback):
     Between two optimiser steps everything is whole: weights, optimiser, schedule, random generators
     and metrics belong together. A signal is therefore noted when it arrives (later ones change
     nothing, so that they do not disturb a save), and acted upon before the first batch of the next
-    step or the next batch of a validation, on which several processes agree. Measurements that wait
-    for their flush are checked first: the run that continues would never see them again.
+    step or the next batch of a validation. Several processes agree on the one after that, and wait
+    for nobody. Measurements that wait for their flush are checked first: the run that continues
+    would never see them again.
 
     A validation that was stopped halfway is done again, from its beginning, before the first batch
     of the run that continues. This callback stands after all others, which have to be ready then.
@@ -31,6 +32,8 @@ class Interruption(L.Callback):
     again: str  # the command that continues the run
     signal: int = field(default=0, init=False)
     validating: bool = field(default=False, init=False)
+    # Whether any process was told to stop, when it is called.
+    asked: Callable[[], int] = field(default=int, init=False)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let the loop start even at the last step, whose validation may have to be done again."""
@@ -70,6 +73,8 @@ class Interruption(L.Callback):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop for the last time; from here on no process waits for another."""
         self._stop_here(trainer)
+        if trainer.world_size > 1:  # what was agreed right now
+            self._stop_here(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Whether a validation is due."""
@@ -89,7 +94,11 @@ class Interruption(L.Callback):
             Interrupted: naming the signal.
             InvformerError: the run has to end for a reason of its own, and nothing may be saved.
         """
-        if number := largest_of_processes(self.signal):
+        number = self.signal
+        if trainer.world_size > 1:  # what was asked for before: nobody waits for the others
+            asked, self.asked = self.asked, ask_for_largest(self.signal)
+            number = asked()
+        if number:
             check_everywhere(lambda: self.check(trainer))
             raise Interrupted(number, trainer.global_step, self.again)
 
