@@ -90,7 +90,7 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
             "<p>Left is the text. Right is what was recovered from the states at the top of the "
             "network alone: <span class=proven>proven</span>, <span class=open>not proven</span>, "
             "<span class=wrong>wrong</span>. A character is proven if the states of every text "
-            "that differs in it, or earlier, are farther from these, rounding included.</p>",
+            "that differs in it, or earlier, are farther from the given ones than its own.</p>",
             *(marked_text(**one) for one in inversion["texts"]),
         ]
     sample = report["sample"]

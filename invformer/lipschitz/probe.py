@@ -208,7 +208,9 @@ class LipschitzProbe:
                 raise ValueError(f"{name:.60} is unknown")
             if (given.shape, given.dtype) != (held[name].shape, held[name].dtype):
                 raise ValueError(f"{name} does not fit the model")
-            held[name].copy_(given)
+            # A vector of zeros, as earlier versions have them in entry_max, would stay zero.
+            kept = given.any(-1, keepdim=True)
+            held[name].copy_(torch.where(kept, given.to(held[name]), held[name]))
         self.has_started = True
 
 

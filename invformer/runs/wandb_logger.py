@@ -157,7 +157,7 @@ class WandbLogger(loggers.WandbLogger):
     def log_summary(self, values: Mapping[str, Any]) -> None:
         """Set final values: text and finite numbers."""
         for key, value in values.items():
-            if isinstance(value, str | int) or math.isfinite(value):
+            if isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value)):
                 self.run.summary[key] = value
 
     @contained

@@ -33,17 +33,25 @@ class LipschitzMonitor(L.Callback):
     The monitor reads weights and writes metrics and its own buffers; training with and without it
     is bit-identical, it draws no random number outside a generator of its own, and no clock decides
     what it measures.
+
+    Args:
+        inputs: the probe text, (sequences, N), fixed for the run; for other models what they are
+            called with, a tuple if these are several arguments.
+        every: optimiser steps between estimates.
+        local_every: steps between validations, at which there are local bounds.
+        seed: of the start vectors.
+
+    Attributes:
+        skipped: why submodules of other models are not measured.
     """
 
-    # The probe text, (sequences, N), fixed for the run; for other models what they are called with,
-    # a tuple if these are several arguments.
     inputs: Any
     _: KW_ONLY
-    every: int = 1  # optimiser steps between estimates
-    local_every: int = 250  # steps between validations, at which there are local bounds
-    seed: int = 0  # of the start vectors
+    every: int = 1
+    local_every: int = 250
+    seed: int = 0
     probe: LipschitzProbe | None = field(default=None, init=False)
-    skipped: dict[str, str] = field(default_factory=dict, init=False)  # why submodules are
+    skipped: dict[str, str] = field(default_factory=dict, init=False)
     bounds: Tensor | None = field(default=None, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
 

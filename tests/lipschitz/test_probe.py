@@ -201,6 +201,14 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
         other.load_state_dict({"others": torch.zeros(1)})
 
 
+def test_vectors_of_zeros_in_a_saved_state_are_drawn_anew() -> None:
+    probe = LipschitzProbe(contractive_model(), random_tokens(1), "entry_max")
+    state = {name: tensor.clone() for name, tensor in probe.state_dict().items()}
+    state["attention/left"][..., 1:, :] = 0
+    probe.load_state_dict(state)
+    assert probe.state_dict()["attention/left"].any(-1).all()
+
+
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "model").glob("*.yaml")))
 def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_depth(
     monkeypatch: pytest.MonkeyPatch, preset: str
