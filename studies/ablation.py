@@ -156,7 +156,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         "difference": lambda case, result: found[case.variant],
         "changes": lambda case, result: VARIANTS[case.variant],
     }
-    lines = table(rows, ["variant"], more, without=("recovered",))
+    lines = table(rows, ["variant"], more, without=("recovered",), worst={"certified": max})
     ours = ", ".join(f"{name} {value:+.3f}" for name, value in found.items() if name != NOTHING)
     seeds = len(set(values(rows, "seed")))
     why = f"{seeds} seed{'s' if seeds > 1 else ''} each; the spread of one recipe is 0.003 to 0.016"

@@ -248,7 +248,10 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     gaps = {depth: loss(best_of(same, True)) - free[depth] for depth, same in depths.items()}
     kept = [row for seeds in points for row in seeds]
     more = {"bpc": "bpc", "gap, nats": lambda case, result: result.nats - free[case.num_layers]}
-    lines = table(kept, (*CONFIGURATION, *RATES), more, without=("ngram_nats", "num_characters"))
+    lines = table(
+        kept, (*CONFIGURATION, *RATES), more, without=("ngram_nats", "num_characters"),
+        worst={"certified": max, "recovered": min},
+    )  # fmt: skip
     case, result = rows[0]
     certified, unconstrained = best_of(points, True), best_of(points, False)
     price = loss(certified) - loss(unconstrained)

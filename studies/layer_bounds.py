@@ -92,16 +92,19 @@ def l2_terms(
     )
 
 
-def dot_product_terms(heads: Heads) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
-    """The same of (P^h v^h)_h of dot-product attention.
+def dot_product_terms(
+    heads: Heads, slack: Float[Tensor, "*batch heads 1"] | float = 0.0
+) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]:
+    """The same of (P^h v^h)_h of dot-product attention; ``slack`` is the rounding of a moment.
 
     query = (1/s) max_i (Σ_h ‖Cov_i(v, k) W_qᵀ‖_F²)^½
     key   = (1/s) max_j (Σ_h Σ_i P_ij tr Cov_i(v) ‖W_k q_i‖²)^½
     """
     q, k, v, p = heads[:4]
     s = math.sqrt(q.shape[-1])
-    query = (local.covariance(p, v, k) @ heads.w_q.mT.unsqueeze(-3)).square().sum((-2, -1))
-    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0)
+    query = torch.linalg.matrix_norm(local.covariance(p, v, k) @ heads.w_q.mT.unsqueeze(-3))
+    query = (query + slack * torch.linalg.matrix_norm(heads.w_q)[:, None]).square()
+    variance = (p @ v.square() - (p @ v).square()).sum(-1).clamp_min(0) + slack
     pull = (q @ heads.w_k.mT).square().sum(-1)
     key = (p.mT @ (variance * pull).unsqueeze(-1)).squeeze(-1)
     tiny = torch.finfo(q.dtype).tiny
@@ -188,13 +191,8 @@ def project(x: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor
     return split_heads(x @ merge_heads(w), w.shape[-3])
 
 
-def unproject(q: Tensor, w: Float[Tensor, "*layers heads width d_head"]) -> Tensor:
-    """Σ_h q_h W_hᵀ: (*batch, H, N, d) → (*batch, N, D), the adjoint of :func:`project`."""
-    return merge_heads(q) @ merge_heads(w).mT
-
-
 def dot_product_local_bound(heads: Heads) -> Float[Tensor, "*batch"]:
-    """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, from above to rounding in float64.
+    """‖J‖ in frobenius of Σ_h softmax(q kᵀ/s + b_h) v W_o, from above.
 
     ‖W_o‖ (‖[W_v]‖ max_h (max_j Σ_i P_ij)^½ + query + key), see :func:`dot_product_terms`: the three
     terms of :func:`invformer.bounds.local.fast_local_bound`. No global bound stands above it:
@@ -202,6 +200,9 @@ def dot_product_local_bound(heads: Heads) -> Float[Tensor, "*batch"]:
     2312.14820, Lemma C.2.
     """
     exact = Heads(*(part.double() for part in heads))
+    k, v = (x - x[..., :1, :] for x in (exact.k, exact.v))  # a common offset would cancel badly
+    exact = exact._replace(k=k, v=v, p=local.row_normalised(exact.p))
+    slack = torch.maximum(local.rounding(k), local.rounding(v))
     value = spectral_norm_bound(merge_heads(exact.w_v)) * exact.p.sum(-2).amax((-2, -1)).sqrt()
-    terms = value + sum(dot_product_terms(exact))
+    terms = value + sum(dot_product_terms(exact, slack))
     return local.outward(spectral_norm_bound(exact.w_o.flatten(0, 1)) * terms, heads.q)

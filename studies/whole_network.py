@@ -242,7 +242,9 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{name}, of allowed": lambda case, result, name=name: result.moved[name]
         for name in rows[0][1].moved
     }
-    lines, findings = table(rows, ["total", "c"], flips | shares), []
+    worst = {"stack_below": min, "spacing": min}
+    worst |= dict.fromkeys(("bound", "stack_above", "rms_bound", *shares), max)
+    lines, findings = table(rows, ["total", "c"], flips | shares, worst=worst), []
     for line in lines:
         if line["total"] == 10:
             findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))

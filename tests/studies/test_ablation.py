@@ -63,12 +63,17 @@ def test_a_training_that_fails_is_an_error_and_no_row(tmp_path: Path) -> None:
 
 def test_a_variant_is_held_against_the_mean_of_the_unchanged_seeds() -> None:
     rows = [
-        (Case(name, "", "", seed), Result(nats, None, None))
-        for name, seed, nats in (("nothing", 0, 1.0), ("nothing", 1, 1.2), ("relu", 0, 1.5))
+        (Case(name, "", "", seed), Result(nats, bound, None))
+        for name, seed, nats, bound in (
+            ("nothing", 0, 1.0, 0.4),
+            ("nothing", 1, 1.2, 0.5),
+            ("relu", 0, 1.5, None),
+        )
     ]
     (base, relu) = summarise(rows).table
     assert (base["nats"], base["bpc"]) == pytest.approx((1.1, 1.1 / math.log(2)))
     assert relu["difference"] == pytest.approx(0.4)
+    assert (base["certified"], relu["certified"]) == (0.5, None)
 
 
 def test_the_page_lists_every_variant() -> None:

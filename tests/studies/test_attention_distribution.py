@@ -31,6 +31,7 @@ from studies.attention_distribution import (
     violations,
 )
 from studies.layer_bounds import (
+    Heads,
     Layer,
     compare,
     dot_product_local_bound,
@@ -135,6 +136,24 @@ def test_the_terms_that_are_trained_are_those_of_the_certified_bound() -> None:
     outer = torch.linalg.matrix_norm(heads.w_o.flatten(0, 1), 2)
     expected = outer * (value * columns + sum(dot_product_terms(heads)))
     torch.testing.assert_close(dot_product_local_bound(heads), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_large_common_offset_of_the_tokens_leaves_the_dot_product_bound_above(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    w_q, w_k, w_v, w_o = torch.randn(4, 1, 3, 2, generator=generator, dtype=torch.float64)
+    x = 1e6 + 1e-6 * torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+    def heads(x: Tensor) -> Heads:
+        q, k, v = x @ w_q, x @ w_k, x @ w_v
+        return Heads(q, k, v, (q @ k.mT / math.sqrt(2)).softmax(-1), w_q, w_k, w_v, w_o.mT)
+
+    def attention(x: Tensor) -> Tensor:
+        found = heads(x)
+        return (found.p @ found.v @ found.w_o)[0]
+
+    dense = torch.linalg.matrix_norm(dense_jacobian(attention, x), 2)
+    assert dense <= dot_product_local_bound(heads(x))
 
 
 def test_at_equal_loss_a_path_is_followed_until_it_leaves_the_allowed_loss() -> None:
