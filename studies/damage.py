@@ -72,6 +72,7 @@ class Result:
     proven: float
     unique: float | None
     wrong: float
+    beyond_radius: float  # how often the damage exceeds the proven radius
     margin: float  # median of m_i, of the states' root mean square length
     passes: float | None  # forward passes a character, by few candidates
 
@@ -123,7 +124,8 @@ def measure(case: Case, device: torch.device) -> Result:
     search = decode(network, z, None, cell)
     at_once = few = passes = None
     if name != "dot_product":
-        at_once = share(network.embedding.nearest_tokens(undoing(network)(z)) == tokens)
+        x = undoing(network, throw=True)(z)
+        at_once = share(network.embedding.nearest_tokens(x) == tokens)
         cells = [None] * len(z) if cell is None else cell.split(1)
         found = [
             decode(network, one, case.num_candidates, of_one)
@@ -148,6 +150,7 @@ def measure(case: Case, device: torch.device) -> Result:
         proven=share(proven),
         unique=None if cell is None else share(search.unique),
         wrong=share(sure & wrong),
+        beyond_radius=1 - share(within),
         margin=(margin.median() / clean.norm(dim=-1).square().mean().sqrt()).item(),
         passes=passes,
     )

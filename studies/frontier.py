@@ -308,6 +308,9 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     proven.set(title=f"{case.corpus}, {case.num_steps} steps, context {case.seq_len}")
     measured.axvline(1.0, color="0.7", linestyle=":", label="1 (an estimate proves nothing)")
     measured.set(xlabel="largest local constant of a branch, token_max, from below", xscale="log")
+    handles, names = measured.get_legend_handles_labels()
+    figure.set_figheight(figure.get_figheight() + 0.06 * len(names))
+    figure.legend(handles, names, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 

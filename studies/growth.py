@@ -10,8 +10,7 @@ C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval.
 ``under attack``  random weights of the shape and size of GPT-2's at initialisation, one head alone,
                   all heads, and tied L2 attention with the same W^Q and W^V
 
-The paper's layers are those of GPT-2 and BERT. Only its attack on GPT-2 at initialisation (layer 6)
-can be repeated without their weights, on others of the same normal distribution.
+Without the weights of GPT-2 and BERT only its attack on GPT-2 at initialisation can be repeated.
 
 Verdict: all heads of the attacked layer, at the published R and at three lengths or more, have an
 exponent within 0.05 of ½ and C within a factor of two of the paper's. One head alone is √(n − 1)
@@ -173,10 +172,11 @@ def estimate(jacobian: LinearMap, seed: int) -> Result:
 
 def corpus_of(path: str, text: str) -> Corpus:
     """The text that was asked for, or that of the run, or python_docs."""
-    if text:
-        return read_corpus(DataConfig(name="text_file", path=text))
     config = read_checkpoint(path).configuration(monitor={}).data if path else DataConfig()
-    return read_corpus(config)
+    try:
+        return read_corpus(DataConfig(name="text_file", path=text) if text else config)
+    except DataError as error:  # which names the option of train.py; it is another one here
+        raise DataError(str(error).replace("data.path", "text")) from None
 
 
 @lru_cache(maxsize=1)

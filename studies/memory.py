@@ -2,8 +2,7 @@
 
 Reversible networks are used to save memory: a backward pass can recompute every block's input from
 its output. A coupling does so in one pass, a certified block by a fixed point. Every case runs in a
-process of its own, whose largest resident memory above that before the step is the peak, as Linux
-reports it.
+process of its own, whose largest resident memory above that before the step is the peak.
 
 Verdict: for the certified model, checkpointing takes less time than the inverse, at no more than
 1.2 times its memory; then nobody should train it by the inverse.
@@ -11,6 +10,7 @@ Verdict: for the certified model, checkpointing takes less time than the inverse
 
 import multiprocessing
 import re
+import resource
 import statistics
 import time
 from dataclasses import dataclass
@@ -108,7 +108,10 @@ def measured(case: Case) -> Result:
 
 def resident() -> float:
     """Largest resident memory of this process so far, MiB; ru_maxrss begins at its parent's."""
-    (kibibytes,) = re.findall(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text("utf-8"))
+    status = Path("/proc/self/status")
+    if not status.exists():  # on a Mac, whose ru_maxrss is in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    (kibibytes,) = re.findall(r"VmHWM:\s*(\d+)", status.read_text("utf-8"))
     return int(kibibytes) / 1024
 
 

@@ -16,6 +16,7 @@ certified radius is a bug, and the verdict then is "not reproduced". A PGD that 
 nothing. None of the papers reproduced here has this experiment.
 """
 
+import math
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, get_args
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 
 from invformer.config.schema import MANY
 from invformer.config.section import option
-from invformer.errors import NonFiniteError
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
@@ -87,6 +87,9 @@ class Result:
     margin_used: float | None = None  # largest share of a margin lost to an attack at its radius
 
 
+LOST = Result(math.nan, math.nan, math.nan, [math.nan] * len(RADII), 0)  # no finite training
+
+
 def cases(options: Options) -> list[Case]:
     """Every model with every seed."""
     text = text_fields(options.data, options.seq_len, options.num_windows)
@@ -95,15 +98,11 @@ def cases(options: Options) -> list[Case]:
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """Train, certify and attack; all but the training in float64.
-
-    Raises:
-        NonFiniteError: the training lost its numbers.
-    """
+    """Train, certify and attack; all but the training in float64."""
     text = text_of(case)
     model = build_kind(case).to(device)
     if not train_by_adam(model, case).finite:
-        raise NonFiniteError(f"{case.kind} lost its numbers in training: choose a smaller lr")
+        return LOST
     windows, targets = validation_windows(text, case.seq_len, device)
     model = model.double().eval().requires_grad_(False)
     return examine(model, windows[: case.num_windows], targets[: case.num_windows], case)
@@ -166,10 +165,20 @@ def examine(
 # --- what it says --------------------------------------------------------------------------------
 
 
+def trained(rows: Rows[Case, Result]) -> list[tuple[Case, Result]]:
+    """The rows whose training did not lose its numbers."""
+    return [row for row in rows if math.isfinite(row[1].nats)]
+
+
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """A line for each model, means over seeds."""
+    """A line for each model, means over the seeds that were not lost."""
     words: list[str] = []
-    for kind, group in by(rows, "kind").items():
+    for kind, seeds in by(rows, "kind").items():
+        group = trained(seeds)
+        if lost := len(seeds) - len(group):
+            words.append(f"{kind}: {lost} trainings lost their numbers and count nowhere")
+        if not group:
+            continue
         said = f"{kind}: accuracy {mean(group, 'accuracy'):.3f}, "
         if group[0][1].radius is None:
             words.append(f"{said}no certificate")
@@ -187,7 +196,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     beaten = sum(values(rows, "beaten"))
     ours = f"{beaten} attacks beat a certified radius; {'; '.join(words)}"
     paper = "no published value: certified radii of character models are ours"
-    return Summary(table(rows, ["kind"], more), paper, ours, *verdict(beaten, rows))
+    lines = table(trained(rows) or rows, ["kind"], more)
+    return Summary(lines, paper, ours, *verdict(beaten, rows))
 
 
 def verdict(beaten: int, rows: Rows[Case, Result]) -> tuple[Outcome, str]:
@@ -208,7 +218,7 @@ def verdict(beaten: int, rows: Rows[Case, Result]) -> tuple[Outcome, str]:
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Accuracy against the radius, attacked and certified (dotted)."""
     figure, (axes,) = panels(1, 1)
-    for index, (kind, group) in enumerate(by(rows, "kind").items()):
+    for index, (kind, group) in enumerate(by(trained(rows), "kind").items()):
         look = look_of(index)
         axes.plot(RADII, means(values(group, "attacked")), label=kind, **look)
         if group[0][1].certified:

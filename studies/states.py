@@ -43,14 +43,17 @@ def windows(folder: str, count: int) -> Integer[Tensor, "windows tokens"]:
     return whole[torch.linspace(0, len(whole) - 1, count).long()]
 
 
-def undoing(model: CharTransformer) -> Callable[[Tensor], Tensor]:
-    """z ↦ x of all positions at once, with everything that does not depend on z computed before."""
+def undoing(model: CharTransformer, throw: bool = False) -> Callable[[Tensor], Tensor]:
+    """z ↦ x of all positions at once, with everything that does not depend on z computed before.
+
+    ``throw`` raises where a fixed point was not reached.
+    """
     stack = model.stack
     if isinstance(stack, CouplingStack):
         return stack.inverse
     assert isinstance(stack, InvertibleStack)
     weights, certificate = stack.weights(), certify(model, dtype=model.head.weight.dtype)
-    return lambda z: stack.inverse(z, weights, certificate, throw=False, evidence=False).value
+    return lambda z: stack.inverse(z, weights, certificate, throw=throw, evidence=False).value
 
 
 class Prefix:

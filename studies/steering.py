@@ -79,7 +79,7 @@ def measure(case: Case, device: torch.device) -> Result:
     z = network.stack(network.embedding(tokens))
     v, moved = vector_of(case, network, tokens, z)
     steered = z + case.strength * v
-    x = undoing(network)(steered)
+    x = undoing(network, throw=True)(steered)
     nearest = network.embedding.nearest_tokens(x)
     unit = network.embedding.decoding_margin()
     away = (x - network.embedding(nearest)).norm(dim=-1) / unit

@@ -156,6 +156,11 @@ def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
         growth.sequences(tokens, 200, 5, 0)
 
 
+def test_errors_of_a_text_name_the_option_of_this_study(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="give text a file"):
+        cases(Options(text=str(tmp_path)))
+
+
 def save_fresh_model(folder: Path, text_file: str, step: int = 3) -> TrainConfig:
     """A run folder with a checkpoint of this step."""
     words = [

@@ -60,6 +60,10 @@ def test_far_out_the_constant_is_its_limit_and_nearer_it_is_not(causal: float) -
     near = measured("large_radius", 0.1, causal)
     assert far.value == pytest.approx(far.predicted, rel=1e-6)
     assert abs(near.value / near.predicted - 1) > 0.01
+    generator = torch.Generator().manual_seed(0)
+    torch.randn(mean_field.NUM_TOKENS, 4, generator=generator, dtype=torch.float64)  # the tokens
+    v = torch.randn(2, 4, 4, generator=generator, dtype=torch.float64)[1] / 2
+    assert far.predicted <= math.sqrt(mean_field.NUM_TOKENS) * mean_field.norm(v)
 
 
 def test_the_cesaro_mean_exceeds_the_unmasked_constant() -> None:

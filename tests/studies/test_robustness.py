@@ -21,8 +21,8 @@ from studies.attacks import (
     window_nats,
 )
 from studies.certified_radius import certified_radii, feature_constant, read_out_constant
-from studies.robustness import Case, Kind, Options, build_kind, cases, examine, summarise
-from studies.training import text_of, train_by_adam, validation_windows
+from studies.robustness import Case, Kind, Options, build_kind, cases, examine, measure, summarise
+from studies.training import Training, text_of, train_by_adam, validation_windows
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -168,3 +168,13 @@ def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> No
     summary = summarise([(case, replace(result, beaten=1))])
     assert summary.outcome == "not reproduced"
     assert "bug" in summary.why
+
+
+def test_a_lost_training_is_a_row_that_counts_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiny_case("contractive_linear")
+    kept = examine(*trained("contractive_linear"), case)
+    monkeypatch.setattr(robustness, "train_by_adam", lambda *_: Training([math.nan]))
+    lost = measure(case, CPU)
+    (line,) = summarise([(case, lost), (replace(case, seed=1), kept)]).table
+    assert line["accuracy"] == kept.accuracy
+    assert "contractive_linear: 1 trainings lost" in summarise([(case, lost)]).ours
