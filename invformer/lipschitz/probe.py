@@ -105,9 +105,9 @@ class LipschitzProbe:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
         stack, parts = self.model.stack, []
-        for _, layers, branches, _, memory in self.parts:
-            names = self.names[len(parts) :: len(PARTS)]
-            own = [ResidualWeights(None) if weights is None else weights[n] for n in names]
+        for at, layers, branches, _, memory in self.parts:
+            none = ResidualWeights(None)
+            own = [none if weights is None else weights[name] for name in self.names[at]]
             parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1], memory))
         of_layer = {f: at for part, at in zip(self.parts, parts, strict=True) for f in part.layers}
         x = self.model.embedding(self.tokens)
@@ -209,8 +209,8 @@ class LipschitzProbe:
             if (given.shape, given.dtype) != (held[name].shape, held[name].dtype):
                 raise ValueError(f"{name} does not fit the model")
             # A vector of zeros, as earlier versions have them in entry_max, would stay zero.
-            kept = given.any(-1, keepdim=True)
-            held[name].copy_(torch.where(kept, given.to(held[name]), held[name]))
+            given = given.to(held[name])
+            held[name].copy_(torch.where(given.any(-1, keepdim=True), given, held[name]))
         self.has_started = True
 
 

@@ -46,7 +46,7 @@ def dual_vector(o: Tensor, norm: Norm) -> Tensor:
             return divide(o, vector_norm(o, norm)[..., None, None])
         case "token_max":
             length = torch.linalg.vector_norm(o, dim=-1, keepdim=True)
-            if o.shape[-2] == 1:
+            if o.shape[-2] == 1:  # the only token is the largest
                 return divide(o, length)
             return divide(o, length) * _one_hot_arg_max(length.flatten(-2)).unsqueeze(-1)
         case "entry_max":

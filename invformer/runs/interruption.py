@@ -32,7 +32,7 @@ class Interruption(L.Callback):
     again: str  # the command that continues the run
     signal: int = field(default=0, init=False)
     validating: bool = field(default=False, init=False)
-    # Whether any process was told to stop, when it is called.
+    # Returns the largest signal that any process was sent, zero for none.
     asked: Callable[[], int] = field(default=int, init=False)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

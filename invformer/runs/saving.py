@@ -44,7 +44,7 @@ class Checkpoints(L.Callback):
     """
 
     folder: Path
-    previous: str | None = None  # name of the newest, from which a run continues
+    previous: str | None = None  # name of the checkpoint from which the run continues
     best: float = field(default=math.inf, init=False)
     best_name: str | None = field(default=None, init=False)
     started: bool = field(default=False, init=False)
