@@ -185,18 +185,18 @@ def build_callbacks(
     data: TextDataModule,
     resume: Checkpoint | None,
 ) -> list[L.Callback]:
-    """Monitors first, then the rows that they recorded are sent, then checkpoints."""
+    """Certify, measure, then send the rows that were recorded, then save checkpoints."""
     monitor, how = config.monitor, config.trainer
     callbacks: list[L.Callback] = [RandomState()]
-    probe = None
-    if monitor.enabled:
-        probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
-        steps = {"every": monitor.every, "local_every": how.val_every}
-        callbacks.append(LipschitzMonitor(probe, **steps, seed=config.run.seed))
+    probe = keeper = None
     if module.model.is_invertible:
         keeper = CertificateKeeper(directory.certificate, FORWARD_DTYPE[how.precision])
         callbacks.append(keeper)
-        if monitor.enabled and monitor.inversion:
+    if monitor.enabled:
+        probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
+        steps = {"every": monitor.every, "local_every": how.val_every}
+        callbacks.append(LipschitzMonitor(probe, **steps, seed=config.run.seed, keeper=keeper))
+        if keeper and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, keeper, data.vocabulary.text))
     if length := how.sample_length:

@@ -63,12 +63,12 @@ def measured_branches(
 
 
 def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
-    """estimate ≤ local bound ≤ bound, all in one norm; what is None claims nothing.
+    """estimate ≤ local bound ≤ bound ≤ target, all in one norm; what is None claims nothing.
 
     Raises:
         CertificateViolation: naming both numbers. It is a bug, never noise.
     """
-    known = [(key, row.get(key)) for key in ("estimate", "local_bound", "bound")]
+    known = [(key, row.get(key)) for key in ("estimate", "local_bound", "bound", "target")]
     present = [(key, value) for key, value in known if value is not None]
     for (low, below), (high, above) in pairwise(present):
         if below > above * (1 + ROUNDING):

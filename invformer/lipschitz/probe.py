@@ -181,14 +181,6 @@ class LipschitzProbe:
             found |= zip(self.names[part.at], zip(*each, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
-    def bounds(self) -> Float[Tensor, "branches"]:
-        """c of every branch less any correction: what the normalisation keeps; inf for baselines.
-
-        In the norm of the certificate, in exact arithmetic. A certificate proves it.
-        """
-        corrections = [b.correction for b in self.branches if isinstance(b, LipschitzBranch)]
-        return torch.stack(corrections).double() * self.targets if corrections else self.targets
-
     def state_dict(self) -> dict[str, Tensor]:
         """The vectors that the next estimate starts from, which are changed in place."""
         held: dict[str, Tensor] = {}

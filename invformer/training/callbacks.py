@@ -86,7 +86,7 @@ class CertificateKeeper(L.Callback):
             )
         if self.path is not None and trainer.is_global_zero:
             write_json(self.certificate.to_dict(), self.path)
-        record(trainer, pl_module.step, {"lipschitz/certified": self.certificate.bound_max})
+        record(trainer, pl_module.step, {"lipschitz/bound": self.certificate.bound_max})
         norm, targets = self.certificate.norm, self.certificate.targets
         bounds = self.certificate.per_branch.items()
         rows = [[name, norm, bound, targets[name]] for name, bound in bounds]

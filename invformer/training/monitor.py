@@ -15,8 +15,9 @@ from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
+from invformer.training.callbacks import CertificateKeeper
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import Measured, is_step_boundary, record
+from invformer.training.rows import Measured, record
 from invformer.training.stopwatch import Stopwatch
 
 
@@ -24,10 +25,10 @@ from invformer.training.stopwatch import Stopwatch
 class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training: of our models after every step, of others seldom.
 
-    Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, and computes
-    local bounds before validations. Numbers of a row refer to the weights that its loss is of,
-    those before the step's update; in a row with a validation to the weights that are validated,
-    those after it. Of any other module it measures the submodules (:func:`.local_constants`), which
+    Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
+    weights before the step's update. At validations it estimates with the weights that are
+    validated instead, and adds local bounds and the bounds of their certificate, both proven. Of
+    any other module it measures the submodules (:func:`.local_constants`), which
     takes far longer: choose ``every``.
 
     The monitor reads weights and writes metrics and its own buffers; training with and without it
@@ -40,6 +41,7 @@ class LipschitzMonitor(L.Callback):
         every: optimiser steps between estimates.
         local_every: steps between validations, at which there are local bounds.
         seed: of the start vectors.
+        keeper: has the certificate of the weights that are validated; None logs no bounds.
 
     Attributes:
         skipped: why submodules of other models are not measured.
@@ -50,9 +52,9 @@ class LipschitzMonitor(L.Callback):
     every: int = 1
     local_every: int = 250
     seed: int = 0
+    keeper: CertificateKeeper | None = None
     probe: LipschitzProbe | None = field(default=None, init=False)
     skipped: dict[str, str] = field(default_factory=dict, init=False)
-    bounds: Tensor | None = field(default=None, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -84,14 +86,14 @@ class LipschitzMonitor(L.Callback):
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """Estimate with the weights after the update, and bound, where a validation follows."""
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Estimate and bound with the weights that are validated, which are certified by now."""
         step = trainer.global_step - 1
-        is_boundary = is_step_boundary(trainer)
-        if self.probe is None or not is_boundary or not self.validates(trainer, step):
+        if self.probe is None or not self.validates(trainer, step):
             return
-        with self.watch:
-            record(trainer, step, self.row(None, with_local_bounds=True))
+        with self.watch, torch.inference_mode(False):
+            row = self.row(None) | self.proven()
+        record(trainer, step, row)
         if (share := self.watch.share()) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
@@ -109,24 +111,26 @@ class LipschitzMonitor(L.Callback):
             rank_zero_info(f"the Lipschitz monitor skips {len(self.skipped)} modules: {reasons}")
         return {f"lipschitz/{name or 'whole'}": value for name, value in found.values.items()}
 
-    def row(self, weights: StackWeights | None, with_local_bounds: bool = False) -> Measured:
-        """One step's metrics, as vectors on the device; None computes the weights."""
+    def row(self, weights: StackWeights | None) -> dict[str | tuple[str, ...], Tensor | float]:
+        """Estimates, as a vector on the device, and the target; None computes the weights."""
         assert self.probe is not None
         row: dict[str | tuple[str, ...], Tensor | float] = {}
         row[self.keys["estimate"]] = and_largest(self.probe.values(weights=weights))
         if self.probe.model.is_invertible:
-            if self.bounds is None:
-                self.bounds = and_largest(self.probe.bounds())
-            row[self.keys["bound"]] = self.bounds
             row["lipschitz/target"] = self.probe.target
-            if with_local_bounds:  # what holds everywhere holds here
-                local = torch.minimum(local_bounds(self.probe), self.bounds[:-1])
-                row[self.keys["local_bound"]] = and_largest(local)
         return row
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Certification may have corrected a bound."""
-        self.bounds = None
+    def proven(self) -> dict[str | tuple[str, ...], Tensor | float]:
+        """Local bounds and bounds of the validated weights, if they have a certificate."""
+        assert self.probe is not None
+        if self.keeper is None or (certificate := self.keeper.certificate) is None:
+            return {}
+        found = local_bounds(self.probe)
+        bounds = found.new_tensor([certificate.per_branch[name] for name in self.probe.names])
+        local = torch.minimum(found, bounds)  # what holds everywhere holds here
+        return {
+            self.keys["local_bound"]: and_largest(local), self.keys["bound"]: and_largest(bounds),
+        }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers: a resumed run continues its estimates to the bit."""

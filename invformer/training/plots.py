@@ -134,7 +134,7 @@ def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
 
 def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
     """The worst branch's estimate, local bound, bound and target over the run."""
-    for key, style in (("estimate", "-"), ("local_bound", "^"), ("bound", "--"), ("target", ":")):
+    for key, style in (("estimate", "-"), ("local_bound", "^"), ("bound", "v"), ("target", ":")):
         if f"lipschitz/{key}" in curves:
             steps, values = curves[f"lipschitz/{key}"]
             axes.plot(steps, values, style, color="black", label=key.replace("_", " "))

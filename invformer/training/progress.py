@@ -67,8 +67,8 @@ class Progress(L.Callback):
         """Print what was validated."""
         self.row |= {key: float(value) for key, value in trainer.callback_metrics.items()}
         words = [self.loss(), self.validated()]
-        if "lipschitz/certified" in self.row:
-            words.append(f"bounds ≤ {upwards(self.row['lipschitz/certified'], 4)} proven")
+        if "lipschitz/bound" in self.row:
+            words.append(f"bounds ≤ {upwards(self.row['lipschitz/bound'], 4)} proven")
         if "inverse/characters_recovered" in self.row:
             words.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
         self.say(*words, self.pace())

@@ -83,7 +83,7 @@ class Rows(L.Callback):
         return rows
 
     def send(self, trainer: L.Trainer, before: int | None = None) -> None:
-        """Send the pending rows before a step (or all of them), if estimates are below bounds.
+        """Send the pending rows before a step (or all), if estimates are below bounds and targets.
 
         A loss or gradient that is not finite is refused by the module, which can say what it was.
         """
@@ -93,7 +93,8 @@ class Rows(L.Callback):
         for step, row in self.flush(trainer, before).items():
             try:
                 for name, constants in by_branch(row).items():
-                    require_sandwich(f"step {step}: lipschitz_branches/{name}", constants)
+                    held = {"target": row.get("lipschitz/target"), **constants}
+                    require_sandwich(f"step {step}: lipschitz_branches/{name}", held)
             except CertificateViolation as violation:
                 if self.evidence is None:
                     raise
