@@ -174,17 +174,17 @@ def invert_residual(
     eq = _Equation(exact, rounding, norm, 1 - c, global_bound, atol, rtol)
     length = eq.size(samples)
     least = least_rtol * length + rounding.relative * inner_size / (1 - c)
-    hopeless = atol + rtol * length < least
+    unreachable = atol + rtol * length < least
     tokens_apart = token_wise and norm != "frobenius"
-    rows = _Rows(f, eq, samples, fx, hopeless, tokens_apart, max_steps)
+    rows = _Rows(f, eq, samples, fx, unreachable, tokens_apart, max_steps)
     errors = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
     num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
     unverified = torch.ones_like(num_measurements, dtype=torch.bool)
     while bool(unverified.any()):
         rows.iterate()  # in y's format
         x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
-        some = slice(None) if bool(unverified.all()) else unverified
-        errors[:, some] = eq.measure(samples[some], x[some], fx[some])  # in float64
+        chosen = slice(None) if bool(unverified.all()) else unverified
+        errors[:, chosen] = eq.measure(samples[chosen], x[chosen], fx[chosen])  # in float64
         num_measurements += unverified & (exact is not None)
         # A residual that is small in y's format may be larger in float64: such samples go on.
         too_large = ~eq.within_tolerance(errors[0] + errors[1], eq.size(x))
@@ -226,16 +226,16 @@ class _Rows:
         eq: "_Equation",
         y: Tensor,
         fy: Tensor,
-        hopeless: Tensor,
+        unreachable: Tensor,
         tokens_apart: bool,
         max_steps: Tensor | int | None,
     ) -> None:
-        """Start at x = y; ``hopeless`` says which samples no answer can satisfy."""
+        """Start at x = y; no answer meets the tolerance for ``unreachable`` samples."""
         self.f, self.eq = f, eq
         self.per_sample = y.shape[-2] if tokens_apart else 1
         self.y = self.x = y.reshape(len(y) * self.per_sample, -1, y.shape[-1])
         self.fx = fy.reshape(self.y.shape)
-        status = torch.where(hopeless, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
+        status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
         self.status = status.repeat_interleave(self.per_sample)
         self.length = eq.size(y).repeat_interleave(self.per_sample)
         self.residual, self.num_steps = eq.size(self.fx), torch.zeros_like(self.status)
@@ -293,7 +293,7 @@ class _Equation:
     exact: SequenceMap | None  # f in float64, where y is in less
     rounding: RoundingModel
     norm: Norm
-    margin: float  # 1 − c, or one if nothing is proven: error = residual / margin
+    one_minus_c: float  # one if nothing is proven: error = residual / (1 − c)
     global_bound: float | None  # c, if it is one of whole steps
     atol: float
     rtol: float
@@ -304,19 +304,26 @@ class _Equation:
 
     def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
         """True if residual/(1 − c) ≤ atol + rtol ‖x‖; False for NaN."""
-        return residual <= self.margin * (self.atol + self.rtol * length)
+        return residual <= self.one_minus_c * (self.atol + self.rtol * length)
 
     def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
         """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""
         c = self.global_bound
         if c is None:
             return STEPS_WITHOUT_PREDICTION
-        ratio = self.margin * (self.atol + self.rtol * length) / 4 / residual
+        ratio = self.one_minus_c * (self.atol + self.rtol * length) / 4 / residual
         steps = ratio.log() / math.log(max(c, 1e-300))
         return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
 
     def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
-        """True if f changed by more than c times the step to x, rounding subtracted."""
+        """True if ‖f(x) − f(x′)‖ > c ‖x − x′‖ beyond rounding.
+
+        Args:
+            step: ‖x − x′‖, the step from x′ to x.
+            change: ‖f(x) − f(x′)‖.
+            x: where the step led.
+            fx: f(x).
+        """
         c = self.global_bound
         if c is None:
             return torch.zeros_like(step, dtype=torch.bool)
