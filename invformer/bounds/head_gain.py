@@ -2,10 +2,10 @@
 
     Y_i = Σ_j P_ij q_j,   P_i = softmax_j(b_ij − s_ij),   s_ij = ‖q_i − q_j‖²/√d,   b_ii = 0
 
-n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens, N − 1 without a bias or log-masses
-as a tensor. g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone.
+n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens: without a bias their number, N − 1.
+g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone.
 
-**Lemma** (Kim et al. 2021, arXiv 2006.04710, appendix F, for equal masses). Σ_j P_ij s_ij ≤ g.
+**Lemma** (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2; for equal masses). Σ_j P_ij s_ij ≤ g.
 
 **Theorem** (ours). Σ_j ‖∂Y_i/∂q_j‖₂ ≤ 4 φ⁻¹(n) + 1 and ‖∂Y_i/∂q_i‖₂ ≤ 1 + 2 W₀(n e^{−3/2}).
 
