@@ -208,10 +208,12 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
                    f.temperatures ? k.from(f.outer) : q, f.temperatures != nullptr};
   };
 
+  // The left vectors g of the chosen tokens.
   std::fill_n(g.data, width * stride, T(0));
   for (int64_t r = 0; r < K; ++r)
     for (int64_t c = 0; c < width; ++c) *g.at(c, r) = left[chosen[r] * width + c];
   scaled(g, K, 1);
+  // x = Jᵀ g: through the output map, the middle and the input map.
   multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
   std::fill_n(z.data, f.inner * wide, T(0));
   for (int64_t r = 0; r < K; ++r) {
@@ -230,6 +232,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     const Matrix<T> m = x.from(lag * width);
     scaled(m, wide, -1);
     of_radius(m, lag);
+    // Every token of x at length one, or its signs in entry_max.
     std::fill_n(squares, wide, 0.0);
     for (int64_t c = 0; c < width; ++c)
       for (int64_t j = 0; j < wide; ++j) squares[j] += double(*m.at(c, j)) * *m.at(c, j);
@@ -246,6 +249,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     of_radius(m, lag);
     scaled(m, wide, -1);
   }
+  // g = J x.
   multiply<T>(z, {f.w, 1, f.inner}, {x.data, wide}, f.inner, blocks * width, wide, false);
   for (int64_t r = 0; r < K; ++r) {
     for (int64_t h = 0; h < f.heads; ++h) {
@@ -259,6 +263,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   }
   multiply<T>(g, {f.v, 1, width}, {a.data, stride}, width, f.outer, stride, false);
   scaled(g, K, 1);
+  // The gain ‖g‖ of every token, and g/‖g‖ for the next step.
   T largest = 0;
   for (int64_t r = 0; r < K; ++r) {
     double square = 0;
