@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._pytree import tree_map_only
 
 from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
@@ -42,29 +44,35 @@ def local_constants(
         num_steps: of power iteration, at most.
         rtol: residual at which it stops.
     """
-    calls: dict[str, tuple[tuple[Any, ...], Mapping[str, Any], Any]] = {}
+    inputs_of: dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}
+    outputs: dict[str, Any] = {}
 
-    def keep(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, named: Any, output: Any) -> None:
-            calls.setdefault(name, (args, named, output))
+    def keep_inputs(name: str, module: nn.Module, args: Any, named: Any) -> None:
+        if name not in inputs_of:  # copies, because the model may overwrite its activations
+            inputs_of[name] = tree_map_only(Tensor, Tensor.clone, (args, named))
 
-        return hook
+    def keep_output(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs.setdefault(name, output)
 
     submodules = dict(model.named_modules())
     found = LocalConstants()
     # What fused attention computes has no second derivative.
     with evaluating(model), only("math"), sdpa_kernel(SDPBackend.MATH):
-        hooks = [m.register_forward_hook(keep(n), with_kwargs=True) for n, m in submodules.items()]
+        hooks = []
+        for name, module in submodules.items():
+            hook = partial(keep_inputs, name)
+            hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(keep_output, name)))
         try:
             model(*inputs)
         finally:
             for hook in hooks:
                 hook.remove()
         for name, module in submodules.items():
-            if name not in calls:
+            if name not in outputs:
                 found.skipped[name] = "it is not called"
                 continue
-            args, named, output = calls[name]
+            (args, named), output = inputs_of[name], outputs[name]
             tensors = [t for t in (*args, *named.values()) if isinstance(t, Tensor)]
             if len(tensors) != 1 or not args or not (is_real(args[0]) and is_real(output)):
                 found.skipped[name] = "it does not map one floating-point tensor to one"
@@ -89,7 +97,8 @@ def on_one_row(
         return F.pad(t.flatten(), (0, size - t.numel())).unsqueeze(0)
 
     def f(row: Tensor) -> Tensor:
-        return padded(module(row[0, : x.numel()].view(x.shape), *others, **named))
+        here = row[0, : x.numel()].view(x.shape).clone()  # which the module may overwrite
+        return padded(module(here, *others, **named))
 
     return f, padded(x)
 

@@ -1,6 +1,7 @@
 """Any model's submodules are measured as their dense Jacobians say, and the model is left alone."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -66,6 +67,14 @@ def test_every_constant_is_that_of_the_dense_jacobian(model: Model) -> None:
             jacobian = torch.func.jacrev(model.get_submodule(name))(x).reshape(-1, x.numel())
         true = torch.linalg.matrix_norm(jacobian, 2).item()
         assert 0.99 * true <= value <= true * (1 + 1e-9), name
+
+
+def test_activations_that_are_overwritten_in_place_count_as_they_were() -> None:
+    model = nn.Sequential(nn.Identity(), nn.ELU(inplace=True), nn.Flatten())
+    found = local_constants(model, torch.full((2, 3), -2.0))
+    assert not found.skipped
+    assert found.values["1"] == pytest.approx(math.exp(-2))
+    assert found.values[""] == pytest.approx(math.exp(-2))
 
 
 def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
