@@ -57,9 +57,8 @@ def require_paths(config: Root) -> None:
         DataError: there is no such text.
     """
     named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
-    opens_hub = isinstance(config, SampleConfig | InvertConfig | ExportConfig)
     for checkpoint in [named] if isinstance(named, str) else named:
-        if is_missing(checkpoint) and not (opens_hub and is_hub_name(checkpoint)):
+        if is_missing(checkpoint) and not is_hub_name(checkpoint):
             raise CheckpointError(
                 f"{checkpoint:.200} does not exist: name a run folder or a checkpoint in it"
             )
@@ -103,7 +102,7 @@ def train(config: TrainConfig) -> None:
 
 def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
-    from invformer.assemble.model import load_trained
+    from invformer.assemble.trained import load_trained
     from invformer.evaluation.evaluate import evaluate, keep_report
     from invformer.evaluation.report import print_comparison, print_table, summary_values
     from invformer.kernels.host import keep_freed_memory

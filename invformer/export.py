@@ -1,7 +1,4 @@
-"""A model as a folder to share, also on the Hub: weights, vocabulary, certificate, model card.
-
-Loading such a folder compares every file with its SHA-256 and proves the certificate again.
-"""
+"""Write a model as a folder to share, also on the Hub, which :mod:`.assemble.trained` opens."""
 
 import hashlib
 import json
@@ -10,27 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-import torch
 import yaml
 
-from invformer.assemble.model import build_model
-from invformer.config import from_dict, to_dict
-from invformer.config.schema import TrainConfig
-from invformer.data.vocabulary import Vocabulary
-from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, StorageError
+from invformer.assemble.trained import (
+    CERTIFICATE,
+    CONFIG,
+    EXPORTED_WEIGHTS,
+    FORMAT,
+    MANIFEST,
+    VOCABULARY,
+)
+from invformer.config import to_dict
+from invformer.errors import StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
-from invformer.nn.certificate import certify
-from invformer.nn.transformer import CharTransformer
 from invformer.runs.contained import one_line
 
 if TYPE_CHECKING:
     from invformer.model import TrainedModel
 
-WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
-CERTIFICATE, MANIFEST, CARD = "certificate.json", "manifest.json", "README.md"
-FORMAT = "invformer-model-1"
+CARD = "README.md"
 KEPT = ("step", "command", "commit", "data_source", "data_sha256")
-ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines
 CARD_TEXT = """---
 {front}---
 
@@ -72,7 +68,7 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None) -> None:
     training = {key: model.metadata.get(key) for key in KEPT}
     weights = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
     files = {
-        WEIGHTS: safetensors.torch.save(weights),
+        EXPORTED_WEIGHTS: safetensors.torch.save(weights),
         CONFIG: as_json({"config": to_dict(model.config), "training": training}),
         VOCABULARY: as_json(model.vocabulary.to_dict()),
         CERTIFICATE: as_json(proven),
@@ -95,36 +91,6 @@ def as_json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def read_export(folder: Path) -> tuple[CharTransformer, Vocabulary, TrainConfig, dict[str, Any]]:
-    """Network, vocabulary, configuration and provenance from an exported folder.
-
-    Raises:
-        CheckpointError: a file is missing, was changed, or does not fit the others.
-        CertificateViolation: the weights do not have the certificate that lies beside them.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{folder}: the format {manifest['format']!r:.40} is not known")
-        files = {name: (folder / name).read_bytes() for name in manifest["sha256"]}
-        for name, content in files.items():
-            if hashlib.sha256(content).hexdigest() != manifest["sha256"][name]:
-                raise CheckpointError(f"{folder / name}: was changed since it was exported")
-        about = json.loads(files[CONFIG])
-        config = from_dict(about["config"])
-        vocabulary = Vocabulary.from_dict(json.loads(files[VOCABULARY]))
-        network = build_model(config.model, vocabulary.size, config.data.seq_len)
-        weights = safetensors.torch.load(files[WEIGHTS])
-        network.to(next(iter(weights.values())).dtype).load_state_dict(weights)
-        claimed = json.loads(files[CERTIFICATE])
-    except ConfigurationError as error:
-        raise CheckpointError(f"{folder}: its configuration is invalid ({error})") from None
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: no exported model ({one_line(error)})") from None
-    prove_again(network.eval(), claimed, folder)
-    return network, vocabulary, config, about["training"]
-
-
 def upload(folder: Path, name: str) -> str:
     """Upload an exported folder to the Hub, with the token of ``hf auth login``; its address.
 
@@ -139,35 +105,6 @@ def upload(folder: Path, name: str) -> str:
     except Exception as error:  # which ones differs between releases
         raise StorageError(f"{name}: the Hub does not take it ({one_line(error)})") from None
     return str(address)
-
-
-def download(name: str) -> Path:
-    """The folder that a model on the Hub is kept in, which is downloaded if it is not there yet.
-
-    Raises:
-        CheckpointError: there is no such model on the Hub, and no such folder here.
-    """
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(name))
-    except Exception as error:
-        raise CheckpointError(
-            f"{name}: no folder here, and no model on the Hub ({one_line(error)})"
-        ) from None
-
-
-def prove_again(network: CharTransformer, claimed: dict[str, Any] | None, folder: Path) -> None:
-    """Certify the weights, and compare with the certificate in the folder."""
-    if claimed is None:
-        return
-    certificate = certify(network, dtype=getattr(torch, claimed["dtype"]))
-    bounds = certificate.per_branch
-    same = bounds.keys() == claimed["per_branch"].keys() and all(
-        bound <= claimed["per_branch"][name] * (1 + ROUNDING) for name, bound in bounds.items()
-    )
-    if not (same and certificate.holds):
-        raise CertificateViolation(f"{folder / CERTIFICATE}: does not hold for the weights there")
 
 
 def model_card(

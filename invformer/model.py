@@ -22,14 +22,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.assemble.model import load_trained
+from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
-from invformer.config.trained import HUB_NAME
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.export import WEIGHTS, download, read_export, write_export
+from invformer.export import write_export
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.machine import pick_device
@@ -222,12 +221,6 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
         CheckpointError: there is no model, or a damaged one.
         CertificateViolation: an exported model does not have the certificate beside it.
     """
-    folder = Path(source).expanduser()
-    if not folder.exists() and HUB_NAME.fullmatch(os.fspath(source)):
-        folder = download(os.fspath(source))
-    if (folder / WEIGHTS).is_file():
-        network, vocabulary, config, metadata = read_export(folder)
-        return TrainedModel(network.to(pick_device(device, "device")), vocabulary, config, metadata)
     network, vocabulary, config, checkpoint = load_trained(os.fspath(source))
     network.to(pick_device(device, "device"))
     evaluation = read_evaluation(checkpoint.evaluation, checkpoint.step)

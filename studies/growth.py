@@ -29,7 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.assemble.model import build_model, load_trained
+from invformer.assemble.model import build_model
+from invformer.assemble.trained import load_trained
 from invformer.config.schema import AttentionName, DataConfig, ModelConfig
 from invformer.config.section import option
 from invformer.data.corpora import Corpus, read_corpus

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from invformer.assemble.model import load_trained
+from invformer.assemble.trained import load_trained
 from invformer.config import load_config, to_dict
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig

@@ -130,7 +130,7 @@ def test_a_value_that_does_not_fit_is_named(
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
         (["sample", "checkpoint=no"], 4, "no does not exist"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
-        (["evaluate", "checkpoint=me/no"], 4, "me/no does not exist"),
+        (["train", "init_from=configs/no"], 4, "configs/no does not exist"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )
@@ -211,12 +211,23 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
-def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> None:
+def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
+    run: Path, tmp_path: Path
+) -> None:
+    few = "evaluate.lipschitz_sequences=0 evaluate.inversion_sequences=0"
+    text = f"data=text_file 'data.path={run.parent}/squares.txt' data.test_fraction=0"
+    short = "trainer.max_steps=1 trainer.sample_length=0 monitor.enabled=false logger=none"
+    lines = (
+        f"export 'checkpoint={run}' out=out hub=me/squares",
+        "sample checkpoint=me/squares prompt=1 length=3",
+        f"evaluate checkpoint=me/squares {few}",
+        f"train init_from=me/squares {text} data.val_fraction=0.1 {short} run.name=more",
+    )
     program = (
-        "import sys, torch, invformer; from invformer.commands import COMMANDS, run as main\n"
-        "run, out = sys.argv[1:]; tokens = torch.arange(1, 9)[None]\n"
-        "for name, *words in (('export', f'checkpoint={run}', f'out={out}', 'hub=me/squares'),\n"
-        "                     ('sample', 'checkpoint=me/squares', 'prompt=1', 'length=3')):\n"
+        "import shlex, sys, torch, invformer\n"
+        "from invformer.commands import COMMANDS, run as main\n"
+        "run, *lines = sys.argv[1:]; tokens = torch.arange(1, 9)[None]\n"
+        "for name, *words in map(shlex.split, lines):\n"
         "    try: main(*COMMANDS[name], words)\n"
         "    except SystemExit as end: assert not end.code, end.code\n"
         "model, original = invformer.load('me/squares', 'cpu'), invformer.load(run, 'cpu')\n"
@@ -225,13 +236,16 @@ def test_the_hub_takes_a_model_and_gives_it_back(run: Path, tmp_path: Path) -> N
     )
     with fake_hub.serve(tmp_path) as environment:
         done = subprocess.run(
-            [sys.executable, "-c", program, str(run), str(tmp_path / "out")],
-            cwd=ROOT, env=environment, capture_output=True, text=True,
+            [sys.executable, "-c", program, str(run), *lines],
+            cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True,
         )  # fmt: skip
     assert f"uploaded to {environment['HF_ENDPOINT']}/me/squares\n" in done.stdout
     said = "CheckpointError: me/nothing: no folder here, and no model on the Hub"
     assert said in done.stderr.splitlines()[-1]
     assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
+    assert json.loads((tmp_path / "squares.evaluation.json").read_text())["step"] == 8
+    assert (tmp_path / "checkpoints/more/checkpoints/step-00000001").is_dir()
 
 
 def test_a_changed_byte_is_refused(exported: Path) -> None:

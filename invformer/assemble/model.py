@@ -1,14 +1,9 @@
-"""From a configuration, or from a checkpoint, to a model: one ``match`` per choice."""
+"""From a configuration to a model: one ``match`` per choice."""
 
 import math
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from invformer.config.schema import ModelConfig, TrainConfig
-from invformer.data.vocabulary import Vocabulary
-from invformer.evaluation.checkpoint import read_checkpoint
+from invformer.config.schema import ModelConfig
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
@@ -21,10 +16,8 @@ from invformer.nn.scaling import DiagonalScaling, written_channels
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics.norms import Norm
-from invformer.runs.checkpoint import PREFIX, Checkpoint
 
 KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
-FIRST_BLOCK = "stack.blocks.0."
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:
@@ -117,59 +110,3 @@ def build_attention(config: ModelConfig, seq_len: int, channels: slice | None = 
                 d_head=config.head_width, strictly_causal=config.strictly_causal,
             )  # fmt: skip
     raise ValueError(f"no attention is called {config.name}")
-
-
-class Trained(NamedTuple):
-    """A trained model, in eval mode, and what belongs to it."""
-
-    model: CharTransformer
-    vocabulary: Vocabulary
-    config: TrainConfig
-    checkpoint: Checkpoint
-
-
-def load_trained(path: str) -> Trained:
-    """The model of a run folder or of one checkpoint in it.
-
-    Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    checkpoint = read_checkpoint(path)
-    config = checkpoint.configuration(monitor={})  # whose keys change, and which is no part of it
-    vocabulary = Vocabulary.from_dict(checkpoint.metadata["vocabulary"])
-    return Trained(load_model(checkpoint, config, vocabulary), vocabulary, config, checkpoint)
-
-
-def load_model(
-    checkpoint: Checkpoint, config: TrainConfig, vocabulary: Vocabulary
-) -> CharTransformer:
-    """The trained model in eval mode.
-
-    Raises:
-        CheckpointError: the weights do not fit the configuration or are not finite, or the state
-            beside the weights, which is not used here, is damaged.
-    """
-    wanted = weights_on_meta(config, vocabulary.size)
-    weights = checkpoint.read_weights({PREFIX + name: w for name, w in wanted.items()})
-    checkpoint.read_state()  # a checkpoint is taken whole or not at all
-    model = untrained(config, vocabulary.size)
-    model.load_state_dict({name.removeprefix(PREFIX): w for name, w in weights.items()})
-    return model.eval()
-
-
-def weights_on_meta(config: TrainConfig, vocab_size: int) -> dict[str, torch.Tensor]:
-    """The weights of a model, on ``meta`` and without making one: all blocks are alike."""
-    one_block = replace(config, model=replace(config.model, num_layers=1))
-    with torch.device("meta"):
-        weights = untrained(one_block, vocab_size).state_dict()
-    return {
-        name.replace(FIRST_BLOCK, f"stack.blocks.{index}.", 1): weight
-        for name, weight in weights.items()
-        for index in range(config.model.num_layers if name.startswith(FIRST_BLOCK) else 1)
-    }
-
-
-def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
-    """The model as training began with it, in the precision that its weights are kept in."""
-    model = build_model(config.model, vocab_size, config.data.seq_len)
-    return model.to(torch.float64 if config.trainer.precision == "64-true" else torch.float32)

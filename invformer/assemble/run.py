@@ -14,7 +14,8 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
-from invformer.assemble.model import Trained, build_model, load_trained
+from invformer.assemble.model import build_model
+from invformer.assemble.trained import Trained, load_trained
 from invformer.config import command_line, to_dict, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus

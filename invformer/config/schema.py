@@ -294,7 +294,10 @@ class TrainConfig(Root):
 
     program: ClassVar[str] = "train.py"
     groups: ClassVar = ("experiment", "model", "data", "optim", "trainer", "logger")
-    init_from: str | None = option(None, "run whose model and weights training starts with")
+    init_from: str | None = option(
+        None,
+        "run, exported folder or USER/NAME on the Hub that training starts with",
+    )
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)
     optim: OptimConfig = section(OptimConfig)

@@ -17,8 +17,7 @@ from invformer.config.section import Root, Section, option, section
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DEVICES = "auto, cpu, cuda or cuda:INDEX"
-CHECKPOINT = "run folder, or one checkpoint in it"
-MODEL = {"help": f"{CHECKPOINT}; also an exported folder, or USER/NAME on the Hub"}
+CHECKPOINT = "run folder, a checkpoint in it, an exported folder, or USER/NAME on the Hub"
 
 
 @dataclass(kw_only=True)
@@ -69,7 +68,7 @@ class SampleConfig(Root):
     """Continue a text with a trained model."""
 
     program: ClassVar[str] = "sample.py"
-    checkpoint: str = field(metadata=MODEL)
+    checkpoint: str = field(metadata={"help": CHECKPOINT})
     prompt: str | None = option(None, "text to continue; null reads it from the terminal or a pipe")
     length: int = option(200, "characters to add", SIZE)
     temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
@@ -85,7 +84,7 @@ class InvertConfig(Root):
     """Recover a text from the states at the top of the network, and prove it by character."""
 
     program: ClassVar[str] = "invert.py"
-    checkpoint: str = field(metadata=MODEL)
+    checkpoint: str = field(metadata={"help": CHECKPOINT})
     text: str | None = option(None, "text to encode and recover; null reads file, states or stdin")
     file: str | None = option(None, "file with the text, UTF-8")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
@@ -107,6 +106,6 @@ class ExportConfig(Root):
     """Write a trained model to a folder that can be shared and loaded elsewhere."""
 
     program: ClassVar[str] = "export.py"
-    checkpoint: str = field(metadata=MODEL)
+    checkpoint: str = field(metadata={"help": CHECKPOINT})
     out: str = field(metadata={"help": "new folder"})
     hub: str | None = option(None, "USER/NAME on the Hugging Face Hub to upload it to", HUB_NAME)

@@ -84,7 +84,7 @@ class Checkpoint:
         # The name that was typed says it if ``checkpoints`` is a link to another disk; ``.`` and a
         # link to one checkpoint do not.
         for path in [resolved] if self.path.is_symlink() else [self.path, resolved]:
-            if path.parent.name == CHECKPOINTS:
+            if path.parent.name == CHECKPOINTS and NAME.fullmatch(path.name):
                 return path.parent.parent / EVALUATION
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")
 
@@ -285,13 +285,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )
     metadata = parse(checkpoint.read(MODEL), str(path / MODEL))
+    return replace(checkpoint, metadata=checked_metadata(metadata, path / MODEL))
+
+
+def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
+    """What a model says about itself in a file, if it has all that is needed.
+
+    Raises:
+        CheckpointError: it has not.
+    """
     match metadata:
         case {"step": int(step), "config": dict(), "vocabulary": dict(), "data_sha256": str()} if (
             0 <= step <= MAX_STEP
         ):
-            return replace(checkpoint, metadata=metadata)
+            return metadata
     raise CheckpointError(
-        f"{path / MODEL}: a step, config, vocabulary or data_sha256 is missing or of another type"
+        f"{path}: a step, config, vocabulary or data_sha256 is missing or of another type"
     )
 
 

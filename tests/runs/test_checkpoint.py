@@ -13,7 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from invformer.assemble.model import build_model, load_model
+from invformer.assemble.model import build_model
+from invformer.assemble.trained import load_model
 from invformer.config import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
