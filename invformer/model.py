@@ -25,7 +25,7 @@ from torch import Tensor
 from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.export import write_export
@@ -250,5 +250,12 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
 
 
 def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
-    """Write states to a safetensors file that :func:`read_states` reads."""
-    safetensors.torch.save_file({"states": z.cpu().contiguous()}, Path(path).expanduser())
+    """Write states to a safetensors file that :func:`read_states` reads.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        safetensors.torch.save_file({"states": z.cpu().contiguous()}, Path(path).expanduser())
+    except (OSError, safetensors.SafetensorError) as error:
+        raise StorageError(f"{path}: cannot be written ({error})") from None

@@ -112,6 +112,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
         ("invert", ["file=missing"], 3, "missing"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
+        ("invert", ["text=a", "save_states=no/where"], 7, "no/where: cannot be written"),
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
     ],
 )
