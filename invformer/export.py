@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from invformer.assemble.trained import (
     MANIFEST,
     VOCABULARY,
 )
-from invformer.config import to_dict
 from invformer.errors import StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
 from invformer.runs.contained import one_line
@@ -69,7 +69,7 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None) -> None:
     weights = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
     files = {
         EXPORTED_WEIGHTS: safetensors.torch.save(weights),
-        CONFIG: as_json({"config": to_dict(model.config), "training": training}),
+        CONFIG: as_json({"config": asdict(model.config), "training": training}),
         VOCABULARY: as_json(model.vocabulary.to_dict()),
         CERTIFICATE: as_json(proven),
     }

@@ -1,10 +1,11 @@
 """Checkpoints without the training: a model, written as a run would have saved it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from invformer.assemble.trained import load_trained
-from invformer.config import load_config, to_dict
+from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.vocabulary import Vocabulary
@@ -33,7 +34,7 @@ def save_run(
 ) -> Path:
     """Write a run's one checkpoint; returns its directory."""
     metadata = {
-        "config": to_dict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": data_sha256,
+        "config": asdict(config), "vocabulary": vocabulary.asdict(), "data_sha256": data_sha256,
         "step": step,
     }  # fmt: skip
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}

@@ -3,7 +3,7 @@
 import logging
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
 from invformer.assemble.trained import Trained, load_trained
-from invformer.config import command_line, to_dict, to_yaml
+from invformer.config import command_line, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule
@@ -77,7 +77,7 @@ def build_run(config: TrainConfig) -> Run:
     parameters = sum(p.numel() for p in module.parameters())
     for logger in loggers:
         words = {key: metadata[key] for key in ("command", "commit")}
-        logger.log_hyperparams({**to_dict(config), **words, "parameters": parameters})
+        logger.log_hyperparams({**asdict(config), **words, "parameters": parameters})
     saved = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     trainer = L.Trainer(
         max_steps=how.max_steps,
@@ -250,7 +250,7 @@ def build_loggers(
 def build_metadata(config: TrainConfig, data: TextDataModule) -> dict[str, Any]:
     """What a checkpoint says about itself, in plain values."""
     return {
-        "config": to_dict(config),
+        "config": asdict(config),
         "command": command_line(config),
         "commit": commit(),
         "vocabulary": data.vocabulary.to_dict(),

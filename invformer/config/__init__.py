@@ -6,6 +6,5 @@ from invformer.config.load import (
     help_text,
     load_config,
     parse_or_exit,
-    to_dict,
     to_yaml,
 )

@@ -44,6 +44,7 @@ from invformer.errors import ConfigurationError
 
 Config = TypeVar("Config", bound=Root)
 
+YAML = (".yaml", ".yml")  # a name that ends like this is a path
 FIELD_REFERENCE = re.compile(r"\$\{\w+\.\w+\}")
 PACKAGE = Path(__file__).parents[1]
 # A wheel carries the presets inside the package, a checkout beside it.
@@ -110,14 +111,9 @@ def from_dict(values: Mapping[str, Any], schema: type[Config] = TrainConfig) -> 
     return _build(_flatten(values, "", schema, ""), schema)
 
 
-def to_dict(config: Root) -> dict[str, Any]:
-    """The nested plain dict that goes into checkpoints and to W&B."""
-    return asdict(config)
-
-
 def to_yaml(config: Root) -> str:
     """The resolved configuration as YAML; it can serve as an experiment file."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def command_line(config: Root) -> str:
@@ -145,7 +141,7 @@ def help_text(schema: type[Root] = TrainConfig) -> str:
         default = default_of(f)
         assigned = "=  (required)" if default is MISSING else f"={_as_text(default)}"
         interval = f.metadata.get("within")
-        within = f" in {interval}" if isinstance(interval, str) else ""
+        within = f" in {interval}" if interval else ""
         lines += [f"  {key}{assigned}", f"      {describe(f.type)}{within}: {f.metadata['help']}"]
     return "\n".join(lines)
 
@@ -154,7 +150,7 @@ def _parse_word(word: str, schema: type[Root]) -> Setting:
     """``key=value`` or ``--key=value``."""
     key, equals, value = word.removeprefix("--").partition("=")
     if equals and key == "config" and "experiment" in schema.groups:
-        return Setting("experiment", value if is_yaml(value) else f"{value}/config.yaml")
+        return Setting("experiment", value if value.endswith(YAML) else f"{value}/config.yaml")
     if equals:
         return Setting(key, value)
     meant = {key: f"{key}=VALUE" for key, _ in options(schema)}
@@ -162,11 +158,6 @@ def _parse_word(word: str, schema: type[Root]) -> Setting:
     near = nearest(key.lstrip("-"), meant)
     hint = f"did you mean {meant[near]}?" if near else "see --help"
     raise ConfigurationError(f"{shown(word)} is not key=value: {hint}")
-
-
-def is_yaml(name: str) -> bool:
-    """Whether a name is a path to a YAML file."""
-    return name.endswith((".yaml", ".yml"))
 
 
 def _presets(group: str) -> dict[str, Path]:
@@ -182,7 +173,7 @@ def _read_preset(
     ``above`` are the files that extend this one, the one asked for first.
     """
     where = f"{above[-1]}: base" if above else group
-    if group == "experiment" and is_yaml(name):
+    if group == "experiment" and name.endswith(YAML):
         path, source = Path(name).expanduser(), name
     elif name in (known := _presets(group)):
         path, source = known[name], f"configs/{group}/{name}.yaml"

@@ -19,20 +19,13 @@ TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
 
 
-@dataclass(frozen=True)
-class Attention:
-    """What a configuration has to know of an attention; ``assemble/model.py`` builds it."""
-
-    certificates: tuple[CertificateName, ...] = ()  # theorems about it; none: a baseline
-    options: tuple[str, ...] = ()  # those of d_head and strictly_causal that it reads
-
-
-ATTENTIONS = {
-    "dot_product": Attention(),
-    "l2": Attention(),
-    "reversible": Attention(),
-    "contractive_l2": Attention(("token_max", "kim_entry_max", "kim_frobenius", "causal")),
-    "contractive_bounded": Attention(("token_max", "causal"), ("d_head", "strictly_causal")),
+# Every attention with the theorems about it, none of a baseline; assemble/model.py builds them.
+ATTENTIONS: dict[str, tuple[CertificateName, ...]] = {
+    "dot_product": (),
+    "l2": (),
+    "reversible": (),
+    "contractive_l2": ("token_max", "kim_entry_max", "kim_frobenius", "causal"),
+    "contractive_bounded": ("token_max", "causal"),
 }
 if TYPE_CHECKING:
     AttentionName = str
@@ -98,18 +91,16 @@ class ModelConfig(Section):
         for key in ("d_embedding", "written_channels"):
             channels = getattr(self, key) or 0
             refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
-        for key, why in (
-            ("d_head", f"{name} has heads of d_model // num_heads channels"),
-            ("strictly_causal", f"tokens of {name} see themselves"),
-        ):
-            refuse(getattr(self, key) and key not in ATTENTIONS[name].options, key, why)
+        if name != "contractive_bounded":
+            refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
+            refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")
         if not contractive:
             refuse(self.input_radius, "input_radius", f"{name} normalises its inputs already")
             why = f"{name} has none: pick model={name}, or set model.certificate=null"
             refuse(bound, "certificate", why)
             return
         refuse(bound is None, "certificate", f"{name} needs one, such as token_max")
-        proven = ATTENTIONS[name].certificates
+        proven = ATTENTIONS[name]
         why = f"{bound} is no theorem about {name}: pick {' or '.join(proven)}"
         refuse(bound not in proven, "certificate", why)
         why = f"{self.feed_forward_kernel} tokens need model.certificate=causal"
@@ -126,7 +117,7 @@ class ModelConfig(Section):
     @property
     def is_contractive(self) -> bool:
         """Whether the stack is invertible and certified."""
-        return bool(ATTENTIONS[self.name].certificates)
+        return bool(ATTENTIONS[self.name])
 
     @property
     def head_width(self) -> int:
@@ -208,7 +199,7 @@ class TrainerConfig(Section):
     key: ClassVar[str] = "trainer"
     max_steps: int = option(2500, "optimiser steps", MANY)
     max_time: str | None = option(
-        None, "[DD:]HH:MM:SS after which a run ends; the same command continues it", TIME
+        None, "[DD:]HH:MM:SS after which a run ends; the same command continues it", pattern=TIME
     )
     val_every: int = option(500, "optimiser steps between validations", MANY)
     accelerator: Literal["auto", "cpu", "gpu", "cuda"] = option("auto", "device; a Mac has the cpu")

@@ -12,9 +12,11 @@ from invformer.errors import ConfigurationError
 NULL_WORDS = ("~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
 
 
-def option(default: Any, help: str, within: str | re.Pattern[str] | None = None) -> Any:
-    """A field with its meaning (and unit) and the interval or the pattern that it must fit."""
-    metadata = {"help": help, "within": within}
+def option(
+    default: Any, help: str, within: str | None = None, pattern: re.Pattern[str] | None = None
+) -> Any:
+    """A field with its meaning (and unit), and the interval or the pattern that it must fit."""
+    metadata = {"help": help, "within": within, "pattern": pattern}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -51,10 +53,11 @@ class Section:
                     self.refuse(f.name, "is empty; give at least one character")
                 if not is_plain(item):
                     self.refuse(f.name, f"{shown(item)} cannot be used as a value")
-                within = f.metadata.get("within")
-                if within and item is not None and not contains(within, item):
-                    what = f"in {within}" if isinstance(within, str) else f.metadata["help"]
-                    self.refuse(f.name, f"{shown(item)} is not {what}")
+                within, pattern = f.metadata.get("within"), f.metadata.get("pattern")
+                if item is not None and within and not contains(within, item):
+                    self.refuse(f.name, f"{shown(item)} is not in {within}")
+                if item is not None and pattern and not pattern.fullmatch(item):
+                    self.refuse(f.name, f"{shown(item)} is not {f.metadata['help']}")
         self.check()
 
     def check(self) -> None:
@@ -109,10 +112,8 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def contains(interval: str | re.Pattern[str], value: Any) -> bool:
-    """Whether a value lies in an interval such as ``"(0, 1]"`` (NaN lies in none), or fits."""
-    if isinstance(interval, re.Pattern):
-        return interval.fullmatch(value) is not None
+def contains(interval: str, value: float) -> bool:
+    """Whether a number lies in an interval such as ``"(0, 1]"``; NaN lies in none."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     above = low < value if interval[0] == "(" else low <= value
     return above and (value < high if interval[-1] == ")" else value <= high)

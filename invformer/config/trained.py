@@ -46,7 +46,7 @@ class MeasureConfig(Section):
     lipschitz_steps: int = option(30, "power iteration steps per estimate", SIZE)
     inversion_sequences: int = option(4, "sequences that are inverted and proven", "[0, 1e6]")
     inversion_dtype: Literal["float32", "float64"] = option("float64", "arithmetic of the inverse")
-    device: str = option("auto", DEVICES, DEVICE)
+    device: str = option("auto", DEVICES, pattern=DEVICE)
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,7 @@ class SampleConfig(Root):
     top_p: float | None = option(None, "sample among the likeliest of this mass", "(0, 1]")
     num_samples: int = option(1, "texts for each prompt", SIZE)
     seed: int = option(0, "of the sampling", SEED)
-    device: str = option("auto", DEVICES, DEVICE)
+    device: str = option("auto", DEVICES, pattern=DEVICE)
 
 
 @dataclass(kw_only=True)
@@ -92,7 +92,7 @@ class InvertConfig(Root):
     noise: float = option(0.0, "noise on the states, of their root mean square", "[0, 1e6]")
     bits: int | None = option(None, "round states to 2^bits levels", "[1, 32]")
     seed: int = option(0, "of the noise", SEED)
-    device: str = option("auto", DEVICES, DEVICE)
+    device: str = option("auto", DEVICES, pattern=DEVICE)
 
     def check(self) -> None:
         """There is one source of the text."""
@@ -108,4 +108,6 @@ class ExportConfig(Root):
     program: ClassVar[str] = "export.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     out: str = field(metadata={"help": "new folder"})
-    hub: str | None = option(None, "USER/NAME on the Hugging Face Hub to upload it to", HUB_NAME)
+    hub: str | None = option(
+        None, "USER/NAME on the Hugging Face Hub to upload it to", pattern=HUB_NAME
+    )

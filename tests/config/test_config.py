@@ -4,6 +4,7 @@ import random
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from invformer.config import (
     help_text,
     load_config,
     parse_or_exit,
-    to_dict,
     to_yaml,
 )
 from invformer.config.schema import ModelConfig, OptimConfig, RunConfig, TrainConfig
@@ -236,7 +236,7 @@ def test_python_is_held_to_the_same_ranges_as_a_command_line(
 
 def test_a_configuration_becomes_plain_values_and_back() -> None:
     config = train("experiment=ptb_kim", "optim.betas=[.5, .9]", "logger.tags=[a, '010']")
-    values = to_dict(config)
+    values = asdict(config)
     assert type(values["model"]) is dict
     assert from_dict(values) == config
     values["optim"]["betas"][0] = 0.1
@@ -276,7 +276,7 @@ def test_a_checkpoint_given_again_joins_those_before() -> None:
     config = evaluate("checkpoint=[b]: c", "checkpoint=010")
     assert config.checkpoint == ["checkpoints/a", "[b]: c", "010"]
     assert load_config(shlex.split(command_line(config))[2:], EvaluateConfig) == config
-    assert from_dict(to_dict(config), EvaluateConfig) == config
+    assert from_dict(asdict(config), EvaluateConfig) == config
 
 
 # --- the programs --------------------------------------------------------------------------------

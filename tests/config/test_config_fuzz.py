@@ -3,13 +3,14 @@
 import pickle
 import string
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from invformer.config import from_dict, load_config, to_dict
+from invformer.config import from_dict, load_config
 from invformer.config.load import CONFIGS
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, options
@@ -74,7 +75,7 @@ def test_a_random_command_line_is_valid_or_refused_by_name(
         assert len(message) < 1000
         assert names_what_is_wrong(line, message), message
     else:
-        assert from_dict(to_dict(config), schema) == config
+        assert from_dict(asdict(config), schema) == config
 
 
 def names_what_is_wrong(line: list[str], message: str) -> bool:

@@ -1,12 +1,12 @@
 """Files of settings: the presets of each group, experiments that extend each other, broken ones."""
 
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from invformer.config import from_dict, load_config, to_dict, to_yaml
+from invformer.config import from_dict, load_config, to_yaml
 from invformer.config import load as module
 from invformer.config.schema import TrainConfig
 from invformer.config.section import options
@@ -41,7 +41,7 @@ def write(folder: Path, **texts: str | bytes) -> None:
 def test_every_preset_loads_and_describes_itself(path: Path) -> None:
     extra = ["data.path=book.txt"] if path.stem == "text_file" else []
     config = load(f"{path.parent.name}={path.stem}", *extra)
-    assert from_dict(to_dict(config)) == config
+    assert from_dict(asdict(config)) == config
     assert path.read_text(encoding="utf-8").startswith("# ")
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from invformer.assemble import model as assemble
-from invformer.config.schema import ATTENTIONS, Attention, ModelConfig
+from invformer.config.schema import ATTENTIONS, ModelConfig
 from invformer.errors import ConfigurationError
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.lipschitz.probe import LipschitzProbe
@@ -76,7 +76,7 @@ def build_attention(config: ModelConfig, seq_len: int, channels: slice | None) -
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> CharTransformer:
     """Two blocks with the attention, made known to the program and trained for two steps."""
-    monkeypatch.setitem(ATTENTIONS, "position", Attention(certificates=("token_max",)))
+    monkeypatch.setitem(ATTENTIONS, "position", ("token_max",))
     monkeypatch.setattr(assemble, "build_attention", build_attention)
     config = ModelConfig(name="position", d_model=12, num_heads=3, num_layers=2)
     return trained_a_little(assemble.build_model(config, VOCAB, SEQ_LEN), steps=2).double()
