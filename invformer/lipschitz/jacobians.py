@@ -23,7 +23,7 @@ from invformer.numerics.attention_rows import AttentionRows, Chosen, at_chosen, 
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
-from invformer.numerics.token_shift import windows, windows_adjoint
+from invformer.numerics.token_shift import windows
 
 
 class Products(NamedTuple):
@@ -225,29 +225,16 @@ class StackedFeedForward(StackedMaps):
         return [slope, *(torch.stack(each) for each in zip(*self.weights, strict=True))]
 
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
-        """Of the token alone, unless hidden units see others that count."""
+        """Of the token alone, unless hidden units see others that count: then automatically."""
         if self.weights[0].kernel > 1 and not diagonal:
             return super().rows(chosen)
-        return self.of_inputs(self.of_windows(chosen, 1), chosen, alone=True)
-
-    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
-        """Sums over the tokens that a token sees."""
-        kernel = self.weights[0].kernel
-        push, pull = self.of_windows(chosen, kernel)
-        rows = Products(
-            lambda dx: push(at_chosen(windows(dx, kernel), chosen)),
-            lambda dy: windows_adjoint(here * pull(dy), kernel),
-        )
-        return self.of_inputs(rows, chosen)
-
-    def of_windows(self, chosen: Chosen, kernel: int) -> Products:
-        """V diag(φ′) W of the chosen tokens, where they see so many."""
         (z,) = super().evidence()
         slope = activation_slope(self.branches[0].activation, take(z, chosen).flatten(1, 2))
         inner = Products(
             lambda dz: dz.squeeze(2).mul_(slope), lambda dh: dh.mul_(slope).unsqueeze(2)
         )
-        return self.of_maps(inner, self.w[:, : kernel * self.v.shape[-1]])
+        own_token = self.of_maps(inner, self.w[:, : self.v.shape[-1]])
+        return self.of_inputs(own_token, chosen, alone=True)
 
 
 class StackedAttention(StackedMaps):

@@ -9,7 +9,7 @@ from invformer.bounds.layers import ACTIVATION_SLOPE
 from invformer.lipschitz.local_bounds import local_bound
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, FeedForward
 from invformer.numerics.norms import NORMS
-from invformer.numerics.token_shift import advance, delay, windows, windows_adjoint
+from invformer.numerics.token_shift import advance, delay
 from tests.problems import diagonal_norm, jacobian, norm_from_below
 
 TOKENS, WIDTH, HIDDEN, TARGET = 6, 5, 11, 0.9
@@ -25,15 +25,9 @@ def layer(kernel: int = 3, seed: int = 0, activation="silu") -> ContractiveFeedF
     return made.eval()
 
 
-def test_shifts_and_windows_are_adjoint_to_their_adjoints() -> None:
-    x, y, z = (
-        torch.randn(2, TOKENS, WIDTH),
-        torch.randn(2, TOKENS, WIDTH),
-        torch.randn(2, TOKENS, 15),
-    )
-    for lag in (0, 1, 4, TOKENS + 2):
-        torch.testing.assert_close((delay(x, lag) * y).sum(), (x * advance(y, lag)).sum())
-    torch.testing.assert_close((windows(x, 3) * z).sum(), (x * windows_adjoint(z, 3)).sum())
+def test_a_shift_by_one_token_has_an_adjoint() -> None:
+    x, y = torch.randn(2, TOKENS, WIDTH), torch.randn(2, TOKENS, WIDTH)
+    torch.testing.assert_close((delay(x) * y).sum(), (x * advance(y)).sum())
     assert torch.equal(delay(x)[:, 1:], x[:, :-1])
     assert not delay(x)[:, 0].any()
 
