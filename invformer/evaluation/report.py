@@ -188,10 +188,10 @@ def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
     return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
 
 
-def shares(inversion: Mapping[str, Any], digits: int = 2) -> list[str]:
+def shares(inversion: Mapping[str, Any]) -> list[str]:
     """Which share of the characters was recovered, and proven, rounded downwards."""
     found = (inversion[f"characters_{what}"] for what in ("recovered", "proven"))
-    return [f"{downwards(share, digits + 2):.{digits}%}" for share in found]
+    return [f"{downwards(share, 4):.2%}" for share in found]
 
 
 def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -105,13 +105,8 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: L2Weights | None = None
     ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
-
-        Raises:
-            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
-        """
-        if not self.position.is_causal:
-            raise ValueError("the causal certificate needs a causal mask")
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
+        self.position.require_causal()
         w_q, g, log_mass = self._certified(dtype, weights)
         mass = log_mass.amax(-1)
         # A Lipschitz constant bounds the diagonal blocks too.
@@ -164,7 +159,7 @@ class ContractiveL2Attention(TiedL2Attention):
     ) -> None:
         super().__init__(lipschitz_target)
         self.kernel = kernel
-        self.position = position.for_heads(num_heads)
+        self.position = position
         self.certificate: AttentionCertificate = certificate
         d_head = d_model // num_heads
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)

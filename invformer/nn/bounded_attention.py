@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import in_one_matrix
+from invformer.nn.attention import AttentionCertificate, in_one_matrix
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
@@ -22,7 +22,6 @@ from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import advance, delay
 
-BoundedCertificate = Literal["token_max", "causal"]
 # Of queries, keys and values: three times (*batch, H, N, d).
 Projections = tuple[Tensor, Tensor, Tensor]
 
@@ -63,16 +62,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
     (k = v = 0) before the first, but not itself. Then ∂f_i/∂x_i depends on the query alone: under
     ``causal`` L_h = τ β_Q and n = 1.
 
+    The other arguments are those of :class:`.ContractiveL2Attention`.
+
     Args:
-        d_model: width D.
-        num_heads: H.
-        d_head: channels of a head, d.
-        position: causal mask or position bias.
-        lipschitz_target: c in (0, 1).
-        output_channels: channels the output map writes to at initialisation (None: all).
-        kernel: implementation of the attention (:mod:`invformer.kernels.attention`).
-        initial_output: size of the output map's entries at initialisation.
-        certificate: which of the two constants is held at c.
+        d_head: channels of a head, d; H d may be another number than D.
         strictly_causal: True if tokens see only the tokens before them; lag 0 of ``position`` is
             then the token before.
 
@@ -93,16 +86,16 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         output_channels: slice | None = None,
         kernel: Kernel = "auto",
         initial_output: float = INITIAL_OUTPUT,
-        certificate: BoundedCertificate = "token_max",
+        certificate: AttentionCertificate = "token_max",
         strictly_causal: bool = False,
     ) -> None:
         super().__init__(lipschitz_target)
         if strictly_causal and not position.is_causal:
             raise ValueError("strictly causal attention needs a causal mask")
-        self.position = position.for_heads(num_heads)
+        self.position = position
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
-        self.certificate: BoundedCertificate = certificate
+        self.certificate: AttentionCertificate = certificate
         self.strictly_causal = strictly_causal
         joined = certificate == "causal"
         shape = (3, 1, d_model, num_heads * d_head) if joined else (3, num_heads, d_model, d_head)
@@ -204,13 +197,8 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
     ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f.
-
-        Raises:
-            ValueError: the mask lets tokens see later ones, so the blocks prove nothing.
-        """
-        if not self.position.is_causal:
-            raise ValueError("the causal certificate needs a causal mask")
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
+        self.position.require_causal()
         w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
         constants = self.log_sharpness.exp(), self.log_temperature.exp()
         parts = diagonal_block_parts(*constants, self.strictly_causal)
@@ -232,7 +220,7 @@ def as_used(weights: BoundedWeights, dtype: torch.dtype | None) -> BoundedWeight
 def composed_gain(
     sharpness: Float[Tensor, "*layers three heads"],
     temperature: Float[Tensor, "*layers heads"],
-    certificate: BoundedCertificate,
+    certificate: AttentionCertificate,
     strictly_causal: bool,
 ) -> Float[Tensor, "*layers heads"]:
     """n L_h for β and τ: the output map of head h is divided by it."""

@@ -25,7 +25,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
-        self.position = position.for_heads(num_heads)
+        self.position = position
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out = nn.Linear(d_model, d_model, bias=False)
 

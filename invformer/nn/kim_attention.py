@@ -32,7 +32,7 @@ class L2Attention(TiedL2Attention):
     ) -> None:
         super().__init__()
         self.kernel = kernel
-        self.position = position.for_heads(num_heads)
+        self.position = position
         d_head = d_model // num_heads
         self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
         self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
@@ -65,7 +65,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
     ) -> None:
         super().__init__(lipschitz_target)
         self.kernel = kernel
-        self.position = position.for_heads(num_heads)
+        self.position = position
         self.certificate = certificate
         d_head = d_model // num_heads
         shape = (num_heads, d_model, d_head)

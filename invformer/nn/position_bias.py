@@ -42,21 +42,15 @@ class VisibilityMask(nn.Module):
         self.seq_len = visible.shape[0]
         self.register_buffer("hidden", ~visible, persistent=False)
 
-    def for_heads(self, num_heads: int) -> "VisibilityMask":
-        """The same, for an attention of so many heads.
-
-        Raises:
-            ValueError: it has a bias for each of another number of heads.
-        """
-        own = len(self.log_mass())
-        if own not in (1, num_heads):
-            raise ValueError(f"a position bias of {own} heads does not fit {num_heads} heads")
-        return self
-
     @property
     def is_causal(self) -> bool:
         """True if no token sees a later one."""
         return not (~self.hidden).triu(1).any()
+
+    def require_causal(self) -> None:
+        """Raise ValueError if a token sees a later one: diagonal blocks then prove nothing."""
+        if not self.is_causal:
+            raise ValueError("the causal certificate needs a causal mask")
 
     def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
         """The additive bias for sequences of ``num_tokens`` (one head: it broadcasts)."""

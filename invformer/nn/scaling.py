@@ -67,10 +67,6 @@ class DiagonalScaling(nn.Module):
         """D x + b."""
         return (weights or self.weights()).apply(x)
 
-    def inverse(self, u: Tokens, weights: ScalingWeights | None = None) -> Tokens:
-        """D⁻¹ (u − b), exact up to rounding."""
-        return (weights or self.weights()).undo(u)
-
     @torch.no_grad()
     def initialise_for(self, branch: Callable[[Tensor], Tensor], x: Tokens) -> None:
         """Set D and b so that the branch reads this batch with mean zero and deviation at most one.

@@ -178,7 +178,7 @@ class InvertibleStack(nn.Module):
             if isinstance(layer, ActivationNorm):
                 scaling = weights[name]
                 steps.append(scale_step(z, scaling.log_scale, scaling.shift, self.norm))
-                z = layer.inverse(z, scaling)
+                z = scaling.undo(z)
                 continue
             solutions[name], of_layer = layer.solve(
                 z,

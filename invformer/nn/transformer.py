@@ -274,36 +274,30 @@ class CharTransformer(nn.Module):
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
-        keep: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> Iterator[Integer[Tensor, "*batch 1"]]:
         """Continue a prompt by ``length`` symbols, one after the other; several prompts at once.
 
         Keys and values of earlier symbols are cached. Positions are absolute: once ``seq_len``
-        symbols are in view, the last ``keep`` of them are encoded anew. A small ``keep`` does that
-        seldom but leaves a shorter context; ``keep = seq_len`` encodes a full window for every
-        symbol. There is no dropout, in training mode either; the mode is restored afterwards.
+        symbols are in view, the last half of them is encoded anew. There is no dropout, in training
+        mode either; the mode is restored afterwards.
 
         Args:
             prompt: at least one symbol; the last ``seq_len`` count.
             length: number of symbols to add.
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             generator: source of randomness.
-            keep: symbols kept in view when it is full, 1 … ``seq_len``; None is half of it.
             top_k: sample among this many likeliest symbols; None among all.
             top_p: sample among the fewest likeliest symbols that have this probability together.
 
         Raises:
             ValueError: the prompt is empty, or one of the numbers is out of its range.
         """
-        keep = max(1, self.seq_len // 2) if keep is None else keep
         if not prompt.shape[-1]:
             raise ValueError("the prompt is empty: it needs at least one symbol")
         if length < 0 or not temperature >= 0:  # nor NaN
             raise ValueError(f"negative: length {length} or temperature {temperature}")
-        if not 1 <= keep <= self.seq_len:
-            raise ValueError(f"keep must be from 1 to the seq_len of {self.seq_len}, got {keep}")
         text = prompt[..., -self.seq_len :]
         past: dict[nn.Module, AttentionCache] = {}
         new, in_view = text, 0
@@ -317,7 +311,7 @@ class CharTransformer(nn.Module):
                 yield new
                 if in_view == self.seq_len:
                     past, in_view = {}, 0
-                    new = text[..., -keep:]
+                    new = text[..., -max(1, self.seq_len // 2) :]
 
 
 def sampled(

@@ -74,9 +74,9 @@ def constant(x: Tensor) -> Enclosure:
     return Enclosure(x, torch.zeros_like(x, dtype=torch.float32))
 
 
-def joined(x: Enclosure, y: Enclosure, dim: int = -1) -> Enclosure:
-    """Both, one behind the other."""
-    return Enclosure(*(torch.cat(parts, dim) for parts in zip(x, y, strict=True)))
+def joined(x: Enclosure, y: Enclosure) -> Enclosure:
+    """Both, one behind the other along the last axis."""
+    return Enclosure(*(torch.cat(parts, -1) for parts in zip(x, y, strict=True)))
 
 
 def with_one(x: Enclosure) -> Enclosure:

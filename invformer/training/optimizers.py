@@ -33,8 +33,9 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.muon.param_groups = [g for g in self.param_groups if has_momentum(g)]
-        self.adamw.param_groups = [g for g in self.param_groups if not has_momentum(g)]
+        # Muon's groups, and only these, have a momentum.
+        self.muon.param_groups = [g for g in self.param_groups if "momentum" in g]
+        self.adamw.param_groups = [g for g in self.param_groups if "momentum" not in g]
         self.muon.state = self.adamw.state = self.state
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         self.adamw.found_inf = skip  # type: ignore[attr-defined]  # its fused kernel looks at it
@@ -50,11 +51,6 @@ class MuonWithAdamW(Optimizer):
         values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
         torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
         return loss
-
-
-def has_momentum(group: dict[str, Any]) -> bool:
-    """Whether a group of parameters is Muon's."""
-    return "momentum" in group
 
 
 def learning_rates(optimizer: Optimizer) -> dict[str, float]:

@@ -151,7 +151,7 @@ def test_what_may_compute_something_else_is_refused_by_name(
 def test_diagonal_blocks_of_a_mask_that_sees_ahead_are_refused_by_name() -> None:
     model = contractive_model()
     see_all = VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
-    model.stack.blocks[0].attention.branch.position = see_all.for_heads(2)
+    model.stack.blocks[0].attention.branch.position = see_all
     with pytest.raises(NoCertificateError, match="block_00/attention: the causal certificate"):
         certify(model, kind="causal")
 

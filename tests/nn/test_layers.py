@@ -11,10 +11,7 @@ from invformer.nn import (
     CausalMask,
     ContractiveFeedForward,
     ContractiveL2Attention,
-    DotProductAttention,
     InvertibleResidual,
-    L2Attention,
-    RelativePositionBias,
     certify,
     enforce,
 )
@@ -117,15 +114,6 @@ def test_the_whole_stack_is_undone_within_its_bound_and_the_text_comes_back(
 def test_a_target_that_is_no_contraction_is_refused_when_a_branch_is_made(target: float) -> None:
     with pytest.raises(ValueError, match=r"lipschitz_target must be in \(0, 1\), got"):
         ContractiveFeedForward(WIDTH, 2 * WIDTH, target)
-
-
-@pytest.mark.parametrize("attention", [ContractiveL2Attention, DotProductAttention, L2Attention])
-def test_a_position_bias_of_other_heads_is_refused_when_an_attention_is_made(attention) -> None:
-    target = (0.5,) if attention is ContractiveL2Attention else ()
-    position = RelativePositionBias(3, SEQ_LEN)
-    with pytest.raises(ValueError, match="a position bias of 3 heads does not fit 4 heads"):
-        attention(WIDTH, 4, position, *target)
-    attention(WIDTH, 4, CausalMask(SEQ_LEN), *target)
 
 
 @pytest.mark.parametrize(("tokens", "width", "bias"), [(1, 1, 1e2), (4, 2, 1e3), (8, 8, 1e4)])
