@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.evaluation.likelihood import window_nats
 from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
-from invformer.nn.spectral import SpectralNormalised, refresh_normalisers
+from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
@@ -23,7 +23,6 @@ from invformer.runs.sharding import clip, gather, is_sharded, local_part, norms_
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
 from invformer.training.rows import non_finite, record
-from invformer.training.stopwatch import Stopwatch
 from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)
@@ -69,9 +68,7 @@ class CharLanguageModel(L.LightningModule):
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for the monitor
-        self.watch = Stopwatch(torch.device("cpu"))
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
-        self.is_normalised = any(isinstance(m, SpectralNormalised) for m in model.modules())
 
     def configure_model(self) -> None:
         """Take the model apart if the strategy asks for that."""
@@ -170,13 +167,11 @@ class CharLanguageModel(L.LightningModule):
         gather(self.model)
         if self.average is not None:
             self.average.update(self.trainer.global_step)
-        with self.watch:
-            refresh_normalisers(self.model)
+        refresh_normalisers(self.model)
 
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
-        self.watch = Stopwatch(self.device)
         gather(self.model)
         refresh_normalisers(self.model)
         if self.average is not None:
@@ -205,8 +200,6 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
-        if self.is_normalised and (share := self.watch.share()) is not None:
-            record(self.trainer, self.step, {"perf/normalisation_share": share})
         first = math.log(self.model.head.out_features), 1
         once = first if self.trainer.is_global_zero else (0, 0)
         self.scored = torch.tensor(once, dtype=torch.float64, device=self.device)

@@ -184,15 +184,3 @@ def test_no_step_waits_for_the_device_between_flushes(
     run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
     fit(run)
     assert watch.per_step[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation
-
-
-@pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
-def test_the_cost_of_the_constraint_is_recorded_where_there_is_one(
-    tmp_path: Path, model: str
-) -> None:
-    run = fitted(tmp_path, "share", f"model={model}")
-    last = read_rows(run.directory.metrics)[-1]
-    if model == "dot_product":
-        assert "perf/normalisation_share" not in last
-    else:
-        assert 0 < last["perf/normalisation_share"] < 10
