@@ -49,7 +49,6 @@ class StackedBranches:
         layers: residual layers of one kind and shape, or branches of baselines.
         weights: of the layers.
         num_tokens: N.
-        memory: where stacked weights go; empty at first.
     """
 
     def __init__(
@@ -57,7 +56,6 @@ class StackedBranches:
         layers: Sequence[InvertibleResidual | PreNormBranch],
         weights: Sequence[ResidualWeights],
         num_tokens: int,
-        memory: list[list[Tensor]],
     ) -> None:
         residual = [layer for layer in layers if isinstance(layer, InvertibleResidual)]
         self.branches: Sequence[Any] = [layer.branch for layer in residual] or layers
@@ -73,7 +71,7 @@ class StackedBranches:
         if centres:
             more = zip(scalings, centres, tensors, strict=True)
             tensors = [(scaling.log_scale, centre, *rest) for scaling, centre, rest in more]
-        kinds = copied(tensors, memory)
+        kinds = [torch.stack(kind) for kind in zip(*tensors, strict=True)]
         self.scale = self.centre = None
         if centres:
             self.scale, self.centre = kinds.pop(0).exp().unsqueeze(1), kinds.pop(0).unsqueeze(1)
@@ -164,8 +162,6 @@ class StackedMaps(StackedBranches):
         u, (w, b, v), layer = self.enter(x), self.each[index], self.layer_weights[index]
         z = torch.addmm(b, u.flatten(0, -2), w).view(*x.shape[:-1], -1)
         hidden = self.inner(index, z).flatten(0, -2)
-        if layer.scaling is None:
-            return torch.addmm(x.flatten(0, -2), hidden, v).view(x.shape)
         return x + layer.leave(hidden @ v).view(x.shape)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
@@ -366,15 +362,3 @@ def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, masks too, which ``state_dict`` leaves out."""
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: t.detach() for name, t in state.items()}
-
-
-def copied(tensors: Sequence[tuple[Tensor, ...]], memory: list[list[Tensor]]) -> list[Tensor]:
-    """The tensors of all branches stacked by kind, in the same memory each time, by one launch."""
-    flat = [tensor for one in tensors for tensor in one]
-    if not memory or len(memory[1]) != len(flat):
-        with torch.inference_mode(False), torch.no_grad():
-            kinds = [torch.stack(kind) for kind in zip(*tensors, strict=True)]
-        memory[:] = kinds, [kind[i] for i in range(len(tensors)) for kind in kinds]
-    elif flat:
-        torch._foreach_copy_(memory[1], flat)  # type: ignore  # torch's optimisers call it too
-    return list(memory[0])

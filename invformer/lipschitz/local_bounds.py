@@ -49,7 +49,7 @@ def local_bound(
 ) -> float:
     """The same for one branch at an input of its own, and never above its Lipschitz bound."""
     layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
-    alone = stacked_class(branch)(layers, weights, x.shape[-2], [])
+    alone = stacked_class(branch)(layers, weights, x.shape[-2])
     alone.forward(x)
     bound = bounds_of(alone, measured, tight).item()
     # What holds everywhere holds here.

@@ -38,7 +38,6 @@ class Part(NamedTuple):
     layers: list[Any]
     branches: list[Any]
     iteration: PowerIteration
-    memory: list[list[Tensor]]
 
 
 class LipschitzProbe:
@@ -90,7 +89,7 @@ class LipschitzProbe:
             like = {"dtype": weight.dtype, "device": weight.device, "at_once": at_once}
             iteration = PowerIteration(shape, norm, seed=seed, **like)
             at = slice(index, None, len(PARTS))
-            self.parts.append(Part(at, layers, branches, iteration, []))
+            self.parts.append(Part(at, layers, branches, iteration))
         pairs = zip(*(part.branches for part in self.parts), strict=True)
         self.branches = [branch for pair in pairs for branch in pair]
         targets = [getattr(branch, "lipschitz_target", math.inf) for branch in self.branches]
@@ -105,10 +104,10 @@ class LipschitzProbe:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
         stack, parts = self.model.stack, []
-        for at, layers, branches, _, memory in self.parts:
+        for at, layers, branches, _ in self.parts:
             none = ResidualWeights(None)
             own = [none if weights is None else weights[name] for name in self.names[at]]
-            parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1], memory))
+            parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1]))
         of_layer = {f: at for part, at in zip(self.parts, parts, strict=True) for f in part.layers}
         x = self.model.embedding(self.tokens)
         if not isinstance(stack, InvertibleStack) or weights is None:
@@ -150,11 +149,7 @@ class LipschitzProbe:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
         if self.is_compiled:
             return self.compiled_values(num_steps, weights)
-        # Less for every operation, but nothing can be differentiated.
-        known = all(stacked_class(part.branches[0]) is not StackedBranches for part in self.parts)
-        by_rows = all(part.iteration.norm != "frobenius" for part in self.parts)
-        mode = torch.inference_mode if known and by_rows and weights is not None else torch.no_grad
-        with mode(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
+        with torch.no_grad(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
             return torch.stack(parts, -1).flatten() * lowered(parts[0])
 
