@@ -133,7 +133,7 @@ class Prefix:
         for name, layer in reversed(list(stack.layers())):
             w = self.weights[name]
             if not isinstance(layer, InvertibleResidual):
-                z = layer.inverse(z, w)
+                z = w.undo(z)
                 continue
             v = w.enter(z)
             u = v
