@@ -34,7 +34,7 @@ def save_run(
 ) -> Path:
     """Write a run's one checkpoint; returns its directory."""
     metadata = {
-        "config": asdict(config), "vocabulary": vocabulary.asdict(), "data_sha256": data_sha256,
+        "config": asdict(config), "vocabulary": vocabulary.to_dict(), "data_sha256": data_sha256,
         "step": step,
     }  # fmt: skip
     weights = {f"model.{name}": value for name, value in model.state_dict().items()}
