@@ -1,13 +1,12 @@
 """The price of a certificate: bits per character against the Lipschitz constants of the branches.
 
-Every model is trained under every certificate, target c, optimiser, depth, learning rate and seed,
-on the same batches, with the schedule and the clipping of ``train.py``. Then, on the trained model:
+Every model is trained under every certificate, target c, optimiser and learning rate, on the same
+batches, with the schedule and the clipping of ``train.py``. Then, on the trained model:
 
     bpc         bits per character of the whole validation split, each character once
     certified   the largest proven bound of any residual branch, or of its diagonal blocks under a
                 causal certificate, in the norm of the certificate
     estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
-    recovered   share of the characters that come back from the top of the stack
 
 Baselines have neither certificate nor c and are trained once. The best learning rates and the best
 configuration are chosen on the split they are scored on, baselines and certified alike. The paper:
@@ -18,7 +17,7 @@ The default is 12 small trainings; docs/results-archive.md has the command of a 
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,25 +28,12 @@ from torch import Tensor
 from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import EvaluationWindows
-from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.certificate import certify, enforce
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Rows,
-    Summary,
-    by,
-    curves,
-    grouped,
-    look_of,
-    mean,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.study import Study, case_of, program
 from studies.training import (
     ModelOptions,
@@ -76,13 +62,12 @@ class Options(ModelOptions):
     diagonal_scaling: list[bool] = option([True], "branches have diagonal scalings")
     lipschitz_targets: list[float] = option([0.5, 0.97], "c of the contractive models", "(0, 1)")
     optimisers: list[Literal["adamw", "muon"]] = option(["adamw", "muon"], "optimisers")
-    depths: list[int] = option([2], "numbers of blocks", "[1, 1e3]")
-    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
-    lr: list[float] = option([8e-3], "peak learning rates of AdamW, the best counts", "(0, 10]")
-    muon_lr: list[float] = option([2e-2], "the same of Muon, with each lr", "(0, 10]")
+    num_layers: int = option(2, "blocks", "[1, 1e3]")
+    lr: float = option(8e-3, "peak learning rate of AdamW", "(0, 10]")
+    muon_lr: list[float] = option([2e-2], "the same of Muon, the best counts", "(0, 10]")
     seq_len: int = option(64, "context, characters", "[2, 1e5]")
     num_steps: int = option(400, "optimiser steps", MANY)
-    num_windows: int = option(4, "validation windows for estimates and inversion", "[1, 1e4]")
+    num_windows: int = option(4, "validation windows for estimates", "[1, 1e4]")
     data: WholeTextConfig = section(WholeTextConfig)
 
 
@@ -113,7 +98,6 @@ class Result:
     nats: float = math.inf  # per character of the whole validation split
     estimate: float = math.nan
     certified: float | None = None
-    recovered: float | None = None
 
     @property
     def bpc(self) -> float:
@@ -122,18 +106,16 @@ class Result:
 
 
 def cases(options: Options) -> list[Case]:
-    """The whole grid, one seed after the other; what would be the same training stands once."""
+    """The whole grid; what would be the same training stands once."""
     text = text_fields(options.data, options.seq_len)
-    seeds = range(options.seed, options.seed + options.num_seeds)
     found = [
         case_of(
             Case, options, model=model, certificate=certificate, strictly_causal=strictly,
-            diagonal_scaling=scaled, lipschitz_target=target, num_layers=depth, seed=seed, lr=lr,
-            muon_lr=muon_lr, **text,
+            diagonal_scaling=scaled, lipschitz_target=target, muon_lr=muon_lr, **text,
         )
-        for seed, depth, model in itertools.product(seeds, options.depths, options.models)
+        for model in options.models
         for certificate, strictly, scaled, target in constraints(model, options)
-        for optimiser, lr in itertools.product(options.optimisers, options.lr)
+        for optimiser in options.optimisers
         for muon_lr in (options.muon_lr if optimiser == "muon" else [None])
     ]  # fmt: skip
     return list(dict.fromkeys(found))
@@ -155,7 +137,7 @@ def constraints(
 
 
 def measure(case: Case, device: torch.device) -> Result:
-    """Train one model, then score, certify, probe and invert it."""
+    """Train one model, then score, certify and probe it."""
     text = text_of(case)
     model, trained = train(case, device)
     model.eval()
@@ -166,12 +148,8 @@ def measure(case: Case, device: torch.device) -> Result:
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     nats = score(model, windows, device).nats
     probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
-    result = replace(result, nats=nats, estimate=largest_estimate(model, probe))
-    if certificate is None:
-        return result
-    back = round_trip(model, probe, certificate, dtype=torch.float64).numbers()
-    recovered = back["characters_recovered"]
-    return replace(result, certified=certificate.bound_max, recovered=recovered)
+    certified = certificate and certificate.bound_max
+    return replace(result, nats=nats, estimate=largest_estimate(model, probe), certified=certified)
 
 
 def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
@@ -207,29 +185,27 @@ def largest_estimate(model: CharTransformer, windows: Integer[Tensor, "count seq
     return max(estimates.values())
 
 
-# --- the seeds of every configuration together ---------------------------------------------------
+# --- who is ahead --------------------------------------------------------------------------------
 
 CONFIGURATION = (
     "model", "certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target", "optimiser",
-    "num_layers",
 )  # fmt: skip
-RATES = ("lr", "muon_lr")
-Seeds = Rows[Case, Result]
+Row = tuple[Case, Result]
 
 
-def best_rates(rows: Rows[Case, Result]) -> list[Seeds]:
-    """Every configuration at the learning rates with the smallest loss."""
-    return [min(by(g, *RATES).values(), key=loss) for g in by(rows, *CONFIGURATION).values()]
+def best_rates(rows: Rows[Case, Result]) -> list[Row]:
+    """Every configuration at the learning rate with the smallest loss."""
+    return [min(group, key=loss) for group in by(rows, *CONFIGURATION).values()]
 
 
-def loss(seeds: Seeds | None) -> float:
-    """Mean nats per character; infinite if a training failed, NaN if none was run."""
-    return mean(seeds, "nats") if seeds else math.nan
+def loss(row: Row | None) -> float:
+    """Nats per character; infinite if the training failed, NaN if none was run."""
+    return row[1].nats if row else math.nan
 
 
-def best_of(points: Sequence[Seeds], certified: bool) -> Seeds | None:
+def best_of(rows: Iterable[Row], certified: bool) -> Row | None:
     """The best certified or the best unconstrained configuration; None if none has a loss."""
-    kept = [s for s in points if bool(s[0][0].certificate) == certified and loss(s) < math.inf]
+    kept = [row for row in rows if bool(row[0].certificate) == certified and loss(row) < math.inf]
     return min(kept, key=loss, default=None)
 
 
@@ -242,64 +218,58 @@ def label(case: Case, result: Result | None = None) -> str:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
-    points = best_rates(rows)
-    depths = grouped(points, lambda seeds: seeds[0][0].num_layers)
-    free = {depth: loss(best_of(same, False)) for depth, same in depths.items()}
-    gaps = {depth: loss(best_of(same, True)) - free[depth] for depth, same in depths.items()}
-    kept = [row for seeds in points for row in seeds]
-    more = {"bpc": "bpc", "gap, nats": lambda case, result: result.nats - free[case.num_layers]}
-    lines = table(
-        kept, (*CONFIGURATION, *RATES), more, without=("ngram_nats", "num_characters"),
-        worst={"certified": max, "recovered": min},
-    )  # fmt: skip
+    kept = best_rates(rows)
+    certified, unconstrained = best_of(kept, True), best_of(kept, False)
+    more = {
+        "bpc": "bpc", "gap, nats": lambda case, result: result.nats - loss(unconstrained),
+    }  # fmt: skip
+    names = (*CONFIGURATION, "muon_lr")
+    lines = table(kept, names, more, without=("ngram_nats", "num_characters"))
     case, result = rows[0]
-    certified, unconstrained = best_of(points, True), best_of(points, False)
     price = loss(certified) - loss(unconstrained)
     ours = (
         f"best certified {described(certified)}; best unconstrained {described(unconstrained)}; "
-        f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc; by layers: "
-        f"{', '.join(f'{gap:+.3f} at {depth}' for depth, gap in gaps.items())}; "
-        f"5-gram {result.ngram_nats:.3f} nats; {case.corpus}, all {result.num_characters} "
-        f"validation characters once, context {case.seq_len}, {case.num_steps} steps"
+        f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc; 5-gram {result.ngram_nats:.3f} nats; "
+        f"{case.corpus}, all {result.num_characters} validation characters once, context "
+        f"{case.seq_len}, {case.num_steps} steps"
     )
     why = (
-        "learning rates and best rows are chosen on the split they are scored on, "
-        f"{len(points[0])} seed{'s' if len(points[0]) > 1 else ''} each; "
+        "learning rates and best rows are chosen on the split they are scored on, one seed; "
         f"{values(kept, 'nats').count(math.inf)} of the best learning rates' trainings failed"
     )
     return Summary(lines, "no frontier is published", ours, "not in the paper", why)
 
 
-def described(seeds: Seeds | None) -> str:
+def described(row: Row | None) -> str:
     """The best configuration of a kind."""
-    if seeds is None:
+    if row is None:
         return "not run"
-    case, _ = seeds[0]
-    said = f"{label(case)}, {case.optimiser}, {case.num_layers} layers"
+    case, result = row
+    said = f"{label(case)}, {case.optimiser}"
     if case.certificate:
         blocks = "diagonal blocks" if case.certificate == "causal" else "branches"
-        said += f", c={case.lipschitz_target:g}, {blocks} ≤ {max(values(seeds, 'certified')):.4f}"
+        said += f", c={case.lipschitz_target:g}, {blocks} ≤ {result.certified:.4f}"
     return (
-        f"{loss(seeds):.3f} nats, {mean(seeds, 'bpc'):.3f} bpc ({said}, "
-        f"estimate {mean(seeds, 'estimate'):.3g} in token_max)"
+        f"{result.nats:.3f} nats, {result.bpc:.3f} bpc ({said}, estimate {result.estimate:.3g} in "
+        "token_max)"
     )
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against the bound and against the estimate, which proves nothing.
 
-    A line joins the trainings of a model under a certificate, optimiser and depth. Baselines have
-    no bound: lines across that panel.
+    A line joins the trainings of a model under a certificate and optimiser. Baselines have no
+    bound: lines across that panel.
     """
     figure, (proven, measured) = panels(1, 2)
-    kept = [row for seeds in best_rates(rows) if loss(seeds) < math.inf for row in seeds]
-    for index, (key, group) in enumerate(by(kept, label, "optimiser", "num_layers").items()):
-        words, look = "{}, {}, {} layers".format(*key), look_of(index)
+    kept = [row for row in best_rates(rows) if loss(row) < math.inf]
+    for index, (key, group) in enumerate(by(kept, label, "optimiser").items()):
+        words, look = ", ".join(key), look_of(index)
         curves(measured, group, "estimate", "bpc", label=words, **look)
         if group[0][0].certificate:
             curves(proven, group, "certified", "bpc", **look)
         else:
-            proven.axhline(mean(group, "bpc"), **look)
+            proven.axhline(group[0][1].bpc, **look)
     case, result = rows[0]
     for axes in (proven, measured):
         axes.axhline(result.ngram_nats / LN2, color="0.7", label="5-gram")

@@ -39,9 +39,9 @@ SMALL = {
     "data.val_characters=200",
     "equal_time": f"kinds=[nanogpt,certified] minutes=[1e-6] num_turns=1 overrides=[{RUN},"
     "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
-    "frontier": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} num_windows=2 "
-    "certificates=[token_max,causal] strictly_causal=[false,true] num_seeds=2 "
-    "optimisers=[adamw] lipschitz_targets=[0.8] models=[l2,dot_product,contractive_bounded]",
+    "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
+    "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
+    "models=[l2,dot_product,contractive_bounded]",
     "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 attack_sizes=[7,15,31]",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
@@ -53,7 +53,7 @@ SMALL = {
     "robustness": f"{MODEL} {SHORT} data.val_characters=200 num_seeds=2 num_windows=2 pgd_steps=2",
     "search": "lengths=[8,12] vocabularies=[9,30] num_places=2 d_model=16",
     "steering": "models=[CERTIFIED] strengths=[0,0.5,1] num_windows=2 num_averaged=8 mark=7",
-    "tightness": "sizes=[10,20] frobenius_sizes=[5] shape_tokens=6 num_starts=4 num_steps=50",
+    "tightness": "sizes=[10,20] num_starts=4 num_steps=50",
     "whole_network": f"{MODEL.replace('d_model=12', 'd_model=24')} {SHORT} totals=[2,10] "
     "num_windows=3 pgd_steps=3",
 }
