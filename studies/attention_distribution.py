@@ -1,6 +1,6 @@
 """Yudin et al. 2025 (JaSMin): local bounds from attention weights, and training that shapes them.
 
-Bounds: every upper bound on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by power
+Bounds: local bounds on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by power
 iteration, for random layers on random tokens and for the layers of language models, before and
 after training, at their own inputs (behind LayerNorm). Training: the loss plus a weight times
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise, product
 from statistics import fmean, geometric_mean
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -88,15 +88,6 @@ class Case(ModelCase):
     causal: bool = True
     regulariser: Regulariser = "none"
     weight: float = 0.0
-
-    @property
-    def group(self) -> str:
-        """Which line of the comparison of bounds the case belongs to."""
-        if self.inputs != "text":
-            return f"random layer, N={self.seq_len}"
-        if self.num_steps == 0:
-            return "model, untrained"
-        return "model, trained" if self.regulariser == "none" else "model, regularised"
 
 
 @dataclass(frozen=True)
@@ -256,18 +247,10 @@ def equal_loss(rows: Rows[Case, Result]) -> Equal:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Bounds first, then every training."""
-    lines: list[dict[str, Any]] = [
-        {"attention": attention, "where": where}
-        | {n: f"{min(v):.2f}/{fmean(v):.4g}/{max(v):.4g}" for n, v in found.items()}
-        | {"compared": max(map(len, found.values())), "violations": violations(found)}
-        for (attention, where), group in by(rows, "attention", "group").items()
-        if (found := ratios(group))
-    ]
-    exceeded, compared = (sum(line[key] for line in lines) for key in ("violations", "compared"))
-    names, more = ("attention", "regulariser", "weight"), {"constant": constant_of}
-    lines += table(trained(rows), names, more)
+    """Every training; in words, what bounds are of the truth and who is ahead at equal loss."""
     found = {attention: ratios(group) for attention, group in by(rows, "attention").items()}
+    exceeded = sum(map(violations, found.values()))
+    compared = sum(len(next(iter(bounds.values()))) for bounds in found.values())
     means = "; ".join(
         f"{attention} " + ", ".join(f"{name} {fmean(some):.3g}" for name, some in bounds.items())
         for attention, bounds in found.items()
@@ -286,6 +269,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{ALLOWANCE:g} nats more, local constant relative to no regulariser, mean of seeds: "
         f"{reached}"
     )
+    lines = table(trained(rows), ("attention", "regulariser", "weight"), {"constant": constant_of})
     return Summary(lines, paper, ours, *verdict(exceeded, found["dot_product"]["g1"], equal))
 
 
@@ -312,31 +296,18 @@ def verdict(exceeded: int, published: Sequence[float], equal: Equal) -> tuple[Ou
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Bounds over truth on the left; local constants against loss on the right."""
-    figure, axes = panels(len(ATTENTIONS), 2)
-    for left, right, (attention, group) in zip(
-        axes[::2], axes[1::2], by(rows, "attention").items(), strict=True
-    ):
-        measured = [result for _, result in group if result.truth]
-        truths = [value for result in measured for value in result.truth]
-        for index, name in enumerate(measured[0].bounds):
-            look = look_of(index) | {"linestyle": "none", "markersize": 3, "label": name}
-            left.plot(truths, [bound for r in measured for bound in r.bounds[name]], **look)
-        ends = [min(truths), max(truths)]
-        left.plot(ends, ends, "k-", linewidth=1, label="bound = truth")
-        left.set(
-            xlabel="true ‖∂F/∂X‖, frobenius (no unit)", ylabel="upper bound (no unit)",
-            xscale="log", yscale="log", title=f"{attention}: bounds on attention layers",
-        )  # fmt: skip
-        models = by(trained(group), "regulariser")
+    """Local constants against loss, along the weights of every regulariser."""
+    figure, axes = panels(1, len(ATTENTIONS))
+    for one, (attention, group) in zip(axes, by(trained(rows), "attention").items(), strict=True):
+        models = by(group, "regulariser")
         plain = models.pop("none")
         for index, (name, some) in enumerate(models.items()):
             points = list(by([*plain, *some], "weight").values())
             constants = [mean(seeds, constant_of) for seeds in points]
-            right.plot([mean(s, "nats") for s in points], constants, label=name, **look_of(index))
-        right.set(
+            one.plot([mean(s, "nats") for s in points], constants, label=name, **look_of(index))
+        one.set(
             xlabel="validation nats per character", ylabel="local constant, frobenius (no unit)",
-            title=f"{attention}, trained",
+            title=attention,
         )  # fmt: skip
     return figure
 

@@ -1,8 +1,7 @@
 """Upper bounds on the Jacobian of one attention layer at its input, beside the true norm.
 
-A layer is taken apart into heads (differentiably, so that a bound can also be trained), every local
-bound that applies to its kind is evaluated next to the global ones, and power iteration gives the
-truth; all in ``frobenius``.
+A layer is taken apart into heads (differentiably, so that a bound can also be trained), the local
+bounds of its kind are evaluated, and power iteration gives the truth; all in ``frobenius``.
 """
 
 import math
@@ -17,7 +16,6 @@ from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.kim_attention import L2Attention
 from invformer.numerics.l2_attention import (
     attention_weights,
     l2_attention,
@@ -26,7 +24,7 @@ from invformer.numerics.l2_attention import (
 )
 from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies import castin, jasmin, kim
+from studies import castin, jasmin
 
 Layer = DotProductAttention | TiedL2Attention
 
@@ -131,13 +129,17 @@ def sensitivity_regulariser(
 def compare(
     layer: Layer, z: Float[Tensor, "sequences tokens width"]
 ) -> tuple[list[float], dict[str, list[float]]]:
-    """The true ‖∂F/∂X‖ of a layer at its input, and every bound, in ``frobenius`` by sequence."""
+    """The true ‖∂F/∂X‖ of a layer at its input, and local bounds, in ``frobenius`` by sequence.
+
+    ``tight`` and ``fast`` are ours, ``g1`` is Theorem 3 of Yudin et al. 2025.
+    """
     truth = operator_norm(jacobian_of(layer, z), "frobenius", num_steps=STEPS, rtol=RTOL)
     heads = heads_of(layer, z)
-    l2 = isinstance(layer, TiedL2Attention)
-    bounds = l2_bounds(layer, heads) if l2 else dot_product_bounds(heads, z)
-    zero = torch.zeros(len(z), dtype=torch.float64, device=z.device)  # a global bound is a number
-    return truth.value.tolist(), {name: (zero + bound).tolist() for name, bound in bounds.items()}
+    if isinstance(layer, TiedL2Attention):
+        bounds = {"tight": local.tight_local_bound(heads.q, heads.p, heads.w_q, heads.w_o)}
+    else:
+        bounds = {"fast": dot_product_local_bound(heads), "g1": jasmin_bound(heads, z)}
+    return truth.value.tolist(), {name: bound.tolist() for name, bound in bounds.items()}
 
 
 def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
@@ -146,39 +148,11 @@ def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
         return linearise(layer, z)
 
 
-def l2_bounds(layer: TiedL2Attention, heads: Heads) -> dict[str, Tensor | float]:
-    """The bounds of tied L2 attention, the closest first.
-
-    ``kim`` is Theorem 3.2 of Kim et al. 2021 as printed, which needs W^V and W^O; ``certificate``
-    is the sharper global bound of this library.
-    """
-    q, p, w_q, g = heads.q, heads.p, heads.w_q, heads.w_o
-    bounds: dict[str, Tensor | float] = {
-        "tight": local.tight_local_bound(q, p, w_q, g),
-        "comparison": local.comparison_local_bound(q, p, w_q, g),
-        "fast": local.fast_local_bound(q, p, w_q, g),
-        "certificate": layer.lipschitz_bound("frobenius"),
-    }
-    if isinstance(layer, L2Attention):
-        mass = layer.position.log_mass_per_row().amax(-1)
-        w_o = layer.w_o.flatten(0, 1)
-        bounds["kim"] = kim.frobenius_bound(w_q, layer.w_v, w_o, mass, q.shape[-2])
-    return bounds
-
-
-def dot_product_bounds(heads: Heads, z: Tensor) -> dict[str, Tensor | float]:
-    """The bounds of dot-product attention, the closest first; there is no global one.
-
-    ``g1`` is Theorem 3 of Yudin et al. 2025, ``g1_centred`` ours.
-    """
+def jasmin_bound(heads: Heads, z: Tensor) -> Float[Tensor, "*batch"]:
+    """Theorem 3 of Yudin et al. 2025 for every head of a dot product, put together."""
     a = heads.w_q @ heads.w_k.mT / math.sqrt(heads.q.shape[-1])
-    centred, g1 = (
-        castin.multi_head_bound(
-            heads.w_o.mT, jasmin.attention_bound(z, heads.p, a, heads.w_v, form)
-        )
-        for form in (True, False)
-    )
-    return {"fast": dot_product_local_bound(heads), "g1_centred": centred, "g1": g1}
+    of_heads = jasmin.attention_bound(z, heads.p, a, heads.w_v, centred=False)
+    return castin.multi_head_bound(heads.w_o.mT, of_heads)
 
 
 def tied_attention(x: Tensor, w_q: Tensor, g: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ def test_the_truth_is_the_dense_jacobians_and_no_bound_is_below_it(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("inputs", ["gaussian", "clusters"])
-def test_random_layers_violate_no_bound_and_keep_their_order(kind: Kind, inputs: str) -> None:
+def test_random_layers_violate_no_bound(kind: Kind, inputs: str) -> None:
     chosen = [
         case
         for case in tiny_cases("layer_sizes=[12]", "num_seeds=2")
@@ -98,9 +98,6 @@ def test_random_layers_violate_no_bound_and_keep_their_order(kind: Kind, inputs:
     rows = [(case, measure(case, CPU)) for case in chosen]
     assert all(len(result.truth) == len(SCALES) for _, result in rows)
     assert violations(ratios(rows)) == 0
-    order = ["tight", "certificate", "kim"] if kind == "l2" else ["fast", "g1_centred", "g1"]
-    means = [sum(ratios(rows)[name]) for name in order]
-    assert means == sorted(means)
 
 
 @pytest.mark.parametrize("kind", KINDS)
