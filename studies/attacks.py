@@ -5,34 +5,84 @@ from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
-from studies.certified_radius import INWARD
+from studies.certified_radius import INWARD, certified_radii
+
+MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
 
 
-def pgd(
+def attacked(
+    model: CharTransformer,
+    windows: Int[Tensor, "windows tokens"],
+    targets: Int[Tensor, "windows tokens"],
+    constant: float,
+    num_steps: int,
+) -> tuple[float, list[float]]:
+    """Median certified radius of correct positions, and the share that flips at its multiples.
+
+    The share is of the windows that have a correct position; ``constant`` is L from the stack's
+    input to what the head reads.
+    """
+    x = model.embedding(windows)
+    clean = logits_of(model, x)
+    correct = clean.argmax(-1) == targets
+    radii = certified_radii(model, clean, correct, constant)
+    flips = [
+        attack_at_radius(model, x, targets, clean, radii * multiple, num_steps)
+        / max(1, int(correct.any(-1).sum()))
+        for multiple in MULTIPLES
+    ]
+    return radii[correct].median().item() if correct.any() else math.nan, flips
+
+
+def attack_at_radius(
     model: CharTransformer,
     x: Float[Tensor, "windows tokens width"],
     targets: Int[Tensor, "windows tokens"],
+    clean: Float[Tensor, "windows tokens vocab"],
+    radii: Float[Tensor, "windows tokens"],
+    num_steps: int,
+) -> int:
+    """How many predictions change by PGD on the margin of each window's last correct position.
+
+    Every position is attacked with its own radius.
+    """
+    number = torch.arange(targets.shape[1], device=x.device)
+    position = torch.where(clean.argmax(-1) == targets, number, -1).amax(-1)
+    chosen = position >= 0
+    if not chosen.any():
+        return 0
+    rows = torch.arange(int(chosen.sum()), device=x.device)
+    x, targets, position = x[chosen], targets[chosen], position[chosen]
+
+    def lost(x: Tensor) -> Tensor:
+        return -margins(logits_of(model, x), targets)[rows, position]
+
+    moved = pgd(lost, x, radii[chosen, position], num_steps)
+    return int((lost(moved) > 0).sum())
+
+
+def pgd(
+    objective: Callable[[Tensor], Float[Tensor, " windows"]],
+    x: Float[Tensor, "windows tokens width"],
     radius: Float[Tensor, " windows"],
     num_steps: int,
-    objective: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Float[Tensor, "windows tokens width"]:
     """The worst of the points that projected gradient ascent visits in balls around X.
 
     Steps of a quarter of the radius along the gradient of every token, from the centre; windows do
     not influence each other. The worst point of a window, the centre included, has the largest
-    objective of (logits, targets), by default the mean loss.
+    objective.
     """
-    objective = objective or window_nats
     step = torch.zeros_like(x)
     best, best_value = x, torch.full_like(radius, -math.inf)
     with torch.enable_grad():
         for index in range(num_steps + 1):
             moved = (x + step).requires_grad_()
-            value = objective(logits_of(model, moved), targets)
+            value = objective(moved)
             better = value.detach() > best_value
             best = torch.where(better[:, None, None], moved.detach(), best)
             best_value = torch.where(better, value.detach(), best_value)
@@ -58,47 +108,11 @@ def project_to_ball(
     return step * (limit / length.clamp_min(torch.finfo(step.dtype).tiny)).clamp_max(1)
 
 
-def attack_at_radius(
-    model: CharTransformer,
-    x: Float[Tensor, "windows tokens width"],
-    targets: Int[Tensor, "windows tokens"],
-    clean: Float[Tensor, "windows tokens vocab"],
-    radii: Float[Tensor, "windows tokens"],
-    num_steps: int,
-) -> tuple[int, float]:
-    """PGD on the margin of each window's last correct position, with that position's own radius.
-
-    Returns:
-        How many predictions changed, and the largest share of a margin that was lost.
-    """
-    number = torch.arange(targets.shape[1], device=x.device)
-    position = torch.where(clean.argmax(-1) == targets, number, -1).amax(-1)
-    chosen = position >= 0
-    if not chosen.any():
-        return 0, 0.0
-    rows = torch.arange(int(chosen.sum()), device=x.device)
-    x, targets, clean = x[chosen], targets[chosen], clean[chosen]
-    position, radius = position[chosen], radii[chosen, position[chosen]]
-
-    def lost(logits: Tensor, targets: Tensor) -> Tensor:
-        return -margins(logits, targets)[rows, position]
-
-    moved = pgd(model, x, targets, radius, num_steps, lost)
-    before = margins(clean, targets)[rows, position]
-    after = margins(logits_of(model, moved), targets)[rows, position]
-    return int((after < 0).sum()), ((before - after) / before).amax().item()
-
-
 def logits_of(
     model: CharTransformer, x: Float[Tensor, "windows tokens width"]
 ) -> Float[Tensor, "windows tokens vocab"]:
     """Logits for an input of the stack."""
     return model.predict(model.stack(x))
-
-
-def window_nats(logits: Tensor, targets: Tensor) -> Float[Tensor, " windows"]:
-    """Mean nats per character of each window."""
-    return nn.functional.cross_entropy(logits.mT, targets, reduction="none").mean(-1)
 
 
 def margins(logits: Tensor, targets: Tensor) -> Float[Tensor, "windows tokens"]:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from invformer.nn.certificate import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up
-from invformer.numerics.spectral_norm import spectral_norm_bound
 
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
 
 
-def feature_constant(model: CharTransformer) -> float | None:
-    """L with ‖z_i − z′_i‖₂ ≤ L max_j ‖x_j − x′_j‖₂, z what the head reads; None if unproven."""
-    total = certify(model, "token_max", dtype=torch.float64).total if model.is_invertible else None
-    return None if total is None else product_up(total, read_out_constant(model))
+def feature_constant(model: CharTransformer) -> float:
+    """L with ‖z_i − z′_i‖₂ ≤ L max_j ‖x_j − x′_j‖₂, z what the head of a certified model reads."""
+    total = certify(model, "token_max", dtype=torch.float64).total
+    assert total is not None
+    return product_up(total, read_out_constant(model))
 
 
 def read_out_constant(model: CharTransformer) -> float:
@@ -34,11 +34,6 @@ def read_out_constant(model: CharTransformer) -> float:
     if not isinstance(norm, nn.LayerNorm):
         return 1.0
     return product_up(norm.weight.abs().max().item(), sqrt_up(quotient_up(1, norm.eps)))
-
-
-def head_norm(model: CharTransformer) -> float:
-    """‖W‖₂ of the head, from above."""
-    return spectral_norm_bound(model.head.weight).item()
 
 
 def certified_radii(

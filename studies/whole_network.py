@@ -33,8 +33,7 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies.attacks import attack_at_radius, logits_of
-from studies.certified_radius import certified_radii
+from studies.attacks import MULTIPLES, attacked, logits_of
 from studies.report import (
     Figure,
     Rows,
@@ -61,7 +60,6 @@ from studies.training import (
 )
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
-MULTIPLES = (1.0, 1.5, 2.0, 4.0)  # of the certified radius, for attacks
 NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
@@ -176,31 +174,11 @@ def measure(case: Case, device: torch.device) -> Result:
         stack_below=math.prod(1 - c for c in constants),
         stack_above=math.prod(1 + c for c in constants),
         rms_bound=product_up(certificate.total, spectral_norm_bound(rows).item(), rms),
-        radius=radius,
+        radius=radius / math.sqrt(case.d_model),
         spacing=spacing(model),
         flips=flips,
         moved=moved(model, windows, bound),
     )
-
-
-def attacked(
-    model: CharTransformer,
-    windows: Integer[Tensor, "windows tokens"],
-    targets: Integer[Tensor, "windows tokens"],
-    constant: float,
-    pgd_steps: int,
-) -> tuple[float, list[float]]:
-    """Median certified radius of correct positions, and windows that flip at its multiples."""
-    x = model.embedding(windows)
-    clean = logits_of(model, x)
-    correct = clean.argmax(-1) == targets
-    radii = certified_radii(model, clean, correct, constant)
-    flips = []
-    for multiple in MULTIPLES:
-        flipped, _ = attack_at_radius(model, x, targets, clean, radii * multiple, pgd_steps)
-        flips.append(flipped / max(1, int(correct.any(-1).sum())))
-    median = radii[correct].median().item() if correct.any() else math.nan
-    return median / math.sqrt(x.shape[-1]), flips
 
 
 def spacing(model: CharTransformer) -> float:

@@ -11,15 +11,7 @@ from invformer.config import load_config
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from studies import robustness
-from studies.attacks import (
-    attack_at_radius,
-    logits_of,
-    margins,
-    pgd,
-    project_to_ball,
-    unit,
-    window_nats,
-)
+from studies.attacks import attack_at_radius, logits_of, margins, pgd, project_to_ball, unit
 from studies.certified_radius import certified_radii, feature_constant, read_out_constant
 from studies.robustness import Case, Kind, Options, build_kind, cases, examine, measure, summarise
 from studies.training import Training, text_of, train_by_adam, validation_windows
@@ -34,7 +26,7 @@ TINY = [
 
 
 def tiny_case(kind: Kind, *words: str) -> Case:
-    (case,) = cases(load_config([*TINY, f"kinds=[{kind}]", *words], Options))
+    (case,) = [c for c in cases(load_config([*TINY, *words], Options)) if c.kind == kind]
     return case
 
 
@@ -49,23 +41,11 @@ def trained(kind: Kind) -> tuple[CharTransformer, Tensor, Tensor]:
     return model, windows[: case.num_windows], targets[: case.num_windows]
 
 
-@pytest.mark.parametrize("kind", ["contractive", "contractive_linear"])
-def test_no_attack_beats_a_certified_radius(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Balls of the size of the radii themselves, where a wrong certificate would be caught.
-    monkeypatch.setattr(robustness, "RADII", (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_attack_beats_a_certified_radius(kind: Kind) -> None:
     result = examine(*trained(kind), tiny_case(kind, "pgd_steps=30"))
-    assert result.beaten == 0
-    assert result.radius > 0
-    assert 0 < result.margin_used < 1
-    for certified, accuracy in zip(result.certified, result.attacked, strict=True):
-        assert certified <= accuracy
-
-
-def test_without_layer_norm_the_radii_cover_a_fair_share_of_the_correct_predictions() -> None:
-    model, windows, targets = trained("contractive_linear")
-    result = examine(model, windows, targets, tiny_case("contractive_linear"))
-    assert result.certified[0] > 0.5 * result.accuracy > 0
-    assert result.radius > 1e-3
+    assert result.flips[0] == 0
+    assert result.radius > (1e-3 if kind == "contractive_linear" else 0)
 
 
 def test_a_constant_many_times_too_small_is_refuted_by_the_attack() -> None:
@@ -77,7 +57,7 @@ def test_a_constant_many_times_too_small_is_refuted_by_the_attack() -> None:
     flips = [
         attack_at_radius(
             model, x, targets, clean, certified_radii(model, clean, correct, claimed), 30
-        )[0]
+        )
         for claimed in (constant, constant / 20)
     ]
     assert flips[0] == 0
@@ -113,14 +93,6 @@ def test_for_a_linear_head_alone_the_radius_is_the_distance_to_the_boundary() ->
     assert (certified_radii(model, logits, ~correct, 1.0) == 0).all()
 
 
-@pytest.mark.parametrize("kind", ["dot_product", "l2"])
-def test_a_baseline_has_no_certified_radius(kind: Kind) -> None:
-    model, windows, targets = trained(kind)
-    result = examine(model, windows, targets, tiny_case(kind))
-    assert result.constant is result.radius is result.certified is result.margin_used is None
-    assert result.attacked[-1] < result.accuracy
-
-
 def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
     model = build_kind(tiny_case("contractive"))
     assert isinstance(model.norm, nn.LayerNorm)
@@ -135,16 +107,18 @@ def test_layer_norm_enters_the_constant_by_its_honest_bound() -> None:
 
 
 def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps() -> None:
-    model, windows, targets = trained("l2")
+    model, windows, targets = trained("contractive_linear")
     x = model.embedding(windows)
     radius = torch.linspace(0.0, 0.5, len(x))
-    moved = pgd(model, x, targets, radius, 10)
+
+    def lost(x: Tensor) -> Tensor:
+        return -margins(logits_of(model, x), targets)[:, -1]
+
+    moved = pgd(lost, x, radius, 10)
     step = radius[:, None, None] * unit(torch.randn_like(x))
-    attacked, random = (window_nats(logits_of(model, m), targets) for m in (moved, x + step))
-    clean = window_nats(logits_of(model, x), targets)
     assert (vector_norm(moved - x, "token_max") <= radius).all()
-    assert (attacked >= clean).all()
-    assert (attacked[1:] > random[1:]).all()
+    assert (lost(moved) >= lost(x)).all()
+    assert (lost(moved)[1:] > lost(x + step)[1:]).all()
 
 
 def test_the_projection_keeps_what_is_inside_and_shortens_the_rest() -> None:
@@ -165,7 +139,7 @@ def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> No
     model, windows, targets = trained("contractive_linear")
     result = examine(model, windows, targets, case)
     assert summarise([(case, result)]).outcome == "not in the paper"
-    summary = summarise([(case, replace(result, beaten=1))])
+    summary = summarise([(case, replace(result, flips=[0.5, 1, 1, 1]))])
     assert summary.outcome == "not reproduced"
     assert "bug" in summary.why
 
