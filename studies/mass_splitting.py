@@ -31,7 +31,7 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
-from studies.report import Figure, Outcome, Rows, Summary, by, panels, table, values
+from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, program, progress
 
 Part = Literal["random", "grid", "finite"]
@@ -77,8 +77,7 @@ class Result:
     error: float  # largest relative difference of closed form and brute force; NaN if not compared
     share: float  # share of the measures where splitting beats moving
     gain: float  # largest splitting/moving of all measures
-    jump: float  # for ``finite``, the slope of the jump over moving; NaN elsewhere
-    winners: list[int]  # for ``grid``, positions in the flattened grid where splitting wins
+    jump: float = math.nan  # for ``finite``, the slope of the jump over moving
 
 
 def cases(options: Options) -> list[Case]:
@@ -121,7 +120,7 @@ def compare(case: Case) -> Result:
         error = max(error, abs(brute / max(found).item() - 1))
         ratio = (found.splitting / found.moving).item()
         gain, wins = max(gain, ratio), wins + (ratio > 1 + TIE)
-    return Result(error, wins / case.count, gain, math.nan, [])
+    return Result(error, wins / case.count, gain)
 
 
 def random_measure(index: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,9 +186,7 @@ CLOSED_FORMS = {"dot_product": castin.mass_splitting, "l2": l2_mass_splitting}
 def survey(case: Case) -> Result:
     """Every point of the grid: moving against splitting."""
     ratio = torch.cat([ratios(case, x) for x in grid_measures(case).split(GRID_CHUNK)])
-    wins = ratio > 1 + TIE
-    share, gain = wins.double().mean().item(), ratio.max().item()
-    return Result(math.nan, share, gain, math.nan, wins.nonzero().flatten().tolist())
+    return Result(math.nan, (ratio > 1 + TIE).double().mean().item(), ratio.max().item())
 
 
 def grid_measures(case: Case) -> Float[Tensor, "points three one"]:
@@ -219,7 +216,7 @@ def jump(case: Case) -> Result:
     distance = goal - x.T
     slope = ((attend(goal) - attend(x).T) / distance).abs()[distance.abs() > TIE].max()
     gain = (found.splitting / found.moving).item()
-    return Result(math.nan, float(gain > 1 + TIE), gain, (slope / found.moving).item(), [])
+    return Result(math.nan, float(gain > 1 + TIE), gain, (slope / found.moving).item())
 
 
 # --- report --------------------------------------------------------------------------------------
@@ -266,19 +263,13 @@ def verdict(rows: Rows[Case, Result]) -> tuple[Outcome, str]:
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """One map per grid, the plane of the second and third atom: black where splitting wins."""
-    figure, axes = panels(len(GRIDS), len(FIRST_ATOMS))
-    for one, (case, result) in zip(axes, by(rows, "part")["grid"], strict=True):
-        won = torch.zeros(case.count**2, dtype=torch.bool)
-        won[result.winners] = True
-        picture = won.view(case.count, case.count).T.tolist()
-        extent = (-RADIUS, RADIUS, -RADIUS, RADIUS)
-        one.imshow(picture, cmap="Greys", vmin=0, vmax=1, origin="lower", extent=extent)
-        one.set(
-            xlabel="atom x₂ (units of X)", ylabel="atom x₃ (units of X)",
-            title=f"{case.kind}, A = {case.parameter:g}; x₁ = {case.first:g} of mass ½\nblack, "
-            f"{100 * result.share:.2g} %: splitting beats moving",
-        )  # fmt: skip
+    """The share of the plane of the second and third atom where splitting wins."""
+    figure, (axes,) = panels(1, 1)
+    curves(axes, by(rows, "part")["grid"], "first", "share", ("kind", "parameter"))
+    axes.set(
+        xlabel="atom x₁ of mass ½ (units of X)", ylabel=f"share of [−{RADIUS:g}, {RADIUS:g}]²",
+        title="splitting beats moving",
+    )  # fmt: skip
     return figure
 
 

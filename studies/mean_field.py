@@ -26,18 +26,7 @@ import torch
 from torch import Tensor
 
 from studies import castin
-from studies.report import (
-    Figure,
-    Finding,
-    Name,
-    Rows,
-    Summary,
-    by,
-    curves,
-    outcome_of,
-    panels,
-    table,
-)
+from studies.report import Figure, Finding, Rows, Summary, by, curves, outcome_of, panels, table
 from studies.study import Study, StudyOptions, program
 
 Statement = Literal["two_dirac", "weighted", "large_radius", "cesaro"]
@@ -240,22 +229,18 @@ def finding(group: Rows[Case, Result]) -> Finding:
     return 1 < result.value < 2, f"Cesaro mean {result.value:.3f} at n={size:g}"
 
 
-PANELS: dict[str, tuple[str, str, Name]] = {
-    "two_dirac": ("two atoms, D = 1: θ = constant / (γ/2 · R² e^{γR²})", "radius R", ratio),
-    "weighted": ("weighted measures: local constant / bound", "radius R", share),
-    "large_radius": ("large radius: ‖Df(R X)‖ / its limit", "scale R of the tokens", ratio),
-    "cesaro": ("causal, A = 0, the Cesàro mean: local constant", "tokens n", "value"),
-}
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """θ(R); the share of the upper bound; the large-radius limit; the Cesàro mean."""
-    figure, axes = panels(2, 2)
-    for one, (statement, group) in zip(axes, by(rows, "statement").items(), strict=True):
-        title, xlabel, y = PANELS[statement]
-        curves(one, group, "size", y, ("parameter", "mass_factor"), "A or causal, s =")
-        one.axhline(2 if statement == "cesaro" else 1, color="k", label="limit or bound")
-        one.set(xlabel=xlabel, title=title, xscale="log")
+    """What every statement names, over its bound or limit."""
+    figure, (axes,) = panels(1, 1)
+    groups = by(rows, lambda case, _: case.statement == "weighted")
+    names = ("statement", "parameter", "mass_factor")
+    curves(axes, groups[False], "size", ratio, names)
+    curves(axes, groups[True], "size", share, names, color="k")
+    axes.axhline(1, color="k", label="limit or bound")
+    axes.set(
+        xlabel="radius, scale of the tokens, or tokens n", ylabel="local constant / limit or bound",
+        xscale="log",
+    )  # fmt: skip
     return figure
 
 
