@@ -31,19 +31,15 @@ def attention_bound(
     p: Float[Tensor, "*batch heads tokens tokens"],
     a: Float[Tensor, "heads width width"],
     w_v: Float[Tensor, "heads width d_head"],
-    centred: bool = True,
 ) -> Float[Tensor, "*batch heads"]:
     """‖∂(P^h X W_h^V)/∂X‖ in ``frobenius`` for dot-product heads with logits X A_h Xᵀ, from above.
 
-    ‖W^V‖ (‖P‖ + 2‖X‖² ‖A‖ max_i g_1(P_i)). If ``centred``, ‖X_c‖² + ‖X‖‖X_c‖ replaces 2‖X‖², X_c
-    being the tokens minus their mean: rows of dP sum to zero. Any mask. Loose: 1 to 800 times.
-    Source: Yudin et al. 2025, Theorem 3; ``centred`` is ours.
+    ‖W^V‖ (‖P‖ + 2‖X‖² ‖A‖ max_i g_1(P_i)). Any mask. Loose: 1 to 800 times.
+    Source: Yudin et al. 2025, Theorem 3.
     """
     x, p = x.double(), p.double()
-    length = spectral_norm_bound(x)
-    centre = spectral_norm_bound(x - x.mean(-2, keepdim=True)) if centred else length
     reaction = softmax_jacobian_bound(p).amax(-1) * spectral_norm_bound(a)
-    reach = (centre.square() + length * centre).unsqueeze(-1)
+    reach = 2 * spectral_norm_bound(x).square().unsqueeze(-1)
     bound = spectral_norm_bound(w_v) * (spectral_norm_bound(p) + reach * reaction)
     return bound * (1 + 1e-13 * sum(x.shape[-2:]))
 

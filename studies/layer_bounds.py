@@ -136,7 +136,8 @@ def compare(
     truth = operator_norm(jacobian_of(layer, z), "frobenius", num_steps=STEPS, rtol=RTOL)
     heads = heads_of(layer, z)
     if isinstance(layer, TiedL2Attention):
-        bounds = {"tight": local.tight_local_bound(heads.q, heads.p, heads.w_q, heads.w_o)}
+        parts = heads.q, heads.p, heads.w_q, heads.w_o
+        bounds = {"tight": local.tight_local_bound(*parts), "fast": local.fast_local_bound(*parts)}
     else:
         bounds = {"fast": dot_product_local_bound(heads), "g1": jasmin_bound(heads, z)}
     return truth.value.tolist(), {name: bound.tolist() for name, bound in bounds.items()}
@@ -151,7 +152,7 @@ def jacobian_of(layer: Layer, z: Tensor) -> LinearMap:
 def jasmin_bound(heads: Heads, z: Tensor) -> Float[Tensor, "*batch"]:
     """Theorem 3 of Yudin et al. 2025 for every head of a dot product, put together."""
     a = heads.w_q @ heads.w_k.mT / math.sqrt(heads.q.shape[-1])
-    of_heads = jasmin.attention_bound(z, heads.p, a, heads.w_v, centred=False)
+    of_heads = jasmin.attention_bound(z, heads.p, a, heads.w_v)
     return castin.multi_head_bound(heads.w_o.mT, of_heads)
 
 
