@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from invformer.config.section import option
-from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
+from studies.report import Figure, Rows, Summary, panels, table
 from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, grid, program
 
@@ -69,7 +69,6 @@ class Options(StudyOptions):
     """Train the variants of ``experiment=ablation`` and hold their losses against its own."""
 
     only: list[str] = option([], "variants, besides the unchanged one; [] is all of them")
-    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
     overrides: list[str] = option([], "words for train.py in every run, such as data=ptb")
 
     def check(self) -> None:
@@ -105,12 +104,10 @@ class Result:
 
 
 def cases(options: Options) -> list[Case]:
-    """The unchanged model first, then the variants, one seed after the other."""
+    """The unchanged model first, then the variants."""
     words = " ".join([*words_of_threads(options.num_threads), *options.overrides])
     same = {"words": words, "folder": str(options.folder / "runs")}
-    seeds = range(options.seed, options.seed + options.num_seeds)
-    names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
-    return grid(Case, options, same, seed=seeds, variant=names)
+    return grid(Case, options, same, variant=[NOTHING, *(options.only or VARIANTS)])
 
 
 def command(case: Case) -> list[str]:
@@ -143,8 +140,8 @@ def read_run(folder: Path) -> Result:
 
 
 def differences(rows: Rows[Case, Result]) -> dict[str, float]:
-    """Mean nats of every variant less those of the unchanged model."""
-    nats = {name: mean(group, "nats") for name, group in by(rows, "variant").items()}
+    """Nats of every variant less those of the unchanged model."""
+    nats = {case.variant: result.nats for case, result in rows}
     return {name: value - nats[NOTHING] for name, value in nats.items()}
 
 
@@ -156,10 +153,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         "difference": lambda case, result: found[case.variant],
         "changes": lambda case, result: VARIANTS[case.variant],
     }
-    lines = table(rows, ["variant"], more, without=("recovered",), worst={"certified": max})
     ours = ", ".join(f"{name} {value:+.3f}" for name, value in found.items() if name != NOTHING)
-    seeds = len(set(values(rows, "seed")))
-    why = f"{seeds} seed{'s' if seeds > 1 else ''} each; the spread of one recipe is 0.003 to 0.016"
+    lines, why = table(rows, ["variant"], more), "the spread of one recipe is 0.003 to 0.016"
     return Summary(lines, "ours", ours or "not run", "not in the paper", why)
 
 

@@ -117,12 +117,11 @@ def table(
     names: Sequence[str] | None = None,
     more: Mapping[str, Name] | None = None,
     without: Sequence[str] = (),
-    worst: Mapping[str, Callable[[Sequence[Any]], Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """A line for each value of some fields, or for each case.
 
-    A line has these fields, then those of the results and ``more``: the mean where rows differ, or
-    the ``worst``, such as the max of a bound. Lists and dicts are left out.
+    A line has these fields, then those of the results and ``more``, the mean where rows differ.
+    Lists and dicts are left out.
     """
     names = differing(case for case, _ in rows) if names is None else names
     fields = {name: name for name in plain(rows[0][1]) if name not in without}
@@ -132,16 +131,16 @@ def table(
         for name, field in {**fields, **(more or {})}.items():
             found = values(group, field)
             if not isinstance(found[0], list | dict):
-                line[name.replace("_", " ")] = combined(found, (worst or {}).get(name, fmean))
+                line[name.replace("_", " ")] = combined(found)
         lines.append(line)
     return lines
 
 
-def combined(found: Sequence[Any], rule: Callable[[Sequence[Any]], Any]) -> Any:
-    """One number of several; what is the same in all rows as it is; None if one of them is None."""
+def combined(found: Sequence[Any]) -> Any:
+    """The mean; what is the same in all rows as it is; None if one of them is None."""
     if all(value == found[0] for value in found):
         return found[0]
-    return None if None in found else rule(found)
+    return None if None in found else fmean(found)
 
 
 def as_cell(value: Any) -> str:

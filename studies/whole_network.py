@@ -21,7 +21,6 @@ different norms are not compared: their loss and accuracy stand beside ours as a
 
 import math
 from dataclasses import dataclass
-from statistics import fmean
 
 import torch
 from jaxtyping import Float, Integer
@@ -34,18 +33,7 @@ from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.attacks import MULTIPLES, attacked, logits_of
-from studies.report import (
-    Figure,
-    Rows,
-    Summary,
-    by,
-    curves,
-    look_of,
-    outcome_of,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Rows, Summary, curves, look_of, outcome_of, panels, table
 from studies.study import Study, grid, program
 from studies.training import (
     ModelOptions,
@@ -69,7 +57,6 @@ class Options(ModelOptions):
 
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
     c: float = option(0.2, "constant of every branch", "(0, 1)")
-    num_seeds: int = option(1, "seeds, from seed on", "[1, 1e4]")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
@@ -144,10 +131,9 @@ def build(case: Case) -> CharTransformer:
 
 
 def cases(options: Options) -> list[Case]:
-    """Every total with every seed."""
+    """Every total."""
     text = text_fields(options.data, options.seq_len, options.num_windows)
-    seeds = range(options.seed, options.seed + options.num_seeds)
-    return grid(Case, options, text, seed=seeds, total=options.totals)
+    return grid(Case, options, text, total=options.totals)
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -220,9 +206,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{name}, of allowed": lambda case, result, name=name: result.moved[name]
         for name in rows[0][1].moved
     }
-    worst = {"stack_below": min, "spacing": min}
-    worst |= dict.fromkeys(("bound", "stack_above", "rms_bound", *shares), max)
-    lines, findings = table(rows, ["total", "c"], flips | shares, worst=worst), []
+    lines, findings = table(rows, ["total", "c"], flips | shares), []
     for line in lines:
         if line["total"] == 10:
             findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))
@@ -249,9 +233,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     curves(left, rows, "total", "nats")
     left.axhline(NEWHOUSE_NATS, color="0.5", linestyle=":", label="Newhouse et al., below 10")
     left.set(xscale="log", xlabel="L, embedding to logits", ylabel="validation nats per character")
-    for index, (total, group) in enumerate(by(rows, "total").items()):
-        shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
-        right.plot(MULTIPLES, shares, label=f"L = {total:g}", **look_of(index))
+    for index, (case, result) in enumerate(rows):
+        right.plot(MULTIPLES, result.flips, label=f"L = {case.total:g}", **look_of(index))
     right.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
     return figure
 
