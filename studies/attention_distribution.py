@@ -46,10 +46,7 @@ from studies.training import (
     new_model,
     recorded_inputs,
     scores,
-    text_fields,
-    text_of,
     train_by_adam,
-    validation_windows,
 )
 
 Attention = Literal["dot_product", "l2"]
@@ -101,7 +98,7 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Random layers, and the models."""
-    text = text_fields(options.data, options.seq_len, NUM_SEQUENCES)
+    text = options.data.case_fields(options.seq_len, NUM_SEQUENCES)
     seeds = range(options.seed, options.seed + options.num_seeds)
     layer = text | {"sha256": "", "num_steps": 0, "num_layers": 1, "d_model": 2 * options.d_model}
     layers = grid(
@@ -130,7 +127,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if not train_by_adam(model, case, penalty_of(case)).finite:
         return Result(math.nan, [], {})
     model = model.double().eval()
-    windows, targets = validation_windows(text_of(case), case.seq_len, device)
+    windows, targets = case.text.windows(case.seq_len, device)
     with torch.no_grad():
         with recorded_inputs(model) as inputs:
             model(windows[:NUM_SEQUENCES])

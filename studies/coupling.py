@@ -28,15 +28,7 @@ from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, p
 from studies.runs import validations
 from studies.states import trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
-from studies.training import (
-    TextCase,
-    TextConfig,
-    scores,
-    text_fields,
-    text_of,
-    train_by_recipe,
-    validation_windows,
-)
+from studies.training import TextCase, TextConfig, scores, train_by_recipe
 
 CHARACTERS = 16  # of the dense Jacobian
 WARMUP = 20
@@ -97,7 +89,7 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """The run folders, then every kind at every depth."""
-    text = text_fields(options.data, 64, options.num_windows)
+    text = options.data.case_fields(64, options.num_windows)
     return [
         *grid(Case, options, text, num_layers=[None], model=options.models),
         *grid(Case, options, text, num_layers=options.depths, model=options.kinds),
@@ -157,14 +149,14 @@ def singular_values(model: CharTransformer, tokens: Tensor) -> Tensor:
 @lru_cache(maxsize=1)
 def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     """A small model after training, validation windows and their nats per character."""
-    text = text_of(case)
+    text = case.text
     assert case.num_layers is not None
     torch.manual_seed(case.seed)
     config = ModelConfig(name=case.model, num_layers=case.num_layers, **SMALL[case.model])  # pyright: ignore
     model = build_model(config, text.vocab_size, 64)
     train_by_recipe(model, case, weight_decay=0.1, warmup_steps=min(WARMUP, case.num_steps))
     model.eval()
-    inputs, targets = validation_windows(text, 64, torch.device("cpu"))
+    inputs, targets = text.windows(64, torch.device("cpu"))
     with torch.no_grad():
         return model, inputs[: case.num_windows].long(), scores(model, inputs, targets)[0]
 

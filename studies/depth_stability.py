@@ -44,15 +44,7 @@ from studies.report import (
     values,
 )
 from studies.study import Study, grid, program
-from studies.training import (
-    AdamOptions,
-    ModelCase,
-    mean_nats,
-    new_model,
-    text_fields,
-    text_of,
-    train_by_adam,
-)
+from studies.training import AdamOptions, ModelCase, mean_nats, new_model, train_by_adam
 
 Kind = Literal[
     "dot_product", "dot_product_post", "l2", "l2_post", "contractive", "contractive_causal",
@@ -120,13 +112,13 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """Every kind at every depth, shallow ones first."""
-    text = text_fields(options.data, options.seq_len)
+    text = options.data.case_fields(options.seq_len)
     return grid(Case, options, text, num_layers=options.depths, kind=options.kinds)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model and score it."""
-    text = text_of(case)
+    text = case.text
     model = build_kind(case).to(device)
     tokens, targets = TrainingWindows(text.train, case.seq_len, case.batch_size, case.seed).batch(0)
     batch = tokens.to(device), targets.to(device)

@@ -41,8 +41,6 @@ from studies.training import (
     Training,
     WholeTextConfig,
     new_model,
-    text_fields,
-    text_of,
     train_by_recipe,
 )
 
@@ -107,7 +105,7 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """The whole grid; what would be the same training stands once."""
-    text = text_fields(options.data, options.seq_len)
+    text = options.data.case_fields(options.seq_len)
     found = [
         case_of(
             Case, options, model=model, certificate=certificate, strictly_causal=strictly,
@@ -138,7 +136,7 @@ def constraints(
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model, then score, certify and probe it."""
-    text = text_of(case)
+    text = case.text
     model, trained = train(case, device)
     model.eval()
     result = Result(sum(p.numel() for p in model.parameters()), text.ngram_nats, len(text.val))

@@ -33,16 +33,7 @@ from studies.attacks import MULTIPLES, attacked
 from studies.certified_radius import feature_constant
 from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, table, values
 from studies.study import Study, grid, program
-from studies.training import (
-    AdamOptions,
-    ModelCase,
-    new_model,
-    scores,
-    text_fields,
-    text_of,
-    train_by_adam,
-    validation_windows,
-)
+from studies.training import AdamOptions, ModelCase, new_model, scores, train_by_adam
 
 Kind = Literal["contractive", "contractive_linear"]
 TARGET = 0.7  # c of every branch
@@ -86,7 +77,7 @@ LOST = Result(*5 * [math.nan], [0.0] * len(MULTIPLES))  # no finite training
 
 def cases(options: Options) -> list[Case]:
     """Both models with every seed."""
-    text = text_fields(options.data, options.seq_len, options.num_windows)
+    text = options.data.case_fields(options.seq_len, options.num_windows)
     seeds = range(options.seed, options.seed + options.num_seeds)
     return grid(Case, options, text, seed=seeds, kind=get_args(Kind))
 
@@ -96,7 +87,7 @@ def measure(case: Case, device: torch.device) -> Result:
     model = build_kind(case).to(device)
     if not train_by_adam(model, case).finite:
         return LOST
-    windows, targets = validation_windows(text_of(case), case.seq_len, device)
+    windows, targets = case.text.windows(case.seq_len, device)
     model = model.double().eval().requires_grad_(False)
     return examine(model, windows[: case.num_windows], targets[: case.num_windows], case)
 

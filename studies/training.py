@@ -53,6 +53,28 @@ class TextConfig(Section):
         0.05, "share of the text that is left out, where the corpus has no splits", "[0, 1)"
     )
 
+    def case_fields(self, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
+        """The fields by which a case names this text.
+
+        Raises:
+            DataError: the text is shorter than a window, or its validation part than all of them.
+        """
+        named = {**vars(self), "corpus": self.name, "sha256": ""}
+        del named["name"]
+        text = TextCase(seed=0, **named).text
+        if len(text.train) <= seq_len:
+            raise DataError(
+                f"seq_len={seq_len}: the training text has {len(text.train)} characters"
+            )
+        found = (len(text.val) - 1) // seq_len
+        if found < num_windows:
+            raise DataError(
+                f"the {len(text.val)} characters of the validation text make {found} windows of "
+                f"{seq_len}, {num_windows} are asked for; raise data.val_characters or ask for "
+                "fewer"
+            )
+        return named | {"sha256": text.sha256}
+
 
 @dataclass(kw_only=True)
 class WholeTextConfig(TextConfig):
@@ -74,6 +96,12 @@ class TextCase:
     sha256: str
     seed: int
 
+    @property
+    def text(self) -> "Text":
+        """The text itself."""
+        shares = self.val_fraction, self.test_fraction
+        return read_text(self.corpus, self.path, self.max_characters, self.val_characters, *shares)
+
 
 @dataclass(frozen=True, eq=False)
 class Text:
@@ -88,6 +116,14 @@ class Text:
     def ngram_nats(self) -> float:
         """Nats per character of the validation text under a 5-gram of the training text."""
         return witten_bell_nats(self.train, self.val, vocab_size=self.vocab_size)
+
+    def windows(
+        self, seq_len: int, device: torch.device
+    ) -> tuple[Int[Tensor, "windows tokens"], Int[Tensor, "windows tokens"]]:
+        """Consecutive full windows of the validation text, and the characters that follow each."""
+        count = (len(self.val) - 1) // seq_len
+        tokens = self.val[: count * seq_len + 1].long().to(device)
+        return tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
 
 
 @lru_cache(maxsize=2)
@@ -112,41 +148,6 @@ def read_text(
     vocabulary = Vocabulary.from_text(found.split("train"))
     val = vocabulary.encode(found.split("val")[:val_characters])
     return Text(vocabulary.encode(found.split("train")), val, vocabulary.size, found.sha256[:16])
-
-
-def text_of(case: TextCase) -> Text:
-    """The text of a case."""
-    shares = case.val_fraction, case.test_fraction
-    return read_text(case.corpus, case.path, case.max_characters, case.val_characters, *shares)
-
-
-def text_fields(data: TextConfig, seq_len: int, num_windows: int = 1) -> dict[str, Any]:
-    """The fields by which a case names its text.
-
-    Raises:
-        DataError: the text is shorter than a window, or its validation part than all of them.
-    """
-    named = {**vars(data), "corpus": data.name, "sha256": ""}
-    del named["name"]
-    text = text_of(TextCase(seed=0, **named))
-    if len(text.train) <= seq_len:
-        raise DataError(f"seq_len={seq_len}: the training text has {len(text.train)} characters")
-    found = (len(text.val) - 1) // seq_len
-    if found < num_windows:
-        raise DataError(
-            f"the {len(text.val)} characters of the validation text make {found} windows of "
-            f"{seq_len}, {num_windows} are asked for; raise data.val_characters or ask for fewer"
-        )
-    return named | {"sha256": text.sha256}
-
-
-def validation_windows(
-    text: Text, seq_len: int, device: torch.device
-) -> tuple[Int[Tensor, "windows tokens"], Int[Tensor, "windows tokens"]]:
-    """Consecutive full windows of the validation text and the characters that follow each."""
-    count = (len(text.val) - 1) // seq_len
-    tokens = text.val[: count * seq_len + 1].long().to(device)
-    return tokens[:-1].view(count, seq_len), tokens[1:].view(count, seq_len)
 
 
 @dataclass(kw_only=True)
@@ -205,7 +206,7 @@ def new_model(case: ModelCase, **options: Any) -> CharTransformer:
     config = ModelConfig(
         d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers, **options
     )
-    return build_model(config, text_of(case).vocab_size, case.seq_len).float()
+    return build_model(config, case.text.vocab_size, case.seq_len).float()
 
 
 @dataclass(frozen=True)
@@ -273,7 +274,7 @@ def train_by_adam(
 ) -> Training:
     """Adam at the constant learning rate ``case.lr``, on the text of the case."""
     return train(
-        model, text_of(case).train, torch.optim.Adam(model.parameters(), lr=case.lr),
+        model, case.text.train, torch.optim.Adam(model.parameters(), lr=case.lr),
         num_steps=case.num_steps, batch_size=case.batch_size, seed=case.seed, penalty=penalty,
     )  # fmt: skip
 
@@ -291,7 +292,7 @@ def train_by_recipe(
     optimiser = build_optimizer(model, how)
     warmup_steps = warmup_steps or min(100, case.num_steps // 10 + 1)
     return train(
-        model, text_of(case).train, optimiser, num_steps=case.num_steps,
+        model, case.text.train, optimiser, num_steps=case.num_steps,
         batch_size=case.batch_size, seed=case.seed, grad_clip=GRAD_CLIP,
         schedule=warmup_cosine(optimiser, warmup_steps, case.num_steps),
     )  # fmt: skip

@@ -41,10 +41,7 @@ from studies.training import (
     WholeTextConfig,
     new_model,
     scores,
-    text_fields,
-    text_of,
     train_by_recipe,
-    validation_windows,
 )
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
@@ -132,17 +129,17 @@ def build(case: Case) -> CharTransformer:
 
 def cases(options: Options) -> list[Case]:
     """Every total."""
-    text = text_fields(options.data, options.seq_len, options.num_windows)
+    text = options.data.case_fields(options.seq_len, options.num_windows)
     return grid(Case, options, text, total=options.totals)
 
 
 def measure(case: Case, device: torch.device) -> Result:
     """Train by Muon as train.py does, then certify and attack in float64."""
-    text = text_of(case)
+    text = case.text
     model = build(case).to(device)
     train_by_recipe(model, case)
     model = model.double().eval().requires_grad_(False)
-    windows, targets = validation_windows(text, case.seq_len, device)
+    windows, targets = text.windows(case.seq_len, device)
     nats, accuracy = scores(model, windows, targets)
     assert isinstance(model.head, BoundedHead)
     model.head.weight.copy_(model.head.rows())  # what the radii are computed from

@@ -14,16 +14,7 @@ from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import depth_stability, training
-from studies.depth_stability import (
-    Case,
-    Kind,
-    Options,
-    Result,
-    build_kind,
-    cases,
-    measure,
-    verdict,
-)  # fmt: skip
+from studies.depth_stability import Case, Kind, Options, Result, build_kind, cases, measure, verdict
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)

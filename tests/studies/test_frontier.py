@@ -25,7 +25,7 @@ from studies.frontier import (
     summarise,
     train,
 )  # fmt: skip
-from studies.training import GRAD_CLIP, Training, text_of
+from studies.training import GRAD_CLIP, Training
 
 CPU = torch.device("cpu")
 TINY = [
@@ -92,7 +92,7 @@ def test_the_recipe_is_that_of_the_trainer() -> None:
 @pytest.mark.parametrize("optimiser", ["adamw", "muon"])
 def test_training_is_the_plain_loop_step_by_step(model: AttentionName, optimiser: str) -> None:
     case = only(f"models=[{model}]", f"optimisers=[{optimiser}]")
-    text = text_of(case)
+    text = case.text
     torch.manual_seed(case.seed)
     config = ModelConfig(
         name=model, certificate=case.certificate, d_model=12, num_heads=2, num_layers=1,
@@ -124,7 +124,7 @@ def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Att
     case = only(f"models=[{model}]")
     result = measure(case, CPU)
     trained, _ = train(case, CPU)
-    text = text_of(case)
+    text = case.text
     trained.eval()
     total = math.log(text.vocab_size)  # the first character, which nothing predicts
     with torch.no_grad():

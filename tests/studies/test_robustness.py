@@ -14,7 +14,7 @@ from studies import robustness
 from studies.attacks import attack_at_radius, logits_of, margins, pgd, project_to_ball, unit
 from studies.certified_radius import certified_radii, feature_constant, read_out_constant
 from studies.robustness import Case, Kind, Options, build_kind, cases, examine, measure, summarise
-from studies.training import Training, text_of, train_by_adam, validation_windows
+from studies.training import Training, train_by_adam
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -36,7 +36,7 @@ def trained(kind: Kind) -> tuple[CharTransformer, Tensor, Tensor]:
     case = tiny_case(kind)
     model = build_kind(case)
     assert train_by_adam(model, case).finite
-    windows, targets = validation_windows(text_of(case), case.seq_len, CPU)
+    windows, targets = case.text.windows(case.seq_len, CPU)
     model = model.double().eval().requires_grad_(False)
     return model, windows[: case.num_windows], targets[: case.num_windows]
 
