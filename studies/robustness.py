@@ -29,8 +29,7 @@ from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies.attacks import MULTIPLES, attacked
-from studies.certified_radius import feature_constant
+from studies.certified_radius import MULTIPLES, attacked, feature_constant
 from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, table, values
 from studies.study import Study, grid, program
 from studies.training import AdamOptions, ModelCase, new_model, scores, train_by_adam

@@ -32,7 +32,7 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies.attacks import MULTIPLES, attacked, logits_of
+from studies.certified_radius import MULTIPLES, attacked, logits_of
 from studies.report import Figure, Rows, Summary, curves, look_of, outcome_of, panels, table
 from studies.study import Study, grid, program
 from studies.training import (
@@ -143,6 +143,8 @@ def measure(case: Case, device: torch.device) -> Result:
     nats, accuracy = scores(model, windows, targets)
     assert isinstance(model.head, BoundedHead)
     model.head.weight.copy_(model.head.rows())  # what the radii are computed from
+    table = model.embedding.token.weight
+    table.copy_(nn.functional.normalize(table, dim=-1))  # what the least distance is measured at
     certificate = certify(model, "token_max", dtype=torch.float64)
     assert certificate.total is not None
     rows, constants = model.head.rows(), certificate.per_branch.values()
@@ -158,17 +160,10 @@ def measure(case: Case, device: torch.device) -> Result:
         stack_above=math.prod(1 + c for c in constants),
         rms_bound=product_up(certificate.total, spectral_norm_bound(rows).item(), rms),
         radius=radius / math.sqrt(case.d_model),
-        spacing=spacing(model),
+        spacing=2 * model.embedding.decoding_margin(),
         flips=flips,
         moved=moved(model, windows, bound),
     )
-
-
-def spacing(model: CharTransformer) -> float:
-    """The least distance of two symbols' embeddings, of their length."""
-    symbols = torch.arange(model.head.out_features, device=model.head.weight.device)
-    x = model.embedding(symbols[:, None])[:, 0]
-    return torch.pdist(x).amin().item() / math.sqrt(x.shape[-1])
 
 
 def moved(

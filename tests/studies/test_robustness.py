@@ -11,8 +11,17 @@ from invformer.config import load_config
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from studies import robustness
-from studies.attacks import attack_at_radius, logits_of, margins, pgd, project_to_ball, unit
-from studies.certified_radius import certified_radii, feature_constant, read_out_constant
+from studies.certified_radius import (
+    attack_at_radius,
+    certified_radii,
+    feature_constant,
+    logits_of,
+    margins,
+    pgd,
+    project_to_ball,
+    read_out_constant,
+    unit,
+)
 from studies.robustness import Case, Kind, Options, build_kind, cases, examine, measure, summarise
 from studies.training import Training, train_by_adam
 
