@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Integer
 from torch import Tensor
 
-from invformer.config.schema import MANY, AttentionName, CertificateName, ModelConfig
+from invformer.config.schema import MANY, AttentionName, ModelConfig
 from invformer.config.section import option, section
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
@@ -44,6 +44,7 @@ from studies.training import (
     train_by_recipe,
 )
 
+Certificate = Literal["token_max", "causal"]
 LN2 = math.log(2)
 PROBE_STEPS = 100  # of the power iteration behind an estimate
 
@@ -55,7 +56,7 @@ class Options(ModelOptions):
     models: list[AttentionName] = option(
         ["dot_product", "l2", "contractive_l2", "contractive_bounded"], "attention maps"
     )
-    certificates: list[CertificateName] = option(["token_max"], "kim_* are for tied L2 alone")
+    certificates: list[Certificate] = option(["token_max"], "of the contractive models")
     strictly_causal: list[bool] = option([False], "contractive_bounded sees only tokens before")
     diagonal_scaling: list[bool] = option([True], "branches have diagonal scalings")
     lipschitz_targets: list[float] = option([0.5, 0.97], "c of the contractive models", "(0, 1)")
@@ -74,7 +75,7 @@ class Case(RecipeCase):
     """One model and everything about its training; None is what a baseline does not have."""
 
     model: AttentionName
-    certificate: CertificateName | None
+    certificate: Certificate | None
     strictly_causal: bool
     diagonal_scaling: bool
     lipschitz_target: float | None
@@ -90,7 +91,6 @@ class Case(RecipeCase):
 class Result:
     """What one trained model is worth; no nats are finite where the training lost its numbers."""
 
-    parameters: int
     ngram_nats: float  # of a 5-gram of the same text on the same characters
     num_characters: int
     nats: float = math.inf  # per character of the whole validation split
@@ -121,17 +121,13 @@ def cases(options: Options) -> list[Case]:
 
 def constraints(
     model: AttentionName, options: Options
-) -> Iterable[tuple[CertificateName | None, bool, bool, float | None]]:
+) -> Iterable[tuple[Certificate | None, bool, bool, float | None]]:
     """Certificate, strictly causal or not, scaled or not, and c: what applies to a model."""
     if not model.startswith("contractive"):
         return [(None, False, False, None)]
+    strictly = options.strictly_causal if model == "contractive_bounded" else [False]
     rest = options.diagonal_scaling, options.lipschitz_targets
-    if model != "contractive_bounded":
-        return itertools.product(options.certificates, [False], *rest)
-    held: list[CertificateName] = [  # Kim's theorems are about tied attention
-        "token_max" if name.startswith("kim_") else name for name in options.certificates
-    ]
-    return itertools.product(held, options.strictly_causal, *rest)
+    return itertools.product(options.certificates, strictly, *rest)
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -139,7 +135,7 @@ def measure(case: Case, device: torch.device) -> Result:
     text = case.text
     model, trained = train(case, device)
     model.eval()
-    result = Result(sum(p.numel() for p in model.parameters()), text.ngram_nats, len(text.val))
+    result = Result(text.ngram_nats, len(text.val))
     if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
         return result
     certificate = enforce(model) if case.certificate else None

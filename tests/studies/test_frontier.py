@@ -38,9 +38,9 @@ EVERYTHING = [
     "certificates=[token_max, causal]", "strictly_causal=[false, true]",
     "diagonal_scaling=[false, true]",
 ]  # fmt: skip
-BASELINE = Result(9, 1.7, 100, nats=2.0, estimate=3.0)
-CERTIFIED = Result(9, 1.7, 100, nats=2.1, estimate=0.5, certified=0.8)
-LOST = Result(9, 1.7, 100)
+BASELINE = Result(1.7, 100, nats=2.0, estimate=3.0)
+CERTIFIED = Result(1.7, 100, nats=2.1, estimate=0.5, certified=0.8)
+LOST = Result(1.7, 100)
 
 
 def grid(*words: str) -> list[Case]:
@@ -56,7 +56,7 @@ def only(*words: str) -> Case:
 
 def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     found = grid(
-        "certificates=[token_max, causal, kim_entry_max]",
+        "certificates=[token_max, causal]",
         "lipschitz_targets=[0.5, 0.9]",
         "optimisers=[adamw, muon]",
         "muon_lr=[0.01, 0.02]",
@@ -64,7 +64,7 @@ def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
     # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
     # in metrics or not.
     assert Counter(c.model for c in found) == {
-        "dot_product": 3, "l2": 3, "contractive_l2": 36, "contractive_bounded": 48
+        "dot_product": 3, "l2": 3, "contractive_l2": 24, "contractive_bounded": 48
     }  # fmt: skip
     assert {c.model for c in found if c.strictly_causal} == {"contractive_bounded"}
     bounded = {c.certificate for c in found if c.model == "contractive_bounded"}
@@ -144,11 +144,8 @@ def test_the_numbers_of_a_row_are_those_of_an_independent_computation(model: Att
     assert result.estimate <= result.certified
 
 
-@pytest.mark.parametrize("certificate", ["causal", "kim_entry_max", "kim_frobenius"])
-def test_other_certificates_bound_their_own_norm(certificate: str) -> None:
-    (case,) = grid(
-        "models=[contractive_l2]", f"certificates=[{certificate}]", "diagonal_scaling=[false]"
-    )
+def test_a_causal_certificate_bounds_diagonal_blocks() -> None:
+    (case,) = grid("models=[contractive_l2]", "certificates=[causal]", "diagonal_scaling=[false]")
     result = measure(case, CPU)
     assert result.certified is not None
     assert result.certified <= 0.8
