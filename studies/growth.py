@@ -21,9 +21,7 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -86,11 +84,6 @@ class Options(StudyOptions):
     sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", "[2, 1e5]")
     num_sequences: int = option(4, "texts per n, the same starts for all n", "[1, 1e4]")
     attack_sizes: list[int] = option([7, 17, 32, 47, 62, 77, 97], "n under attack", "[2, 1e5]")
-
-    def check(self) -> None:
-        """A text exists."""
-        missing = self.text is not None and not Path(self.text).expanduser().exists()
-        self.refuse_if(missing, "text", f"{self.text}: no such file or folder")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,8 +322,13 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     converged = min(values(rows, "converged"))
     findings.append((None, f"at least {converged:.0%} of the estimates of each row converged"))
     published = any(is_published(part[0][0]) for part, _ in fitted)
+    lines = [
+        {"layer": label(part[0][0]), "fit": one and str(one)}
+        | {f"n = {c.num_tokens}": constant(c, r) for c, r in part}
+        for part, one in found
+    ]
     return Summary(
-        [table_line(part, one) for part, one in found],
+        lines,
         IN_PAPER if published else "about n^(1/4) on text",
         "; ".join(f"{label(part[0][0])}: {one}" for part, one in fitted) or "too few lengths",
         outcome_of(findings),
@@ -360,38 +358,18 @@ def attack_finding(part: Part, one: Fit) -> Finding:
     )
 
 
-def table_line(part: Part, one: Fit | None) -> dict[str, Any]:
-    """One curve: fit, the paper's fit, and the largest length."""
-    case, result = part[-1]
-    return {
-        "layer": label(case),
-        "fit": one and str(one),
-        "C of C n^(1/2)": root_coefficient(part) if case.radius else None,
-        "paper": f"{PUBLISHED_C:g} n^0.5" if is_published(case) else None,
-        "largest n": case.num_tokens,
-        "constant there": constant(case, result),
-        "converged": min(values(part, "converged")),
-    }
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Constants against n, on text and under attack, with the paper's line."""
-    figure, (left, right) = panels(1, 2)
-    for index, (part, one) in enumerate(fits(rows)):
+    """Constants against n, on text and under attack."""
+    figure, axes = panels(1, 2)
+    for index, (part, _) in enumerate(fits(rows)):
         case = part[0][0]
-        words = f"{label(case)}:\n{one}" if one else label(case)
-        axes = right if case.radius else left
-        curves(axes, part, "num_tokens", constant, label=words, **look_of(index))
-        if is_published(case):
-            n = values(part, "num_tokens")
-            axes.plot(n, [PUBLISHED_C * m**0.5 for m in n], "k:", label="paper 0.92 n^0.5")
-    for axes, title in ((left, "text"), (right, "two clusters")):
-        axes.set(
+        one = axes[case.radius > 0]
+        curves(one, part, "num_tokens", constant, label=label(case), **look_of(index))
+    for one, title in zip(axes, ("text", "two clusters"), strict=True):
+        one.set(
             xlabel="sequence length n (tokens)", xscale="log", yscale="log",
             ylabel="local constant, frobenius (no unit)", title=title,
         )  # fmt: skip
-        if axes.lines:
-            axes.legend(fontsize="x-small", loc="upper center", bbox_to_anchor=(0.5, -0.15))
     return figure
 
 
