@@ -5,7 +5,7 @@ Castin, Ablin & Peyré 2024, *How Smooth Is Attention?*, arXiv 2312.14820, in th
 
     f(X)_i = V Σ_j P_ij x_j,    P_ij ∝ m_j exp(x_jᵀ A x_i) over the visible j
 
-with masses m (1 for a plain sequence). f is not Lipschitz on all inputs; every bound here is in
+with masses m (1 for a plain sequence). f is not Lipschitz on all inputs; constants here are in
 ``frobenius`` and for tokens of length ≤ R, masked or not. Upper bounds are rounded up, to inf.
 """
 
@@ -35,16 +35,6 @@ def dot_product_weights(
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     return logits.softmax(-1)
-
-
-def ball_bound(norm_a: float, norm_v: float, radius: float, num_tokens: int) -> float:
-    """Lip(f) ≤ ‖V‖ (√n (1 + ‖A‖R²) + ‖A‖R²) on n tokens of length ≤ R, masked or not.
-
-    Σ_j P_ij ‖x_j − m_i‖‖ε_j‖ ≤ R (Σ_j P_ij ‖ε_j‖²)^½ by Cauchy–Schwarz: smaller than Theorems 3.3
-    and 4.3 of Castin et al. 2024 and as easy (ours). The norms may be bounds.
-    """
-    bend = norm_a * radius * radius  # a power would raise where a product is inf
-    return round_up(norm_v * (math.sqrt(num_tokens) * (1 + bend) + bend), 12)
 
 
 def two_cluster_tokens(
