@@ -19,27 +19,19 @@ import torch
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import ModelConfig
 from invformer.config.section import option, section
 from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, panels, table
-from studies.runs import validations
+from studies.runs import NANOGPT_CPU, nanogpt_cpu, validations
 from studies.states import trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import TextCase, TextConfig, scores, train_by_recipe
 
 CHARACTERS = 16  # of the dense Jacobian
 WARMUP = 20
-# As many parameters each: the shapes of experiment=nanogpt_cpu_causal and its baselines, a quarter.
-SMALL: dict[str, dict[str, Any]] = {
-    "contractive_bounded": {
-        "certificate": "causal", "strictly_causal": True, "d_model": 40, "num_heads": 4, "d_ff": 74,
-    },
-    "reversible": {"certificate": None, "d_model": 32, "num_heads": 2, "d_ff": 122},
-    "dot_product": {"certificate": None, "d_model": 32, "num_heads": 2, "d_ff": 128},
-}  # fmt: skip
+PART = 4  # small models have a quarter of the width
 
 
 @dataclass(kw_only=True)
@@ -48,9 +40,7 @@ class Options(StudyOptions):
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
     depths: list[int] = option([4, 8, 16, 32, 64], "layers of the small models", "[1, 1e3]")
-    kinds: list[str] = option(list(SMALL), "of the small models")
     num_steps: int = option(200, "optimiser steps of the small models", "[1, 1e6]")
-    muon_lr: float = option(1e-2, "peak learning rate of Muon", "(0, 10]")
     num_windows: int = option(8, "windows that are inverted", "[1, 1e4]")
     num_jacobians: int = option(2, "windows whose Jacobian is taken", "[0, 100]")
     data: TextConfig = section(TextConfig)
@@ -62,10 +52,10 @@ class Case(TextCase):
 
     model: str
     lr: ClassVar[float] = 5e-3
+    muon_lr: ClassVar[float] = 1e-2
     batch_size: ClassVar[int] = 12
     num_layers: int | None
     num_steps: int
-    muon_lr: float
     num_windows: int
     num_jacobians: int
 
@@ -92,7 +82,7 @@ def cases(options: Options) -> list[Case]:
     text = options.data.case_fields(64, options.num_windows)
     return [
         *grid(Case, options, text, num_layers=[None], model=options.models),
-        *grid(Case, options, text, num_layers=options.depths, model=options.kinds),
+        *grid(Case, options, text, num_layers=options.depths, model=NANOGPT_CPU),
     ]
 
 
@@ -152,8 +142,7 @@ def trained_here(case: Case) -> tuple[CharTransformer, Tensor, float]:
     text = case.text
     assert case.num_layers is not None
     torch.manual_seed(case.seed)
-    config = ModelConfig(name=case.model, num_layers=case.num_layers, **SMALL[case.model])  # pyright: ignore
-    model = build_model(config, text.vocab_size, 64)
+    model = build_model(nanogpt_cpu(case.model, case.num_layers, PART), text.vocab_size, 64)
     train_by_recipe(model, case, weight_decay=0.1, warmup_steps=min(WARMUP, case.num_steps))
     model.eval()
     inputs, targets = text.windows(64, torch.device("cpu"))

@@ -21,25 +21,19 @@ import torch
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.schema import ModelConfig
 from invformer.config.section import option
 from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
+from studies.runs import nanogpt_cpu
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import mean_nats
 
 Strategy = Literal["store", "checkpoint", "inverse"]
 VOCAB, SEQ_LEN = 51, 64
-SHAPES: dict[str, dict[str, Any]] = {
-    "contractive_bounded": {
-        "certificate": "causal", "strictly_causal": True, "d_model": 160, "num_heads": 16,
-        "d_ff": 296,
-    },
-    "reversible": {"certificate": None, "d_model": 128, "num_heads": 8, "d_ff": 490},
-}  # fmt: skip
+KINDS = ("contractive_bounded", "reversible")
 
 
 @dataclass(kw_only=True)
@@ -76,7 +70,7 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """Every kind at every depth, in three ways."""
     strategies = get_args(Strategy)
-    return grid(Case, options, num_layers=options.depths, kind=SHAPES, strategy=strategies)
+    return grid(Case, options, num_layers=options.depths, kind=KINDS, strategy=strategies)
 
 
 def measure(case: Case, device: torch.device) -> Result:
@@ -90,8 +84,7 @@ def measured(case: Case) -> Result:
     """Some steps, their peak memory and their time; then the gradient of the stored activations."""
     torch.set_num_threads(case.num_threads or torch.get_num_threads())
     torch.manual_seed(case.seed)
-    config = ModelConfig(name=case.kind, num_layers=case.num_layers, **SHAPES[case.kind])  # pyright: ignore
-    model = build_model(config, VOCAB, SEQ_LEN)
+    model = build_model(nanogpt_cpu(case.kind, case.num_layers), VOCAB, SEQ_LEN)
     tokens = torch.randint(VOCAB, (case.batch_size, SEQ_LEN))
     model.initialise(tokens[:1])
     step(model, tokens[:1], case.strategy)  # libraries take their memory

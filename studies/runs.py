@@ -1,14 +1,32 @@
-"""Runs of ``train.py`` as a study starts them and reads them."""
+"""Models and runs of ``train.py``: as a study names, starts and reads them."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from invformer.config import load_config
+from invformer.config.schema import ModelConfig
 from invformer.errors import InvformerError
 from invformer.runs.run_log import read_rows
 
 ROOT = Path(__file__).parents[1]
+# nanoGPT's CPU size, as many parameters each.
+NANOGPT_CPU = {
+    "contractive_bounded": "experiment=nanogpt_cpu_causal",
+    "reversible": "experiment=nanogpt_cpu model=reversible model.num_heads=8 model.d_ff=490",
+    "dot_product": "experiment=nanogpt_cpu model=dot_product model.num_heads=8",
+}
+
+
+def nanogpt_cpu(name: str, num_layers: int, part: int = 1) -> ModelConfig:
+    """A model of nanoGPT's CPU size at a depth, or with one part of the width and the heads."""
+    size = load_config(NANOGPT_CPU[name].split()).model
+    return replace(
+        size, num_layers=num_layers, d_model=size.d_model // part,
+        num_heads=size.num_heads // part, d_ff=size.d_ff and size.d_ff // part,
+    )  # fmt: skip
 
 
 def call(program: str, *words: str) -> None:
