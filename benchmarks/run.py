@@ -5,7 +5,6 @@ import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from benchmarks.tasks import (
 from benchmarks.timing import Spread, in_turns, paired
 from invformer.kernels import native
 from invformer.kernels.attention import Kernel
-from invformer.runs.machine import commit
+from invformer.runs.machine import commit, cpu_name
 
 Row = dict[str, Any]
 # The monitor at every step and every branch, at so many characters of one window.
@@ -159,13 +158,3 @@ def environment(threads: int, kernel: Kernel = "auto") -> dict[str, Any]:
 def load() -> list[float] | None:
     """How many processes wanted to run in the last 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None
-
-
-def cpu_name() -> str:
-    """The processor's own name."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()

@@ -31,8 +31,6 @@ through :func:`progress`.
 
 import itertools
 import os
-import platform
-import re
 import signal
 import sys
 import time
@@ -51,7 +49,7 @@ from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json
 from invformer.runs.console import outlive_console
 from invformer.runs.exit import guarded
-from invformer.runs.machine import commit, pick_device
+from invformer.runs.machine import commit, cpu_name, pick_device
 from invformer.training.plots import save
 from studies.report import Figure, Item, Rows, Summary, differing, with_legends
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
@@ -230,10 +228,8 @@ def hardware(device: torch.device) -> str:
     """What the numbers were computed on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    info, threads = Path("/proc/cpuinfo"), torch.get_num_threads()
-    found = re.search(r"model name\s*:\s*(.+)", info.read_text("utf-8") if info.exists() else "")
-    processor = found[1] if found else platform.machine()
-    return f"{processor}, {threads} thread{'s' if threads > 1 else ''}"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def progress(items: Iterable[Item], what: str) -> Iterator[Item]:

@@ -1,5 +1,7 @@
 """What a program runs on and from: device, hardware, commit; and what it cannot do there."""
 
+import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,3 +79,10 @@ def commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
+
+
+def cpu_name() -> str:
+    """The processor's own name."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", info.read_text("utf-8") if info.exists() else "")
+    return found[1] if found else platform.processor() or platform.machine()
