@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from invformer.nn.kim_attention import paper_output_map
 from studies import breaking
 from studies.breaking import FORMULAS, Case, measure
 
@@ -46,7 +47,8 @@ def test_with_unit_weights_and_nothing_removed_the_spelled_out_map_is_the_librar
     weights = breaking.weights("self_hidden", CPU)
     x = torch.tensor([[0.0], [0.3], [-1.1]])
     logits = -(x - x.mT).square()
-    assert torch.allclose(logits.softmax(-1) @ x, breaking.tied_attention(x, weights))
+    g = paper_output_map(weights.w_q, weights.w_v, weights.w_o)
+    assert torch.allclose(logits.softmax(-1) @ x, breaking.tied_attention(x, weights.w_q, g))
 
 
 def outcome_with(variant: breaking.Variant, **wrong: float) -> str:
