@@ -12,11 +12,10 @@ is the largest absolute row sum. Results are Python floats, proven, rounding inc
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.head_gain import Visible, head_gain, mean_gaps
+from invformer.bounds.head_gain import Visible, mean_gaps
 from invformer.bounds.heads import InputMaps
 from invformer.bounds.layers import max_row_sum
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
-from invformer.numerics.spectral_norm import spectral_norm_bound
 
 
 def entry_max_bound(
@@ -28,26 +27,3 @@ def entry_max_bound(
     query = max(product_up(max_row_sum(w), max_row_sum(w.mT)) for w in w_q)
     value = max(max_row_sum(w.mT) for w in w_v)
     return product_up(bracket, max_row_sum(w_o.mT), query, value)
-
-
-def frobenius_bound(
-    w_q: InputMaps,
-    w_v: InputMaps,
-    w_o: Float[Tensor, "width width_out"],
-    visible: Visible,
-    num_tokens: int,
-) -> float:
-    """Lip(F) in frobenius ≤ √(N/d) (4u + 1) √(Σ_h ‖W^Q_h‖₂⁴ ‖W^V_h‖₂²) ‖W^O‖₂.
-
-    The exponent of ‖W^Q_h‖₂ is 4. It is often reproduced as 2, which cannot hold: F is quadratic in
-    W^Q (N = 2, D = 1, W^Q = 10, X = 0 has ‖J‖₂ = 100, and the square gives 29.9).
-    """
-    u = max(mean_gaps(visible, len(w_q)))
-    query, value = spectral_norm_bound(w_q).tolist(), spectral_norm_bound(w_v).tolist()
-    heads = (product_up(q, q, q, q, v, v) for q, v in zip(query, value, strict=True))
-    return product_up(
-        sqrt_up(quotient_up(num_tokens, w_q.shape[-1])),
-        head_gain(u),
-        sqrt_up(sum_up(*heads)),
-        spectral_norm_bound(w_o).item(),
-    )
