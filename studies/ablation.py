@@ -107,7 +107,8 @@ def cases(options: Options) -> list[Case]:
     """The unchanged model first, then the variants."""
     words = " ".join([*words_of_threads(options.num_threads), *options.overrides])
     same = {"words": words, "folder": str(options.folder / "runs")}
-    return grid(Case, options, same, variant=[NOTHING, *(options.only or VARIANTS)])
+    names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
+    return grid(Case, options, same, variant=names)
 
 
 def command(case: Case) -> list[str]:
@@ -125,11 +126,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """
     word = "gpu" if device.type == "cuda" else "cpu"
     call("train.py", *command(case), f"trainer.accelerator={word}", "trainer.progress=false")
-    return read_run(Path(case.folder) / case.run)
-
-
-def read_run(folder: Path) -> Result:
-    """Last validation and certificate of a finished run."""
+    folder = Path(case.folder) / case.run
     last, file = validations(folder)[-1], folder / "certificate.json"
     bounds = json.loads(file.read_text(encoding="utf-8"))["per_branch"] if file.exists() else {}
     return Result(

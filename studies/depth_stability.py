@@ -55,6 +55,8 @@ Kind = Literal[
 Batch = Integer[Tensor, "batch tokens"]
 # Beyond so many layers the paper's dot product fails.
 LIMIT = 10
+# c of the contractive kinds.
+TARGET = 0.7
 # Inputs of the branches of kinds in a ball, in units of √D.
 BALL = 2.0
 # Who stands beside the paper's claim, which is about dot product against the others.
@@ -80,7 +82,6 @@ class Options(AdamOptions):
 
     kinds: list[Kind] = option(list(get_args(Kind)), "model kinds")
     depths: list[int] = option([2, 6, 10, 14, 18], "numbers of blocks", "[1, 1e3]")
-    lipschitz_target: float = option(0.7, "c of the contractive kinds", "(0, 1)")
     position_bias: bool = option(True, "learned relative position bias (the paper has none)")
 
 
@@ -89,7 +90,6 @@ class Case(ModelCase):
     """One model and everything about its training."""
 
     kind: Kind
-    lipschitz_target: float
     position_bias: bool
 
 
@@ -170,7 +170,7 @@ def build_kind(case: Case) -> CharTransformer:
     stem = re.sub("_(post|ball|bare)$", "", case.kind)
     options: dict[str, Any] = {"activation_norm": True, "diagonal_scaling": False}
     model = new_model(
-        case, position_bias=case.position_bias, lipschitz_target=case.lipschitz_target,
+        case, position_bias=case.position_bias, lipschitz_target=TARGET,
         input_radius=BALL if case.kind.endswith("_ball") else None, **options | NETWORKS[stem],
     )  # fmt: skip
     block: Any

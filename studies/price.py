@@ -106,19 +106,9 @@ def measure(case: Case, device: torch.device) -> Result:
         InvformerError: a command failed; what it has saved stays.
     """
     call("train.py", *command(case))  # on the same device: a GPU if there is one
-    reports = {}
-    for split in ("val", "test"):
-        asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
-        call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
-        file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
-        reports[split] = json.loads(file.read_text(encoding="utf-8"))
-    return result_of(reports["val"], reports["test"], validations(case.run))
-
-
-def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, Any]]) -> Result:
-    """What two evaluations and the validations of a run say."""
-    ngram, certificate = val["ngram"]["nats"], test["certificate"]
-    inversion = test["inversion"]
+    val, test = (evaluated(case, split, device) for split in ("val", "test"))
+    ngram, certificate, inversion = val["ngram"]["nats"], test["certificate"], test["inversion"]
+    rows = validations(case.run)
     return Result(
         parameters=val["model"]["parameters"],
         val=val["nats"],
@@ -129,6 +119,14 @@ def result_of(val: dict[str, Any], test: dict[str, Any], rows: list[dict[str, An
         certified=certificate and max(certificate["per_branch"].values()),
         proven=inversion and inversion["characters_proven"],
     )
+
+
+def evaluated(case: Case, split: str, device: torch.device) -> dict[str, Any]:
+    """The report of ``evaluate.py`` on a split."""
+    asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
+    call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
+    file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

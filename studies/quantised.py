@@ -12,20 +12,18 @@ certified model is recovered and proven, for at most 0.05 bits per character.
 import copy
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from invformer.config.section import option
-from invformer.data.corpora import read_corpus
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
-from studies.states import decode, trained, undoing, windows
+from studies.states import decode, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program
 
 FLOAT_BITS = 32
@@ -101,13 +99,6 @@ def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, float
     return model.eval(), size / 1024
 
 
-@lru_cache(maxsize=2)
-def validation(folder: str, count: int | None) -> Tensor:
-    """The symbols that are scored."""
-    model = trained(folder)
-    return model.vocabulary.encode(read_corpus(model.config.data).split("val")[:count])
-
-
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
     """Round, certify, score, invert and prove."""
@@ -115,7 +106,7 @@ def measure(case: Case, device: torch.device) -> Result:
     name, target = source.config.model.name, source.config.model.lipschitz_target
     model, size = quantised(source.network, case.bits)
     bound = enforce(model, dtype=torch.float32).bound_max if model.is_invertible else None
-    text = validation(case.model, case.scored)
+    text = validation(case.model)[: case.scored]
     likelihood = score(model, EvaluationWindows(text, model.seq_len, model.seq_len, 64), device)
     model.double()
     z = model.stack(model.embedding(tokens))

@@ -23,7 +23,6 @@ Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no cl
 Rows = Sequence[tuple[AnyCase, AnyResult]]
 Name = str | Callable[[Any, Any], Any]
 Item = TypeVar("Item")
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,6 @@ def mean(rows: Iterable[tuple[Any, Any]], name: Name) -> float:
     return fmean(values(rows, name))
 
 
-def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items by their key, in the order of their first appearance."""
-    found: dict[Key, list[Item]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
 def by(
     rows: Iterable[tuple[AnyCase, AnyResult]], *names: Name
 ) -> dict[Any, list[tuple[AnyCase, AnyResult]]]:
@@ -103,7 +94,10 @@ def alike(
     rows: Iterable[tuple[AnyCase, AnyResult]], names: Sequence[Name]
 ) -> dict[tuple[Any, ...], list[tuple[AnyCase, AnyResult]]]:
     """The rows by a tuple of any number of values."""
-    return grouped(rows, lambda row: tuple(of(row, name) for name in names))
+    found: dict[tuple[Any, ...], list[tuple[AnyCase, AnyResult]]] = {}
+    for row in rows:
+        found.setdefault(tuple(of(row, name) for name in names), []).append(row)
+    return found
 
 
 def differing(cases: Iterable[Any]) -> list[str]:

@@ -35,11 +35,17 @@ def trained(folder: str) -> TrainedModel:
 
 
 @lru_cache(maxsize=4)
-def windows(folder: str, count: int) -> Integer[Tensor, "windows tokens"]:
-    """Windows spread evenly over the validation split of the model's own text."""
+def validation(folder: str) -> Integer[Tensor, " characters"]:
+    """The validation split of the model's own text."""
     model = trained(folder)
-    tokens = model.vocabulary.encode(read_corpus(model.config.data).split("val")).long()
-    whole = tokens.unfold(0, model.network.seq_len, model.network.seq_len)
+    return model.vocabulary.encode(read_corpus(model.config.data).split("val"))
+
+
+@lru_cache(maxsize=4)
+def windows(folder: str, count: int) -> Integer[Tensor, "windows tokens"]:
+    """Windows spread evenly over the validation split."""
+    seq_len = trained(folder).network.seq_len
+    whole = validation(folder).long().unfold(0, seq_len, seq_len)
     return whole[torch.linspace(0, len(whole) - 1, count).long()]
 
 
