@@ -71,7 +71,8 @@ class Result:
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
 
 
-LOST = Result(*5 * [math.nan], [0.0] * len(MULTIPLES))  # no finite training
+NAN = math.nan
+LOST = Result(NAN, NAN, NAN, NAN, NAN, [0.0] * len(MULTIPLES))  # no finite training
 
 
 def cases(options: Options) -> list[Case]:
