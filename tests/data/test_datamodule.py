@@ -6,12 +6,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
-from torch.nn import functional as F
 
 from invformer.assemble.run import build_data
 from invformer.config import load_config
@@ -19,12 +15,6 @@ from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
-
-# Lightning's own calls into PyTorch, and its remark about the run directory of the fixture.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
-]
 
 SEQ_LEN = 8
 
@@ -41,100 +31,6 @@ def make_data(corpus: Corpus = CORPUS, **options: Any) -> TextDataModule:
     return TextDataModule(corpus, Vocabulary.from_text(corpus.read("train")), **options)
 
 
-# --- Resuming ------------------------------------------------------------------------------------
-
-
-class Recorder(L.LightningModule):
-    """Learns, and remembers which batch belonged to which step."""
-
-    def __init__(self, vocab_size: int) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(vocab_size, 6)
-        self.head = torch.nn.Linear(6, vocab_size)
-        self.batches: list[tuple[int, list]] = []
-        self.validated_at: list[int] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        inputs, targets = batch
-        self.batches.append((self.trainer.global_step, inputs.tolist()))
-        logits = self.head(self.embedding(inputs))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
-        pass
-
-    def on_validation_epoch_end(self) -> None:
-        self.validated_at.append(self.trainer.global_step)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def train(
-    folder: Path,
-    max_steps: int,
-    *,
-    accumulate: int = 2,
-    save_every: int | None = None,
-    resume: bool = False,
-    **options: Any,
-) -> Recorder:
-    """Train with validation in between, saving every so many steps or at every validation."""
-    data = make_data(**options)
-    module = Recorder(data.vocabulary.size)
-    trainer = L.Trainer(
-        max_steps=max_steps, accumulate_grad_batches=accumulate, val_check_interval=6,
-        check_val_every_n_epoch=None, accelerator="cpu", logger=False, num_sanity_val_steps=0,
-        enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(
-                folder, "last", every_n_train_steps=save_every, enable_version_counter=False
-            )
-        ],
-    )  # fmt: skip
-    checkpoint = str(folder / "last.ckpt") if resume else None
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=True)
-    return module
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "save_every", "accumulate", "saved_step"),
-    [
-        pytest.param(5, 5, 2, 5, id="saved after a training step"),
-        pytest.param(7, None, 2, 6, id="saved after a validation"),
-        pytest.param(6, 3, 2, 6, id="extended after it was finished"),
-        pytest.param(5, 5, 1, 5, id="without accumulation"),
-    ],
-)
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    tmp_path: Path, max_steps: int, save_every: int | None, accumulate: int, saved_step: int
-) -> None:
-    how: dict[str, Any] = {"save_every": save_every, "accumulate": accumulate}
-    reference = train(tmp_path / "whole", 12, accumulate=accumulate)
-    first = train(tmp_path / "parts", max_steps, **how)
-    checkpoint = torch.load(tmp_path / "parts" / "last.ckpt", weights_only=True)
-    assert checkpoint["global_step"] == saved_step
-    assert checkpoint["TextDataModule"]["next_batch"] == saved_step * accumulate
-    second = train(tmp_path / "parts", 12, resume=True, **how)
-    completed = [batch for batch in first.batches if batch[0] < saved_step]
-    assert completed + second.batches == reference.batches
-    validated = [step for step in first.validated_at if step <= saved_step]
-    assert sorted({*validated, *second.validated_at}) == reference.validated_at
-    for name, weight in reference.state_dict().items():
-        assert torch.equal(second.state_dict()[name], weight), name
-
-
-def test_another_batch_size_continues_at_the_same_window(tmp_path: Path) -> None:
-    reference = train(tmp_path / "whole", 12, accumulate=1)
-    train(tmp_path / "parts", 6, save_every=6, accumulate=1)
-    second = train(tmp_path / "parts", 18, resume=True, save_every=6, accumulate=1, batch_size=2)
-    windows = [w for _, batch in reference.batches[6:] for w in batch]
-    assert [w for _, batch in second.batches for w in batch] == windows
-
-
 def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
     data = make_data()
     data.load_state_dict({"next_batch": 10, "global_step": 5, "windows_per_batch": 8})
@@ -142,9 +38,6 @@ def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
     inputs, _ = next(iter(data.train_dataloader()))
     expected = next(itertools.islice(make_data().train_dataloader(), 20, None))[0]
     assert torch.equal(inputs, expected)
-
-
-# --- Splits --------------------------------------------------------------------------------------
 
 
 def test_every_loader_reads_its_own_split_and_the_vocabulary_is_that_of_training_alone(

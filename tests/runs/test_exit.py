@@ -121,20 +121,6 @@ def test_the_debug_flag_adds_the_traceback(
     assert lines[-1].startswith("error: ")
 
 
-def test_a_console_that_nobody_reads_costs_a_program_nothing() -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    done = subprocess.run(
-        [sys.executable, "train.py", "--help"],
-        cwd=ROOT,
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    os.close(writing)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("open_pair", [os.pipe, pty.openpty], ids=["pipe", "terminal"])
 def test_a_lost_console_becomes_the_null_device(open_pair: Callable[[], tuple[int, int]]) -> None:
     reader, writer = open_pair()
