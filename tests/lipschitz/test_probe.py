@@ -20,6 +20,7 @@ from invformer.nn import (
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.numerics.linear_map import dense_jacobian
+from studies.monitor_quality import token_max_norm
 from tests.host_syncs import HostSyncs
 from tests.launches import Launches
 from tests.nn.builders import (
@@ -91,21 +92,6 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: j.detach().view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH) for n, j in found.items()}
 
 
-def token_max(jacobian: torch.Tensor) -> float:
-    """The power method from every output token, long and from several left vectors."""
-    best = 0.0
-    for seed in range(4):
-        a = torch.randn(jacobian.shape[:2], generator=torch.Generator().manual_seed(seed))
-        for _ in range(200):
-            w = torch.einsum(
-                "id,idjk->ijk", a / a.norm(dim=-1, keepdim=True).clamp_min(1e-300), jacobian
-            )
-            x = w / w.norm(dim=-1, keepdim=True).clamp_min(1e-300)
-            a = torch.einsum("idjk,ijk->id", jacobian, x)
-        best = max(best, a.norm(dim=-1).max().item())
-    return best
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> None:
     model = trained_a_little(MODELS[name]())
@@ -143,7 +129,7 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
     model = trained_a_little(MODELS[name]())
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
-    norms = {"token_max": token_max, "frobenius": partial(norm_from_below, norm="frobenius")}
+    norms = {"token_max": token_max_norm, "frobenius": partial(norm_from_below, norm="frobenius")}
     norms["entry_max"] = lambda j: j.abs().sum((2, 3)).max().item()
     if certified_in(model) == "diagonal_block":
         norms["diagonal_block"] = diagonal_norm
@@ -246,7 +232,7 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
         if step in (39, 79, 119):
             true = dense(copy.deepcopy(model).double().eval(), tokens)
             for name, value in zip(probe.names, values.tolist(), strict=True):
-                exact = token_max(true[name])
+                exact = token_max_norm(true[name])
                 assert value <= exact
                 errors.append(1 - value / exact)
     assert statistics.median(errors) < 0.01
@@ -286,7 +272,7 @@ def test_a_branch_without_products_of_its_own_is_estimated_by_autograd() -> None
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
     for name, (value, _) in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
-        assert value.item() == pytest.approx(token_max(true[name]), rel=1e-2)
+        assert value.item() == pytest.approx(token_max_norm(true[name]), rel=1e-2)
 
 
 def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> None:
@@ -296,4 +282,4 @@ def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> Non
     assert [part.iteration.others.shape[-1] for part in probe.parts] == [8, SEQ_LEN]
     for name, (value, _) in probe.estimate(num_steps=60).items():
         if "feed_forward" in name:
-            assert value.item() == pytest.approx(token_max(true[name]), rel=1e-4)
+            assert value.item() == pytest.approx(token_max_norm(true[name]), rel=1e-4)

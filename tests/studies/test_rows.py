@@ -1,5 +1,5 @@
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,21 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from studies.rows import Measured, RowFile
-
-
-@dataclass(frozen=True)
-class Case:
-    number: int
-    offset: float
-    kind: str
-    label: str | None
-
-
-@dataclass(frozen=True)
-class Result:
-    square: float
-    history: list[float]
-
+from tests.studies.test_study import Case, Result
 
 numbers = st.floats(allow_nan=False)
 

@@ -14,7 +14,7 @@ import torch
 
 from invformer.config import command_line, load_config
 from invformer.config.section import Section, option, section
-from invformer.errors import CertificateViolation, ConfigurationError, StorageError
+from invformer.errors import CertificateViolation, StorageError
 from studies import __main__ as listing
 from studies.report import Summary, outcome_of, panels
 from studies.study import Study, StudyOptions, case_of, main, run
@@ -148,12 +148,6 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
         run(Squares().study(), options_in(tmp_path))
 
 
-def test_rows_of_another_study_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(StorageError, match="other columns"):
-        run(Squares().study(), options_in(tmp_path))
-
-
 def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,8 +156,8 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
-def test_a_file_that_is_no_table_of_rows_is_refused(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
+def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(StorageError, match=r"rows\.csv has other columns"):
         run(Squares().study(), options_in(tmp_path))
@@ -190,10 +184,7 @@ def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     ("word", "message"),
     [
         ("numbrs=[1]", "did you mean 'numbers'?"),
-        ("numbers=[2000]", "2000 is not in [0, 1000]"),
-        ("device=cud", "did you mean 'cuda'?"),
         ("numbers=[]", "leave no case"),
-        ("offset", "is not key=value"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_exit_code_2(
@@ -207,15 +198,6 @@ def test_a_bad_argument_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("words", [["--debug"], ["debug=true"], []])
-def test_a_study_shows_its_tracebacks_where_that_is_asked_for(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = [f"out={tmp_path}", *words]
-    assert main(Squares(2, CertificateViolation).study(), argv) == 6
-    assert ("Traceback" in capsys.readouterr().err) == bool(words)
 
 
 def test_a_gpu_that_does_not_exist_is_refused(
