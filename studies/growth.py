@@ -56,7 +56,6 @@ from studies.report import (
     mean,
     outcome_of,
     panels,
-    values,
 )
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import recorded_inputs
@@ -319,8 +318,6 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     if slower := [one.exponent < 0.5 for part, one in fitted if not part[0][0].radius]:
         words = f"{sum(slower)} of {len(slower)} curves on text grow slower than n^(1/2); none is"
         findings.append((None, f"{words} of the paper's layers, whose exponent is about 1/4"))
-    converged = min(values(rows, "converged"))
-    findings.append((None, f"at least {converged:.0%} of the estimates of each row converged"))
     published = any(is_published(part[0][0]) for part, _ in fitted)
     lines = [
         {"layer": label(part[0][0]), "fit": one and str(one)}

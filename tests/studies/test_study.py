@@ -14,7 +14,7 @@ import torch
 
 from invformer.config import command_line, load_config
 from invformer.config.section import Section, option, section
-from invformer.errors import CertificateViolation, StorageError
+from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
 from studies.report import Summary, outcome_of, panels
 from studies.study import Study, StudyOptions, case_of, main, run
