@@ -251,10 +251,14 @@ def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         offset = num_read - len(decoder.getstate()[0]) + error.start
-        encoding = "utf-16" if error.object[:2] in UTF_16 and offset == 0 else "latin1"
+        is_utf_16 = error.object[:2] in UTF_16 and offset == 0
+        encoding = "utf-16" if is_utf_16 else "latin1"
+        hint = f"convert the file, for example with iconv -f {encoding} -t utf-8"
+        if b"\0" in error.object and not is_utf_16:
+            hint = "this is no text; if it is compressed, unpack it"
         raise DataError(
             f"{file}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8 "
-            f"({error.reason}); convert the file, for example with iconv -f {encoding} -t utf-8"
+            f"({error.reason}); {hint}"
         ) from None
 
 
