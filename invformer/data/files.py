@@ -53,6 +53,8 @@ def require_texts(files: Iterable[Path], path: str) -> None:
     for file in files:
         try:
             status = file.stat()
+        except FileNotFoundError:
+            refuse(file, "no such file or folder", path)
         except OSError as error:
             raise unreadable(file, error) from None
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
@@ -106,9 +108,7 @@ def opened(stream: IO[bytes], file: Path, path: str) -> Iterator[IO[bytes]]:
 
 
 def unreadable(file: Path, error: OSError) -> DataError:
-    """The error for a file that is missing or closed to us."""
-    if isinstance(error, FileNotFoundError):
-        return DataError(f"{file}: no such file or folder; check data.path")
+    """The error for a file that is closed to us."""
     return DataError(f"{file}: cannot be read ({error.strerror})")
 
 

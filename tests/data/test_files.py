@@ -32,6 +32,10 @@ def test_a_device_is_nobodys_text(tmp_path: Path) -> None:
     assert refusal(SavedPath("/dev/zero")) == f"/dev/zero: not a regular file, and {UNTYPED}"
 
 
+def test_a_text_that_a_checkpoint_names_may_be_gone() -> None:
+    assert refusal(SavedPath("/no/text")) == f"/no/text: no such file or folder, and {UNTYPED}"
+
+
 @pytest.mark.parametrize("path", ["/proc/kmsg", "/proc/self/maps"])
 def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -> None:
     if not Path(path).exists():
