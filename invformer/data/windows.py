@@ -141,12 +141,10 @@ class EvaluationWindows:
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
             last = min(first + self.batch_size, self.num_windows)
-            yield self._windows(torch.arange(first, max(first + 1, last)))
-
-    def _windows(self, numbers: Integer[Tensor, "batch"]) -> ScoredBatch:
-        positions = numbers[:, None] * self.stride + torch.arange(self.seq_len + 1)
-        inside = (positions < len(self.tokens)) & (numbers < self.num_windows)[:, None]
-        windows = self.tokens[positions.where(inside, 0)].long().where(inside, 0)
-        read_before = torch.where(numbers == 0, 0, self.seq_len - self.stride)
-        scored = inside[:, 1:] & (torch.arange(self.seq_len) >= read_before[:, None])
-        return windows[:, :-1], windows[:, 1:], scored
+            numbers = torch.arange(first, max(first + 1, last))
+            positions = numbers[:, None] * self.stride + torch.arange(self.seq_len + 1)
+            inside = (positions < len(self.tokens)) & (numbers < self.num_windows)[:, None]
+            windows = self.tokens[positions.where(inside, 0)].long().where(inside, 0)
+            read_before = torch.where(numbers == 0, 0, self.seq_len - self.stride)
+            scored = inside[:, 1:] & (torch.arange(self.seq_len) >= read_before[:, None])
+            yield windows[:, :-1], windows[:, 1:], scored

@@ -61,11 +61,11 @@ def gram_normalisers(weights: Sequence[Tensor], num_steps: int = 8) -> list[Norm
         a zero matrix u and v are zero.
 
     Raises:
-        ValueError: one of them is not a (batch of) floating-point matrix or num_steps < 1.
+        ValueError: one of them is not a (batch of) floating-point matrix.
     """
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):
-        check_matrix(weight, num_steps)
+        check_matrix(weight)
         key = (min(weight.shape[-2:]), weight.dtype, weight.device)
         by_gram.setdefault(key, []).append(index)
     found: dict[int, Normalisation] = {}

@@ -57,13 +57,8 @@ def estimates(
 ) -> Float[Tensor, "branches"]:
     """The largest gain of every branch after some steps; the iterations go on from there.
 
-    Args:
-        branches: those of :func:`branches_of`, attentions and feed-forwards in turn.
-        x: the input of the first one.
-        iterations: of the attentions and of the feed-forwards.
-        num_steps: of the iterations.
-        diagonal: whether only the diagonal blocks ∂f_i/∂x_i are meant.
-        threads: at most.
+    The branches are those of :func:`branches_of`, attentions and feed-forwards in turn, and so are
+    the iterations. The other arguments are those of :func:`.native_estimate.advance`.
     """
     values = x.new_empty(len(branches))
     for first, iteration in enumerate(iterations):

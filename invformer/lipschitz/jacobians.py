@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from invformer.kernels.attention import only
 from invformer.nn.attention import TiedL2Attention
@@ -118,8 +118,10 @@ class StackedBranches:
 
     def together(self, u: Float[Tensor, "branches *batch tokens width"]) -> Tensor:
         """All branches, each at inputs of its own."""
-        states, weights = [state_of(branch) for branch in self.branches], self.weights
-        state = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        # Masks too, which ``state_dict`` leaves out.
+        states = [{**dict(b.named_parameters()), **dict(b.named_buffers())} for b in self.branches]
+        weights = self.weights
+        state = {n: torch.stack([each[n].detach() for each in states]) for n in states[0]}
         tensors = [torch.stack(each) for each in zip(*(w or () for w in weights), strict=True)]
 
         def branch(state: dict[str, Tensor], tensors: list[Tensor], x: Tensor) -> Tensor:
@@ -356,9 +358,3 @@ STACKED: dict[type, type[StackedBranches]] = {
 def stacked_class(branch: Any) -> type[StackedBranches]:
     """The class that knows the products of branches like this one."""
     return next((STACKED[kind] for kind in STACKED if isinstance(branch, kind)), StackedBranches)
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, masks too, which ``state_dict`` leaves out."""
-    state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {name: t.detach() for name, t in state.items()}

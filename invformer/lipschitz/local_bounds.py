@@ -35,7 +35,8 @@ def local_bounds(probe: LipschitzProbe, tight: bool = False) -> Float[Tensor, "b
     many launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
     matrices per token, branch by branch, unless that takes too long.
     """
-    bounds = torch.full_like(probe.targets, torch.inf)
+    like = {"dtype": torch.float64, "device": probe.tokens.device}
+    bounds = torch.full((len(probe.names),), torch.inf, **like)
     for part, at_text in zip(probe.parts, probe.stacked(), strict=True):
         bounds[part.at] = bounds_of(at_text, probe.measured, tight)
     return bounds

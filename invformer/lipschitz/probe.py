@@ -92,9 +92,7 @@ class LipschitzProbe:
             self.parts.append(Part(at, layers, branches, iteration))
         pairs = zip(*(part.branches for part in self.parts), strict=True)
         self.branches = [branch for pair in pairs for branch in pair]
-        targets = [getattr(branch, "lipschitz_target", math.inf) for branch in self.branches]
-        self.target = max(targets)
-        self.targets = torch.tensor(targets, dtype=torch.float64, device=weight.device)
+        self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
         self.is_compiled = compiled.can_take(self.branches, self.iterations)
         self.has_started = False

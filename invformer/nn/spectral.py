@@ -79,22 +79,13 @@ def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisati
     return gram_normalisers(matrices, NUM_STEPS)
 
 
-def stacked_constants(weights: Sequence[SpectralNormalised]) -> Normalisation:
-    """σ̄, u and v of several weights of one shape, stacked."""
+def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
+    """σ̄ of several weights of one shape, with the gradient of uᵀWv."""
     if weights[0].manual_refresh:
         constants = [(w.sigma_bound, w.u, w.v) for w in weights]
     else:
         constants = compute_constants(weights)
-    if len(constants) == 1:
-        bound, u, v = constants[0]
-        return bound[None], u[None], v[None]
-    bounds, us, vs = zip(*constants, strict=True)
-    return torch.stack(bounds), torch.stack(us), torch.stack(vs)
-
-
-def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
-    """σ̄ of several weights of one shape, with the gradient of uᵀWv."""
-    bound, u, v = stacked_constants(weights)
+    bound, u, v = map(torch.stack, zip(*constants, strict=True))
     if not torch.is_grad_enabled():
         return bound
     images = torch.stack([w.weight @ x for w, x in zip(weights, v.unsqueeze(-1), strict=True)])

@@ -72,7 +72,7 @@ class InvertibleStack(nn.Module):
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
             for name, layer in block.layers():
-                yield full_name(index, name), layer
+                yield f"block_{index:02d}/{name}", layer
 
     def residual_layers(self) -> Iterator[tuple[str, InvertibleResidual]]:
         """Every residual layer by its full name, in the order they act."""
@@ -113,7 +113,9 @@ class InvertibleStack(nn.Module):
             assert isinstance(block, InvertibleBlock)
             of_block = None
             if weights is not None:
-                of_block = {name: weights[full_name(index, name)] for name, _ in block.layers()}
+                of_block = {
+                    name: weights[f"block_{index:02d}/{name}"] for name, _ in block.layers()
+                }
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, of_block, use_reentrant=False)
             else:
@@ -194,8 +196,3 @@ class InvertibleStack(nn.Module):
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)
         return StackSolution(value=z, error_bound=error, layers=solutions)
-
-
-def full_name(index: int, name: str) -> str:
-    """The name of a block's layer in the stack."""
-    return f"block_{index:02d}/{name}"

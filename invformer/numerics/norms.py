@@ -17,9 +17,6 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
     """‖X‖ of each sequence: ``token_max`` = maxᵢ ‖xᵢ‖₂, ``frobenius``, ``entry_max`` = max |X_ik|.
 
     A constant in one norm says nothing about a constant in another.
-
-    Raises:
-        ValueError: the norm is none of the three.
     """
     match norm:
         case "token_max":
@@ -28,7 +25,6 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
             return torch.linalg.vector_norm(x, dim=(-2, -1))
         case "entry_max":
             return x.abs().amax((-2, -1))
-    raise ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")
 
 
 def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:

@@ -40,12 +40,12 @@ def spectral_norm_bound(
         float64, one bound per matrix; 0 for a zero matrix, inf where an entry is NaN or infinite.
 
     Raises:
-        ValueError: ``weight`` is not a (batch of) floating-point matrix or num_steps < 1.
+        ValueError: ``weight`` is not a (batch of) floating-point matrix.
 
     Source: Delattre et al. 2023, arXiv 2305.16173, Theorem 1; the residual after Rump 2006,
         *Verification of positive definiteness*; rounding terms ours, after Higham 2002, §3.5.
     """
-    check_matrix(weight, num_steps)
+    check_matrix(weight)
     weight = weight.detach()
     g = tall_side(weight.to(torch.float64))
     finite = g.isfinite().all(-1).all(-1)
@@ -55,15 +55,13 @@ def spectral_norm_bound(
     return torch.where(finite, bound, torch.inf)
 
 
-def check_matrix(weight: Tensor, num_steps: int) -> None:
-    """Raise ValueError if there is no floating-point matrix with entries, or no step."""
+def check_matrix(weight: Tensor) -> None:
+    """Raise ValueError if there is no floating-point matrix with entries."""
     if weight.ndim < 2 or not weight.is_floating_point() or 0 in weight.shape[-2:]:
         raise ValueError(
             "a spectral norm is of a real matrix (*batch, m, n) with at least one entry, "
             f"got {weight.dtype} of shape {tuple(weight.shape)}"
         )
-    if num_steps < 1:
-        raise ValueError(f"Gram iteration needs num_steps >= 1, got {num_steps}")
 
 
 def tall_side(weight: Tensor) -> Tensor:
