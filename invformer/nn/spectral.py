@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from invformer.kernels.normaliser import Normalisation, gram_normalisers
 
-# Squarings per refresh: on trained weights σ̄ then exceeds the norm by about 0.1 %.
-NUM_STEPS = 8
 # Entries of output maps start at this size. Normalisation hides it from the function, but not from
 # Adam, whose steps of a fixed size would hardly turn a matrix of large entries.
 INITIAL_OUTPUT = 0.1
@@ -75,8 +73,8 @@ def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisati
     """σ̄, u and v of the present weights."""
     matrices = [w.weight.detach() for w in weights]
     if torch.compiler.is_compiling():  # as a decorator, disable loads the compiler (1.5 s)
-        return torch.compiler.disable(gram_normalisers)(matrices, NUM_STEPS)  # type: ignore  # untyped
-    return gram_normalisers(matrices, NUM_STEPS)
+        return torch.compiler.disable(gram_normalisers)(matrices)  # type: ignore  # untyped
+    return gram_normalisers(matrices)
 
 
 def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
