@@ -22,7 +22,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.nn.kim_attention import paper_output_map
-from invformer.numerics.linear_map import dense_jacobian
 from studies import kim
 from studies.layer_bounds import tied_attention
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
@@ -135,7 +134,7 @@ def broken_attention(
 
 def entry_max_norm(f: Callable[[Tensor], Tensor], x: Float[Tensor, "tokens width"]) -> float:
     """‖J_f(x)‖ in entry_max: the largest absolute row sum."""
-    return dense_jacobian(f, x).abs().sum(-1).amax().item()
+    return torch.func.jacrev(f)(x).abs().sum((-2, -1)).amax().item()
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

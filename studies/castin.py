@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from invformer.numerics.linear_map import SequenceMap, dense_jacobian
+from invformer.numerics.linear_map import SequenceMap
 from invformer.numerics.rounding import round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -155,4 +155,5 @@ def differentiated_constant(
 ) -> float:
     """‖Df(X)‖ in the norm (Σ_i m_i ‖ε_i‖²)^½, by automatic differentiation and a dense SVD."""
     root = mass.sqrt().repeat_interleave(x.shape[1])
-    return torch.linalg.matrix_norm(root[:, None] * dense_jacobian(f, x) / root, 2).item()
+    dense = torch.func.jacrev(f)(x).reshape(x.numel(), x.numel())
+    return torch.linalg.matrix_norm(root[:, None] * dense / root, 2).item()

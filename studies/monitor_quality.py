@@ -24,7 +24,6 @@ from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.linear_map import dense_jacobian
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
@@ -56,8 +55,7 @@ def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:
     found: dict[str, float] = {}
     probe = LipschitzProbe(model, tokens)
     for name, branch, x in zip(probe.names, probe.branches, probe.inputs(), strict=True):
-        shape = (*x.shape[1:], *x.shape[1:])
-        found[name] = max(norm(dense_jacobian(branch, one).view(shape)) for one in x)
+        found[name] = max(norm(torch.func.jacrev(branch)(one)) for one in x)
     return found
 
 

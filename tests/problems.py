@@ -105,6 +105,11 @@ def jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.func.jacrev(f)(x)
 
 
+def dense_jacobian(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The same as an ND × ND matrix, ordered as x.flatten()."""
+    return jacobian(f, x).reshape(x.numel(), x.numel())
+
+
 def norm_from_below(jac: Tensor, norm: Norm) -> float:
     """The operator norm of a dense Jacobian: exact, except in token_max, where it is a lower bound.
 

@@ -54,17 +54,3 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
         dtype=x.dtype,
         device=x.device,
     )
-
-
-def dense_jacobian(
-    f: SequenceMap, x: Float[Tensor, "tokens width"]
-) -> Float[Tensor, "tokens*width tokens*width"]:
-    """The ND × ND matrix of ∂f/∂X at one sample, ordered as X.flatten(): for small sizes only.
-
-    Raises:
-        ValueError: x has batch dimensions.
-    """
-    if x.ndim != 2:
-        raise ValueError(f"a dense Jacobian is of one sample (N, D), got shape {tuple(x.shape)}")
-    jacobian = torch.func.jacrev(f)(x)
-    return jacobian.reshape(x.numel(), x.numel())

@@ -10,8 +10,9 @@ from torch import Tensor
 from invformer.bounds import contractive, local
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.numerics.lambert_w import phi_inverse_from_log
-from invformer.numerics.linear_map import dense_jacobian, linearise
+from invformer.numerics.linear_map import linearise
 from tests.bounds.attention_cases import MASKS, AttentionCase, attention_case, logit_bias
+from tests.problems import dense_jacobian
 
 FROBENIUS_BOUNDS = {
     "fast": local.fast_local_bound,

@@ -19,7 +19,6 @@ from invformer.nn import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from invformer.numerics.linear_map import dense_jacobian
 from studies.monitor_quality import token_max_norm
 from tests.host_syncs import HostSyncs
 from tests.launches import Launches
@@ -37,7 +36,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
-from tests.problems import diagonal_norm, norm_from_below
+from tests.problems import dense_jacobian, diagonal_norm, norm_from_below
 
 
 def windowed_baseline() -> CharTransformer:

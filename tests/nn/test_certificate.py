@@ -21,7 +21,6 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,
     WIDTH,
@@ -31,6 +30,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
+from tests.problems import dense_jacobian
 
 
 @pytest.mark.parametrize("norm", ["token_max", "frobenius", "entry_max"])

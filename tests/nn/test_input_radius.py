@@ -5,8 +5,8 @@ import torch
 
 from invformer.nn.certificate import certify
 from invformer.nn.residual import InvertibleResidual
-from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import SEQ_LEN, contractive_model, random_tokens, trained_a_little
+from tests.problems import dense_jacobian
 
 # Small enough to bend: tokens of these models have a length of about √12.
 RADIUS = 2.0

@@ -16,7 +16,6 @@ from invformer.nn import (
     enforce,
 )
 from invformer.numerics.fixed_point import InversionStatus
-from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import vector_norm
 from tests.nn.builders import (
     SEQ_LEN,
@@ -27,6 +26,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
+from tests.problems import dense_jacobian
 
 EVERY_KIND = [
     contractive_model,

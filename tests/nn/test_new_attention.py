@@ -16,10 +16,10 @@ from invformer.nn import CausalMask, CharTransformer, NoCertificateError, certif
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import RelativePositionBias
 from invformer.nn.spectral import SpectralNormalised
-from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from tests.nn.builders import SEQ_LEN, VOCAB, random_tokens, trained_a_little
+from tests.problems import dense_jacobian
 
 
 class PositionWeights(NamedTuple):

@@ -10,7 +10,6 @@ from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
 from invformer.nn import certify, enforce
 from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
-from invformer.numerics.linear_map import dense_jacobian
 from tests.nn.builders import (
     SEQ_LEN,
     VOCAB,
@@ -20,6 +19,7 @@ from tests.nn.builders import (
     scaled_model,
     trained_a_little,
 )
+from tests.problems import dense_jacobian
 
 MODELS = [
     {},

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from invformer.numerics.l2_attention import attention_weights, l2_attention
-from invformer.numerics.linear_map import dense_jacobian
-from tests.problems import l2_attention_values
+from tests.problems import dense_jacobian, l2_attention_values
 
 H, N, D_HEAD = 3, 6, 4
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from invformer.numerics.linear_map import dense_jacobian, linearise
+from invformer.numerics.linear_map import linearise
+from tests.problems import dense_jacobian
 
 N, D = 4, 3
 
@@ -30,12 +31,6 @@ def test_products_agree_with_the_dense_jacobian_sample_by_sample() -> None:
             torch.testing.assert_close(pulled[i, j], expected)
 
 
-def test_the_dense_jacobian_is_the_matrix_of_a_linear_map() -> None:
-    matrix = torch.randn(N * D, N * D)
-    dense = dense_jacobian(lambda x: (matrix @ x.flatten()).view(N, D), torch.randn(N, D))
-    torch.testing.assert_close(dense, matrix)
-
-
 @pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
 def test_linearising_works_in_every_grad_mode_and_leaves_no_graph(mode) -> None:
     layer = nn.Linear(D, D)
@@ -54,9 +49,3 @@ def test_linearising_works_in_every_grad_mode_and_leaves_no_graph(mode) -> None:
 def test_a_map_that_changes_the_shape_is_refused() -> None:
     with pytest.raises(ValueError, match="must keep the shape"):
         linearise(lambda x: x[..., :1], torch.randn(N, D))
-
-
-@pytest.mark.wrong_shapes
-def test_a_dense_jacobian_of_a_batch_is_refused() -> None:
-    with pytest.raises(ValueError, match="one sample"):
-        dense_jacobian(mixing_map, torch.randn(2, N, D))

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from invformer.numerics.l2_attention import l2_attention
-from invformer.numerics.linear_map import LinearMap, dense_jacobian, linearise
+from invformer.numerics.linear_map import LinearMap, linearise
 from invformer.numerics.log_det import causal_log_det, log_det_estimate
 from tests.numerics.contractions import orthogonal
+from tests.problems import dense_jacobian
 
 
 def causal_attention(heads: int = 2, width: int = 6) -> Callable[[torch.Tensor], torch.Tensor]:

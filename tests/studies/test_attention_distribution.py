@@ -13,7 +13,6 @@ from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.numerics.l2_attention import merge_heads
-from invformer.numerics.linear_map import dense_jacobian
 from studies.attention_distribution import (
     SCALES,
     Case,
@@ -38,6 +37,7 @@ from studies.layer_bounds import (
     dot_product_terms,
     heads_of,
 )
+from tests.problems import dense_jacobian
 
 CPU = torch.device("cpu")
 Kind = Literal["dot_product", "l2"]

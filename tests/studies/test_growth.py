@@ -14,10 +14,10 @@ from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBranch
-from invformer.numerics.linear_map import dense_jacobian
 from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
+from tests.problems import dense_jacobian
 from tests.saved_runs import save_run
 
 CPU = torch.device("cpu")

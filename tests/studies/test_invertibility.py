@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from invformer.config import load_config
-from invformer.numerics.linear_map import dense_jacobian
 from invformer.numerics.norms import Norm
 from studies import invertibility, training
 from studies.invertibility import (
@@ -20,6 +19,7 @@ from studies.invertibility import (
     reconstruction_errors,
     summarise,
 )  # fmt: skip
+from tests.problems import dense_jacobian
 
 CPU = torch.device("cpu")
 CASE = Case(

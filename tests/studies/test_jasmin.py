@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from invformer.numerics import l2_attention as core
-from invformer.numerics.linear_map import dense_jacobian
 from studies import jasmin
 from studies.layer_bounds import l2_terms
 from tests.bounds.attention_cases import MASKS, attention_case, logit_bias
+from tests.problems import dense_jacobian
 
 
 def distributions(size: int) -> Tensor:

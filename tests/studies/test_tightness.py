@@ -5,7 +5,6 @@ import torch
 
 from invformer.bounds import contractive
 from invformer.numerics.l2_attention import l2_attention
-from invformer.numerics.linear_map import dense_jacobian
 from studies import kim
 from studies.tightness import (
     Case,
@@ -18,6 +17,7 @@ from studies.tightness import (
     summarise,
     worst_row_sum,
 )
+from tests.problems import dense_jacobian
 
 CPU = torch.device("cpu")
 UPPER = {100: 11.515, 200: 13.588, 400: 15.739, 1000: 18.682}
