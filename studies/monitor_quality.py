@@ -54,8 +54,9 @@ def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:
     norm = diagonal_norm if certified_in(model) == "diagonal_block" else token_max_norm
     found: dict[str, float] = {}
     probe = LipschitzProbe(model, tokens)
-    for name, branch, x in zip(probe.names, probe.branches, probe.inputs(), strict=True):
-        found[name] = max(norm(torch.func.jacrev(branch)(one)) for one in x)
+    for part, at in zip(probe.parts, probe.stacked(), strict=True):
+        for name, branch, u in zip(probe.names[part.at], part.branches, at.inputs, strict=True):
+            found[name] = max(norm(torch.func.jacrev(branch)(one)) for one in at.seen(u))
     return found
 
 

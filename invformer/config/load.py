@@ -91,11 +91,9 @@ def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Conf
     chosen = {word.key: word.value for word in words if word.key in schema.groups}
     if chosen.get("experiment") in NULL_WORDS:
         del chosen["experiment"]
-    settings: list[Setting] = []
-    for group in schema.groups:  # the experiment is the first of them
-        if group in chosen:
-            settings += _read_preset(group, chosen[group], schema)
-    config = _build([*settings, *(w for w in words if w.key not in schema.groups)], schema)
+    groups = [group for group in schema.groups if group in chosen]  # the experiment comes first
+    presets = [setting for g in groups for setting in _read_preset(g, chosen[g], schema)]
+    config = _build([*presets, *(w for w in words if w.key not in schema.groups)], schema)
     for key, why in config.ignored().items():
         if any(key == word.key for word in words):
             refuse(key, f"would be ignored: {why}")

@@ -1,7 +1,7 @@
 """The characters a model knows, in the order of their tokens."""
 
 import codecs
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -72,7 +72,7 @@ class Vocabulary:
         for piece in symbols:
             yield decoder.decode(piece.encode("latin-1", "replace")) if self.is_bytes else piece
 
-    def text(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
+    def text(self, tokens: Integer[Tensor, "characters"]) -> str:
         """The text of a sequence of tokens, for people: bytes that are no UTF-8 as U+FFFD."""
         return "".join(self.text_of([self.decode(tokens)]))
 
@@ -91,10 +91,9 @@ class Vocabulary:
         tokens = [self._token_of[codes] for codes in code_points(text)]
         return torch.from_numpy(np.concatenate(tokens))
 
-    def decode(self, tokens: Integer[Tensor, "characters"] | Sequence[int]) -> str:
+    def decode(self, tokens: Integer[Tensor, "characters"]) -> str:
         """The text of a sequence of tokens, the unknown token shown as U+FFFD."""
-        values = tokens.tolist() if isinstance(tokens, Tensor) else list(tokens)
-        return "".join(map(self.symbols.__getitem__, values))
+        return "".join(map(self.symbols.__getitem__, tokens.tolist()))
 
     def require(self, pieces: Iterable[str], name: str) -> None:
         """Raise a DataError that names the characters of a text that are not in the vocabulary."""

@@ -109,7 +109,7 @@ def evaluate(
         "commit": checkpoint.metadata.get("commit"),
         "evaluated_with": command_line(config),
         "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
-        "bpc": likelihood.bpc,
+        "bpc": likelihood.nats / math.log(2),
         "nats": likelihood.nats,
         "num_characters": likelihood.num_characters,
         "precision": trained.trainer.precision,

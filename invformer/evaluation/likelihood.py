@@ -24,11 +24,6 @@ class Likelihood:
     num_characters: int  # scored: every character of the split, once
     seconds: float  # wall time of the forward passes
 
-    @property
-    def bpc(self) -> float:
-        """Bits per character: nats / ln 2."""
-        return self.nats / math.log(2)
-
 
 def window_nats(
     logits: Float[Tensor, "batch tokens vocab"],

@@ -32,11 +32,7 @@ def orthogonalised(
 ) -> list[Tensor]:
     """gain √max(m, n) X of every matrix, by steps X ← aX + b(XXᵀ)X + c(XXᵀ)²X from X/‖X‖_F.
 
-    Args:
-        batches: (B, m, n), each in one piece.
-        quintic: a, b and c.
-        num_steps: how many.
-        gain: a factor.
+    Every batch (B, m, n) lies in one piece; a, b and c are the ``quintic``.
     """
     results = [torch.empty_like(batch) for batch in batches]
     by_width: dict[int, list[tuple[Tensor, int]]] = {}

@@ -96,9 +96,7 @@ def best_in_span(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The longest Jx of ‖x‖ = 1 in the span of three vectors, and the step that led there.
 
-    Args:
-        x: three vectors, the present one first.
-        o: their images.
+    The present vector is the first; ``o`` are the images.
     """
     columns, images = (t.flatten(-2).movedim(0, -1) for t in (x, o))
     basis, r = torch.linalg.qr(columns)

@@ -117,11 +117,6 @@ class LipschitzProbe:
             x = of_layer[layer].forward(x) if layer in of_layer else layer(x, weights[name])
         return parts
 
-    def inputs(self) -> list[Float[Tensor, "sequences tokens width"]]:
-        """What every branch sees at the text, in the order of ``names``."""
-        parts = [[at.seen(u) for u in at.inputs] for at in self.stacked()]
-        return [x for pair in zip(*parts, strict=True) for x in pair]
-
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:
         """The last of some steps of power iteration, for each part."""
         for part, at in zip(self.parts, self.stacked(weights), strict=True):

@@ -5,13 +5,10 @@ from torch import Tensor
 
 
 class AttentionCache:
-    """Tensors a branch keeps of the tokens it has seen, for the outputs of later ones.
+    """Tensors a branch keeps of up to ``capacity`` tokens, for the outputs of later ones.
 
     An attention keeps keys and values, L2 attention one tensor for both, a feed-forward over
     several tokens the tokens themselves.
-
-    Args:
-        capacity: most tokens.
     """
 
     def __init__(self, capacity: int) -> None:

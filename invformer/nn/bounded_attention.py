@@ -68,9 +68,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         d_head: channels of a head, d; H d may be another number than D.
         strictly_causal: True if tokens see only the tokens before them; lag 0 of ``position`` is
             then the token before.
-
-    Raises:
-        ValueError: strictly causal, and the mask lets tokens see later ones.
     """
 
     folds_scaling = True
@@ -90,8 +87,6 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         strictly_causal: bool = False,
     ) -> None:
         super().__init__(lipschitz_target)
-        if strictly_causal and not position.is_causal:
-            raise ValueError("strictly causal attention needs a causal mask")
         self.position = position
         self.kernel: Kernel = kernel
         self.num_heads = num_heads

@@ -13,9 +13,6 @@ class Dropout(nn.Module):
 
     After :func:`set_sample_keys` the mask is a hash of the sample's key and of the entry's place;
     before, it is drawn from PyTorch's generator.
-
-    Args:
-        p: probability.
     """
 
     def __init__(self, p: float = 0.0) -> None:

@@ -117,9 +117,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         initial_sharpness: β of every hidden unit at initialisation.
         initial_output: size of the output map's entries at initialisation.
         kernel: k, tokens that a hidden unit sees: its own and those before.
-
-    Raises:
-        ValueError: k is above one, and another norm than the spectral one is asked for.
     """
 
     is_proven = True
@@ -137,8 +134,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         kernel: int = 1,
     ) -> None:
         super().__init__(lipschitz_target)
-        if kernel > 1 and norm != "spectral":
-            raise ValueError(f"a kernel over tokens is held in spectral norms, not in {norm}")
         self.activation: Activation = activation
         self.norm = norm
         self.kernel = kernel

@@ -75,11 +75,7 @@ class VisibilityMask(nn.Module):
 
 
 class CausalMask(VisibilityMask):
-    """Token i sees the tokens j ≤ i. Holds nothing of size seq_len².
-
-    Args:
-        seq_len: longest sequence N.
-    """
+    """Token i sees the tokens j ≤ i, in up to ``seq_len``; holds nothing of size seq_len²."""
 
     origin: Tensor
 

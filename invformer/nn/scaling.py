@@ -95,14 +95,11 @@ class ActivationNorm(DiagonalScaling):
 
     :meth:`initialise` chooses D and b so that the batch leaves with zero mean and unit variance in
     every channel that is not constant; afterwards both are ordinary parameters.
-
-    Args:
-        d_model: width.
     """
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:
-        """Set D and b so that this batch leaves with zero mean and unit variance per channel."""
+        """Set D and b from a batch."""
         std, mean = torch.std_mean(x.flatten(0, -2), dim=0)
         varies = std > LEAST_DEVIATION
         self.log_scale.copy_(torch.where(varies, -std.clamp(min=LEAST_DEVIATION).log(), 0.0))

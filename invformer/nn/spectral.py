@@ -96,13 +96,7 @@ def scaled_weights(
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
 ) -> list[Float[Tensor, "*batch rows columns"]]:
-    """Ŵ · factor of several weights of one shape.
-
-    Args:
-        weights: their constants are divided by.
-        factors: scalars, one per row or one per column.
-        further: more of them.
-    """
+    """Ŵ · factor (· further) of several weights of one shape; factors by row or by column."""
     scales = factors / sigmas(weights)[..., None, None]
     return scale_each([w.weight for w in weights], scales, further)
 

@@ -81,12 +81,7 @@ class CharEmbedding(nn.Module):
 
 
 class PreNormBranch(nn.Module):
-    """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it.
-
-    Args:
-        inner: an attention or feed-forward map.
-        d_model: width D.
-    """
+    """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it."""
 
     def __init__(self, inner: nn.Module, d_model: int) -> None:
         super().__init__()
@@ -101,11 +96,7 @@ class PreNormBranch(nn.Module):
 class PreNormBlock(nn.Module):
     """x ↦ x + attention(LN(x)), x ↦ x + feed_forward(LN(x)): the baseline; no fixed-point inverse.
 
-    Args:
-        attention: any attention map.
-        feed_forward: any per-token map.
-        d_model: width D.
-        dropout: probability on each branch's output.
+    Dropout acts on each branch's output.
     """
 
     def __init__(
@@ -132,11 +123,7 @@ class PreNormBlock(nn.Module):
 
 
 class PreNormStack(nn.Module):
-    """A chain of pre-norm blocks.
-
-    Args:
-        blocks: the blocks, bottom first.
-    """
+    """A chain of pre-norm blocks, bottom first."""
 
     def __init__(self, blocks: list[PreNormBlock]) -> None:
         super().__init__()

@@ -107,7 +107,6 @@ def scale_step(
 
     True in each of the three norms. Both directions together round six times, the exponentials to
     within two units, hence 16 u (‖y‖ + ‖b‖) on top.
-
     """
     amplification = float(log_scale.min().double().neg().exp()) * (1 + 2.0**-20)
     size = norm_upper(at_least_single(y).abs() + shift.abs(), norm)

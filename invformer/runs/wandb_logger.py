@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 from lightning.pytorch import loggers
 
@@ -90,16 +90,13 @@ def open_wandb(
     return logger
 
 
-Method = TypeVar("Method", bound=Callable[..., None])
-
-
-def contained(method: Method) -> Method:
+def contained(method: Callable[..., None]) -> Any:
     """A method of the logger whose calls are made by its thread."""
 
     def submit(self: "WandbLogger", *args: Any, **kwargs: Any) -> None:
         self.calls.submit(method.__name__, lambda: method(self, *args, **kwargs))
 
-    return cast(Method, submit)
+    return submit
 
 
 class WandbLogger(loggers.WandbLogger):

@@ -45,9 +45,10 @@ class MuonWithAdamW(Optimizer):
             return loss
         matrices = [p for group in self.muon.param_groups for p in group["params"]]
         held = matrices + [m for p in matrices for m in self.state[p].values()]
-        before = flat(held)
+        before = torch.cat([t.flatten() for t in held])  # in one vector: one launch for all
         self.muon.step()
-        chosen = torch.where(skip.bool(), before, flat(held)).split([t.numel() for t in held])
+        after = torch.cat([t.flatten() for t in held])
+        chosen = torch.where(skip.bool(), before, after).split([t.numel() for t in held])
         values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
         torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
         return loss
@@ -59,11 +60,6 @@ def learning_rates(optimizer: Optimizer) -> dict[str, float]:
     if isinstance(optimizer, MuonWithAdamW):
         rates["optim/muon_lr"] = optimizer.param_groups[0]["lr"]
     return rates
-
-
-def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """All entries in one vector: one launch for all."""
-    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def split_matrices(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

@@ -117,9 +117,3 @@ def test_a_token_that_does_not_see_itself_reaches_its_row_by_its_query_alone() -
         assert scaled < 1e-10
         assert attention.causal_bound() <= attention.lipschitz_target
         assert attention.lipschitz_bound("token_max") > 1e6 * before[1]
-
-
-def test_strictly_causal_attention_needs_a_causal_mask() -> None:
-    everything = VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool))
-    with pytest.raises(ValueError, match="strictly causal attention needs a causal mask"):
-        BoundedAttention(WIDTH, HEADS, D_HEAD, everything, 0.9, strictly_causal=True)

@@ -232,11 +232,6 @@ def test_sharpness_out_of_range_is_no_certificate(log_sharpness: float) -> None:
         enforce(model)
 
 
-def test_kernels_over_tokens_are_not_held_in_entry_max() -> None:
-    with pytest.raises(ValueError, match="held in spectral norms, not in entry_max"):
-        ContractiveFeedForward(8, 8, TARGET, kernel=3, norm="entry_max")
-
-
 def test_layers_with_different_masks_run_side_by_side() -> None:
     blocks = [
         InvertibleBlock(

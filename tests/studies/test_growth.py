@@ -51,8 +51,8 @@ def test_the_constant_of_a_layer_is_a_dense_singular_value(
     found = measure(case, CPU)
     model, text = growth.model_and_text("", attention, text_file, 0)
     probe = LipschitzProbe(model, growth.sequences(text, 4, 2, 0))
-    index = list(probe.names).index("block_01/attention")
-    layer, inputs = probe.branches[index], probe.inputs()[index]
+    attentions = probe.stacked()[0]
+    layer, inputs = attentions.branches[1], attentions.seen(attentions.inputs[1])
     if isinstance(layer, PreNormBranch):
         layer, inputs = layer.inner, layer.norm(inputs)
     if not causal:

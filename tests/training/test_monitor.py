@@ -10,9 +10,8 @@ from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
-from invformer.training.monitor import LipschitzMonitor
+from invformer.training.monitor import LipschitzMonitor, Stopwatch
 from invformer.training.rows import Rows
-from invformer.training.stopwatch import Stopwatch
 from tests.small_runs import options
 
 
