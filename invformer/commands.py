@@ -18,11 +18,11 @@ from invformer.config import parse_or_exit
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, suggestion
 from invformer.config.trained import (
-    HUB_NAME,
     EvaluateConfig,
     ExportConfig,
     InvertConfig,
     SampleConfig,
+    is_hub_name,
 )
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.runs.console import outlive_console, printable
@@ -71,11 +71,6 @@ def is_missing(path: str) -> bool:
     """Whether nothing has this path or pattern."""
     here = os.path.expanduser(path)
     return not os.path.lexists(here) and not glob.glob(here, recursive=True)
-
-
-def is_hub_name(path: str) -> bool:
-    """Whether a path that is missing may be USER/NAME on the Hub: there is no folder USER."""
-    return HUB_NAME.fullmatch(path) is not None and not os.path.exists(os.path.dirname(path))
 
 
 def train(config: TrainConfig) -> None:

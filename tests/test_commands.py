@@ -315,7 +315,10 @@ def test_the_unknown_symbol_is_never_proven(run: Path, caplog: pytest.LogCapture
     assert not found.proven[2]
 
 
-def test_wrong_states_and_texts_are_refused(run: Path) -> None:
+def test_wrong_states_texts_and_paths_are_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
     model = invformer.load(run)
     with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):
         model.invert(torch.zeros(3, 5))
@@ -323,6 +326,8 @@ def test_wrong_states_and_texts_are_refused(run: Path) -> None:
         model.encode("")
     with pytest.raises(CheckpointError, match="no folder here, and no model on the Hub"):
         invformer.load("me/nothing")
+    with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
+        invformer.load(f"{run.name}/nothing")
 
 
 def test_states_are_rounded_to_the_bits_asked_for() -> None:

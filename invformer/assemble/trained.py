@@ -15,7 +15,7 @@ import torch
 
 from invformer.assemble.model import build_model
 from invformer.config.schema import TrainConfig
-from invformer.config.trained import HUB_NAME
+from invformer.config.trained import is_hub_name
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
@@ -48,7 +48,7 @@ def load_trained(source: str) -> Trained:
         CertificateViolation: an exported model does not have the certificate beside it.
     """
     folder = Path(source).expanduser()
-    if not folder.exists() and HUB_NAME.fullmatch(source):
+    if is_hub_name(source):
         return read_export(download(source), Path(folder.name))
     if (folder / EXPORTED_WEIGHTS).is_file():
         return read_export(folder, folder)

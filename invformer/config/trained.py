@@ -1,5 +1,6 @@
 """What the commands that use a trained model are asked to do."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -18,6 +19,11 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 DEVICES = "auto, cpu, cuda or cuda:INDEX"
 CHECKPOINT = "run folder, a checkpoint in it, an exported folder, or USER/NAME on the Hub"
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path is USER/NAME on the Hub: there is no folder USER here."""
+    return HUB_NAME.fullmatch(path) is not None and not os.path.exists(os.path.dirname(path))
 
 
 @dataclass(kw_only=True)
