@@ -119,6 +119,21 @@ def test_close_singular_values_take_far_fewer_steps_than_plain_power_iteration()
     assert estimate.value.item() == pytest.approx(1, rel=1e-8)
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_vectors_that_nearly_depend_on_one_another_lead_to_no_overestimate(
+    dtype: torch.dtype, size: int
+) -> None:
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        left, _, right = torch.linalg.svd(torch.randn(size, size, generator=generator).double())
+        matrix = (left * torch.linspace(1, 0.99, size).double() @ right).to(dtype)
+        jacobian = from_matrix(matrix, 1)
+        estimate = operator_norm(jacobian, "frobenius", num_steps=100, rtol=0, seed=seed)
+        largest = torch.linalg.matrix_norm(matrix.double(), 2)
+        assert 0.999 < estimate.value / largest < 1 + 100 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_moving_matrix_is_followed_from_below(norm: str) -> None:
     generator = torch.Generator().manual_seed(0)
