@@ -128,7 +128,7 @@ def draw_constants(axes: "Axes", constants: Mapping[str, Constants]) -> None:
     names = [n if upright else re.sub(" |(?<=-)", "\n", n) for n in constants]
     axes.set_xticks(range(len(names)), names, rotation=90 if upright else 0, size=8)
     axes.set(ylabel="Lipschitz constant of each branch")
-    if constants:
+    if axes.containers:
         axes.legend(**LEGEND)
 
 

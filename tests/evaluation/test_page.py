@@ -130,6 +130,7 @@ def test_several_models_stand_in_one_table_and_one_figure(
     assert elements.tags.count("tr") == 3 + 2
     path = keep_comparison([report, report], tmp_path)  # names that are not unique
     assert path.read_text(encoding="utf-8").count(report["checkpoint"]) > 2
+    keep_comparison([baseline, baseline], tmp_path)  # a figure without constants
 
 
 def test_a_summary_says_what_an_evaluation_found(report: dict) -> None:
