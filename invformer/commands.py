@@ -189,12 +189,12 @@ def invert(config: InvertConfig) -> None:
         wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
         if undamaged and any(wrong):
             raise CertificateViolation("a proven character is wrong: a bug in invformer")
-    known = f" (at most {found.error_bound:.2g})" if found.error_bound < 1 else ""
+    solver = f", the solver's part at most {found.error_bound:.2g}" if found.error_bound < 1 else ""
     why = f" (none: {found.unproven})" if found.unproven else ""
     print(f"{sum(found.proven)} of {count} proven{why}")
     if found.radius > 0:
         print(f"no other text has all its states within {found.radius:.3g} of these")
-    print(f"error {found.residual:.2g} at the embedding{known}")
+    print(f"error {found.residual:.2g} at the embedding{solver}")
     print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 
 

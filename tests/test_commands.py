@@ -100,6 +100,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
     assert "no other text has all its states within" not in said
+    assert re.search(r"^error \d.* at the embedding, the solver's part at most ", said, re.M)
     assert "recovered  " in typed("invert", f"states={saved}")
     assert "11 of 11 characters recovered" in typed("invert", "text=12 times 12", "bits=16")
 
