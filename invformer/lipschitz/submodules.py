@@ -77,6 +77,9 @@ def local_constants(
             if len(tensors) != 1 or not args or not (is_real(args[0]) and is_real(output)):
                 found.skipped[name] = "it does not map one floating-point tensor to one"
                 continue
+            if output.dtype.itemsize < 4:
+                found.skipped[name] = f"it computes in {output.dtype}; measure model.float()"
+                continue
             try:
                 jacobian = linearise(*on_one_row(module, args, named, output))
                 estimate = operator_norm(jacobian, "frobenius", num_steps=num_steps, rtol=rtol)

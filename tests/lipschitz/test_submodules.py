@@ -84,6 +84,12 @@ def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
     assert set(skipped.values()) == {"it does not map one floating-point tensor to one"}
 
 
+def test_power_iteration_in_half_precision_is_not_tried() -> None:
+    model = nn.Sequential(nn.Linear(3, 2)).bfloat16()
+    skipped = local_constants(model, torch.ones(4, 3, dtype=torch.bfloat16)).skipped
+    assert set(skipped.values()) == {"it computes in torch.bfloat16; measure model.float()"}
+
+
 class Once(torch.autograd.Function):
     """The identity, whose derivative cannot be derived again."""
 
