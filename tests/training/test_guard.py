@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,14 @@ def test_the_guards_norm_is_that_of_clipping_to_the_last_bit() -> None:
     gradients = {str(i): p.grad.clone() for i, p in enumerate(parameters) if p.grad is not None}
     norm = UpdateGuard().inspect(0, torch.tensor(1.0), gradients)
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True))
+
+
+def test_what_was_skipped_is_never_saved(folder: Path) -> None:
+    run = run_of(folder, *DROPOUT)
+    refuse: Callable[[dict], None] = run.module.on_save_checkpoint
+    inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))
+    run.module._trainer = run.trainer
+    run.trainer.datamodule = run.data
+    run.data.trainer = run.trainer
+    with pytest.raises(NonFiniteError, match="step 4: the loss"):
+        refuse({})
