@@ -195,8 +195,7 @@ def build_callbacks(
         callbacks.append(keeper)
     if monitor.enabled:
         probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
-        steps = {"every": monitor.every, "local_every": how.val_every}
-        callbacks.append(LipschitzMonitor(probe, **steps, seed=config.run.seed, keeper=keeper))
+        callbacks.append(LipschitzMonitor(probe, every=monitor.every, seed=config.run.seed))
         if keeper and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, keeper, data.vocabulary.text))

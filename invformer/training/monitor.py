@@ -14,9 +14,9 @@ from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
+from invformer.nn.certificate import NoCertificateError, certify
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
-from invformer.training.callbacks import CertificateKeeper
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Measured, record
 
@@ -26,10 +26,9 @@ class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training: of our models after every step, of others seldom.
 
     Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
-    weights before the step's update. At validations it estimates with the weights that are
-    validated instead, and adds local bounds and the bounds of their certificate, both proven. Of
-    any other module it measures the submodules (:func:`.local_constants`), which
-    takes far longer: choose ``every``.
+    weights before the step's update. A row with a validation has an estimate, a local bound and a
+    bound of the validated weights instead, the last two proven. Of any other module it measures the
+    submodules (:func:`.local_constants`), which takes far longer: choose ``every``.
 
     The monitor reads weights and writes metrics and its own buffers; training with and without it
     is bit-identical, it draws no random number outside a generator of its own, and no clock decides
@@ -39,9 +38,7 @@ class LipschitzMonitor(L.Callback):
         inputs: the probe text, (sequences, N), fixed for the run; for other models what they are
             called with, a tuple if these are several arguments.
         every: optimiser steps between estimates.
-        local_every: steps between validations, at which there are local bounds.
         seed: of the start vectors.
-        keeper: has the certificate of the weights that are validated; None logs no bounds.
 
     Attributes:
         skipped: why submodules of other models are not measured.
@@ -50,9 +47,7 @@ class LipschitzMonitor(L.Callback):
     inputs: Any
     _: KW_ONLY
     every: int = 1
-    local_every: int = 250
     seed: int = 0
-    keeper: CertificateKeeper | None = None
     probe: LipschitzProbe | None = field(default=None, init=False)
     skipped: dict[str, str] = field(default_factory=dict, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
@@ -82,24 +77,21 @@ class LipschitzMonitor(L.Callback):
             return
         if not isinstance(pl_module, CharLanguageModel):
             record(trainer, step, self.of_submodules(pl_module))
-        elif not self.validates(trainer, step):
+        else:
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Estimate and bound with the weights that are validated, which are certified by now."""
-        step = trainer.global_step - 1
-        if self.probe is None or not self.validates(trainer, step):
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Estimate and bound with the validated weights; the next step's vectors stay the same."""
+        if self.probe is None:
             return
+        step = trainer.global_step - 1
         with self.watch, torch.inference_mode(False):
-            row = self.row(None) | self.proven()
-        record(trainer, step, row)
+            vectors = {name: vector.clone() for name, vector in self.probe.state_dict().items()}
+            record(trainer, step, self.row(None) | self.proven(self.probe))
+            self.probe.load_state_dict(vectors)
         if (share := self.watch.share()) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
-
-    def validates(self, trainer: L.Trainer, step: int) -> bool:
-        """Whether a validation follows this step."""
-        return (step + 1) % self.local_every == 0 or step + 1 == trainer.max_steps
 
     def of_submodules(self, model: nn.Module) -> Measured:
         """The local constant of every submodule of another model."""
@@ -120,17 +112,16 @@ class LipschitzMonitor(L.Callback):
             row["lipschitz/target"] = self.probe.target
         return row
 
-    def proven(self) -> dict[str | tuple[str, ...], Tensor | float]:
-        """Local bounds and bounds of the validated weights, if they have a certificate."""
-        assert self.probe is not None
-        if self.keeper is None or (certificate := self.keeper.certificate) is None:
+    def proven(self, probe: LipschitzProbe) -> dict[str | tuple[str, ...], Tensor | float]:
+        """Local bounds and bounds of the branches, if there is a theorem for each of them."""
+        try:
+            per_branch = certify(probe.model, dtype=probe.model.head.weight.dtype).per_branch
+        except NoCertificateError:
             return {}
-        found = local_bounds(self.probe)
-        bounds = found.new_tensor([certificate.per_branch[name] for name in self.probe.names])
+        found = local_bounds(probe)
+        bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
-        return {
-            self.keys["local_bound"]: and_largest(local), self.keys["bound"]: and_largest(bounds),
-        }  # fmt: skip
+        return {self.keys["local_bound"]: and_largest(local), self.keys["bound"][:-1]: bounds}
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers: a resumed run continues its estimates to the bit."""

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from invformer.assemble.run import Run, build_run
+from invformer.assemble.trained import load_trained
 from invformer.config import load_config
+from invformer.nn.certificate import certify
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor, Stopwatch
@@ -59,11 +61,19 @@ def test_every_step_has_an_estimate_of_every_branch_and_a_validation_local_bound
                     assert sorted(constants) == constants
                     assert constants[-1] < row["lipschitz/target"]
                 else:
-                    assert f"{key}/bound" not in row
+                    assert not {f"{key}/local_bound", f"{key}/bound"} & row.keys()
         assert row["lipschitz/estimate"] == largest
         assert ("lipschitz/target" in row) == invertible
     validated = read_rows(run.directory.path / "metrics.jsonl")[5]
     assert validated["perf/monitor_overhead"] > 0
+
+
+def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder: Path) -> None:
+    run = run_with(folder, "optim.ema_decay=0.9", "optim.lr=1e-2")
+    fit(run)
+    saved = certify(load_trained(str(run.directory.path)).model).per_branch
+    last = rows_of(run)[-1]
+    assert {name: last[f"lipschitz_branches/{name}/bound"] for name in saved} == saved
 
 
 def test_two_runs_and_one_that_is_continued_write_equal_rows(folder: Path) -> None:
