@@ -246,7 +246,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     said = "CheckpointError: me/nothing: no folder here, and no model on the Hub"
     assert said in done.stderr.splitlines()[-1]
     assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
-    assert json.loads((tmp_path / "squares.evaluation.json").read_text())["step"] == 8
+    assert json.loads((tmp_path / "me--squares.evaluation.json").read_text())["step"] == 8
     assert (tmp_path / "checkpoints/more/checkpoints/step-00000001").is_dir()
 
 
@@ -261,15 +261,35 @@ def test_a_changed_byte_is_refused(exported: Path) -> None:
         (exported / name).write_bytes(content)
 
 
+def test_a_manifest_of_other_files_is_refused_before_they_are_read(exported: Path) -> None:
+    manifest = json.loads((exported / "manifest.json").read_text())
+    manifest["sha256"]["/dev/zero"] = ""
+    (exported / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="lists other files than an export has"):
+        invformer.load(exported)
+
+
+def replace(exported: Path, name: str, value: dict) -> None:
+    """Another content of a file, and a manifest that fits it."""
+    content = json.dumps(value).encode()
+    (exported / name).write_bytes(content)
+    manifest = json.loads((exported / "manifest.json").read_text())
+    manifest["sha256"][name] = hashlib.sha256(content).hexdigest()
+    (exported / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_keys_that_another_version_had_for_its_monitor_are_passed_over(exported: Path) -> None:
+    content = json.loads((exported / "config.json").read_text())
+    content["config"]["monitor"]["local_every"] = 100
+    replace(exported, "config.json", content)
+    invformer.load(exported)
+
+
 def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -> None:
     proven = json.loads((exported / "certificate.json").read_text())
     name = next(iter(proven["per_branch"]))
     proven["per_branch"][name] *= 0.9
-    content = json.dumps(proven).encode()
-    (exported / "certificate.json").write_bytes(content)
-    manifest = json.loads((exported / "manifest.json").read_text())
-    manifest["sha256"]["certificate.json"] = hashlib.sha256(content).hexdigest()
-    (exported / "manifest.json").write_text(json.dumps(manifest))
+    replace(exported, "certificate.json", proven)
     with pytest.raises(CertificateViolation, match="does not hold for the weights"):
         invformer.load(exported)
 

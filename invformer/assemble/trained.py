@@ -27,6 +27,7 @@ from invformer.runs.contained import one_line
 FIRST_BLOCK = "stack.blocks.0."
 EXPORTED_WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "vocabulary.json"
 CERTIFICATE, MANIFEST = "certificate.json", "manifest.json"
+EXPORTED = (EXPORTED_WEIGHTS, CONFIG, VOCABULARY, CERTIFICATE)
 FORMAT = "invformer-model-1"
 ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines
 
@@ -49,7 +50,7 @@ def load_trained(source: str) -> Trained:
     """
     folder = Path(source).expanduser()
     if is_hub_name(source):
-        return read_export(download(source), Path(folder.name))
+        return read_export(download(source), Path(source.replace("/", "--")))
     if (folder / EXPORTED_WEIGHTS).is_file():
         return read_export(folder, folder)
     checkpoint = read_checkpoint(source)
@@ -104,7 +105,9 @@ def read_export(folder: Path, name: Path) -> Trained:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         if manifest["format"] != FORMAT:
             raise CheckpointError(f"{folder}: the format {manifest['format']!r:.40} is not known")
-        files = {name: (folder / name).read_bytes() for name in manifest["sha256"]}
+        if set(manifest["sha256"]) != set(EXPORTED):
+            raise CheckpointError(f"{folder / MANIFEST}: lists other files than an export has")
+        files = {file: (folder / file).read_bytes() for file in EXPORTED}
         for file, content in files.items():
             if hashlib.sha256(content).hexdigest() != manifest["sha256"][file]:
                 raise CheckpointError(f"{folder / file}: was changed since it was exported")
@@ -115,7 +118,7 @@ def read_export(folder: Path, name: Path) -> Trained:
             "vocabulary": json.loads(files[VOCABULARY]),
         }
         checkpoint = Checkpoint(name, {}, "", checked_metadata(metadata, folder / CONFIG))
-        config = checkpoint.configuration()
+        config = checkpoint.configuration(monitor={})
         vocabulary = Vocabulary.from_dict(metadata["vocabulary"])
         model = untrained(config, vocabulary.size)
         model.load_state_dict(safetensors.torch.load(files[EXPORTED_WEIGHTS]))
