@@ -347,8 +347,9 @@ def test_wrong_states_texts_and_paths_are_refused(
         model.encode("")
     with pytest.raises(CheckpointError, match="no folder here, and no model on the Hub"):
         invformer.load("me/nothing")
-    with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
-        invformer.load(f"{run.name}/nothing")
+    for path in (f"{run.name}/nothing", "checkpoints/nothing"):
+        with pytest.raises(CheckpointError, match="does not exist: name a run folder"):
+            invformer.load(path)
 
 
 def test_states_are_rounded_to_the_bits_asked_for() -> None:

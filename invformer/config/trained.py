@@ -22,8 +22,10 @@ CHECKPOINT = "run folder, a checkpoint in it, an exported folder, or USER/NAME o
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path is USER/NAME on the Hub: there is no folder USER here."""
-    return HUB_NAME.fullmatch(path) is not None and not os.path.exists(os.path.dirname(path))
+    """Whether a path is USER/NAME on the Hub: USER is no folder here, nor that of runs."""
+    folder = os.path.dirname(path)
+    is_local = folder == "checkpoints" or os.path.exists(folder)
+    return HUB_NAME.fullmatch(path) is not None and not is_local
 
 
 @dataclass(kw_only=True)
