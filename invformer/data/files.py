@@ -54,7 +54,7 @@ def require_texts(files: Iterable[Path], path: str) -> None:
         try:
             status = file.stat()
         except FileNotFoundError:
-            refuse(file, "no such file or folder", path)
+            refuse(file, "no such file or folder", path, "check data.path")
         except OSError as error:
             raise unreadable(file, error) from None
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
@@ -112,11 +112,11 @@ def unreadable(file: Path, error: OSError) -> DataError:
     return DataError(f"{file}: cannot be read ({error.strerror})")
 
 
-def refuse(file: Path, why: str, path: str) -> NoReturn:
-    """Raise the error for one file: what is wrong, and what to do."""
-    advice = (
-        ", and it was the checkpoint that named it; name the text yourself with data.path=PATH"
-        if isinstance(path, SavedPath)
-        else "; give data.path a plain file, a folder or a pipe"
-    )
-    raise DataError(f"{file}: {why}{advice}")
+def refuse(
+    file: Path, why: str, path: str, advice: str = "give data.path a plain file, a folder or a pipe"
+) -> NoReturn:
+    """Raise the error for one file: what is wrong, and what to do if it was typed."""
+    if isinstance(path, SavedPath):
+        why += ", and it was the checkpoint that named it"
+        advice = "name the text yourself with data.path=PATH"
+    raise DataError(f"{file}: {why}; {advice}")

@@ -173,7 +173,7 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "path", "match"),
     [
-        ("text_file", "missing.txt", r"missing\.txt: no such file or folder; give data\.path"),
+        ("text_file", "missing.txt", r"missing\.txt: no such file or folder; check data\.path"),
         ("ptb", "missing", "no such file or folder"),
         ("text_file", "folder.txt", r"no \*\.txt in this folder"),
         ("text_file", "bad.zip", "not a readable archive"),

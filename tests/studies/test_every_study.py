@@ -122,7 +122,7 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
         ("frontier", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
         ("frontier", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
-        ("growth", "text=/nowhere.txt", 3, "/nowhere.txt: no such file or folder; give text"),
+        ("growth", "text=/nowhere.txt", 3, "/nowhere.txt: no such file or folder; check text"),
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
         ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
