@@ -255,7 +255,7 @@ def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str
         encoding = "utf-16" if is_utf_16 else "latin1"
         hint = f"convert the file, for example with iconv -f {encoding} -t utf-8"
         if b"\0" in error.object and not is_utf_16:
-            hint = "this is no text; if it is compressed, unpack it"
+            hint = "unpack it if it is compressed, or convert it (iconv -f utf-16 -t utf-8)"
         raise DataError(
             f"{file}: byte 0x{error.object[error.start]:02x} at offset {offset} is not UTF-8 "
             f"({error.reason}); {hint}"

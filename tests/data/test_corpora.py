@@ -181,7 +181,8 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
         ("text_file", "latin", r"b\.txt: byte 0xe9 at offset 3 is not UTF-8 .*iconv -f latin1 -t"),
         ("text_file", "utf-16.txt", "iconv -f utf-16 -t utf-8"),
         ("text_file", "utf-16-be.txt", "iconv -f utf-16 -t utf-8"),
-        ("text_file", "a.txt.gz", "at offset 1 is not UTF-8 .*this is no text; .*unpack it"),
+        ("text_file", "a.txt.gz", "at offset 1 is not UTF-8 .*; unpack it if it is compressed"),
+        ("text_file", "no-mark.txt", r"unpack it .*, or convert it \(iconv -f utf-16 -t utf-8\)"),
         ("text_file", "empty.txt", "has no train text"),
         ("text_file", "one.txt", r"no train text, only .* data\.max_characters"),
         ("python_docs", "a.txt", "takes no data.path; use data.name=text_file"),
@@ -195,7 +196,7 @@ def test_a_path_that_holds_no_corpus_is_refused_in_one_line(
         "bad.zip": b"no archive", "empty.txt": b"", "one.txt": b"ab", "latin/a.txt": b"fine",
         "latin/b.txt": b"caf\xe9 au lait", "utf-16.txt": TEXT.encode("utf-16"),
         "utf-16-be.txt": ("\ufeff" + TEXT).encode("utf-16-be"),
-        "a.txt.gz": gzip.compress(TEXT.encode()),
+        "no-mark.txt": "naïve".encode("utf-16-le"), "a.txt.gz": gzip.compress(TEXT.encode()),
     }.items():  # fmt: skip
         write(tmp_path / file, content)
     with zipfile.ZipFile(tmp_path / "two.zip", "w") as archive:
