@@ -70,8 +70,8 @@ def token_max_norm(jacobian: Float[Tensor, "N D N D"], num_starts: int = 4) -> f
     """max_i max_{‖x_j‖ = 1} ‖Σ_j J_ij x_j‖, from left singular vectors and random ones."""
     generator = torch.Generator().manual_seed(0)
     starts = [torch.linalg.svd(jacobian.flatten(2), full_matrices=False).U[..., 0]]
-    size = jacobian.shape[:2]
-    starts += [torch.randn(size, generator=generator, dtype=torch.float64)] * (num_starts - 1)
+    for _ in range(num_starts - 1):
+        starts.append(torch.randn(jacobian.shape[:2], generator=generator, dtype=torch.float64))
     a = torch.stack(starts)
     for _ in range(200):
         a = a / a.norm(dim=-1, keepdim=True).clamp_min(1e-300)

@@ -2,6 +2,7 @@
 
 import copy
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from invformer.config.load import CONFIGS
 from invformer.lipschitz.local_bounds import local_bound, local_bounds
-from invformer.lipschitz.probe import LipschitzProbe, certified_in
+from invformer.lipschitz.probe import LipschitzProbe, Measured, certified_in
 from invformer.nn import (
     CharTransformer,
     ContractiveFeedForward,
@@ -19,7 +20,7 @@ from invformer.nn import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
-from studies.monitor_quality import token_max_norm
+from invformer.numerics.norms import NORMS
 from tests.host_syncs import HostSyncs
 from tests.launches import Launches
 from tests.nn.builders import (
@@ -128,8 +129,9 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
     model = trained_a_little(MODELS[name]())
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
-    norms = {"token_max": token_max_norm, "frobenius": partial(norm_from_below, norm="frobenius")}
-    norms["entry_max"] = lambda j: j.abs().sum((2, 3)).max().item()
+    norms: dict[Measured, Callable[[torch.Tensor], float]] = {
+        norm: partial(norm_from_below, norm=norm) for norm in NORMS
+    }
     if certified_in(model) == "diagonal_block":
         norms["diagonal_block"] = diagonal_norm
     for measured, norm in norms.items():
@@ -231,7 +233,7 @@ def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
         if step in (39, 79, 119):
             true = dense(copy.deepcopy(model).double().eval(), tokens)
             for name, value in zip(probe.names, values.tolist(), strict=True):
-                exact = token_max_norm(true[name])
+                exact = norm_from_below(true[name], "token_max")
                 assert value <= exact
                 errors.append(1 - value / exact)
     assert statistics.median(errors) < 0.01
@@ -271,7 +273,7 @@ def test_a_branch_without_products_of_its_own_is_estimated_by_autograd() -> None
     tokens = random_tokens(1, seed=3)
     true = dense(model, tokens)
     for name, (value, _) in LipschitzProbe(model, tokens).estimate(num_steps=150).items():
-        assert value.item() == pytest.approx(token_max_norm(true[name]), rel=1e-2)
+        assert value.item() == pytest.approx(norm_from_below(true[name], "token_max"), rel=1e-2)
 
 
 def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> None:
@@ -281,4 +283,4 @@ def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> Non
     assert [part.iteration.others.shape[-1] for part in probe.parts] == [8, SEQ_LEN]
     for name, (value, _) in probe.estimate(num_steps=60).items():
         if "feed_forward" in name:
-            assert value.item() == pytest.approx(token_max_norm(true[name]), rel=1e-4)
+            assert value.item() == pytest.approx(norm_from_below(true[name], "token_max"), rel=1e-4)
