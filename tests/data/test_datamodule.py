@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
 
 from invformer.assemble.run import build_data
 from invformer.config import load_config
@@ -29,6 +32,42 @@ CORPUS = make_corpus("the quick brown fox jumps over the lazy dog. " * 9, "over 
 def make_data(corpus: Corpus = CORPUS, **options: Any) -> TextDataModule:
     options = {"seq_len": SEQ_LEN, "batch_size": 4, "eval_batch_size": 3, "seed": 5} | options
     return TextDataModule(corpus, Vocabulary.from_text(corpus.read("train")), **options)
+
+
+class Recorder(L.LightningModule):
+    """Trains one weight, and remembers the batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.batches: list[list] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.batches.append(batch[0].tolist())
+        return self.weight.square()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's calls into PyTorch
+@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_path: Path) -> None:
+    def batches(max_steps: int, checkpoint: Path | None = None) -> list[list]:
+        module = Recorder()
+        trainer = L.Trainer(
+            max_steps=max_steps, accumulate_grad_batches=2, accelerator="cpu", logger=False,
+            num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[ModelCheckpoint(tmp_path, "fifth", every_n_train_steps=5)],
+        )  # fmt: skip
+        trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
+        return module.batches
+
+    first = batches(5)
+    assert first + batches(9, tmp_path / "fifth.ckpt") == batches(9)
 
 
 def test_the_state_is_plain_and_survives_without_a_trainer() -> None:
