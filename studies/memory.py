@@ -25,6 +25,7 @@ from invformer.config.section import option
 from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
+from invformer.nn.stack import full_name
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
 from studies.runs import nanogpt_cpu
@@ -147,7 +148,7 @@ def undoing(model: CharTransformer) -> Any:
 
     def undo(index: int, block: InvertibleBlock, z: Tensor) -> Tensor:
         for name, layer in reversed(list(block.layers())):
-            full = f"block_{index:02d}/{name}"
+            full = full_name(index, name)
             assert isinstance(layer, InvertibleResidual)
             z = layer.inverse(
                 z, weights[full], lipschitz_bound=certificate.per_branch[full],

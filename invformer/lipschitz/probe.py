@@ -16,7 +16,7 @@ from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, 
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.residual import ResidualWeights
-from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics.norms import Norm
 
@@ -70,7 +70,7 @@ class LipschitzProbe:
         self.model, self.tokens = model, tokens
         self.measured: Measured = measured or certified_in(model)
         blocks = list(model.stack.blocks)
-        self.names = [f"block_{i:02d}/{part}" for i in range(len(blocks)) for part in PARTS]
+        self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
         weight = model.embedding.position
         streams = 2 if isinstance(model.stack, CouplingStack) else 1
         shape = torch.Size((len(blocks), *tokens.shape, model.head.in_features // streams))

@@ -11,7 +11,7 @@ from invformer.errors import NonFiniteError
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
-from invformer.nn.stack import InvertibleStack, StackWeights
+from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import NORMS, Norm
 from invformer.numerics.rounding import product_up, sum_up, upwards
@@ -235,7 +235,7 @@ def require_proven(stack: InvertibleStack) -> None:
     for index, block in enumerate(stack.blocks):
         require_type(f"block_{index:02d}", block, (InvertibleBlock,))
         for name, layer in block.named_children():
-            require_type(f"block_{index:02d}/{name}", layer, LAYERS)
+            require_type(full_name(index, name), layer, LAYERS)
     for name, layer in stack.layers():
         if isinstance(layer, InvertibleResidual):
             own = original_class(layer.branch)

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 StackWeights = dict[str, Any]
 
 
+def full_name(block: int, layer: str) -> str:
+    """The name of a block's layer in the whole stack."""
+    return f"block_{block:02d}/{layer}"
+
+
 @dataclass(frozen=True)
 class StackSolution:
     """The input of a stack found from its output, layer by layer.
@@ -72,7 +77,7 @@ class InvertibleStack(nn.Module):
         for index, block in enumerate(self.blocks):
             assert isinstance(block, InvertibleBlock)
             for name, layer in block.layers():
-                yield f"block_{index:02d}/{name}", layer
+                yield full_name(index, name), layer
 
     def residual_layers(self) -> Iterator[tuple[str, InvertibleResidual]]:
         """Every residual layer by its full name, in the order they act."""
@@ -113,9 +118,7 @@ class InvertibleStack(nn.Module):
             assert isinstance(block, InvertibleBlock)
             of_block = None
             if weights is not None:
-                of_block = {
-                    name: weights[f"block_{index:02d}/{name}"] for name, _ in block.layers()
-                }
+                of_block = {name: weights[full_name(index, name)] for name, _ in block.layers()}
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = checkpoint(block, x, of_block, use_reentrant=False)
             else:
