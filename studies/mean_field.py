@@ -215,9 +215,8 @@ def finding(group: Rows[Case, Result]) -> Finding:
         near = 1 <= theta[-1] <= 1 + 2 / (rate * size**2)
         return falls and near, f"theta={theta[-1]:.3f} at R={size:g} (A={a:g}, s={s:g})"
     if case.statement == "weighted":
-        most = (
-            torch.tensor([share(c, r) for c, r in group], dtype=DTYPE).amax().item()
-        )  # keeps a NaN
+        shares = torch.tensor([share(c, r) for c, r in group], dtype=DTYPE)
+        most = shares.amax().item()  # keeps a NaN
         return most <= 1 + ROUNDING, f"at most {most:.3f} of the mean-field bound"
     if case.statement == "large_radius":
         name, gap = "causal" if a else "unmasked", abs(ratio(case, result) - 1)

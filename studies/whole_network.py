@@ -143,8 +143,8 @@ def measure(case: Case, device: torch.device) -> Result:
     nats, accuracy = scores(model, windows, targets)
     assert isinstance(model.head, BoundedHead)
     model.head.weight.copy_(model.head.rows())  # what the radii are computed from
-    table = model.embedding.token.weight
-    table.copy_(nn.functional.normalize(table, dim=-1))  # what the least distance is measured at
+    embeddings = model.embedding.token.weight  # spacing measures the least distance of these
+    embeddings.copy_(nn.functional.normalize(embeddings, dim=-1))
     certificate = certify(model, "token_max", dtype=torch.float64)
     assert certificate.total is not None
     rows, constants = model.head.rows(), certificate.per_branch.values()
