@@ -20,7 +20,7 @@ def causal_log_det(
 
     J is block lower-triangular in time, so only the D × D blocks of its diagonal count. Cost: N·D
     products with Jᵀ, D of them at a time, and N determinants of D × D. Each product also shows
-    whether later tokens have influence.
+    whether later tokens have influence. Gradients for x and for weights of f are recorded.
 
     Raises:
         ValueError: f is not causal: some f_t depends on a token after t.
@@ -29,12 +29,12 @@ def causal_log_det(
     identity = torch.eye(width, dtype=x.dtype, device=x.device)
     total = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
     with torch.inference_mode(False):
-        _, pull_back, *_ = torch.func.vjp(f, x.detach().clone())
+        _, pull_back, *_ = torch.func.vjp(f, x.clone())
         for t in range(tokens):
             # One cotangent per output channel of token t: (D, *batch, N, D).
             seeds = torch.zeros(width, *x.shape, dtype=x.dtype, device=x.device)
             seeds[..., t, :] = identity.view(width, *(1,) * (x.ndim - 2), width)
-            rows = torch.func.vmap(lambda g: pull_back(g)[0])(seeds).detach()
+            rows = torch.func.vmap(lambda g: pull_back(g)[0])(seeds)
             if bool((rows[..., t + 1 :, :] != 0).any()):
                 raise ValueError(f"f is not causal: token {t} depends on later ones")
             block = rows[..., t, :].movedim(0, -2)

@@ -39,6 +39,19 @@ def test_a_causal_log_det_is_the_dense_one_in_every_grad_mode() -> None:
             torch.testing.assert_close(found, exact, rtol=1e-11, atol=1e-12)
 
 
+def test_a_flow_learns_from_the_gradient_of_the_dense_log_det() -> None:
+    attention = causal_attention()
+    w = (0.5 * orthogonal(6, 6)).requires_grad_()
+    x = torch.randn(3, 6, requires_grad=True)
+
+    def f(z: torch.Tensor) -> torch.Tensor:
+        return torch.tanh((z + attention(z)) @ w)
+
+    found = torch.autograd.grad(causal_log_det(f, x), (x, w))
+    dense = torch.eye(18) + dense_jacobian(f, x)
+    torch.testing.assert_close(found, torch.autograd.grad(dense.logdet(), (x, w)))
+
+
 def test_a_map_that_sees_the_future_is_refused() -> None:
     mixing = torch.full((5, 5), 0.1)
     with pytest.raises(ValueError, match="not causal: token 0 depends on later ones"):
