@@ -15,7 +15,7 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 
 NORMS_MEASURED: tuple[Norm, ...] = ("token_max", "frobenius")
-# Estimates are products in float32; a gain computed there may exceed the exact one by this much.
+# Estimates and local bounds take the same numbers in float32, whose rounding may differ by this.
 ROUNDING = 5e-5
 # Residual of an estimate from which another step adds next to nothing.
 CONVERGED = 0.1

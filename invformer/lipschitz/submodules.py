@@ -36,7 +36,7 @@ def local_constants(
     largest over the samples if f does not mix them. The model is in eval mode meanwhile; weights,
     buffers and global random numbers stay as they are. Values are gains of vectors, so below the
     constant up to rounding, and nothing is proven about other inputs. A submodule takes up to
-    2 ``num_steps`` backward passes.
+    3 ``num_steps`` backward passes.
 
     Args:
         model: submodules without a second derivative are skipped.
