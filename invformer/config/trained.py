@@ -22,7 +22,7 @@ CHECKPOINT = "run folder, a checkpoint in it, an exported folder, or USER/NAME o
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether a path is USER/NAME on the Hub: USER is no folder here, nor that of runs."""
+    """Whether a path names a model on the Hub: it is USER/NAME, and no folder USER is here."""
     folder = os.path.dirname(path)
     is_local = folder == "checkpoints" or os.path.exists(folder)
     return HUB_NAME.fullmatch(path) is not None and not is_local

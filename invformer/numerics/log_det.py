@@ -28,7 +28,8 @@ def causal_log_det(
     tokens, width = x.shape[-2:]
     identity = torch.eye(width, dtype=x.dtype, device=x.device)
     total = torch.zeros(x.shape[:-2], dtype=x.dtype, device=x.device)
-    with torch.inference_mode(False):
+    records = torch.is_grad_enabled()
+    with torch.inference_mode(False), torch.set_grad_enabled(records):
         _, pull_back, *_ = torch.func.vjp(f, x.clone())
         for t in range(tokens):
             # One cotangent per output channel of token t: (D, *batch, N, D).

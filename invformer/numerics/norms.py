@@ -25,6 +25,7 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
             return torch.linalg.vector_norm(x, dim=(-2, -1))
         case "entry_max":
             return x.abs().amax((-2, -1))
+    raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm}")
 
 
 def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:

@@ -26,9 +26,10 @@ class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training: of our models after every step, of others seldom.
 
     Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
-    weights before the step's update. A row with a validation has an estimate, a local bound and a
-    bound of the validated weights instead, the last two proven. Of any other module it measures the
-    submodules (:func:`.local_constants`), which takes far longer: choose ``every``.
+    weights before the step's update. A row with a validation has estimates of the validated weights
+    instead, and local bounds and bounds, which are proven, if there are theorems. Of any other
+    module it measures the submodules (:func:`.local_constants`), which takes far longer: choose
+    ``every``.
 
     The monitor reads weights and writes metrics and its own buffers; training with and without it
     is bit-identical, it draws no random number outside a generator of its own, and no clock decides
@@ -81,15 +82,25 @@ class LipschitzMonitor(L.Callback):
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))
 
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the validation out of the time that the monitor's is compared with."""
+        if self.probe is not None:
+            self.watch.pause()
+
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Estimate and bound with the validated weights; the next step's vectors stay the same."""
         if self.probe is None:
             return
-        step = trainer.global_step - 1
+        assert isinstance(pl_module, CharLanguageModel)
+        step = pl_module.step
+        self.watch.go_on()
         with self.watch, torch.inference_mode(False):
-            vectors = {name: vector.clone() for name, vector in self.probe.state_dict().items()}
+            vectors, started = self.probe.state_dict(), self.probe.has_started
+            before = {name: vector.clone() for name, vector in vectors.items()}
             record(trainer, step, self.row(None) | self.proven(self.probe))
-            self.probe.load_state_dict(vectors)
+            for name, vector in vectors.items():
+                vector.copy_(before[name])
+            self.probe.has_started = started
         if (share := self.watch.share()) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
@@ -121,7 +132,9 @@ class LipschitzMonitor(L.Callback):
         found = local_bounds(probe)
         bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
-        return {self.keys["local_bound"]: and_largest(local), self.keys["bound"][:-1]: bounds}
+        return {
+            self.keys["local_bound"]: and_largest(local), self.keys["bound"]: and_largest(bounds),
+        }  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers: a resumed run continues its estimates to the bit."""
@@ -143,6 +156,15 @@ class Stopwatch:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.spans: list[tuple[Any, Any]] = []
+        self.pauses: list[tuple[Any, Any]] = []
+
+    def pause(self) -> None:
+        """Count neither inside nor outside from here on."""
+        self.paused = self.mark()
+
+    def go_on(self) -> None:
+        """Count again."""
+        self.pauses.append((self.paused, self.mark()))
 
     def __enter__(self) -> None:
         self.began = self.mark()
@@ -164,9 +186,10 @@ class Stopwatch:
 
     def share(self) -> float | None:
         """Seconds inside over seconds outside since the last call; None if not known yet."""
-        spans, self.spans = self.spans, []
+        spans, pauses, self.spans, self.pauses = self.spans, self.pauses, [], []
         if len(spans) < 2 or (self.on_gpu and not spans[-1][1].query()):
             return None
         inside = sum(self.seconds(*span) for span in spans[1:])
-        outside = self.seconds(spans[0][1], spans[-1][1]) - inside
+        paused = sum(self.seconds(*pause) for pause in pauses)
+        outside = self.seconds(spans[0][1], spans[-1][1]) - inside - paused
         return inside / outside if outside > 0 else None

@@ -86,6 +86,15 @@ def test_two_runs_and_one_that_is_continued_write_equal_rows(folder: Path) -> No
     assert rows_of(whole) == rows_of(again) == rows_of(parts)
 
 
+def test_a_validation_changes_no_later_estimate(folder: Path) -> None:
+    often, seldom = (run_with(folder, f"run.name={n}", f"trainer.val_every={n}") for n in (3, 12))
+    for run in (often, seldom):
+        fit(run)
+    for row, other in zip(rows_of(often), rows_of(seldom), strict=True):
+        if (row["step"] + 1) % 3:
+            assert row == other
+
+
 def test_fewer_estimates_are_made_where_that_is_asked_for(folder: Path) -> None:
     run = run_with(folder, "monitor.every=4", "monitor.num_sequences=2", "monitor.length=16")
     fit(run)
@@ -144,7 +153,11 @@ def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
     watch, now = Stopwatch(torch.device("cpu")), [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
     assert watch.share() is None
-    for _ in range(4):
+    for turn in range(4):
+        if turn == 2:
+            watch.pause()
+            now[0] += 100.0
+            watch.go_on()
         with watch:
             now[0] += 1.0
         now[0] += 10.0
