@@ -67,7 +67,11 @@ class Branch:
 
     def __init__(self, reads: list[Tensor], output: Tensor) -> None:
         self.weights = [weight(w) for w in (*reads, output)]
-        *self.reads, self.output = map(matrix, self.weights)
+
+    def make_matrices(self, split: bool) -> None:
+        """Get ready to multiply, more accurately than in float64 if split."""
+        self.split = split
+        *self.reads, self.output = (matrix(w, split) for w in self.weights)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """What V is multiplied by, (rows, inner), and what later rows need of these.
@@ -170,7 +174,7 @@ class AttentionBranch(Branch):
         rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
         radius = (logits.radius * size(self.factor) + rounding).masked_fill_(hidden, 0)
         weights = exp(Enclosure(behind, outward(radius)))
-        total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values)))
+        total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values), self.split))
         if own is not None:
             total = add(total, multiply(with_one(own[1]), weights.map(lambda t: t[..., count:])))
         means = divide(total.map(lambda t: t[..., :-1]), total.map(lambda t: t[..., -1:]))
@@ -233,7 +237,7 @@ class BoundedAttentionBranch(AttentionBranch):
             past = k, v, v.middle.mean(-2, keepdim=True)
         *text, origin = past
         keys, values = (part.map(lambda t: t[:, : int(places.max()) + 1]) for part in text)
-        logits = matmul(q, matrix(keys.map(lambda t: t.mT)))
+        logits = matmul(q, matrix(keys.map(lambda t: t.mT), self.split))
         own = None
         if self.sees_itself:
             k, v = kv

@@ -49,16 +49,17 @@ class Network:
     Args:
         model: with the weights it has now.
         length: tokens of a text.
+        split: whether products are more accurate than float64's own, which takes longer.
 
     Raises:
         NotEnclosed: the model has a layer whose rounding is not bounded here.
     """
 
-    def __init__(self, model: CharTransformer, length: int) -> None:
+    def __init__(self, model: CharTransformer, length: int, split: bool = True) -> None:
         stack = model.stack
         if not isinstance(stack, InvertibleStack):
             raise NotEnclosed("the rounding of a stack without a certificate is not bounded")
-        self.padding = model.embedding.padding
+        self.split, self.padding = split, model.embedding.padding
         self.symbols = weight(model.embedding.token.weight)
         self.positions = weight(model.embedding.position)
         ones = torch.ones(1, model.head.in_features, device=self.symbols.middle.device)
@@ -78,6 +79,7 @@ class Network:
                 continue
             branch = enclosed_branch(name, layer.branch, length, weights[name].branch)
             branch.input_radius = layer.input_radius
+            branch.make_matrices(split)
             self.steps.append(Step(branch, *inside, writes))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].high])
         self.top = View(factor, shift, writes)

@@ -47,12 +47,13 @@ class Pair(NamedTuple):
 class Matrix(NamedTuple):
     """A right factor y: its leading bits, the rest, and the factors of radii.
 
+    Without a rest it is not split: products are then float64's own, and radii larger.
     ``sizes`` is |y| + radius, and in one more row a power of two above each column. ``radius`` is
     None for constants.
     """
 
     first: Tensor
-    rest: Tensor
+    rest: Tensor | None
     sizes: Tensor
     radius: Tensor | None
 
@@ -168,34 +169,40 @@ def leading(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     return (x + shifter).sub_(shifter), power
 
 
-def matrix(y: Enclosure) -> Matrix:
-    """A right factor (…, n, columns), split for accurate products."""
-    first, power = leading(y.middle, RIGHT_BITS, -2)
+def matrix(y: Enclosure, split: bool = True) -> Matrix:
+    """A right factor (…, n, columns), split for accurate products unless told otherwise."""
+    first, power = leading(y.middle, RIGHT_BITS, -2) if split else (y.middle, y.middle[..., :1, :])
     sizes = outward(torch.cat([size(y.middle) + y.radius, size(power)], -2))
-    return Matrix(first, y.middle - first, sizes, y.radius if y.radius.any() else None)
+    rest = y.middle - first if split else None
+    return Matrix(first, rest, sizes, y.radius if y.radius.any() else None)
 
 
 def matmul(x: Enclosure, y: Matrix, *terms: Enclosure) -> Enclosure:
     """x y plus further terms.
 
-    The product of leading bits is exact in any order of summation. All else is smaller by 2⁻²⁰, so
-    that its rounding in float64 is, too.
+    If y is split, the product of leading bits is exact in any order of summation. All else is
+    smaller by 2⁻²⁰, so that its rounding in float64 is, too.
     """
     n = y.first.shape[-2]
-    bits = min(RIGHT_BITS, 53 - RIGHT_BITS - math.ceil(math.log2(n)))
-    first, power = leading(x.middle, bits, -1)
-    middle = first @ y.first
-    rest = (x.middle - first) @ y.first
-    rest += x.middle @ y.rest
-    rounding = outward(power.float() * (4 * (n + 4) * n * U * 2.0**-bits))
-    radius = torch.cat([x.radius, rounding], -1) @ y.sizes
+    if y.rest is None:
+        middle, rest = x.middle @ y.first, None
+        radius = (x.radius + 2 * (n + 2) * U * size(x.middle)) @ y.sizes[..., :-1, :]
+    else:
+        bits = min(RIGHT_BITS, 53 - RIGHT_BITS - math.ceil(math.log2(n)))
+        first, power = leading(x.middle, bits, -1)
+        middle = first @ y.first
+        rest = (x.middle - first) @ y.first
+        rest += x.middle @ y.rest
+        rounding = outward(power.float() * (4 * (n + 4) * n * U * 2.0**-bits))
+        radius = torch.cat([x.radius, rounding], -1) @ y.sizes
     if y.radius is not None:
         radius += (size(x.middle) * UP) @ y.radius
     radius *= 1 + 2.0**-22 * (n + 8)
     for term in terms:
         middle = middle + term.middle
         radius += term.radius + U * size(middle)
-    middle += rest
+    if rest is not None:
+        middle += rest
     return Enclosure(middle, outward(radius.add_(size(middle), alpha=U)))
 
 

@@ -13,6 +13,7 @@ from flint import arb, ctx
 from torch import Tensor
 
 from invformer.evaluation import enclosed_branches
+from invformer.evaluation import prefix_margins as prefix_module
 from invformer.evaluation.enclosed_branches import activate
 from invformer.evaluation.enclosed_network import Network
 from invformer.evaluation.prefix_margins import prefix_margins
@@ -124,11 +125,14 @@ def model(request: pytest.FixtureRequest) -> CharTransformer:
     return ready(MODELS[request.param]).float()
 
 
+@pytest.mark.parametrize("split", [True, False])
 @torch.no_grad()
-def test_enclosures_of_states_contain_those_in_200_bits(model: CharTransformer) -> None:
+def test_enclosures_of_states_contain_those_in_200_bits(
+    model: CharTransformer, split: bool
+) -> None:
     (tokens,), places = random_tokens(1), torch.arange(SEQ_LEN)
     with torch.no_grad():
-        network = Network(model, SEQ_LEN)
+        network = Network(model, SEQ_LEN, split)
         own, past = network(tokens, places, None)
         other = (tokens + 1) % VOCAB
         state, _ = network(other, places, past)
@@ -242,6 +246,21 @@ def test_no_text_but_the_proven_one_has_states_within_the_radius() -> None:
         wrong += int((evidence.proven & (decoded != texts[chosen])).sum())
     assert proven > 60
     assert wrong == 0
+
+
+@torch.no_grad()
+def test_products_become_accurate_where_float64_is_not_enough(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = ready(contractive_model), random_tokens(3)
+    states = model.stack(model.embedding(tokens))
+    fast = prefix_margins(model, tokens, states, unknown=None)
+    monkeypatch.setattr(prefix_module, "ENOUGH", 1e30)
+    accurate = prefix_margins(model, tokens, states, unknown=None)
+    assert (accurate.arithmetic_error < 0.5 * fast.arithmetic_error).all()
+    assert torch.allclose(accurate.margin, fast.margin)
+    assert fast.proven.all()
+    assert accurate.proven.all()
 
 
 @pytest.mark.parametrize("place", [0, 5, SEQ_LEN - 1])
