@@ -18,6 +18,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore  # documented, but not in an __all__
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -50,6 +51,9 @@ def launch(count: int) -> None:
     """
     logging.disable(logging.CRITICAL)  # the launcher has one line to say, and it is ours
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // count)))
+    # Older releases of torch always wait for 30 seconds.
+    known = "shutdown_timeout" in LaunchConfig.__dataclass_fields__
+    grace: dict[str, Any] = {"shutdown_timeout": GRACE_TO_STOP} if known else {}
     with tempfile.TemporaryDirectory(prefix="invformer-ranks-") as folder:
         os.environ[REPORTS] = folder
         config = LaunchConfig(
@@ -62,8 +66,8 @@ def launch(count: int) -> None:
             local_addr="localhost",
             max_restarts=0,
             signals_to_handle=",".join(signals_to_stop()),
-            shutdown_timeout=GRACE_TO_STOP,
             logs_specs=DefaultLogsSpecs(log_dir=folder),
+            **grace,
         )
         try:
             elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
