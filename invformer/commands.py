@@ -222,7 +222,7 @@ def export(config: ExportConfig) -> None:
     from invformer.export import upload
     from invformer.model import load
 
-    load(config.checkpoint, "cpu").export(config.out, name=config.hub)
+    load(config.checkpoint, "cpu").export(config.out, name=config.hub, bits=config.bits)
     print(f"written to {config.out}; load it with invformer.load({config.out!r})")
     if config.hub:
         print(f"uploaded to {upload(Path(config.out), config.hub)}")

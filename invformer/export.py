@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,18 @@ from invformer.assemble.trained import (
     FORMAT,
     MANIFEST,
     VOCABULARY,
+    WEIGHT_BITS,
 )
 from invformer.errors import StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
+from invformer.nn.quantised import packed, quantised
 from invformer.runs.contained import one_line
 
 if TYPE_CHECKING:
     from invformer.model import TrainedModel
 
 CARD = "README.md"
-KEPT = ("step", "command", "commit", "data_source", "data_sha256")
+KEPT = ("step", "command", "commit", "data_source", "data_sha256", WEIGHT_BITS)
 CARD_TEXT = """---
 {front}---
 
@@ -56,19 +58,26 @@ print(model.generate("The ", length=200))
 """
 
 
-def write_export(folder: Path, model: "TrainedModel", name: str | None) -> None:
+def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: int | None) -> None:
     """Write the folder, which must not exist yet or be empty.
 
-    ``name`` is what the model card loads it by; None for the folder's own name.
+    ``name`` is what the model card loads it by; None for the folder's own name. With ``bits`` the
+    matrices are rounded first; the certificate is of the rounded ones, and the evaluation is lost.
 
     Raises:
         StorageError: it holds something, or cannot be written.
     """
+    matrices = {}
+    if bits is not None:
+        network, matrices = quantised(model.network, bits)
+        metadata = model.metadata | {WEIGHT_BITS: bits}
+        model = replace(model, network=network, metadata=metadata, evaluation=None)
     proven = None if model.certificate is None else model.certificate.to_dict()
     training = {key: model.metadata.get(key) for key in KEPT}
-    weights = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
+    weights = {n: w for n, w in model.network.state_dict().items() if n not in matrices}
+    weights |= packed(matrices)
     files = {
-        EXPORTED_WEIGHTS: safetensors.torch.save(weights),
+        EXPORTED_WEIGHTS: safetensors.torch.save({n: w.contiguous() for n, w in weights.items()}),
         CONFIG: as_json({"config": asdict(model.config), "training": training}),
         VOCABULARY: as_json(model.vocabulary.to_dict()),
         CERTIFICATE: as_json(proven),

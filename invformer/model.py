@@ -185,12 +185,18 @@ class TrainedModel:
             unproven=reason,
         )
 
-    def export(self, folder: str | os.PathLike[str], name: str | None = None) -> None:
+    def export(
+        self, folder: str | os.PathLike[str], name: str | None = None, bits: int | None = None
+    ) -> None:
         """Write the model to a new folder that :func:`load` opens, with a model card.
 
-        ``name`` is what the card says that the model is called; None for the folder's name.
+        Args:
+            folder: to write.
+            name: what the card says that the model is called; None for the folder's name.
+            bits: of an entry of a matrix, 2 to 8; None for 32. The certificate is proven for the
+                rounded matrices.
         """
-        write_export(Path(folder).expanduser(), self, name)
+        write_export(Path(folder).expanduser(), self, name, bits)
 
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate]:

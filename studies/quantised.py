@@ -1,9 +1,7 @@
 """Small certified models: matrices in few bits, normalised after they were rounded.
 
-Every matrix of the stack, the embedding and the head is rounded to integers, with one scale per
-output channel chosen for the least squared error. A certified layer divides by a bound on the
-spectral norm of the rounded matrix, so its certificate is proven anew for the bits that are
-shipped. Vectors stay in float32; they and the scales count in the size.
+Matrices are rounded as ``export.py bits=…`` rounds them, so the certificate is proven for the bits
+that are shipped. Vectors stay in float32; they and the scales count in the size.
 
 Verdict: the certificate holds at every number of bits, and at int8 and int4 every character of the
 certified model is recovered and proven, for at most 0.05 bits per character.
@@ -14,20 +12,19 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
+from invformer.nn.quantised import quantised
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
 from studies.states import decode, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program
 
-FLOAT_BITS = 32
-SHRINKS = 40  # scales tried for a channel
+MOST_BITS = 8  # more leave the matrices as they are
 
 
 @dataclass(kw_only=True)
@@ -35,7 +32,9 @@ class Options(StudyOptions):
     """Round the weights of trained models."""
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
-    bits: list[int] = option([32, 8, 4, 3], "of a weight; 32 leaves it", "[2, 32]")
+    bits: list[int] = option(
+        [32, 8, 4, 3], "of an entry of a matrix; more than 8 leave it", "[2, 32]"
+    )
     num_windows: int = option(4, "windows that are inverted and proven", "[1, 1e4]")
     scored: int | None = option(None, "characters scored; null is the whole split", "[1e3, 1e9]")
 
@@ -69,34 +68,14 @@ def cases(options: Options) -> list[Case]:
     return grid(Case, options, model=options.models, bits=options.bits)
 
 
-def rounded(weight: Tensor, bits: int, over: int) -> Tensor:
-    """The nearest of 2^bits − 1 levels around zero, with the best scale for each output channel.
-
-    A scale is shared along ``over``, the dimension of the inputs.
-    """
-    most = 2 ** (bits - 1) - 1
-    largest = weight.abs().amax(over, keepdim=True).clamp_min(1e-30)
-    best, least = weight, torch.full_like(largest, math.inf)
-    for shrink in torch.linspace(1, 0.3, SHRINKS).tolist():
-        scale = (largest * shrink / most).half().float().clamp_min(1e-30).to(weight)
-        tried = (weight / scale).round().clamp(-most, most) * scale
-        error = (tried - weight).square().sum(over, keepdim=True)
-        best, least = torch.where(error < least, tried, best), torch.minimum(error, least)
-    return best
-
-
-def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
-    """The model with rounded matrices, in eval mode, and its size in KiB."""
-    model, size = copy.deepcopy(model).float(), 0.0
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim < 2 or bits >= FLOAT_BITS or "log_" in name or "position" in name:
-                size += weight.numel() * 4
-                continue
-            over = -2 if model.is_invertible and name.startswith("stack") else -1  # x W, or W x
-            weight.copy_(rounded(weight, bits, over))
-            size += weight.numel() * bits / 8 + weight.numel() / weight.shape[over] * 2
-    return model.eval(), size / 1024
+def in_bits(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
+    """The model in float32 with rounded matrices, in eval mode, and its size in KiB."""
+    model, matrices = copy.deepcopy(model).float().eval(), {}
+    if bits <= MOST_BITS:
+        model, matrices = quantised(model, bits)
+    whole = sum(4 * p.numel() for name, p in model.named_parameters() if name not in matrices)
+    few = sum(m.integers.numel() * bits / 8 + 2 * m.scale.numel() for m in matrices.values())
+    return model, (whole + few) / 1024
 
 
 @torch.no_grad()
@@ -104,7 +83,7 @@ def measure(case: Case, device: torch.device) -> Result:
     """Round, certify, score, invert and prove."""
     source, tokens = trained(case.model), windows(case.model, case.num_windows)
     name, target = source.config.model.name, source.config.model.lipschitz_target
-    model, size = quantised(source.network, case.bits)
+    model, size = in_bits(source.network, case.bits)
     bound = enforce(model, dtype=torch.float32).bound_max if model.is_invertible else None
     text = validation(case.model)[: case.scored]
     likelihood = score(model, EvaluationWindows(text, model.seq_len, model.seq_len, 64), device)

@@ -213,6 +213,23 @@ def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
     assert not re.search(r"None|TODO|\{|nan", text)
 
 
+def test_an_export_in_four_bits_is_small_and_proven_for_what_is_shipped(
+    run: Path, exported: Path, tmp_path: Path, typed: Typed
+) -> None:
+    folder = tmp_path / "small"
+    typed("export", f"out={folder}", "bits=4")
+    model, original = invformer.load(folder), invformer.load(run)
+    assert model.certificate is not None
+    assert model.certificate.holds
+    assert model.certificate != original.certificate
+    assert model.evaluation is None
+    text = "1 4 9 16"
+    assert model.invert(model.encode(text)).text == text
+    whole, small = ((at / "model.safetensors").stat().st_size for at in (exported, folder))
+    assert small < whole / 3
+    assert "weight bits: 4" in (folder / "README.md").read_text()
+
+
 def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     run: Path, tmp_path: Path
 ) -> None:

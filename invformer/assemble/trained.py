@@ -20,6 +20,7 @@ from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError
 from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.certificate import certify
+from invformer.nn.quantised import unpacked
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import PREFIX, Checkpoint, checked_metadata
 from invformer.runs.contained import one_line
@@ -29,6 +30,7 @@ EXPORTED_WEIGHTS, CONFIG, VOCABULARY = "model.safetensors", "config.json", "voca
 CERTIFICATE, MANIFEST = "certificate.json", "manifest.json"
 EXPORTED = (EXPORTED_WEIGHTS, CONFIG, VOCABULARY, CERTIFICATE)
 FORMAT = "invformer-model-1"
+WEIGHT_BITS = "weight_bits"  # in the configuration, if matrices are rounded to so many
 ROUNDING = 1e-9  # relative, between the float64 arithmetic of two machines
 
 
@@ -121,7 +123,10 @@ def read_export(folder: Path, name: Path) -> Trained:
         config = checkpoint.configuration(monitor={})
         vocabulary = Vocabulary.from_dict(metadata["vocabulary"])
         model = untrained(config, vocabulary.size)
-        model.load_state_dict(safetensors.torch.load(files[EXPORTED_WEIGHTS]))
+        weights = safetensors.torch.load(files[EXPORTED_WEIGHTS])
+        if bits := about["training"].get(WEIGHT_BITS):
+            weights = unpacked(weights, model.state_dict(), bits)
+        model.load_state_dict(weights)
         claimed = json.loads(files[CERTIFICATE])
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: no exported model ({one_line(error)})") from None

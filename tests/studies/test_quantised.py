@@ -1,28 +1,17 @@
-"""Rounded weights: their levels, their size, and the certificate of what is left."""
+"""Rounded weights: their size, and the certificate of what is left."""
 
 import pytest
 import torch
 
 from invformer.nn.certificate import enforce
-from studies.quantised import Case, Result, quantised, rounded, summarise
+from studies.quantised import Case, Result, in_bits, summarise
 from tests.nn.builders import baseline, coupling, scaled_model, trained_a_little
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_channel_has_a_few_evenly_spaced_levels_and_a_small_error(bits: int) -> None:
-    weight = torch.randn(3, 40, 5)
-    found = rounded(weight, bits, over=-2)
-    for column in found.transpose(-2, -1).flatten(0, 1):
-        steps = column.unique().diff()
-        assert len(column.unique()) <= 2**bits - 1
-        assert torch.allclose(steps / steps.min(), (steps / steps.min()).round(), atol=1e-3)
-    assert (found - weight).square().mean() < 4.0 ** (2 - bits) * weight.square().mean()
 
 
 @pytest.mark.parametrize("make", [scaled_model, baseline, coupling])
 def test_eight_bits_are_a_quarter_of_the_size_and_change_little(make) -> None:
     model = trained_a_little(make()).float()
-    (whole, size), (small, fewer) = (quantised(model, bits) for bits in (32, 8))
+    (whole, size), (small, fewer) = (in_bits(model, bits) for bits in (32, 8))
     assert size == sum(4 * p.numel() for p in model.parameters()) / 1024
     assert size / 4 < fewer < size
     tokens = torch.arange(10)[None]
@@ -30,7 +19,7 @@ def test_eight_bits_are_a_quarter_of_the_size_and_change_little(make) -> None:
 
 
 def test_the_certificate_holds_for_the_rounded_weights() -> None:
-    model, _ = quantised(trained_a_little(scaled_model()).float(), 3)
+    model, _ = in_bits(trained_a_little(scaled_model()).float(), 3)
     assert enforce(model, dtype=torch.float32).holds
 
 

@@ -1,0 +1,93 @@
+"""Weights in few bits: matrices of integers, with one scale for each output channel.
+
+A certified layer divides by a bound on the norm of the matrix it is given, so the certificate is
+proven for the rounded matrices. Vectors, scalings and positions stay as they are.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Int8
+from torch import Tensor
+
+from invformer.nn.transformer import CharTransformer
+
+NUM_SCALES = 40  # tried for a channel
+INTEGERS, SCALE = ".integers", ".scale"
+
+
+class Rounded(NamedTuple):
+    """A matrix as integers of ``bits`` bits times a scale for each output channel, in float16."""
+
+    integers: Int8[Tensor, "*shape"]
+    scale: Tensor
+    bits: int
+
+    def value(self) -> Tensor:
+        """The matrix; its entries are exact in float32."""
+        return self.integers.float() * self.scale.float()
+
+
+def rounded(weight: Tensor, bits: int, over: int) -> Rounded:
+    """The nearest of 2^bits − 1 levels around zero, with the scales of least squared error.
+
+    A scale is shared along ``over``, the dimension of the inputs.
+    """
+    most = 2 ** (bits - 1) - 1
+    largest = weight.abs().amax(over, keepdim=True)
+    integers, scales = torch.zeros_like(weight), torch.zeros_like(largest)
+    least = torch.full_like(largest, math.inf)
+    for shrink in torch.linspace(1, 0.3, NUM_SCALES).tolist():
+        scale = (largest * shrink / most).half().to(weight)
+        tried = (weight / scale).nan_to_num(0).round().clamp(-most, most)  # 0/0 in a row of zeros
+        error = (tried * scale - weight).square().sum(over, keepdim=True)
+        integers = torch.where(error < least, tried, integers)
+        scales, least = torch.where(error < least, scale, scales), torch.minimum(error, least)
+    return Rounded(integers.to(torch.int8), scales.half(), bits)
+
+
+@torch.no_grad()
+def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, dict[str, Rounded]]:
+    """A copy of the model with rounded matrices, and these by the names of its parameters."""
+    model, matrices = copy.deepcopy(model), {}
+    for name, weight in model.named_parameters():
+        if weight.ndim < 2 or "log_" in name or "position" in name:
+            continue
+        over = -2 if model.is_invertible and name.startswith("stack") else -1  # x W, or W x
+        matrices[name] = rounded(weight, bits, over)
+        weight.copy_(matrices[name].value())
+    return model, matrices
+
+
+def packed(matrices: Mapping[str, Rounded]) -> dict[str, Tensor]:
+    """The tensors to store: the bits of each matrix without gaps, and its scales."""
+    stored = {name + SCALE: matrix.scale for name, matrix in matrices.items()}
+    for name, (integers, _, bits) in matrices.items():
+        positive = integers.flatten().cpu().int() + 2 ** (bits - 1)
+        stored[name + INTEGERS] = regrouped(positive, bits, 8).to(torch.uint8)
+    return stored
+
+
+def unpacked(
+    stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bits: int
+) -> dict[str, Tensor]:
+    """The weights as they are ``wanted``, of which matrices are :func:`packed`."""
+    weights = {}
+    for name, like in wanted.items():
+        if name + INTEGERS not in stored:
+            weights[name] = stored[name]
+            continue
+        positive = regrouped(stored[name + INTEGERS].int(), 8, bits)[: like.numel()]
+        integers = (positive - 2 ** (bits - 1)).to(torch.int8).view(like.shape)
+        weights[name] = Rounded(integers, stored[name + SCALE], bits).value()
+    return weights
+
+
+def regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
+    """Numbers of some bits as numbers of others: the same bits in a row, lowest first."""
+    single = (numbers[:, None] >> torch.arange(bits)) & 1
+    padded = torch.nn.functional.pad(single.flatten(), (0, -single.numel() % into))
+    return (padded.view(-1, into) << torch.arange(into)).sum(1)
