@@ -5,14 +5,14 @@
 
 The tie W^K = W^Q, a visible self token and the factor A_h = W^Q_h W^Q_hᵀ/√d in the value path are
 assumptions: without any one of them the map is not Lipschitz. u is the largest φ⁻¹(n_h) of the
-heads (``bounds/head_gain.py``, also for ``visible``); the paper has no bias, and n = N − 1. ‖·‖_∞
+heads (``bounds/contractive.py``, also for ``visible``); the paper has no bias, and n = N − 1. ‖·‖_∞
 is the largest absolute row sum. Results are Python floats, proven, rounding included.
 """
 
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.head_gain import Visible, mean_gaps
+from invformer.bounds.contractive import Visible, mean_gaps
 from invformer.bounds.heads import InputMaps
 from invformer.bounds.layers import max_row_sum
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up

@@ -1,34 +1,68 @@
-"""Tied L2 attention F(X)_i = Σ_h Y_i^h G_h, Y^h = P^h q^h, q^h = X W_h: its constants (ours).
+"""Tied L2 attention at every input: the gain of one head, and the constants of a layer (ours).
 
-κ_h = 4 φ⁻¹(n_h) + 1 is the gain of one head (:mod:`.head_gain`), σ_h = ‖W_h‖₂. docs/numerics.md
-has the proofs. Arguments of all functions:
+    Y_i = Σ_j P_ij q_j,   P_i = softmax_j(b_ij − s_ij),   s_ij = ‖q_i − q_j‖²/√d,   b_ii = 0
+
+n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens: without a bias their number, N − 1.
+g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone; masks must
+keep the self token visible.
+
+**Lemma** (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2; for equal masses). Σ_j P_ij s_ij ≤ g.
+
+**Theorem** (ours). Σ_j ‖∂Y_i/∂q_j‖₂ ≤ 4 φ⁻¹(n) + 1 and ‖∂Y_i/∂q_i‖₂ ≤ 1 + 2 W₀(n e^{−3/2}).
+
+The proofs (docs/numerics.md §3, §4, §6) bound the terms of the Jacobian, by the lemma:
+
+    ∂Y_i/∂q_j = P_ij [I − (2/√d)(q_j − Y_i)(q_j − q_i)ᵀ] + δ_ij (2/√d) C_i,   C_i = Cov_{P_i}(q)
+
+A layer is F(X)_i = Σ_h Y_i^h G_h with q^h = X W_h and σ_h = ‖W_h‖₂. Arguments of its bounds:
 
     w_q      W_h as (heads, width, d_head)
     g        output maps G_h as (heads, d_head, width), every constant folded in
-    visible  tokens in the fullest row, or log n_h per head in float64
+    visible  tokens in the fullest row, or log n_h per head (or one for all) in float64
 
-Masks must keep the self token visible. Results are Python floats, proven, rounding included.
+Results are Python floats, proven, rounding included.
 """
+
+import math
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.head_gain import Visible, diagonal_gains, head_gain, mean_gaps
 from invformer.bounds.heads import InputMaps, OutputMaps, separate_inputs, shared_input
 from invformer.bounds.layers import max_row_sum
+from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
 from invformer.numerics.rounding import product_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
+Visible = int | Tensor
+
+# Added to log masses, which come from a float64 logsumexp: far above its rounding.
+LOG_MASS_SLACK = 1e-9
+
+
+def mean_gaps(visible: Visible, num_heads: int) -> list[float]:
+    """g = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head."""
+    return [phi_inverse_upper(log_n) for log_n in _log_masses(visible, num_heads)]
+
+
+def head_gains(visible: Visible, num_heads: int) -> list[float]:
+    """4 φ⁻¹(n) + 1 ≥ Σ_j ‖∂Y_i/∂q_j‖₂ of every head."""
+    return [sum_up(product_up(4, g), 1) for g in mean_gaps(visible, num_heads)]
+
+
+def diagonal_gains(visible: Visible, num_heads: int) -> list[float]:
+    """1 + 2 W₀(n e^{−3/2}) ≥ ‖∂Y_i/∂q_i‖₂ of every head."""
+    return [causal_gain_upper(log_n) for log_n in _log_masses(visible, num_heads)]
+
 
 def token_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
-    """Lip(F) in token_max ≤ min_w ‖[κ_h σ_h G_h/w_h]_h‖₂ √(Σ_h w_h²).
+    """Lip(F) in token_max ≤ min_w ‖[κ_h σ_h G_h/w_h]_h‖₂ √(Σ_h w_h²), κ_h = 4 φ⁻¹(n_h) + 1.
 
     This is at most √H ‖Ĝ‖₂ where G_h = Ĝ_h/(κ_h σ_h), at any number of tokens.
     """
-    gaps, query = mean_gaps(visible, len(w_q)), spectral_norm_bound(w_q).tolist()
-    gains = [product_up(head_gain(gap), q) for gap, q in zip(gaps, query, strict=True)]
-    return separate_inputs(gains, g)
+    heads = zip(head_gains(visible, len(w_q)), spectral_norm_bound(w_q).tolist(), strict=True)
+    return separate_inputs([product_up(kappa, sigma) for kappa, sigma in heads], g)
 
 
 def frobenius_bound(
@@ -40,11 +74,9 @@ def frobenius_bound(
     logarithm for every row of the longest sequence, −∞ where a token sees only itself. K_h stands
     where Kim et al. have √N (4u + 1), and is smaller under a causal mask (docs/numerics.md §5).
     """
-    rows = [mean_gaps(row, len(w_q)) for row in log_mass.unbind(-1)]
-    gains = [
-        sqrt_up(sum_up(*(product_up(k, k) for k in map(head_gain, head))))
-        for head in zip(*rows, strict=True)
-    ]
+    rows = [head_gains(row, len(w_q)) for row in log_mass.unbind(-1)]
+    heads = zip(*rows, strict=True)
+    gains = [sqrt_up(sum_up(*(product_up(kappa, kappa) for kappa in head))) for head in heads]
     return shared_input(gains, w_q, g)
 
 
@@ -71,3 +103,18 @@ def causal_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
     by token. It is *not* a Lipschitz constant of F in any norm.
     """
     return shared_input(diagonal_gains(visible, len(w_q)), w_q, g)
+
+
+def _log_masses(visible: Visible, num_heads: int) -> list[float]:
+    """log n of every head, lifted above the rounding that it comes with."""
+    if isinstance(visible, int):
+        if visible < 1:
+            raise ValueError(f"a token always sees itself: got {visible} visible tokens")
+        log_n = -math.inf if visible == 1 else math.nextafter(math.log(visible - 1), math.inf)
+        return [log_n] * num_heads
+    if visible.dtype != torch.float64 or visible.shape not in {(1,), (num_heads,)}:
+        raise ValueError(
+            f"a certificate needs log masses in float64, one or {num_heads} of them, "
+            f"got {visible.dtype} of shape {tuple(visible.shape)}"
+        )
+    return [log_n + LOG_MASS_SLACK for log_n in visible.detach().expand(num_heads).tolist()]

@@ -179,7 +179,7 @@ class ContractiveL2Attention(TiedL2Attention):
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
         log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
         log_mass = log_mass.to(branches[0].w_q.weight)
-        # κ of training; bounds/head_gain.py has the proven one, rounded up.
+        # κ of training; bounds/contractive.py has the proven one, rounded up.
         if branches[0].certificate == "causal":
             kappa = causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
         else:

@@ -8,11 +8,12 @@ from hypothesis import given, settings
 
 from invformer.bounds.contractive import (
     causal_bound,
+    diagonal_gains,
     entry_max_bound,
     frobenius_bound,
+    mean_gaps,
     token_max_bound,
 )
-from invformer.bounds.head_gain import diagonal_gains, mean_gaps
 from tests.problems import (
     AttentionProblem,
     attention_problems,
