@@ -207,7 +207,7 @@ def text_to_invert(config: InvertConfig) -> str:
     where = config.file or "standard input"
     try:
         if config.file is not None:
-            text = Path(config.file).expanduser().read_text(encoding="utf-8")
+            text = Path(config.file).expanduser().read_text(encoding="utf-8-sig")
         else:
             text = config.text if config.text is not None else sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:

@@ -96,6 +96,11 @@ def test_a_text_comes_back_and_is_proven(typed: Typed) -> None:
     assert "38 of 38 characters recovered, 38 of 38 proven" in said
 
 
+def test_a_byte_order_mark_is_no_text_to_invert(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("12 times", encoding="utf-8-sig")
+    assert "8 of 8 characters recovered" in typed("invert", f"file={tmp_path / 'a.txt'}")
+
+
 def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")

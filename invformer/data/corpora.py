@@ -29,6 +29,7 @@ SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
     "test": ("test",),
 }
 SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw", "{}-*.parquet")
+BYTE_ORDER_MARK = "\ufeff"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such a file begins
 # Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
 HUNDRED_MILLION = ("text8", "enwik8")
@@ -53,9 +54,10 @@ def read_corpus(config: DataConfig) -> Corpus:
     ``*.txt`` in it and in its folders, a pattern such as ``books/*.md`` that of the files it
     matches, both in sorted order, and cut like a file.
 
-    Text is read as it is: UTF-8 without exceptions, line ends and byte order marks kept. Two
-    corpora are rewritten by convention: ``ptb`` becomes characters as in the literature (a space
-    between words is "_", a newline ends a sentence), and ``enwik8`` is read as bytes.
+    Text is read as it is: UTF-8 without exceptions, line ends kept. A byte order mark at the
+    beginning of a file says how the file is encoded, and is no part of its text. Two corpora are
+    rewritten by convention: ``ptb`` becomes characters as in the literature (a space between words
+    is "_", a newline ends a sentence), and ``enwik8`` is read as bytes.
     """
     if config.name in ("python_docs", "python_stdlib"):
         if config.path is not None:
@@ -241,12 +243,13 @@ def read_files(name: str, path: str, files: list[Path]) -> Iterator[str]:
 
 
 def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str]:
-    """The text of a file's content; a DataError says where it is not UTF-8."""
+    """The text of a file's content without its mark; a DataError says where it is not UTF-8."""
     decoder = codecs.getincrementaldecoder(encoding)()
     num_read = 0
     try:
         for chunk in content:
-            yield decoder.decode(chunk)
+            text = decoder.decode(chunk)
+            yield text if num_read else text.removeprefix(BYTE_ORDER_MARK)
             num_read += len(chunk)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:

@@ -78,13 +78,19 @@ def test_a_source_file_is_read_in_the_encoding_it_declares(
 
 
 def test_a_file_is_cut_into_contiguous_splits_and_nothing_is_changed(tmp_path: Path) -> None:
-    text = "\ufeff" + TEXT
+    text = TEXT + "\ufeff\r\n"
     corpus = corpus_at(write(tmp_path / "a.txt", text), val_fraction=0.1, test_fraction=0.2)
     assert whole(corpus) == text
     assert corpus.sizes["train"] == pytest.approx(0.7 * len(text), abs=1)
     assert corpus.sizes["test"] == pytest.approx(0.2 * len(text), abs=1)
     assert (corpus.unit, corpus.source) == ("characters", str(tmp_path / "a.txt"))
     assert len(repr(corpus)) < 500
+
+
+def test_a_byte_order_mark_at_the_beginning_of_a_file_is_no_text(tmp_path: Path) -> None:
+    for file in ("a.txt", "b.txt"):
+        write(tmp_path / file, "\ufeffa\ufeffb\n")
+    assert whole(corpus_at(tmp_path)) == 2 * "a\ufeffb\n"
 
 
 def test_a_folder_or_a_pattern_is_its_files_in_sorted_order(tmp_path: Path) -> None:
