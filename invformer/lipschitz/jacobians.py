@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from invformer.kernels.attention import only
@@ -19,11 +19,13 @@ from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activ
 from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.transformer import PreNormBranch
-from invformer.numerics.attention_rows import AttentionRows, Chosen, at_chosen, by_row, take
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
 from invformer.numerics.token_shift import windows
+
+# Output tokens, one for each vector.
+Chosen = Integer[Tensor, "branches sequences K"]
 
 
 class Products(NamedTuple):
@@ -323,29 +325,55 @@ class StackedBoundedAttention(StackedAttention):
         return [*super().evidence(), w_qkv, g]
 
     def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
-        """dS_ij = τ (dq_i·k_j + q_i·dk_j)."""
+        """dY_i = Σ_j (P_ij dv_j + dP_ij v_j) for each head, with
+        dP_i = τ (diag P_i − P_i P_iᵀ) a_i, a_ij = dq_i·k_j + q_i·dk_j.
+        """
         *points, p, temperature = super().evidence()
         q, q_rho, *others = (t.transpose(2, 3) for t in points)
         at_q = BallPoint(*(take(t, chosen).flatten(1, 2) for t in (q, q_rho)))
         k, k_rho, v, v_rho = (by_row(t, chosen) for t in others)
         at_k, at_v = BallPoint(k, k_rho), BallPoint(v, v_rho)
         p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)
-        scaled = p * temperature[:, None, None, :, 0, 0]
-        rows, like = AttentionRows(p, scaled, at_q.u.unsqueeze(2), k, v), self.branches[0]
+        scaled, weight = p * temperature[:, None, None, :, 0, 0], p.unsqueeze(-1)
+        q, like = at_q.u.unsqueeze(2), self.branches[0]
+
+        def of_softmax(a: Tensor) -> Tensor:
+            return scaled * (a - (p * a).sum(2, keepdim=True))
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = like.delayed(dz.chunk(3, -1))
             dq, dk, dv = map(self.heads, (at_chosen(dq, chosen).squeeze(2), dk, dv))
-            dy = rows.jvp(at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv))
-            return dy.flatten(-2)
+            dq, dk, dv = at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)
+            dp = of_softmax(torch.addcmul(dq.unsqueeze(2) * k, q, dk).sum(-1)).unsqueeze(-1)
+            return torch.addcmul(weight * dv, dp, v).sum(2).flatten(-2)
 
         def pull(dy: Tensor) -> Tensor:
-            dq, dk, dv = rows.vjp(self.heads(dy))
-            dq = here * at_q.derivative(dq).flatten(-2).unsqueeze(2)
-            dz = dq, at_k.derivative(dk).flatten(-2), at_v.derivative(dv).flatten(-2)
-            return torch.cat(like.delayed_adjoint(dz), -1)
+            dy = self.heads(dy).unsqueeze(2)
+            da = of_softmax((dy * v).sum(-1)).unsqueeze(-1)
+            dq = here * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
+            dk, dv = at_k.derivative(da * q), at_v.derivative(weight * dy)
+            return torch.cat(like.delayed_adjoint((dq, dk.flatten(-2), dv.flatten(-2))), -1)
 
         return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
+
+
+def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:
+    """The chosen tokens of each, (branches, sequences, K, *rest); as many as there are: all."""
+    if chosen.shape[-1] == t.shape[2]:
+        return t
+    index = chosen.view(*chosen.shape, *[1] * (t.ndim - 3))
+    return t.gather(2, index.expand(*chosen.shape, *t.shape[3:]))
+
+
+def at_chosen(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor:
+    """Each row at its chosen token, (branches, R, 1, m): of rows of J the diagonal blocks."""
+    index = chosen.flatten(1)[..., None, None]
+    return x.gather(2, index.expand(-1, -1, 1, x.shape[-1]))
+
+
+def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tensor:
+    """Those of the sequence of each row, (branches, R, *rest) if that is not one sequence."""
+    return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)
 
 
 STACKED: dict[type, type[StackedBranches]] = {
