@@ -90,8 +90,8 @@ def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Parts]:
 def part_of(layer: InvertibleResidual, weights: ResidualWeights) -> Parts:
     """Maps and scalings of a layer, and what its branch is."""
     branch: Any = layer.branch
-    kind = stacked_class(branch)
-    w, v, *biases = kind.maps(branch, weights.branch)
+    kind: Any = stacked_class(branch)
+    w, v, *biases = kind.maps(weights.branch)
     part: Parts = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
     part["radius"] = layer.input_radius or 0.0
     if weights.centre is not None and layer.scaling is not None:  # D is folded in

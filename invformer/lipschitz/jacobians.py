@@ -67,22 +67,11 @@ class StackedBranches:
         self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
         self.points: list[tuple[Tensor, ...]] = []
         # D⁻¹ f(D ·) with D folded in has the Jacobian D⁻¹ J D.
-        scalings = [layer.scaling for layer in residual if layer.scaling is not None]
-        centres = [layer.centre for layer in weights if layer.centre is not None]
-        tensors = [self.maps(*one) for one in zip(self.branches, self.weights, strict=True)]
-        if centres:
-            more = zip(scalings, centres, tensors, strict=True)
-            tensors = [(scaling.log_scale, centre, *rest) for scaling, centre, rest in more]
-        kinds = [torch.stack(kind) for kind in zip(*tensors, strict=True)]
         self.scale = self.centre = None
-        if centres:
-            self.scale, self.centre = kinds.pop(0).exp().unsqueeze(1), kinds.pop(0).unsqueeze(1)
-        self.kinds = kinds
-
-    @staticmethod
-    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
-        """What of each branch is needed with that of the others."""
-        return ()
+        if centres := [layer.centre for layer in weights if layer.centre is not None]:
+            scalings = [layer.scaling for layer in residual if layer.scaling is not None]
+            self.scale = torch.stack([scaling.log_scale for scaling in scalings]).exp().unsqueeze(1)
+            self.centre = torch.stack(centres).unsqueeze(1)
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
@@ -154,11 +143,17 @@ class StackedMaps(StackedBranches):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.w, self.v, *b = self.kinds
+        maps = map(self.maps, self.weights)
+        self.w, self.v, *b = (torch.stack(kind) for kind in zip(*maps, strict=True))
         self.b = b[0].unsqueeze(1) if b else self.w.new_zeros(1, 1, 1)
         if self.centre is not None:
             self.b = torch.baddbmm(self.b, self.centre, self.w)
         self.each = list(zip(self.w, self.b.expand(len(self.w), 1, -1), self.v, strict=True))
+
+    @staticmethod
+    def maps(weights: Any) -> tuple[Tensor, ...]:
+        """W and V of a branch, and b if there is one."""
+        raise NotImplementedError
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """The layer; what its Jacobian is made of is kept."""
@@ -205,7 +200,7 @@ class StackedFeedForward(StackedMaps):
     """φ(x W + b) V, x with the tokens before it where the kernel sees them."""
 
     @staticmethod
-    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    def maps(weights: Any) -> tuple[Tensor, ...]:
         """W, V and b."""
         return weights.w_in, weights.w_out, weights.b_in
 
@@ -254,7 +249,7 @@ class StackedL2Attention(StackedAttention):
     """Σ_h (P^h q^h) G_h with q = X W_h."""
 
     @staticmethod
-    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    def maps(weights: Any) -> tuple[Tensor, ...]:
         """W and G of all heads."""
         return merge_heads(weights.w_q), weights.g.flatten(0, 1)
 
@@ -308,7 +303,7 @@ class StackedBoundedAttention(StackedAttention):
     """[P_h v_h]_h G; queries, keys and values are in the unit ball."""
 
     @staticmethod
-    def maps(branch: Any, weights: Any) -> tuple[Tensor, ...]:
+    def maps(weights: Any) -> tuple[Tensor, ...]:
         """W of queries, keys and values, and G, of all heads."""
         return merge_heads(weights.w_qkv.flatten(0, 1)), weights.g.flatten(0, 1)
 
