@@ -18,8 +18,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.kernels import native_normaliser
-from invformer.kernels.native_normaliser import KrylovSpace
+from invformer.kernels import native_matrices
+from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
 
@@ -95,15 +95,13 @@ def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
 def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
     matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
-    compiled, krylov = native_normaliser.can_take(matrices), None
+    compiled, krylov = native_matrices.can_take(matrices), None
     if compiled and tall[0].shape[-1] < TRIAL_SIZE:
-        log_norms, rights, lefts = native_normaliser.squarings(
-            matrices, NUM_SQUARINGS, RESCALE_EVERY
-        )
+        log_norms, rights, lefts = native_matrices.squarings(matrices, NUM_SQUARINGS, RESCALE_EVERY)
         each = iter(lefts)
         return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
     if compiled:
-        krylov = native_normaliser.krylov(matrices, NUM_VECTORS, _start(tall[0]))
+        krylov = native_matrices.krylov(matrices, NUM_VECTORS, _start(tall[0]))
     if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
         log_bound, rights = _trial(grams, space)

@@ -1,5 +1,9 @@
-"""Estimates by compiled code: what it needs to know of a stack and of its iterations."""
+"""Estimates for all branches of a stack by one call of compiled code.
 
+``kernels/cpp/estimate.cpp`` says how. It takes the place of a hundred operations on small tensors.
+"""
+
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.kernels import native, native_estimate
+from invformer.kernels import native
 from invformer.lipschitz.jacobians import (
     StackedBoundedAttention,
     StackedFeedForward,
@@ -20,7 +24,7 @@ from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
 
-# Of one branch, by the names of the compiled code.
+# Of one branch, by the names of ``_Branch``; tensors of one format, without gaps.
 Parts = dict[str, Tensor | float]
 
 KNOWN = (StackedL2Attention, StackedBoundedAttention, StackedFeedForward)
@@ -28,6 +32,33 @@ MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
 # The compiled code has numbers for activations.
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
+# What a branch consists of: of the C++ ``Branch``, in its order.
+TENSORS = (
+    *("w", "b", "v", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
+    *("biases", "temperatures", "left", "lengths", "estimate", "turn"),
+)
+NUMBERS = ("inner", "outer", "kernel", "activation", "heads", "bias_stride", "late", "at_once")
+
+
+class _Branch(ctypes.Structure):
+    """A residual layer, the scaling that follows it, and the vectors of its iteration."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in TENSORS),
+        *((name, ctypes.c_int64) for name in NUMBERS),
+        ("radius", ctypes.c_double),
+    ]
+
+
+class _Call(ctypes.Structure):
+    """What all branches share."""
+
+    _fields_ = [
+        *((n, ctypes.c_int64) for n in ("sequences", "tokens", "width", "branches", "steps")),
+        ("diagonal", ctypes.c_bool),
+        ("entries", ctypes.c_bool),
+        ("threads", ctypes.c_int),
+    ]
 
 
 def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> bool:
@@ -57,19 +88,29 @@ def estimates(
 ) -> Float[Tensor, "branches"]:
     """The largest gain of every branch after some steps; the iterations go on from there.
 
-    The branches are those of :func:`branches_of`, attentions and feed-forwards in turn, and so are
-    the iterations. The other arguments are those of :func:`.native_estimate.advance`.
+    Args:
+        branches: those of :func:`branches_of`, attentions and feed-forwards in turn.
+        x: the input of the first branch.
+        iterations: of the attentions, and of the feed-forwards.
+        num_steps: of the iterations.
+        diagonal: whether only the diagonal blocks ∂f_i/∂x_i are meant.
+        threads: at most.
     """
     values = x.new_empty(len(branches))
     for first, iteration in enumerate(iterations):
         at_once = iteration.others.shape[-1]
         own = branches[first :: len(iterations)], values[first :: len(iterations)]
-        each = zip(*own, iteration.left, iteration.lengths, strict=True)
-        for part, value, left, lengths in each:
+        vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
+        for part, value, left, lengths in vectors:
             part |= {"left": left, "lengths": lengths, "estimate": value}
             part |= {"at_once": at_once, "turn": iteration.turn}
+    each = [
+        _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
+        for branch in branches
+    ]
     entries = iterations[0].norm == "entry_max"
-    native_estimate.advance(branches, x, num_steps, diagonal, entries, threads)
+    call = _Call(*x.shape, len(each), num_steps, diagonal, entries, min(threads, len(each)))
+    native.call("advance", x.dtype, (_Branch * len(each))(*each), native.pointer(x), call)
     for iteration in iterations:
         iteration.turn_by(num_steps)
     return values

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
-from invformer.kernels import native_orthogonal
+from invformer.kernels import native_matrices
 from invformer.runs.sharding import part_like, whole
 
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
@@ -106,8 +106,8 @@ def orthogonalised_together(batches: list[Tensor]) -> list[Tensor]:
 
     In compiled code, if there is any, one matrix after the other.
     """
-    if native_orthogonal.can_take(batches):
-        return native_orthogonal.orthogonalised(batches, QUINTIC, NUM_STEPS, UPDATE_RMS)
+    if native_matrices.can_take([matrix for batch in batches for matrix in batch]):
+        return native_matrices.orthogonalised(batches, QUINTIC, NUM_STEPS, UPDATE_RMS)
     by_shape: dict[tuple[int, ...], list[int]] = {}
     for index, batch in enumerate(batches):
         by_shape.setdefault(tuple(sorted(batch.shape[1:])), []).append(index)

@@ -33,7 +33,7 @@ WIDEST = {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put"
           "scatter_add", "grid_sample"}
 # fmt: on
 # Where the code asks whether it may look at numbers, and whether there is C++ for them.
-LOOKS = ["invformer.kernels.native_normaliser.can_take", "invformer.kernels.native.is_available"]
+LOOKS = ["invformer.kernels.native_matrices.can_take", "invformer.kernels.native.is_available"]
 if find_spec("lightning"):  # a wheel that may be missing
     LOOKS.append("invformer.training.module.CharLanguageModel.refuses_at_once")
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from invformer.kernels import native, native_normaliser, normaliser
-from invformer.kernels.native_normaliser import KrylovSpace
+from invformer.kernels import native, native_matrices, normaliser
+from invformer.kernels.native_matrices import KrylovSpace
 from invformer.kernels.normaliser import Normalisation, gram_normalisers
 from invformer.numerics.precision import denormals_flushed
 from tests.problems import matrix_with, trained_like
@@ -45,7 +45,7 @@ def gram_normaliser(weight: torch.Tensor) -> Normalisation:
 def _both_implementations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything holds with compiled code and without."""
     if request.param == "torch":
-        monkeypatch.setattr(native_normaliser, "can_take", lambda weights: False)
+        monkeypatch.setattr(native_matrices, "can_take", lambda weights: False)
     elif not native.is_available():
         pytest.skip(f"{native.complaint()}")
 

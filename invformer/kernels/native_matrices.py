@@ -1,7 +1,7 @@
-"""What the normaliser needs of ‖W‖₂ by compiled code, one matrix at a time in a core's cache.
+"""What normaliser and Muon do with a matrix by compiled code, one at a time in a core's cache.
 
-``cpp/normaliser.cpp`` says how. Of symmetric products it computes half, and nothing depends on the
-number of threads or on the other matrices.
+``cpp/normaliser.cpp`` and ``cpp/orthogonal.cpp`` say how. Of symmetric products they compute half,
+and nothing depends on the number of threads or on the other matrices.
 """
 
 import ctypes
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from invformer.kernels import native
 from invformer.kernels.native import pointer
+from invformer.numerics.spectral_norm import tall_side
 
 
 class _Weight(ctypes.Structure):
@@ -25,6 +26,12 @@ class _Weight(ctypes.Structure):
         ("column", ctypes.c_int64),
         ("left", ctypes.c_void_p),
     ]
+
+
+class _Quintic(ctypes.Structure):
+    """a, b and c."""
+
+    _fields_ = [(name, ctypes.c_double) for name in "abc"]
 
 
 class KrylovSpace(NamedTuple):
@@ -45,10 +52,11 @@ def can_take(weights: Sequence[Tensor]) -> bool:
     """Whether there is compiled code for these matrices, and they are work for the threads."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False  # no numbers to look at
-    in_one_piece = all(
+    alike = {w.dtype for w in weights} in ({torch.float32}, {torch.float64})
+    whole = all(
         w.device.type == "cpu" and (w.is_contiguous() or w.mT.is_contiguous()) for w in weights
     )
-    return in_one_piece and native.occupies_threads(len(weights)) and native.is_available()
+    return alike and whole and native.occupies_threads(len(weights)) and native.is_available()
 
 
 def squarings(
@@ -96,6 +104,27 @@ def krylov(
         native.threads_for(count),
     )  # fmt: skip
     return grams, log_scale, space
+
+
+def orthogonalised(
+    batches: Sequence[Tensor], quintic: tuple[float, float, float], num_steps: int, gain: float
+) -> list[Tensor]:
+    """gain √max(m, n) X of every matrix, by steps X ← aX + b(XXᵀ)X + c(XXᵀ)²X from X/‖X‖_F.
+
+    Every batch (B, m, n) lies in one piece; a, b and c are the ``quintic``.
+    """
+    results = [torch.empty_like(batch) for batch in batches]
+    by_width: dict[int, list[tuple[Tensor, int]]] = {}
+    for batch, result in zip(batches, results, strict=True):
+        for x, y in zip(tall_side(batch), result, strict=True):
+            by_width.setdefault(x.shape[-1], []).append((x, y.data_ptr()))
+    for pairs in by_width.values():
+        native.call(
+            "orthogonalise", results[0].dtype, *group(*zip(*pairs, strict=True)),
+            _Quintic(*quintic), ctypes.c_int(num_steps), ctypes.c_double(gain),
+            native.threads_for(len(pairs)),
+        )  # fmt: skip
+    return results
 
 
 def group(
