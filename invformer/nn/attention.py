@@ -203,4 +203,4 @@ class ContractiveL2Attention(TiedL2Attention):
 
 def in_one_matrix(w: InputMaps) -> InputMaps:
     """The same weights in the memory of one (D, H d) matrix."""
-    return merge_heads(w).unflatten(-1, (len(w), -1)).transpose(-3, -2)
+    return split_heads(merge_heads(w), len(w))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention import AttentionCertificate, in_one_matrix
+from invformer.nn.attention import AttentionCertificate
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
@@ -119,13 +119,13 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         scale = (scale / gain).repeat_interleave(d_head, dim=-1)
         rows = None if scalings is None else scalings.scale[:, None, None, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
+        factors = sharpness[..., None, None]  # by head, or by column of all heads together
         if first.certificate == "causal":
-            per_column = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
-            joined = scaled_weights([b.w_qkv for b in branches], per_column, rows)
-            w_qkv = [split_heads(in_one_matrix(w.squeeze(1)), num_heads) for w in joined]
-        else:
-            apart = scaled_weights([b.w_qkv for b in branches], sharpness[..., None, None], rows)
-            w_qkv = [in_one_matrix(w.flatten(0, 1)).unflatten(0, (3, -1)) for w in apart]
+            factors = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
+        w_qkv = [
+            split_heads(merge_heads(w.flatten(0, 1)), 3 * num_heads).unflatten(0, (3, -1))
+            for w in scaled_weights([b.w_qkv for b in branches], factors, rows)
+        ]
         w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
             BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))

@@ -84,7 +84,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         (seen,) = past.append(x)
         return self(seen, weights)[..., -x.shape[-2] :, :]
 
-    def inner_size(self, norm: Norm, num_tokens: int, weights: Any = None) -> float:
+    def inner_size(self, norm: Norm, num_tokens: int, weights: Any) -> float:
         """Length of the terms that f adds up inside; see :class:`.RoundingModel`."""
         return 0.0
 

@@ -190,11 +190,8 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
 
-    def inner_size(
-        self, norm: Norm, num_tokens: int, weights: FeedForwardWeights | None = None
-    ) -> float:
+    def inner_size(self, norm: Norm, num_tokens: int, weights: FeedForwardWeights) -> float:
         """‖diag(b) V‖_F of a token: the size of the biases before they cancel."""
-        weights = weights or self.weights()
         terms = (weights.b_in.detach()[:, None] * weights.w_out.detach()).double()
         per_channel = torch.linalg.vector_norm(terms, dim=0)
         return vector_norm(per_channel.expand(num_tokens, -1), norm).item()

@@ -83,10 +83,11 @@ class CharEmbedding(nn.Module):
 class PreNormBranch(nn.Module):
     """x ↦ inner(LN(x)), one residual branch of the baseline; no Lipschitz bound is known for it."""
 
-    def __init__(self, inner: nn.Module, d_model: int) -> None:
+    def __init__(self, inner: nn.Module, d_model: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
         self.inner = inner
+        self.dropout = Dropout(dropout)  # applied by the block: it is no part of the map
 
     def forward(self, x: Tokens) -> Tokens:
         """inner(LN(x))."""
@@ -103,18 +104,12 @@ class PreNormBlock(nn.Module):
         self, attention: nn.Module, feed_forward: nn.Module, d_model: int, dropout: float = 0.0
     ) -> None:
         super().__init__()
-        self.attention = PreNormBranch(attention, d_model)
-        self.feed_forward = PreNormBranch(feed_forward, d_model)
-        self.attention_dropout, self.feed_forward_dropout = Dropout(dropout), Dropout(dropout)
+        self.attention = PreNormBranch(attention, d_model, dropout)
+        self.feed_forward = PreNormBranch(feed_forward, d_model, dropout)
 
     def forward(self, x: Tokens) -> Tokens:
         """Apply both residual branches."""
-        return self.compose(x, self._dropped_out)
-
-    def _dropped_out(self, branch: PreNormBranch, x: Tokens) -> Tokens:
-        is_attention = branch is self.attention
-        dropout = self.attention_dropout if is_attention else self.feed_forward_dropout
-        return dropout(branch(x))
+        return self.compose(x, lambda branch, x: branch.dropout(branch(x)))
 
     def compose(self, x: Tokens, apply: Callable[[PreNormBranch, Tokens], Tokens]) -> Tokens:
         """The block made of ``apply(branch, input)`` of both branches."""
