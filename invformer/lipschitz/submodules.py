@@ -56,8 +56,14 @@ def local_constants(
 
     submodules = dict(model.named_modules())
     found = LocalConstants()
-    # What fused attention computes has no second derivative.
-    with evaluating(model), only("math"), sdpa_kernel(SDPBackend.MATH):
+    # What fused attention computes has no second derivative. A compiled module that is called in
+    # another way than training calls it would be compiled anew, and training might change with it.
+    with (
+        evaluating(model),
+        only("math"),
+        sdpa_kernel(SDPBackend.MATH),
+        torch.compiler.set_stance("force_eager"),
+    ):
         hooks = []
         for name, module in submodules.items():
             hook = partial(keep_inputs, name)

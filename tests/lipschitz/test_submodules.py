@@ -84,6 +84,18 @@ def test_other_submodules_are_skipped_with_a_reason(model: Model) -> None:
     assert set(skipped.values()) == {"it does not map one floating-point tensor to one"}
 
 
+@pytest.mark.compiles
+def test_a_compiled_model_is_measured_without_compiling_it_anew() -> None:
+    graphs, model, x = [], Attention().eval(), torch.randn(2, TOKENS, WIDTH)
+    found = local_constants(model, x)
+    model.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    model(x)
+    assert graphs
+    before = len(graphs)
+    assert local_constants(model, x) == found
+    assert len(graphs) == before
+
+
 def test_power_iteration_in_half_precision_is_not_tried() -> None:
     model = nn.Sequential(nn.Linear(3, 2)).bfloat16()
     skipped = local_constants(model, torch.ones(4, 3, dtype=torch.bfloat16)).skipped
