@@ -17,10 +17,9 @@ if TYPE_CHECKING:  # benchmarks ask for the commit, and load no configuration
 
 
 def pick_device(name: str, key: str) -> torch.device:
-    """The device that the field ``key`` names, or for ``auto`` the best there is.
+    """The device of this name, for ``auto`` the best there is.
 
-    Raises:
-        ConfigurationError: this machine does not have it.
+    ``key`` is the field that has the name, for the ConfigurationError if there is no such device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -33,11 +32,10 @@ def pick_device(name: str, key: str) -> torch.device:
 
 
 def refuse_missing_hardware(config: "TrainConfig") -> None:
-    """Whether this machine can train as asked.
+    """Raise ConfigurationError if this machine cannot train as asked.
 
-    Raises:
-        ConfigurationError: it has too few such devices, the attention kernel cannot be trained on
-            them, or nothing can be compiled for them.
+    It has too few such devices, they cannot train the attention kernel, or nothing can be compiled
+    for them.
     """
     trainer = config.trainer
     cuda = torch.cuda.device_count()
@@ -51,10 +49,10 @@ def refuse_missing_hardware(config: "TrainConfig") -> None:
     if config.model.attention_kernel == "native":
         missing = native.complaint() if device.type == "cpu" else "it is for the CPU"
         if missing is not None:
-            why = f"no native here ({missing}); pick auto"
-            raise ConfigurationError(f"model.attention_kernel: {why}")
-    complaint = compiler_complaint(device) if trainer.compile else None
-    if complaint is not None:
+            raise ConfigurationError(
+                f"model.attention_kernel: no native here ({missing}); pick auto"
+            )
+    if trainer.compile and (complaint := compiler_complaint(device)) is not None:
         raise ConfigurationError(
             f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "
             "it misses, or leave trainer.compile out"
@@ -71,8 +69,11 @@ def training_device(config: "TrainerConfig") -> torch.device:
 
 
 def commit() -> str | None:
-    """The commit of the checkout this program runs from, with a mark where files differ from it."""
-    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    """The commit of the checkout this program runs from, marked if files differ from it."""
+    checkout = Path(__file__).parents[2]
+    if not (checkout / ".git").exists():  # installed, perhaps below somebody else's repository
+        return None
+    words = ["git", "-C", str(checkout), "describe", "--always", "--dirty"]
     words += ["--abbrev=12", "--exclude=*"]
     try:
         found = subprocess.run(words, capture_output=True, text=True, check=True)

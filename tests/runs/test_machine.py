@@ -1,5 +1,6 @@
 """What this machine cannot do is refused before anything is made."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,8 @@ import torch
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
-from invformer.runs.machine import (
-    pick_device,
-    refuse_missing_hardware,
-    training_device,
-)
+from invformer.runs import machine
+from invformer.runs.machine import pick_device, refuse_missing_hardware, training_device
 from invformer.runs.ranks import usable_cores
 
 
@@ -79,3 +77,16 @@ def test_a_mac_trains_on_its_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert training_device(load_config([]).trainer).type == "cpu"
     assert pick_device("auto", "device").type == "cpu"
+
+
+def test_an_installed_package_does_not_take_the_commit_of_the_repository_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], [*person, "commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    (folder := tmp_path / "venv" / "invformer" / "runs").mkdir(parents=True)
+    monkeypatch.setattr(machine, "__file__", str(folder / "machine.py"))
+    assert machine.commit() is None
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "invformer" / "runs" / "machine.py"))
+    assert machine.commit()
