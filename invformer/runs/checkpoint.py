@@ -55,9 +55,7 @@ NAME = re.compile(r"step-(\d{8,12})(?:-(\d{1,6}))?")
 POLL = 0.05  # seconds between looks at what other processes write
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 
-STATE_KEYS = {
-    "epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data",
-}  # fmt: skip
+STATE_KEYS = {"epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data"}
 LEARNING = "learning_weights"  # of a state whose saved weights are an average: those that learn
 EVALUATION = "evaluation.json"
 PREFIX = "model."  # of the language model's weights in the module that was trained
@@ -89,10 +87,10 @@ class Checkpoint:
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")
 
     def configuration(self, **instead: Any) -> TrainConfig:
-        """The configuration it was trained with, but for the sections given ``instead``.
+        """The configuration of its training, with the sections given ``instead``.
 
         Raises:
-            CheckpointError: it is none that this program knows.
+            CheckpointError: this program does not know such a configuration.
         """
         try:
             config = from_dict({**self.metadata["config"], **instead})
@@ -161,7 +159,7 @@ class Checkpoint:
         ]
         for name in parts[0] if parts else ():
             tensors[name] = cat([part[name] for part in parts])  # along the first axis
-        if name := first_non_finite(that_learn(tensors)):
+        if name := first_non_finite(must_be_finite(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
         state = unpack(parse(self.read(STATE), where), tensors, where)
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
@@ -169,8 +167,8 @@ class Checkpoint:
         return state
 
 
-def that_learn(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state that must be finite: a monitor may find that a vector is not."""
+def must_be_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a state but for those of callbacks: a monitor's vectors may be NaN."""
     parts = ("optimizer_states", LEARNING)
     return {name: t for name, t in tensors.items() if name.startswith(parts)}
 
@@ -199,7 +197,7 @@ def encode(
     sharded: dict[str, Any] = {n: t for n, t in found.items() if hasattr(t, "to_local")}
     parts = {n: t.to_local() for n, t in sharded.items()}
     tensors = {n: t for n, t in found.items() if n not in parts}
-    if name := first_non_finite({**weights, **that_learn({**tensors, **parts})}):
+    if name := first_non_finite({**weights, **must_be_finite({**tensors, **parts})}):
         raise NonFiniteError(
             f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
             "and optim.muon_lr (the last good checkpoint is kept)"
@@ -259,11 +257,7 @@ def write_part(target: Path, files: Mapping[str, bytes]) -> None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Read a checkpoint's manifest and ``model.json``; no tensor is read, and nothing is ever run.
-
-    Raises:
-        CheckpointError: not a checkpoint of this format, or a damaged one.
-    """
+    """Read a checkpoint's manifest and ``model.json``, no tensor; raises CheckpointError."""
     try:
         names = set(os.listdir(path))
         content = read_regular(path / MANIFEST)
@@ -289,11 +283,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
-    """What a model says about itself in a file, if it has all that is needed.
-
-    Raises:
-        CheckpointError: it has not.
-    """
+    """What a model says about itself in a file; raises CheckpointError if a part is missing."""
     match metadata:
         case {"step": int(step), "config": dict(), "vocabulary": dict(), "data_sha256": str()} if (
             0 <= step <= MAX_STEP
@@ -305,7 +295,11 @@ def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest whole checkpoint of a folder, and why newer ones were refused."""
+    """The newest whole checkpoint of a folder, and why newer ones were refused.
+
+    Raises:
+        CheckpointError: there are checkpoints, none of them whole.
+    """
     refused: list[str] = []
     for path in saved_in(folder):
         try:
@@ -347,7 +341,7 @@ def keep_only(folder: Path, names: Collection[str | None]) -> None:
 
 def sweep(folder: Path) -> None:
     """Delete what a killed process was writing or deleting."""
-    for path in folder.glob(PARTIAL + "*") if folder.is_dir() else ():
+    for path in folder.glob(PARTIAL + "*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -72,17 +72,13 @@ def _open(path: Path, flags: int, mode: str) -> BinaryIO:
 
 
 def refuse_link(folder: Path) -> None:
-    """Raise StorageError for a folder that something else than we would write through."""
+    """Raise StorageError if a folder that a library writes to is a link."""
     if folder.is_symlink():
         raise StorageError(f"{folder}: {LINK}")
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder if there is none, and wait until its name is on the disk.
-
-    Raises:
-        StorageError: it cannot be made.
-    """
+    """Make a folder if there is none, and wait until its name is on the disk."""
     try:
         if not folder.is_dir():
             folder.mkdir(exist_ok=True)  # another process may make it now

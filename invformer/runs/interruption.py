@@ -28,7 +28,7 @@ class Interruption(L.Callback):
     of the run that continues. This callback stands after all others, which have to be ready then.
     """
 
-    check: Callable[[L.Trainer], None]  # looks at what was measured; raises if none may be saved
+    check: Callable[[L.Trainer], None]  # looks at what was measured; raises if it must not be saved
     again: str  # the command that continues the run
     signal: int = field(default=0, init=False)
     validating: bool = field(default=False, init=False)
@@ -59,7 +59,7 @@ class Interruption(L.Callback):
             self._stop_here(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Until all of it is done, it has to be done."""
+        """Note that a validation has begun, for the run that continues if it is stopped."""
         self.validating = True
 
     def on_validation_batch_start(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:

@@ -30,9 +30,6 @@ class JsonLinesLogger(Logger):
     warning names the steps without a row.
 
     The newest row waits until a later step or :meth:`save`: the numbers of a validation join it.
-
-    Raises:
-        StorageError: the file cannot be read or written.
     """
 
     def __init__(self, path: Path, first_step: int = 0) -> None:
@@ -59,10 +56,7 @@ class JsonLinesLogger(Logger):
         """Nothing: they are in ``config.yaml``."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Take one row, or more numbers of the newest one.
-
-        Non-finite numbers become the strings JSON lacks a literal for.
-        """
+        """Take one row, or more numbers of the newest one; a number that is not finite as text."""
         if step != self.row["step"]:
             self.save()
             self.row, self.begin = {"step": step}, None

@@ -24,10 +24,10 @@ from invformer.runs.run_directory import RunDirectory, is_begun, saved_configura
 # These may differ between a run and its continuation, since they change no number; devices and
 # strategy change the rounding. Another path has to lead to the same text, which is checked apart.
 MAY_CHANGE = (
-    "data.path", "logger.", "run.", "trainer.devices", "trainer.max_steps", "trainer.max_time",
-    "trainer.progress", "trainer.rank_timeout", "trainer.sample_length", "trainer.strategy",
+    "data.path", "logger.", "run.debug", "run.name", "run.resume", "run.root", "trainer.devices",
+    "trainer.max_steps", "trainer.max_time", "trainer.progress", "trainer.rank_timeout",
+    "trainer.sample_length", "trainer.strategy",
 )  # fmt: skip
-MUST_STAY = ("run.seed",)
 # The tensors kept for each parameter, all of which have gradients.
 MEMORY_OF_ADAMW, MEMORY_OF_MUON = ("step", "exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 RATES = {"lr", "_last_lr"}  # of now; they depend on how many steps are asked for by now
@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 def resume_point(
     run: RunDirectory, config: TrainConfig, metadata: Mapping[str, Any]
 ) -> Checkpoint | None:
-    """The checkpoint a run continues from: the newest that verifies; None where there is none.
+    """The checkpoint a run continues from: the newest whole one; None if there is none.
 
-    A damaged one is passed over with a warning. ``config`` and ``metadata`` are those that the run
+    Damaged ones are passed over with a warning. ``config`` and ``metadata`` are those that the run
     shall continue with.
 
     Raises:
@@ -84,7 +84,7 @@ def differing_keys(before: TrainConfig, now: TrainConfig) -> list[str]:
     return [
         f"{key} was {old!r:.60}, now {new!r:.60}"
         for key, old, new in values
-        if old != new and (key in MUST_STAY or not key.startswith(MAY_CHANGE))
+        if old != new and not key.startswith(MAY_CHANGE)
     ]
 
 
@@ -101,13 +101,10 @@ def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
 def require_own_state(
     trainer: L.Trainer, saved: Mapping[str, Any], fresh: Optimizer, schedule: LRScheduler
 ) -> None:
-    """Compare a state with the one that this program has after as many steps.
+    """Raise CheckpointError if a state is not as this program's own after as many steps.
 
     Callbacks check their own memory. ``saved`` is the checkpoint as Lightning holds it; the
     optimiser and its schedule are those that the configuration makes.
-
-    Raises:
-        CheckpointError: naming the part that differs.
     """
     step = saved["global_step"]
     batches = step * trainer.accumulate_grad_batches
@@ -137,9 +134,9 @@ def require_own_state(
 
 
 def outline(tree: Any, of_value: Callable[[Any], Any] = lambda value: value) -> Any:
-    """What stays the same in a nested state as a run goes on: all but rates and tensors' values.
+    """What a nested state keeps as a run goes on: all but rates and tensors' values.
 
-    Of a number ``of_value`` stays the same, such as the type of a counter.
+    Of any other value it keeps ``of_value``, such as the type of a counter.
     """
     match tree:
         case Mapping():

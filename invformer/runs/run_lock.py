@@ -46,11 +46,7 @@ def lock_run(path: Path) -> None:
 
 
 def require_lock(path: Path) -> None:
-    """Stop before something is written if the lock that this process took is not there any more.
-
-    Raises:
-        CheckpointError: its file was deleted or replaced, so that another process may be at work.
-    """
+    """Raise CheckpointError if the lock that this process took was deleted or replaced."""
     held = _held.get(path.resolve())
     if held is None:
         return

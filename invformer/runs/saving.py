@@ -82,21 +82,13 @@ class Checkpoints(L.Callback):
         self.wait(trainer)
 
     def wait(self, trainer: L.Trainer) -> None:
-        """Wait until all processes have written what was saved before.
-
-        Raises:
-            StorageError: it could not be written, or was not read back.
-        """
+        """Wait until all processes have written what was saved before; raises StorageError."""
         io: Any = trainer.strategy.checkpoint_io
         io.wait()
         trainer.strategy.barrier()
 
     def save(self, trainer: L.Trainer, name: str, kept: set[str | None]) -> None:
-        """Begin to write a checkpoint, after which no more than the named ones are kept.
-
-        Raises:
-            CheckpointError: another process may be at the run.
-        """
+        """Begin to write a checkpoint, after which only it, the best and ``kept`` ones stay."""
         require_lock(self.folder.parent)
         trainer.save_checkpoint(self.folder / name, storage_options={name, self.best_name, *kept})
         self.previous = name
@@ -148,8 +140,8 @@ class RandomState(L.Callback):
 class DirectoryCheckpointIO(CheckpointIO):
     """Lightning's plugin for checkpoints as directories, which a thread writes.
 
-    Lightning hands over one nested dict, and gets the same one back, but for its own version: it
-    has nothing to migrate.
+    Lightning gets back the nested dict that it handed over, with its present version, so that it
+    migrates nothing.
     """
 
     wanted: Mapping[str, Tensor]  # the module's weights, with which those of a file are compared
@@ -192,12 +184,7 @@ class DirectoryCheckpointIO(CheckpointIO):
         self.writing = in_background(write, "checkpoint")
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until everything is written and read back.
-
-        Raises:
-            StorageError: it cannot be.
-            TimeoutError: it took longer.
-        """
+        """Wait until everything is written and read back; raises StorageError, TimeoutError."""
         writing, self.writing = self.writing, None
         if writing is not None:
             writing.result(seconds)
@@ -205,11 +192,7 @@ class DirectoryCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a directory, verified, onto the CPU; ``weights_only`` means nothing here.
-
-        Raises:
-            CheckpointError: not a whole checkpoint of this module.
-        """
+        """Read a directory, verified, onto the CPU; raises CheckpointError."""
         saved = open_checkpoint(Path(path))
         weights, state = saved.read_weights(self.wanted), saved.read_state()
         state[DATA] = state.pop("data")

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch import loggers
 
@@ -41,17 +41,11 @@ ONLINE_SECONDS = 12.0  # of these, for getting online
 SERVER_SECONDS = 6.0  # of these, for the server's answers
 FINISH_SECONDS = 60.0
 
-Mode = Literal["auto", "online", "offline", "disabled"]
-
 
 def open_wandb(
-    directory: Path,
-    *,
-    mode: Mode,
-    run_id: str | None = None,
-    **options: Any,
+    directory: Path, *, mode: str, run_id: str | None = None, **options: Any
 ) -> "WandbLogger | None":
-    """Open a W&B run, and say how to look at it; None if there shall be none or it cannot be.
+    """Open a W&B run, and say how to look at it; None if there is none.
 
     ``auto`` is online if W&B finds a key and offline otherwise; nothing ever prompts. If W&B cannot
     go online it goes offline; if that fails too the run goes on without it, with one line.
@@ -134,20 +128,13 @@ class WandbLogger(loggers.WandbLogger):
         self.run.config.update(params, allow_val_change=True)
 
     @contained
-    def log_table(
-        self,
-        key: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-    ) -> None:
+    def log_table(self, key: str, columns: list[str], data: list[list[Any]], step: int) -> None:
         """Attach a table, such as a certificate or a sample."""
         self.run.log({key: sys.modules["wandb"].Table(columns=columns, data=data), STEP: step})
 
     @contained
-    def log_image(self, key: str, images: list[Any], step: int | None = None, **_: Any) -> None:
-        """Attach pictures, given by their paths."""
+    def log_image(self, key: str, images: list[Path], step: int) -> None:
+        """Attach pictures."""
         self.run.log({key: [sys.modules["wandb"].Image(str(i)) for i in images], STEP: step})
 
     @contained
@@ -247,8 +234,8 @@ def abandon_service() -> None:
         connection._proc._process.kill()
 
 
-def wanted_mode(mode: Mode) -> Literal["online", "offline", "disabled"]:
-    """The mode that was asked for, else that of ``WANDB_MODE``, else online if there is a key."""
+def wanted_mode(mode: str) -> str:
+    """The mode if not ``auto``, else that of ``WANDB_MODE``, else online if there is a key."""
     if mode != "auto":
         return mode
     told = os.environ.get("WANDB_MODE", "").lower()

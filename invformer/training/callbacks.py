@@ -21,7 +21,7 @@ from invformer.runs.collective import largest_of_processes
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import is_step_boundary, log_table, non_finite, record
+from invformer.training.rows import Numbers, is_step_boundary, log_table, non_finite, record
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class InversionMonitor(L.Callback):
             tokens = self.tokens.to(pl_module.device)
             trip = round_trip(pl_module.model, tokens, certificate, dtype=dtype)
             found = trip.numbers()
-        row: dict[str | tuple[str, ...], Tensor | float] = {
+        row: Numbers = {
             "inverse/residual_max": found["residual"],
             "inverse/error_bound_max": found["error_bound"],
             "inverse/reconstruction_max": found["reconstruction_error"],

@@ -18,7 +18,7 @@ from invformer.nn.certificate import NoCertificateError, certify
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import Measured, record
+from invformer.training.rows import Numbers, record
 
 
 @dataclass(eq=False)
@@ -60,9 +60,6 @@ class LipschitzMonitor(L.Callback):
         if not isinstance(pl_module, CharLanguageModel):
             return
         self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed)
-        branches = [f"lipschitz_branches/{name}" for name in self.probe.names]
-        kinds = ("estimate", "local_bound", "bound")
-        self.keys = {k: tuple(f"{name}/{k}" for name in (*branches, "lipschitz")) for k in kinds}
         if self.restored:
             try:
                 self.probe.load_state_dict(self.restored)
@@ -104,7 +101,7 @@ class LipschitzMonitor(L.Callback):
         if (share := self.watch.share()) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
-    def of_submodules(self, model: nn.Module) -> Measured:
+    def of_submodules(self, model: nn.Module) -> Numbers:
         """The local constant of every submodule of another model."""
         arguments = self.inputs if isinstance(self.inputs, tuple) else (self.inputs,)
         found = local_constants(model, *arguments)
@@ -114,16 +111,15 @@ class LipschitzMonitor(L.Callback):
             rank_zero_info(f"the Lipschitz monitor skips {len(self.skipped)} modules: {reasons}")
         return {f"lipschitz/{name or 'whole'}": value for name, value in found.values.items()}
 
-    def row(self, weights: StackWeights | None) -> dict[str | tuple[str, ...], Tensor | float]:
+    def row(self, weights: StackWeights | None) -> Numbers:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
         assert self.probe is not None
-        row: dict[str | tuple[str, ...], Tensor | float] = {}
-        row[self.keys["estimate"]] = and_largest(self.probe.values(weights=weights))
+        row = by_key("estimate", self.probe, self.probe.values(weights=weights))
         if self.probe.model.is_invertible:
             row["lipschitz/target"] = self.probe.target
         return row
 
-    def proven(self, probe: LipschitzProbe) -> dict[str | tuple[str, ...], Tensor | float]:
+    def proven(self, probe: LipschitzProbe) -> Numbers:
         """Local bounds and bounds of the branches, if there is a theorem for each of them."""
         try:
             per_branch = certify(probe.model, dtype=probe.model.head.weight.dtype).per_branch
@@ -132,9 +128,7 @@ class LipschitzMonitor(L.Callback):
         found = local_bounds(probe)
         bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
-        return {
-            self.keys["local_bound"]: and_largest(local), self.keys["bound"]: and_largest(bounds),
-        }  # fmt: skip
+        return by_key("local_bound", probe, local) | by_key("bound", probe, bounds)
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers: a resumed run continues its estimates to the bit."""
@@ -145,9 +139,11 @@ class LipschitzMonitor(L.Callback):
         self.restored = state_dict
 
 
-def and_largest(values: Tensor) -> Tensor:
-    """The values, and the largest of them."""
-    return torch.cat([values, values.amax(0, keepdim=True)])
+def by_key(kind: str, probe: LipschitzProbe, values: Tensor) -> Numbers:
+    """A constant of every branch, and the largest of them, by their keys in metrics.jsonl."""
+    places = (*(f"lipschitz_branches/{name}" for name in probe.names), "lipschitz")
+    keys = tuple(f"{place}/{kind}" for place in places)
+    return {keys: torch.cat([values, values.amax(0, keepdim=True)])}
 
 
 class Stopwatch:

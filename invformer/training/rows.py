@@ -17,10 +17,10 @@ from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, by_branch
 
 # What may be recorded: a scalar by its key, or a vector by the keys of its entries.
-Measured = Mapping[str | tuple[str, ...], Tensor | float]
+Numbers = dict[str | tuple[str, ...], Tensor | float]
 
 
-def record(trainer: L.Trainer, step: int, values: Measured) -> None:
+def record(trainer: L.Trainer, step: int, values: Numbers) -> None:
     """Remember numbers of one optimiser step (detached tensors on any device, or floats).
 
     Nothing waits for the device. A trainer without :class:`Rows` gets one.
@@ -63,7 +63,7 @@ class Rows(L.Callback):
     every: int = 25  # optimiser steps between log points
     evidence: Path | None = None  # where to write the row and the probe if a bound is violated
     probe: Integer[Tensor, "sequences tokens"] | None = None  # the text the estimates are for
-    pending: dict[int, dict[str | tuple[str, ...], Tensor | float]] = field(default_factory=dict)
+    pending: dict[int, Numbers] = field(default_factory=dict)
     # Called with (step, row) for every row that is sent.
     listeners: list[Callable[[int, Row], None]] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ class Rows(L.Callback):
             logger.save()
 
 
-def to_host(pending: Mapping[int, Measured]) -> dict[int, Row]:
+def to_host(pending: Mapping[int, Numbers]) -> dict[int, Row]:
     """The same rows as floats, with one device-to-host copy for all tensors together."""
     rows: dict[int, Row] = {step: {} for step in pending}
     places: list[tuple[int, str]] = []
