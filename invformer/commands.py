@@ -50,12 +50,7 @@ def run(
 
 
 def require_paths(config: Root) -> None:
-    """Answer a mistyped path before torch is loaded.
-
-    Raises:
-        CheckpointError: there is no such checkpoint.
-        DataError: there is no such text.
-    """
+    """Raise CheckpointError or DataError for a mistyped path, before torch is loaded."""
     named = getattr(config, "checkpoint", getattr(config, "init_from", None)) or []
     for checkpoint in [named] if isinstance(named, str) else named:
         if is_missing(checkpoint) and not is_hub_name(checkpoint):
@@ -199,11 +194,7 @@ def invert(config: InvertConfig) -> None:
 
 
 def text_to_invert(config: InvertConfig) -> str:
-    """The text that was given, or that of the file, or of standard input.
-
-    Raises:
-        DataError: it cannot be read, or there is none.
-    """
+    """The text that was given, or that of the file, or of standard input; DataError if empty."""
     where = config.file or "standard input"
     try:
         if config.file is not None:

@@ -101,11 +101,7 @@ def as_json(value: Any) -> bytes:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload an exported folder to the Hub, with the token of ``hf auth login``; its address.
-
-    Raises:
-        StorageError: the Hub does not take it.
-    """
+    """Upload a folder to the Hub, with the token of ``hf auth login``; its address there."""
     from huggingface_hub import HfApi
 
     try:
@@ -117,10 +113,7 @@ def upload(folder: Path, name: str) -> str:
 
 
 def model_card(
-    model: "TrainedModel",
-    training: dict[str, Any],
-    certificate: dict[str, Any] | None,
-    name: str,
+    model: "TrainedModel", training: dict[str, Any], certificate: dict[str, Any] | None, name: str
 ) -> str:
     """README.md of the folder: what the model is, how good, what is proven, how to load it."""
     head: dict[str, Any] = {

@@ -25,12 +25,13 @@ from torch import Tensor
 from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError, DataError, StorageError
+from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.export import write_export
 from invformer.nn.certificate import Certificate, certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
+from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device
 
 log = logging.getLogger(__name__)
@@ -243,11 +244,7 @@ def read_evaluation(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def read_states(path: str) -> Float[Tensor, "tokens width"]:
-    """The only tensor in a safetensors file.
-
-    Raises:
-        DataError: the file cannot be read, or holds anything else.
-    """
+    """The only tensor in a safetensors file; raises DataError if it holds anything else."""
     try:
         (states,) = safetensors.torch.load_file(Path(path).expanduser()).values()
     except (OSError, ValueError, safetensors.SafetensorError) as error:
@@ -256,12 +253,6 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
 
 
 def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
-    """Write states to a safetensors file that :func:`read_states` reads.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
-    try:
-        safetensors.torch.save_file({"states": z.cpu().contiguous()}, Path(path).expanduser())
-    except (OSError, safetensors.SafetensorError) as error:
-        raise StorageError(f"{path}: cannot be written ({error})") from None
+    """Write states to a safetensors file that :func:`read_states` reads."""
+    content = safetensors.torch.save({"states": z.cpu().contiguous()})
+    replace_file(Path(path).expanduser(), content)

@@ -29,11 +29,7 @@ class WorkspaceConfig(Root):
 
 
 def build(config: WorkspaceConfig) -> "Workspace":
-    """The view, without talking to W&B.
-
-    Raises:
-        ConfigurationError: wandb-workspaces is not installed.
-    """
+    """The view, without talking to W&B."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
@@ -70,11 +66,7 @@ def build(config: WorkspaceConfig) -> "Workspace":
 
 
 def save(config: WorkspaceConfig) -> None:
-    """Send the view to W&B.
-
-    Raises:
-        ConfigurationError: W&B did not take it.
-    """
+    """Send the view to W&B."""
     workspace = build(config)
     try:
         if not workspace.entity:

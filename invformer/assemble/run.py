@@ -159,7 +159,7 @@ def build_module(
         optim.grad_clip,
         optim.ema_decay,
         config.run.seed,
-    )  # fmt: skip
+    )
 
 
 def build_strategy(config: TrainerConfig, saved: Iterable[str]) -> Strategy | str:

@@ -135,11 +135,7 @@ def read_export(folder: Path, name: Path) -> Trained:
 
 
 def download(name: str) -> Path:
-    """The folder that a model on the Hub is kept in, which is downloaded if it is not there yet.
-
-    Raises:
-        CheckpointError: there is no such model on the Hub, and no such folder here.
-    """
+    """The folder that a model of the Hub is kept in; raises CheckpointError if there is none."""
     from huggingface_hub import snapshot_download
 
     try:

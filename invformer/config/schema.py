@@ -17,9 +17,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
-
-
-# Every attention with the theorems about it, none of a baseline; assemble/model.py builds them.
+# The theorems about every attention, none about a baseline; assemble/model.py builds them.
 ATTENTIONS: dict[str, tuple[CertificateName, ...]] = {
     "dot_product": (),
     "l2": (),
@@ -212,7 +210,7 @@ class TrainerConfig(Section):
     rank_timeout: float = option(300.0, "seconds to wait for a process that hangs", SIZE)
     num_threads: int | None = option(None, "CPU threads; null is PyTorch's choice", "[1, 1024]")
     deterministic: bool = option(True, "only algorithms that repeat bit for bit")
-    sample_length: int = option(200, "characters generated at the end of training", "[0, 1e6]")
+    sample_length: int = option(200, "characters generated at each validation", "[0, 1e6]")
     eval_batch_size: int = option(64, "windows per validation batch", SIZE)
     progress: bool = option(True, "a bar on a terminal; false prints lines")
 
@@ -286,8 +284,7 @@ class TrainConfig(Root):
     program: ClassVar[str] = "train.py"
     groups: ClassVar = ("experiment", "model", "data", "optim", "trainer", "logger")
     init_from: str | None = option(
-        None,
-        "run, exported folder or USER/NAME on the Hub that training starts with",
+        None, "run, exported folder or USER/NAME on the Hub that training starts with"
     )
     model: ModelConfig = section(ModelConfig)
     data: DataConfig = section(DataConfig)

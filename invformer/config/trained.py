@@ -5,14 +5,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from invformer.config.schema import (
-    MANY_CHARACTERS,
-    SEED,
-    SIZE,
-    CorpusName,
-    ScoredSplit,
-    Unknown,
-)
+from invformer.config.schema import MANY_CHARACTERS, SEED, SIZE, CorpusName, ScoredSplit, Unknown
 from invformer.config.section import Root, Section, option, section
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")

@@ -65,8 +65,8 @@ def reach(repository: str) -> None:
 def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None:
     """Compare what ``datasets`` has kept with what it was when it was first read.
 
-    The library does not look: a changed byte in its cache is a changed text. The hash lies beside
-    the tables it is of, and goes where they go.
+    The library does not look: a changed byte in its cache is a changed text. The hash lies in the
+    folder of the tables, and is deleted with them.
     """
     files = next(iter(tables.values())).cache_files
     if not files:

@@ -29,8 +29,8 @@ def tokens_of(
     """The tokens of every split, uint8 or uint16, and of ``all``, one split after the other.
 
     Those of a long text are written once to ``$XDG_CACHE_HOME/invformer/tokens`` (``~/.cache``).
-    All processes share the memory in which the operating system keeps the file. Of the validation
-    split only the first ``max_val_characters`` are wanted.
+    All processes share the memory in which the operating system keeps the file. The validation
+    split ends after ``max_val_characters``.
     """
     if corpus.total * vocabulary.dtype.itemsize > MAPPED_BYTES:
         tokens = mapped(corpus, vocabulary)

@@ -1,4 +1,4 @@
-"""What a process does that a launcher started (a rank), and how a run is told to stop."""
+"""What a rank (a process that a launcher started) does, and how a run is told to stop."""
 
 import json
 import math

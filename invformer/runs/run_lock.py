@@ -63,7 +63,7 @@ def require_lock(path: Path) -> None:
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if there is none, as soon as no other process does."""
+    """Wait for the lock of a file, which is made if there is none, and hold it."""
     with path.open("wb") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -113,7 +113,7 @@ class WandbLogger(loggers.WandbLogger):
 
     @contained
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Log one row; that of a validation with a bar for every branch, and the lowest val/bpc."""
+        """Log one row; at a validation also a bar for every branch, and the lowest val/bpc."""
         row: dict[str, Any] = {k if k in OVERVIEW else DETAIL + k: v for k, v in metrics.items()}
         if "lipschitz/local_bound" in metrics:
             row |= branch_charts(metrics)

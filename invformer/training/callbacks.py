@@ -178,7 +178,7 @@ class LastValidation(L.Callback):
         self.start = time.monotonic()
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
-        """Ask Lightning to stop, before which it validates. At ``max_steps`` alone it does not."""
+        """Ask Lightning to stop: it validates before that, but not at ``max_steps`` by itself."""
         is_last = trainer.global_step >= trainer.max_steps
         if self.max_seconds is not None and is_step_boundary(trainer):
             is_over = time.monotonic() - self.start >= self.max_seconds

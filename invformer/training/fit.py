@@ -64,9 +64,6 @@ def fit(run: Run) -> None:
     """Train from scratch or from where the run stopped; write sample, plots and W&B tables.
 
     A finished run only says again what it found.
-
-    Raises:
-        InvformerError: the reason why the run stopped.
     """
     if run.is_finished:
         if run.trainer.is_global_zero:

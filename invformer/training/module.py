@@ -147,11 +147,7 @@ class CharLanguageModel(L.LightningModule):
             clip(gradients.values(), self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:
-        """Raise if an update so far was not finite; waits for the device.
-
-        Raises:
-            NonFiniteError: naming the step, its windows of the text, and what was not finite.
-        """
+        """Raise NonFiniteError if an update so far was not finite; waits for the device."""
         culprit = self.guard.culprit()
         if culprit is None:
             return
@@ -228,7 +224,7 @@ class CharLanguageModel(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Store what is needed to rebuild the model without this program's configuration.
+        """Store the metadata, and the average of the weights if there is one.
 
         Raises:
             NonFiniteError: updates were skipped, so this is not the state it would claim to be.
