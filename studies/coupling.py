@@ -23,9 +23,21 @@ from invformer.config.section import option, section
 from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
 from invformer.nn.transformer import CharTransformer
-from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, panels, table
+from studies.report import (
+    Figure,
+    Rows,
+    Summary,
+    as_cell,
+    by,
+    curves,
+    judged,
+    log_axis,
+    panels,
+    table,
+    values,
+)
 from studies.runs import NANOGPT_CPU, nanogpt_cpu, validations
-from studies.states import trained, undoing, windows
+from studies.states import kind_of, trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import TextCase, TextConfig, scores, train_by_recipe
 
@@ -90,14 +102,13 @@ def measure(case: Case, device: torch.device) -> Result:
     """Take or train the model, and measure its inverse."""
     del device
     if case.num_layers is None:
-        found = trained(case.model)
-        model, name = found.network, found.config.model.name
+        model = trained(case.model).network
         tokens = windows(case.model, case.num_windows)
         nats = validations(Path(case.model))[-1]["val/nats"]
     else:
         model, tokens, nats = trained_here(case)
-        name = case.model
-    inverse = {} if name == "dot_product" else inverse_of(model, tokens)
+    name = kind_of(model)
+    inverse = {} if name == "twin" else inverse_of(model, tokens)
     values = [singular_values(model, t[:CHARACTERS]) for t in tokens[: case.num_jacobians]]
     return Result(
         name=name,
@@ -155,9 +166,9 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     findings = []
     for depth, group in by(rows, "num_layers").items():
         found = {r.name: r for _, r in group}
-        if not {"contractive_bounded", "reversible"} <= found.keys():
+        if not {"certified", "coupling"} <= found.keys():
             continue
-        ours, theirs = found["contractive_bounded"], found["reversible"]
+        ours, theirs = found["certified"], found["coupling"]
         where = "run folders" if depth is None else f"{depth} layers"
         factors = [as_cell(1 / r.smallest) for r in (ours, theirs)]
         shares = [as_cell(r.recovered_bfloat16) for r in (ours, theirs)]
@@ -186,7 +197,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     curves(axes[2], small, "num_layers", "nats", ("name",))
     titles = ("1/σ_min of the stack, 16 characters", "relative error of the inverse", "nats")
     for one, title, scale in zip(axes, titles, ("log", "log", "linear"), strict=True):
-        one.set(title=title, xlabel="layers", xscale="log", yscale=scale)
+        one.set(title=title, xlabel="layers", yscale=scale)
+        log_axis(one, values(small, "num_layers"))
     return figure
 
 

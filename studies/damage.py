@@ -30,7 +30,7 @@ from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.recovered_text import perturb
 from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, panels, table
-from studies.states import decode, margins, trained, undoing, windows
+from studies.states import decode, kind_of, margins, trained, undoing, windows
 from studies.study import Study, StudyOptions, case_of, program
 
 ALL = 0.99  # of the characters
@@ -117,13 +117,13 @@ def damaged(z: Tensor, case: Case) -> tuple[Tensor, Tensor | None]:
 def measure(case: Case, device: torch.device) -> Result:
     """Damage the states, decode them in three ways, and prove the best."""
     del device  # rounding is enclosed for the CPU's float64
-    model, tokens = trained(case.model), windows(case.model, case.num_windows)
-    network, name = model.network, model.config.model.name
+    network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
+    name = kind_of(network)
     clean, margin, evidence = evidence_of_truth(case.model, case.num_windows)
     z, cell = damaged(clean, case)
     search = decode(network, z, None, cell)
     at_once = few = passes = None
-    if name != "dot_product":
+    if name != "twin":
         x = undoing(network, throw=True)(z)
         at_once = share(network.embedding.nearest_tokens(x) == tokens)
         cells = [None] * len(z) if cell is None else cell.split(1)

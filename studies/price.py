@@ -18,7 +18,19 @@ from typing import Any, Literal
 import torch
 
 from invformer.config.section import option
-from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, mean, panels, values
+from studies.report import (
+    Figure,
+    Rows,
+    Summary,
+    by,
+    curves,
+    judged,
+    log_axis,
+    look_of,
+    mean,
+    panels,
+    values,
+)
 from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, grid, program
 
@@ -196,15 +208,17 @@ def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[st
     figure, (loss, price) = panels(1, 2)
     curves(loss, same, x, "test", ("kind",))
     gaps = sorted(prices(same, x, others).items())
-    for index, kind in enumerate(dict.fromkeys(kind for (kind, _), _ in gaps)):
-        points = [(at, gap) for (name, at), gap in gaps if name == kind]
-        price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
+    for index, kind in enumerate(by(same, "kind")):
+        if points := [(at, gap) for (name, at), gap in gaps if name == kind]:
+            price.plot(*zip(*points, strict=True), label=kind, **look_of(index))
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
+    price.axhline(0, color="0.5")
     price.axhline(ALLOWED, color="0.8", label="allowed")
     price.set(ylabel=f"nats per character behind {' or '.join(others)}", title="price")
     for axes in (loss, price):
-        axes.set(xscale="log", xlabel=f"{unit}, each with its own schedule")
+        axes.set(xlabel=f"{unit}, each with its own schedule")
+        log_axis(axes, values(same, x))
     return figure
 
 

@@ -20,8 +20,19 @@ from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
 from invformer.nn.quantised import quantised
 from invformer.nn.transformer import CharTransformer
-from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
-from studies.states import decode, trained, undoing, validation, windows
+from studies.report import (
+    Figure,
+    Finding,
+    Rows,
+    Summary,
+    curves,
+    judged,
+    log_axis,
+    panels,
+    table,
+    values,
+)
+from studies.states import decode, kind_of, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program
 
 MOST_BITS = 8  # more leave the matrices as they are
@@ -82,14 +93,14 @@ def in_bits(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
 def measure(case: Case, device: torch.device) -> Result:
     """Round, certify, score, invert and prove."""
     source, tokens = trained(case.model), windows(case.model, case.num_windows)
-    name, target = source.config.model.name, source.config.model.lipschitz_target
+    name, target = kind_of(source.network), source.config.model.lipschitz_target
     model, size = in_bits(source.network, case.bits)
     bound = enforce(model, dtype=torch.float32).bound_max if model.is_invertible else None
     text = validation(case.model)[: case.scored]
     likelihood = score(model, EvaluationWindows(text, model.seq_len, model.seq_len, 64), device)
     model.double()
     z = model.stack(model.embedding(tokens))
-    if name == "dot_product":
+    if name == "twin":
         found = decode(model, z, None).tokens
     else:
         found = model.embedding.nearest_tokens(undoing(model)(z))
@@ -132,8 +143,10 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     figure, (axes,) = panels(1, 1)
     curves(axes, rows, "size", "bpc", ("name",))
     for case, result in rows:
-        axes.annotate(f"{case.bits} bits", (result.size, result.bpc), fontsize=8)
-    axes.set(xlabel="size, KiB", ylabel="bits per character", xscale="log")
+        at = (result.size, result.bpc)
+        axes.annotate(f"{case.bits} bits", at, (6, 6), textcoords="offset points", fontsize=8)
+    axes.set(xlabel="size, KiB", ylabel="bits per character")
+    log_axis(axes, map(round, values(rows, "size")))
     return figure
 
 

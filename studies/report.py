@@ -178,6 +178,14 @@ def curves(
         axes.plot([at for at, _ in points], [mean(some, y) for _, some in points], **look)
 
 
+def log_axis(axes: Axes, measured: Iterable[float]) -> None:
+    """A logarithmic x axis with ticks at the measured values."""
+    at = sorted(set(measured))
+    axes.set_xscale("log")
+    axes.set_xticks(at, [f"{x:,g}" for x in at])
+    axes.set_xticks([], minor=True)
+
+
 def look_of(index: int) -> dict[str, Any]:
     """Grey, marker and line of a curve."""
     return {

@@ -14,15 +14,15 @@ from invformer.runs.run_log import read_rows
 ROOT = Path(__file__).parents[1]
 # nanoGPT's CPU size, as many parameters each.
 NANOGPT_CPU = {
-    "contractive_bounded": "experiment=nanogpt_cpu_causal",
-    "reversible": "experiment=nanogpt_cpu model=reversible model.num_heads=8 model.d_ff=490",
-    "dot_product": "experiment=nanogpt_cpu model=dot_product model.num_heads=8",
+    "certified": "experiment=nanogpt_cpu_causal",
+    "coupling": "experiment=nanogpt_cpu model=reversible model.num_heads=8 model.d_ff=490",
+    "twin": "experiment=nanogpt_cpu model=dot_product model.num_heads=8",
 }
 
 
-def nanogpt_cpu(name: str, num_layers: int, part: int = 1) -> ModelConfig:
+def nanogpt_cpu(kind: str, num_layers: int, part: int = 1) -> ModelConfig:
     """A model of nanoGPT's CPU size at a depth, or with one part of the width and the heads."""
-    size = load_config(NANOGPT_CPU[name].split()).model
+    size = load_config(NANOGPT_CPU[kind].split()).model
     return replace(
         size, num_layers=num_layers, d_model=size.d_model // part,
         num_heads=size.num_heads // part, d_ff=size.d_ff and size.d_ff // part,

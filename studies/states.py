@@ -34,6 +34,13 @@ def trained(folder: str) -> TrainedModel:
     return model
 
 
+def kind_of(model: CharTransformer) -> str:
+    """What docs/what-for.md calls such a model."""
+    if isinstance(model.stack, CouplingStack):
+        return "coupling"
+    return "certified" if model.is_invertible else "twin"
+
+
 @lru_cache(maxsize=4)
 def validation(folder: str) -> Integer[Tensor, " characters"]:
     """The validation split of the model's own text."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table
-from studies.states import trained, undoing, windows
+from studies.states import kind_of, trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
 
 Vector = Literal["mean difference", "random", "text"]
@@ -74,8 +74,7 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """Steer, invert, and find the nearest text."""
     del device
-    model, tokens = trained(case.model), windows(case.model, case.num_windows)
-    network = model.network
+    network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
     z = network.stack(network.embedding(tokens))
     v, moved = vector_of(case, network, tokens, z)
     steered = z + case.strength * v
@@ -85,7 +84,7 @@ def measure(case: Case, device: torch.device) -> Result:
     away = (x - network.embedding(nearest)).norm(dim=-1) / unit
     farthest = away.masked_fill(~moved, 0.0).amax(-1)
     return Result(
-        name=model.config.model.name,
+        name=kind_of(network),
         median=away[moved].median().item(),
         least=farthest.min().item(),
         largest=farthest.max().item(),

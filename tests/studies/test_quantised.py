@@ -25,7 +25,7 @@ def test_the_certificate_holds_for_the_rounded_weights() -> None:
 
 def test_a_certificate_that_fails_fails_the_verdict() -> None:
     def outcome(bound: float, proven: float) -> str:
-        result = Result("contractive_bounded", 1.0, 1.8, bound, 0.5, 1.0, proven)
+        result = Result("certified", 1.0, 1.8, bound, 0.5, 1.0, proven)
         return summarise([(Case("a", 4, 1, None, 0), result)]).outcome
 
     assert outcome(0.5, 1.0) == "reproduced"
