@@ -34,13 +34,13 @@ def measured_branches(
             the same norm.
     """
     report: dict[str, dict[str, dict[str, Any]]] = {}
+    dtype = model.embedding.position.dtype
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
         bounds: dict[str, float] = {}
         if norm == "diagonal_block":
-            bounds = certify(model).per_branch
+            bounds = certify(model, dtype=dtype).per_branch
         elif model.is_invertible:
-            dtype = model.embedding.position.dtype
             try:
                 bounds = certify(model, norm, dtype, "global").per_branch
             except NoCertificateError:  # some branch has no theorem in this norm

@@ -33,7 +33,7 @@ from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import native_attention, native_ball_attention
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import PerHead, l2_attention, with_lengths
-from invformer.numerics.precision import without_autocast
+from invformer.numerics.precision import at_least_single, without_autocast
 from invformer.numerics.token_shift import delay
 
 Kernel = Literal["auto", "math", "native", "blocked", "sdpa"]
@@ -197,7 +197,7 @@ def _by_lag(bias: LogitBias, q: Tensor) -> Tensor:
 
 def _batched(x: Tensor) -> Tensor:
     """(*batch, H, N, d) → (B, H, N, d), in float32 at least."""
-    return x.reshape(-1, *x.shape[-3:]).to(torch.promote_types(x.dtype, torch.float32))
+    return at_least_single(x.reshape(-1, *x.shape[-3:]))
 
 
 def _mask(bias: LogitBias, dtype: torch.dtype) -> dict[str, Any]:
