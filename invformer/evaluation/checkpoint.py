@@ -1,4 +1,4 @@
-"""Which checkpoint a path means, and opening it without executing anything in it."""
+"""Find the checkpoint that a path names, and open it without executing anything in it."""
 
 import logging
 import os

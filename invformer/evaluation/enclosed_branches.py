@@ -74,7 +74,7 @@ class Branch:
         *self.reads, self.output = (matrix(w, split) for w in self.weights)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
-        """What V is multiplied by, (rows, inner), and what later rows need of these.
+        """The rows that V multiplies, (rows, inner), and the numbers that later rows need of them.
 
         Args:
             z: x W, (rows, …) for every W.

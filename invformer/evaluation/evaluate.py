@@ -178,7 +178,7 @@ def keep_report(report: dict[str, Any], latest: Path) -> Path:
 
 
 def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:
-    """What training read, with what is asked for in its place; another corpus has another path."""
+    """The data of training, with the options asked for; another corpus has another path."""
     given = {name: value for name, value in asdict(asked).items() if value is not None}
     if given.get("split") == "all":
         del given["split"]  # no split of a training run
@@ -190,7 +190,7 @@ def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig
 def training_tokens(
     checkpoint: Checkpoint, vocabulary: Vocabulary, trained: DataConfig, corpus: Corpus
 ) -> Tensor | None:
-    """What the model learnt from, in whatever corpus it is evaluated; None where it is gone."""
+    """The symbols that the model was trained on; None if that text is gone."""
     if corpus.sha256 != checkpoint.metadata["data_sha256"]:
         try:
             corpus = read_corpus(trained)
@@ -201,7 +201,7 @@ def training_tokens(
 
 
 def ngram_baseline(vocabulary: Vocabulary, learnt: Tensor, tokens: Tensor) -> dict[str, float]:
-    """What an interpolated Witten–Bell n-gram of the model's training text scores on a split.
+    """Score a split with an interpolated Witten–Bell n-gram of the model's training text.
 
     Of a long text it learns the beginning: counting takes two seconds for a million characters.
     """

@@ -61,7 +61,7 @@ class RoundTrip:
         }
 
     def proof(self) -> MarginEvidence:
-        """What the states prove; takes a forward pass of every symbol at every place.
+        """Prove characters by the states; takes a forward pass of every symbol at every place.
 
         Raises:
             CertificateViolation: a proven character is not the one that went up.

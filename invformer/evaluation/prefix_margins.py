@@ -63,7 +63,7 @@ def prefix_margins(
     states: Float[Tensor, "sequences tokens width"],
     unknown: int | None = 0,
 ) -> MarginEvidence:
-    """What the states at the top of a stack prove about a text.
+    """Prove a text by the states at the top of a stack.
 
     Cost: a forward pass of every symbol at every position, about four times in float64; where its
     arithmetic error is more than a small part of the margin, again with accurate products.

@@ -18,7 +18,7 @@ def write_json(report: Mapping[str, Any], path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The same tree with None for infinities and NaN."""
+    """The tree with None in place of infinities and NaN."""
     if isinstance(value, Mapping):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -182,14 +182,14 @@ def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
 
 
 def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
-    """The same with its norm and target, on one line."""
+    """The largest bound with its norm and target, on one line."""
     diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
     norm = f"{'weighted ' if certificate['conditions'] else ''}{certificate['norm']}{diagonal}"
     return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
 
 
 def shares(inversion: Mapping[str, Any]) -> list[str]:
-    """Which share of the characters was recovered, and proven, rounded downwards."""
+    """The shares of characters that were recovered and proven, rounded downwards."""
     found = (inversion[f"characters_{what}"] for what in ("recovered", "proven"))
     return [f"{downwards(share, 4):.2%}" for share in found]
 
@@ -204,7 +204,7 @@ def names_of(reports: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def summary_values(report: Mapping[str, Any]) -> dict[str, float]:
-    """What the summary of a run says about an evaluation on its own text."""
+    """The numbers of an evaluation on the run's own text, for its W&B summary."""
     certificate, inversion, ngram = (report[k] for k in ("certificate", "inversion", "ngram"))
     values = {f"{report['data']['split']}_bpc": report["bpc"], **worst_constants(report)}
     if ngram:

@@ -1,1 +1,1 @@
-"""What attention and the normaliser run on; every kernel gives equal results."""
+"""Fast code for attention, the normaliser and Muon; every kernel gives equal results."""

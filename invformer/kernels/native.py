@@ -151,7 +151,7 @@ def _digest(file: Path) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """What a command prints.
+    """The output of a command.
 
     Raises:
         OSError: it failed, with its first error.

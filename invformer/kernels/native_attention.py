@@ -122,7 +122,7 @@ def _heads(t: Tensor) -> _Heads:
 
 
 def _with_channels_together(t: Tensor) -> Tensor:
-    """The same; gradients of sums and of broadcasts may lie otherwise."""
+    """The tensor, or a copy: channels of gradients of sums and broadcasts may lie apart."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""What normaliser and Muon do with a matrix by compiled code, one at a time in a core's cache.
+"""Compiled code for the normaliser and for Muon, one matrix at a time in a core's cache.
 
 ``cpp/normaliser.cpp`` and ``cpp/orthogonal.cpp`` say how. Of symmetric products they compute half,
 and nothing depends on the number of threads or on the other matrices.
@@ -49,9 +49,9 @@ class KrylovSpace(NamedTuple):
 
 
 def can_take(weights: Sequence[Tensor]) -> bool:
-    """Whether there is compiled code for these matrices, and they are work for the threads."""
+    """True if there is compiled code for these matrices, and they occupy the threads."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return False  # no numbers to look at
+        return False  # their tensors have no memory
     alike = {w.dtype for w in weights} in ({torch.float32}, {torch.float64})
     whole = all(
         w.device.type == "cpu" and (w.is_contiguous() or w.mT.is_contiguous()) for w in weights
@@ -64,7 +64,7 @@ def squarings(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
 
-    Zero has the bound 0 and the vectors 0; what is no number has neither.
+    A zero matrix has the bound 0 and zero vectors; of a matrix with NaN all of them are NaN.
 
     Args:
         weights: tall matrices (m, n) of one n, or the transposes of wide ones, each in one piece.
@@ -87,7 +87,7 @@ def krylov(
 ) -> tuple[Tensor, Tensor, KrylovSpace]:
     """G = WᵀW/‖W‖_F² (B, n, n), log ‖W‖_F (B,) in float64, and the Krylov spaces from G ``start``.
 
-    What is zero or no number has a log that is not finite, and nothing else.
+    If W is zero or not finite, log ‖W‖_F is not finite, and the other results are not written.
 
     Args:
         weights: as for :func:`squarings`.

@@ -190,7 +190,7 @@ def _trial(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor]:
 
 
 def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
-    """Whether bI − G has no Cholesky factor, of every G: one at a time stays in the cache."""
+    """True where bI − G has no Cholesky factor; one G at a time stays in the cache."""
     failed = torch.ones(len(grams), dtype=torch.bool)
     for index, (b, g) in enumerate(zip(bounds, grams, strict=True)):
         shifted = g.neg()

@@ -51,7 +51,7 @@ class _Branch(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """What all branches share."""
+    """Sizes and options of a call, for all branches."""
 
     _fields_ = [
         *((n, ctypes.c_int64) for n in ("sequences", "tokens", "width", "branches", "steps")),
@@ -62,7 +62,7 @@ class _Call(ctypes.Structure):
 
 
 def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> bool:
-    """Whether there is compiled code for these branches, and for these iterations on them."""
+    """True if there is compiled code for these branches, and for these iterations on them."""
     masks = [branch.position for branch in branches if hasattr(branch, "position")]
     return (
         all(stacked_class(branch) in KNOWN for branch in branches)

@@ -82,7 +82,7 @@ class StackedBranches:
         return x + self.layer_weights[index].leave(self.branches[index](u, self.weights[index]))
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the next branch sees, less the centre where D is folded in."""
+        """The next branch's input; without the centre m if D is folded in."""
         scaling = self.layer_weights[len(self.inputs)].scaling
         self.inputs.append(x if scaling is None else scaling.apply(x))
         return self.seen(self.inputs[-1])
@@ -92,7 +92,7 @@ class StackedBranches:
         return u if self.input_radius is None else into_ball(u, self.input_radius)
 
     def evidence(self) -> list[Tensor]:
-        """What derivatives and local bounds are made of, branch first."""
+        """The tensors that derivatives and local bounds are made of, branches first."""
         return [torch.stack(each) for each in zip(*self.points, strict=True)]
 
     def whole(self, num_vectors: int = 1) -> Products:
@@ -367,7 +367,7 @@ def at_chosen(x: Float[Tensor, "branches R tokens m"], chosen: Chosen) -> Tensor
 
 
 def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tensor:
-    """Those of the sequence of each row, (branches, R, *rest) if that is not one sequence."""
+    """The entries of each row's sequence, (branches, R, *rest); unchanged if there is one."""
     return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)
 
 

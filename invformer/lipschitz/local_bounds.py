@@ -48,7 +48,7 @@ def local_bound(
     measured: Measured,
     tight: bool = False,
 ) -> float:
-    """The same for one branch at an input of its own, and never above its Lipschitz bound."""
+    """The local bound of one branch at an input of its own, never above its Lipschitz bound."""
     layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
     alone = stacked_class(branch)(layers, weights, x.shape[-2])
     alone.forward(x)

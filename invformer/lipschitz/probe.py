@@ -200,7 +200,7 @@ def lowered(gains: Tensor) -> float:
 
 
 def acts_per_token(branch: nn.Module) -> bool:
-    """Whether f acts token by token."""
+    """True if f maps every token by itself."""
     if isinstance(branch, LipschitzBranch):
         return branch.is_token_wise
     return isinstance(branch, PreNormBranch) and getattr(branch.inner, "kernel", 0) == 1
@@ -218,7 +218,7 @@ def one_thread() -> Iterator[None]:
 
 
 def certified_in(model: CharTransformer) -> Measured:
-    """What the stack's certificate bounds."""
+    """The norm of the stack's certificate, or ``diagonal_block``; token_max for baselines."""
     if not isinstance(model.stack, InvertibleStack):
         return "token_max"
     return "diagonal_block" if model.stack.kind == "causal" else model.stack.norm

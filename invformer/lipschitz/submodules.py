@@ -113,5 +113,5 @@ def on_one_row(
 
 
 def is_real(x: Any) -> bool:
-    """Whether x is a floating-point tensor."""
+    """True if x is a floating-point tensor."""
     return isinstance(x, Tensor) and x.is_floating_point()

@@ -167,7 +167,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
 
     def delayed(self, parts: Projections) -> Projections:
-        """The same; strictly causal, keys and values come one token later."""
+        """The projections; if the attention is strictly causal, k and v one token later."""
         q, k, v = parts
         return (q, delay(k), delay(v)) if self.strictly_causal else parts
 

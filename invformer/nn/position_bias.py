@@ -62,7 +62,7 @@ class VisibilityMask(nn.Module):
         return self(num_tokens)[:, num_tokens - num_rows :]
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
-        """The same in every form that attention kernels take."""
+        """The bias in every form that attention kernels take."""
         return LogitBias(dense=lambda: self(num_tokens))
 
     def log_mass(self) -> Float[Tensor, "heads"]:
@@ -113,7 +113,7 @@ class CausalMask(VisibilityMask):
         return toeplitz(self.by_lag(num_tokens), num_rows)
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
-        """The same in every form that attention kernels take."""
+        """The bias in every form that attention kernels take."""
         is_zero = type(self) is CausalMask
         return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens), is_zero)
 

@@ -32,7 +32,7 @@ class Enclosure(NamedTuple):
     radius: Tensor
 
     def map(self, view: Callable[[Tensor], Tensor]) -> "Enclosure":
-        """The same numbers in another shape, or some of them."""
+        """The numbers in another shape, or some of them."""
         return Enclosure(view(self.middle), view(self.radius))
 
 
@@ -111,7 +111,7 @@ def divide(x: Enclosure, y: Enclosure) -> Enclosure:
 
 
 def exp(x: Enclosure) -> Enclosure:
-    """eˣ: e^{x ± r} is within eˣ (e^r − 1) of eˣ. Known to nothing where r > 1."""
+    """eˣ: e^{x ± r} is within eˣ (e^r − 1) of eˣ. The radius is infinite if r > 1."""
     middle = x.middle.exp()
     radius = size(middle) * (torch.expm1(x.radius) + 2 * EXP)
     return Enclosure(middle, outward(radius.masked_fill_(~(x.radius <= 1), math.inf)))
@@ -223,7 +223,7 @@ def two_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def paired(x: Enclosure) -> Pair:
-    """The same numbers, to be added to."""
+    """The numbers as a pair without low digits, for :func:`accumulate`."""
     return Pair(x.middle, torch.zeros_like(x.middle), x.radius)
 
 

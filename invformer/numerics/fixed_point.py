@@ -218,7 +218,7 @@ def require_invertible(y: Tensor, lipschitz_bound: float | None) -> None:
 
 
 class _Rows:
-    """What iterates by itself: a sample, or a single token of a token-wise f."""
+    """Rows that iterate by themselves: samples, or single tokens of a token-wise f."""
 
     def __init__(
         self,

@@ -71,7 +71,7 @@ class Bits(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        """The same bits."""
+        """Read the bits as integers."""
         return x.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
     @staticmethod
