@@ -31,12 +31,13 @@ def local_constants(
 ) -> LocalConstants:
     """‖∂f/∂x‖₂ of every submodule f of any model, from below, where the model's input takes it.
 
-    A submodule is measured if it maps one floating-point tensor x to one, at the x of its first
-    call in ``model(*inputs)``. ‖·‖₂ is the norm in frobenius for all entries of x together: the
-    largest over the samples if f does not mix them. The model is in eval mode meanwhile; weights,
-    buffers and global random numbers stay as they are. Values are gains of vectors, so below the
-    constant up to rounding, and nothing is proven about other inputs. A submodule takes up to
-    3 ``num_steps`` backward passes.
+    A submodule is measured if it maps one floating-point tensor x, its first argument, to one, at
+    the x of its first call in ``model(*inputs)``. Integer and boolean tensors, such as masks, and
+    keyword arguments keep their values of that call. ‖·‖₂ is the norm in frobenius for all entries
+    of x together: the largest over the samples if f does not mix them. The model is in eval mode
+    meanwhile; weights, buffers and global random numbers stay as they are. Values are gains of
+    vectors, so below the constant up to rounding, and nothing is proven about other inputs. A
+    submodule takes up to 3 ``num_steps`` backward passes.
 
     Args:
         model: submodules without a second derivative are skipped.
@@ -79,8 +80,7 @@ def local_constants(
                 found.skipped[name] = "it is not called"
                 continue
             (args, named), output = inputs_of[name], outputs[name]
-            tensors = [t for t in (*args, *named.values()) if isinstance(t, Tensor)]
-            if len(tensors) != 1 or not args or not (is_real(args[0]) and is_real(output)):
+            if [i for i, x in enumerate(args) if is_real(x)] != [0] or not is_real(output):
                 found.skipped[name] = "it does not map one floating-point tensor to one"
                 continue
             if output.dtype.itemsize < 4:

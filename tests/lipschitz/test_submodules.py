@@ -69,6 +69,29 @@ def test_every_constant_is_that_of_the_dense_jacobian(model: Model) -> None:
         assert 0.99 * true <= value <= true * (1 + 1e-9), name
 
 
+class Encoder(nn.Module):
+    """An encoder of PyTorch's, whose tokens at the end are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.register_buffer("padding", torch.arange(TOKENS) >= torch.tensor([[3], [4]]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=self.padding)
+
+
+def test_layers_that_are_given_a_mask_are_measured_with_it() -> None:
+    model, x = Encoder().eval(), torch.randn(2, TOKENS, WIDTH)
+    found = local_constants(model, x)
+    assert {"", "encoder", "encoder.layers.0", "encoder.layers.1"} < found.values.keys()
+    jacobian = torch.autograd.functional.jacobian(model, x).reshape(x.numel(), x.numel())
+    norm = torch.linalg.matrix_norm(jacobian, 2).item()
+    for name in ("", "encoder"):
+        assert found.values[name] == pytest.approx(norm, rel=0.01)
+
+
 def test_activations_that_are_overwritten_in_place_count_as_they_were() -> None:
     model = nn.Sequential(nn.Identity(), nn.ELU(inplace=True), nn.Flatten())
     found = local_constants(model, torch.full((2, 3), -2.0))
