@@ -203,7 +203,7 @@ class TrainedModel:
     def _exact(self) -> tuple[CharTransformer, Certificate]:
         """The network in float64, and its certificate there."""
         network = copy.deepcopy(self.network).double()
-        return network, certify(network, dtype=torch.float64)
+        return network, certify(network)
 
     def _tokens(self, text: str) -> Tensor:
         if not text:

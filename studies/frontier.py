@@ -173,7 +173,7 @@ def largest_estimate(model: CharTransformer, windows: Integer[Tensor, "count seq
     found = LipschitzProbe(model, windows, "token_max", thorough=True).estimate(PROBE_STEPS)
     estimates = {name: value.max().item() for name, (value, _) in found.items()}
     if model.is_invertible:
-        bounds = certify(model, "token_max", model.head.weight.dtype, "global").per_branch
+        bounds = certify(model, "token_max", kind="global").per_branch
         for name, estimate in estimates.items():
             require_sandwich(f"token_max/{name}", {"estimate": estimate, "bound": bounds[name]})
     return max(estimates.values())

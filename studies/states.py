@@ -65,7 +65,7 @@ def undoing(model: CharTransformer, throw: bool = False) -> Callable[[Tensor], T
     if isinstance(stack, CouplingStack):
         return stack.inverse
     assert isinstance(stack, InvertibleStack)
-    weights, certificate = stack.weights(), certify(model, dtype=model.head.weight.dtype)
+    weights, certificate = stack.weights(), certify(model)
     return lambda z: stack.inverse(z, weights, certificate, throw=throw, evidence=False).value
 
 

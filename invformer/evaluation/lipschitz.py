@@ -42,7 +42,7 @@ def measured_branches(
             bounds = certify(model, dtype=dtype).per_branch
         elif model.is_invertible:
             try:
-                bounds = certify(model, norm, dtype, "global").per_branch
+                bounds = certify(model, norm, kind="global").per_branch
             except NoCertificateError:  # some branch has no theorem in this norm
                 continue
         probe = LipschitzProbe(model, tokens, norm, thorough=True)

@@ -85,7 +85,7 @@ class Certificate:
 def certify(
     model: nn.Module,
     norm: Norm | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     kind: Kind | None = None,
     weights: StackWeights | None = None,
 ) -> Certificate:
@@ -96,7 +96,8 @@ def certify(
     Args:
         model: an InvertibleStack, or a module whose ``stack`` is one.
         norm: None for the norm in which the stack's targets are set.
-        dtype: precision of the forward pass; the weights are cast to it first.
+        dtype: precision of the forward pass, to which the weights are cast first; None for that of
+            the parameters.
         kind: None for the kind of the stack's targets; ``causal`` bounds the diagonal blocks of any
             stack with causal masks, often far below its Lipschitz constants.
         weights: of the stack, computed without gradients; None computes them.
@@ -120,6 +121,7 @@ def certify(
             f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
             "certify them in token_max"
         )
+    dtype = dtype or next(stack.parameters()).dtype
     with torch.no_grad():
         weights = weights or stack.weights()
     per_branch: dict[str, float] = {}
@@ -158,7 +160,7 @@ def certify(
     )
 
 
-def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate:
+def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
     """Certify in the target's norm; shrink branches above their targets and certify again.
 
     In float32 the margin in the normalised weights makes this a no-op. In bfloat16 the cast alone
@@ -169,6 +171,7 @@ def enforce(model: nn.Module, dtype: torch.dtype = torch.float32) -> Certificate
         NoCertificateError: the stack contains something without a proof.
     """
     stack = invertible_stack(model)
+    dtype = dtype or next(stack.parameters()).dtype
     require_finite(stack)
     refresh_normalisers(stack)  # a correction is kept: it must not make up for old constants
     certificate = certify(stack, dtype=dtype)

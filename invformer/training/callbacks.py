@@ -63,11 +63,12 @@ class CertificateKeeper(L.Callback):
 
     Args:
         path: where to write the latest certificate; None writes none.
-        dtype: precision of the forward pass, to which weights are cast before they are certified.
+        dtype: precision of the forward pass, to which weights are cast before they are certified;
+            None for that of the parameters.
     """
 
     path: Path | None = None
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     certificate: Certificate | None = field(default=None, init=False)
     certified_at: int = field(default=-1, init=False)  # step
 

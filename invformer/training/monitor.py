@@ -122,7 +122,7 @@ class LipschitzMonitor(L.Callback):
     def proven(self, probe: LipschitzProbe) -> Numbers:
         """Local bounds and bounds of the branches, if there is a theorem for each of them."""
         try:
-            per_branch = certify(probe.model, dtype=probe.model.head.weight.dtype).per_branch
+            per_branch = certify(probe.model).per_branch
         except NoCertificateError:
             return {}
         found = local_bounds(probe)

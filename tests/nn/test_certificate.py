@@ -49,6 +49,13 @@ def test_a_trained_model_is_held_at_its_target() -> None:
     assert json.loads(json.dumps(certificate.to_dict()))["norm"] == "token_max"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_are_certified_in_their_own_format(dtype: torch.dtype) -> None:
+    model = trained_a_little(contractive_model()).to(dtype)
+    assert certify(model) == certify(model, dtype=dtype)
+    assert enforce(model) == enforce(model, dtype)
+
+
 def test_the_bound_of_the_whole_stack_covers_its_jacobian() -> None:
     model = trained_a_little(contractive_model())
     certificate = certify(model, norm="frobenius", dtype=torch.float64)
