@@ -15,6 +15,7 @@ from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.transformer import evaluating
 from invformer.numerics.linear_map import linearise
+from invformer.numerics.precision import without_autocast
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,9 @@ def local_constants(
     the x of its first call in ``model(*inputs)``. Integer and boolean tensors, such as masks, and
     keyword arguments keep their values of that call. ‖·‖₂ is the norm in frobenius for all entries
     of x together: the largest over the samples if f does not mix them. The model is in eval mode
-    meanwhile; weights, buffers and global random numbers stay as they are. Values are gains of
-    vectors, so below the constant up to rounding, and nothing is proven about other inputs. A
-    submodule takes up to 3 ``num_steps`` backward passes.
+    meanwhile, and autocast is off; weights, buffers and global random numbers stay as they are.
+    Values are gains of vectors, so below the constant up to rounding, and nothing is proven about
+    other inputs. A submodule takes up to 3 ``num_steps`` backward passes.
 
     Args:
         model: submodules without a second derivative are skipped.
@@ -56,11 +57,13 @@ def local_constants(
         outputs.setdefault(name, output)
 
     submodules = dict(model.named_modules())
+    device = next(model.parameters(), torch.empty(0)).device
     found = LocalConstants()
     # What fused attention computes has no second derivative. A compiled module that is called in
     # another way than training calls it would be compiled anew, and training might change with it.
     with (
         evaluating(model),
+        without_autocast(device),
         only("math"),
         sdpa_kernel(SDPBackend.MATH),
         torch.compiler.set_stance("force_eager"),

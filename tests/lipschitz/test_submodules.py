@@ -125,6 +125,13 @@ def test_power_iteration_in_half_precision_is_not_tried() -> None:
     assert set(skipped.values()) == {"it computes in torch.bfloat16; measure model.float()"}
 
 
+def test_values_do_not_depend_on_the_autocast_around_them(model: Model) -> None:
+    model, tokens = model.float(), torch.randint(11, (2, TOKENS))
+    found = local_constants(model, tokens)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert local_constants(model, tokens) == found
+
+
 class Once(torch.autograd.Function):
     """The identity, whose derivative cannot be derived again."""
 
