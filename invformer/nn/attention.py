@@ -161,6 +161,8 @@ class ContractiveL2Attention(TiedL2Attention):
         self.kernel = kernel
         self.position = position
         self.certificate: AttentionCertificate = certificate
+        if d_model % num_heads:
+            raise ValueError(f"num_heads must divide d_model, got {num_heads} and {d_model}")
         d_head = d_model // num_heads
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
         self.w_q = SpectralNormalised(w_q)

@@ -162,7 +162,7 @@ def invert_residual(
     if fx.shape != samples.shape or fx.dtype != y.dtype:
         raise ValueError(
             f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
-            "it must keep dtype and shape"
+            "it must keep dtype and shape, which autocast does not"
         )
     exact = residual_map if evidence and y.dtype != torch.float64 else None
     measured_in = (y.dtype if exact is None else torch.float64) if evidence else None

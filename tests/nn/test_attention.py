@@ -135,3 +135,8 @@ def test_a_mask_that_hides_a_token_from_itself_is_refused() -> None:
     visible[2, 2] = False
     with pytest.raises(ValueError, match="hides token 2 from itself"):
         VisibilityMask(visible)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_heads must divide d_model, got 3 and 8"):
+        ContractiveL2Attention(8, 3, CausalMask(5), 0.5)
