@@ -3,6 +3,7 @@
 import platform
 import re
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,11 @@ def pick_device(name: str, key: str) -> torch.device:
     return device
 
 
-def refuse_missing_hardware(config: "TrainConfig") -> None:
+def refuse_what_is_missing(config: "TrainConfig") -> None:
     """Raise ConfigurationError if this machine cannot train as asked.
 
-    It has too few such devices, they cannot train the attention kernel, or nothing can be compiled
-    for them.
+    It has too few such devices, they cannot train the attention kernel, nothing can be compiled for
+    them, or a logger is not installed.
     """
     trainer = config.trainer
     cuda = torch.cuda.device_count()
@@ -56,6 +57,10 @@ def refuse_missing_hardware(config: "TrainConfig") -> None:
         raise ConfigurationError(
             f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "
             "it misses, or leave trainer.compile out"
+        )
+    if "tensorboard" in config.logger.name and find_spec("tensorboard") is None:
+        raise ConfigurationError(
+            "logger.name: tensorboard is not installed: pip install 'invformer[tensorboard]'"
         )
 
 
