@@ -1,4 +1,4 @@
-"""Fields that explain and check themselves: the schema is written in them. Knows no library."""
+"""Fields with a meaning and a range, which check themselves; they make up the schema."""
 
 import difflib
 import re

@@ -61,7 +61,7 @@ class TextDataModule(L.LightningDataModule):
                 f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(tokens)} "
                 f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "
                 f"{self.corpus.lengths()}); use more text, a shorter data.seq_len, or another "
-                "data.val_fraction or data.test_fraction"
+                "data.val_fraction, data.test_fraction or data.max_val_characters"
             )
         return tokens
 

@@ -56,7 +56,7 @@ POLL = 0.05  # seconds between looks at what other processes write
 MAX_HEADER = 4 << 20  # bytes of a safetensors file beside its tensors
 
 STATE_KEYS = {"epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers", "data"}
-LEARNING = "learning_weights"  # of a state whose saved weights are an average: those that learn
+LEARNING = "learning_weights"  # beside saved weights that are their average
 EVALUATION = "evaluation.json"
 PREFIX = "model."  # of the language model's weights in the module that was trained
 
@@ -79,8 +79,8 @@ class Checkpoint:
     def evaluation(self) -> Path:
         """Where results belong: in the run's folder, or beside a checkpoint outside a run."""
         resolved = self.path.resolve()
-        # The name that was typed says it if ``checkpoints`` is a link to another disk; ``.`` and a
-        # link to one checkpoint do not.
+        # The typed name comes first, because ``checkpoints`` may be a link to another disk. Behind
+        # ``.`` or a link to one checkpoint only the resolved name shows the run.
         for path in [resolved] if self.path.is_symlink() else [self.path, resolved]:
             if path.parent.name == CHECKPOINTS and NAME.fullmatch(path.name):
                 return path.parent.parent / EVALUATION

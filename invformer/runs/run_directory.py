@@ -23,7 +23,7 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = path / CONFIG  # as resolved
+        self.config = path / CONFIG  # with every value resolved
         self.metrics = path / METRICS  # one JSON object for every optimiser step
         self.certificate = path / "certificate.json"  # the latest
         self.summary = path / "summary.png"  # drawn last

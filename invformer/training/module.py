@@ -71,7 +71,7 @@ class CharLanguageModel(L.LightningModule):
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
 
     def configure_model(self) -> None:
-        """Take the model apart if the strategy asks for that."""
+        """Shard the model if the strategy does that."""
         mesh = self.device_mesh
         if mesh is not None and not is_sharded(self.model):
             shard(self.model, self.model.stack.blocks, mesh["data_parallel"])
@@ -124,7 +124,7 @@ class CharLanguageModel(L.LightningModule):
         return None if apart else self.model.weights()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
-        """Let only what is finite through, record the loss and the gradient's norm, clip it.
+        """Record the loss and the gradient's norm, and clip the gradient.
 
         Raises:
             NonFiniteError: before the update if the module :meth:`refuses_at_once`; otherwise the
