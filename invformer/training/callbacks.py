@@ -59,15 +59,10 @@ class Speed(L.Callback):
 
 @dataclass(eq=False)
 class CertificateKeeper(L.Callback):
-    """Certifies the model before every validation, and holds it to its target.
+    """Certifies the model before every validation, and holds it to its target."""
 
-    Args:
-        path: where to write the latest certificate; None writes none.
-        dtype: precision of the forward pass, to which weights are cast before they are certified;
-            None for that of the parameters.
-    """
-
-    path: Path | None = None
+    path: Path | None = None  # where to write the latest certificate
+    # Of the forward pass, to which weights are cast before they are certified; None is their own.
     dtype: torch.dtype | None = None
     certificate: Certificate | None = field(default=None, init=False)
     certified_at: int = field(default=-1, init=False)  # step
@@ -106,16 +101,11 @@ class InversionMonitor(L.Callback):
     """Inverts a few validation sequences at every validation, in float64 as evaluate.py does.
 
     FSDP2's modules cannot be copied: there it inverts in the precision of the weights.
-
-    Args:
-        tokens: the text to invert, (sequences, N).
-        keeper: has the certificate from which error bounds are computed; None certifies anew.
-        decode: makes text of tokens, to show what was recovered.
     """
 
-    tokens: Integer[Tensor, "sequences tokens"]
-    keeper: CertificateKeeper | None = None
-    decode: Callable[[Tensor], str] | None = None
+    tokens: Integer[Tensor, "sequences tokens"]  # the text to invert
+    keeper: CertificateKeeper | None = None  # has the certificate; without one it is proven anew
+    decode: Callable[[Tensor], str] | None = None  # makes text of tokens, to show it
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the errors of the recovered text, and show it."""
