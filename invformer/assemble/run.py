@@ -238,11 +238,10 @@ def build_loggers(
                 built.append(CSVLogger(directory.path, name))
             case "tensorboard":
                 refuse_link(directory.path / name)
-                built.append(
-                    TensorBoardLogger(
-                        directory.path, name, version="", default_hp_metric=False, purge_step=step
-                    )
+                tensorboard = TensorBoardLogger(
+                    directory.path, name, version="", default_hp_metric=False, purge_step=step
                 )
+                built.append(tensorboard)
     return built
 
 

@@ -137,14 +137,14 @@ def conclude(run: Run) -> None:
         replace_file(run.directory.path / "sample.txt", sample)
         print(f"--- sample ---\n{printable(sample)}\n---")
     curves = read_curves(run.directory.metrics)
-    picture = plot_run(curves, run.directory.summary, sample, five_gram(run.data))
+    plot_run(curves, run.directory.summary, sample, five_gram(run.data))
     print_result(run)
     if left := max(0, run.config.trainer.max_steps - run.trainer.global_step):
         print(f"continue   {run.directory.command} ({left} steps are left)")
     checkpoints = run.callback(Checkpoints)
     if run.wandb is None or checkpoints.best_name is None:
         return
-    run.wandb.log_image("view/summary", [picture], run.trainer.global_step - 1)
+    run.wandb.log_image("view/summary", [run.directory.summary], run.trainer.global_step - 1)
     best = open_checkpoint(run.directory.checkpoints / checkpoints.best_name)
     found = {"step": best.step, "val/bpc": checkpoints.best}
     run.wandb.log_folder(best.path, found | {"certificate": best.metadata.get("certificate")})

@@ -32,11 +32,9 @@ LEGEND = {
 }
 
 
-def plot_run(
-    curves: Mapping[str, Series], path: Path, sample: str = "", ngram: float | None = None
-) -> Path:
-    """Write :func:`draw_summary` of a run as PNG and return its path."""
-    return save(draw_summary(curves, last_constants(curves), in_words(curves, sample), ngram), path)
+def plot_run(curves: Mapping[str, Series], path: Path, sample: str, ngram: float | None) -> None:
+    """Write :func:`draw_summary` of a run as PNG."""
+    save(draw_summary(curves, last_constants(curves), in_words(curves, sample), ngram), path)
 
 
 def read_curves(metrics: Path) -> dict[str, Series]:
@@ -192,7 +190,6 @@ def as_png(figure: "Figure") -> bytes:
     return image.getvalue()
 
 
-def save(figure: "Figure", path: Path) -> Path:
+def save(figure: "Figure", path: Path) -> None:
     """Write a figure as PNG."""
     replace_file(path, as_png(figure))
-    return path

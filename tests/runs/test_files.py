@@ -26,7 +26,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "config.yaml": lambda run: replace_file(run / "config.yaml", "a: 1"),
     "metrics.jsonl": lambda run: write_rows(run / "metrics.jsonl", {0: {"x": 1.0}}),
     "metrics.damaged": lambda run: with_damage(run / "metrics.jsonl"),
-    "summary.png": lambda run: plot_run({}, run / "summary.png"),
+    "summary.png": lambda run: plot_run({}, run / "summary.png", "", None),
     "evaluation.json": lambda run: write_json({"bpc": 1.0}, run / "evaluation.json"),
     LOCK: lambda run: open_run(run.parent, run.name, "x", True),
 }

@@ -43,7 +43,8 @@ def write_metrics(path: Path, num_steps: int = 12) -> Path:
 @pytest.mark.parametrize("row", [{"optim/lr": 0.1}, {"train/bpc": math.nan}, {"val/bpc": 4.0}])
 def test_a_run_of_whatever_length_has_its_picture(tmp_path: Path, row: dict[str, float]) -> None:
     write_rows(tmp_path / "metrics.jsonl", {0: row})
-    path = plot_run(read_curves(tmp_path / "metrics.jsonl"), tmp_path / "a.png", "a sample, 5 $")
+    path = tmp_path / "a.png"
+    plot_run(read_curves(tmp_path / "metrics.jsonl"), path, "a sample, 5 $", ngram=None)
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
