@@ -77,7 +77,7 @@ def read_corpus(config: DataConfig) -> Corpus:
         corpus = corpus.shortened(config.max_characters)
     if config.vocabulary == "bytes":
         corpus = corpus.in_bytes()
-    corpus.size("train")
+    corpus.size("train")  # raises if there is none
     return corpus
 
 

@@ -55,8 +55,9 @@ class TextDataModule(L.LightningDataModule):
 
     def tokens(self, split: Split) -> Tokens:
         """All tokens of a split; a DataError if they are fewer than a window and its successor."""
+        self.corpus.size(split)  # raises if there is none
         tokens = self._tokens[split]
-        if self.corpus.size(split) and len(tokens) <= self.seq_len:
+        if len(tokens) <= self.seq_len:
             raise DataError(
                 f"{self.corpus.name} ({self.corpus.source}): the {split} split has {len(tokens)} "
                 f"{self.corpus.unit}, fewer than data.seq_len + 1 = {self.seq_len + 1} (all: "

@@ -62,7 +62,7 @@ class CertificateKeeper(L.Callback):
     """Certifies the model before every validation, and holds it to its target."""
 
     path: Path | None = None  # where to write the latest certificate
-    # Of the forward pass, to which weights are cast before they are certified; None is their own.
+    # Precision of the forward pass, in which weights are certified; None for their own.
     dtype: torch.dtype | None = None
     certificate: Certificate | None = field(default=None, init=False)
     certified_at: int = field(default=-1, init=False)  # step
