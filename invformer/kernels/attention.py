@@ -12,9 +12,7 @@
 
 L2 logits are computed in float32 or more by every kernel, because their expansion
 (2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. The lengths are one more channel of the
-keys, which ones of the queries meet. In bfloat16 three channels would hold a length to 24 bits and
-give the values of ``math``, but gradients 2 to 3 times as wrong, and 14 to 70 times where tokens
-share a shift.
+keys, which ones of the queries meet. Three channels in bfloat16 spoil gradients (docs/log.md).
 """
 
 import math

@@ -90,8 +90,7 @@ class LipschitzProbe:
             iteration = PowerIteration(shape, norm, seed=seed, **like)
             at = slice(index, None, len(PARTS))
             self.parts.append(Part(at, layers, branches, iteration))
-        pairs = zip(*(part.branches for part in self.parts), strict=True)
-        self.branches = [branch for pair in pairs for branch in pair]
+        self.branches = [branch for part in self.parts for branch in part.branches]
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
         self.is_compiled = compiled.can_take(self.branches, self.iterations)
@@ -103,8 +102,7 @@ class LipschitzProbe:
         weights = weights or self.model.weights()
         stack, parts = self.model.stack, []
         for at, layers, branches, _ in self.parts:
-            none = ResidualWeights(None)
-            own = [none if weights is None else weights[name] for name in self.names[at]]
+            own = [ResidualWeights(None) if weights is None else weights[n] for n in self.names[at]]
             parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1]))
         of_layer = {f: at for part, at in zip(self.parts, parts, strict=True) for f in part.layers}
         x = self.model.embedding(self.tokens)
