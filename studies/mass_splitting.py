@@ -226,7 +226,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     """Agreement with brute force, and whether splitting pays on the dot product's grids."""
     parts = by(rows, "part")
     error = max(r.error for _, r in parts["random"])
-    gain = max(r.gain for c, r in rows if c.kind == "dot_product")
+    gain = max(r.gain for _, r in parts["grid"])
     areas = [
         f"{kind}, A={a:g}: {100 * min(shares):.2g} to {100 * max(shares):.2g} %"
         for (kind, a), group in by(parts["grid"], "kind", "parameter").items()
@@ -238,7 +238,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     )
     ours = (
         f"closed form within {error:.0e} of brute force; splitting pays on the grid: "
-        f"{', '.join(areas)}; largest splitting/moving {gain:.3f}; a finite jump of a vanishing "
+        f"{', '.join(areas)}, by up to {gain:.3f}; a finite jump of a vanishing "
         f"mass gains {parts['finite'][0][1].jump:.2f}, so neither is the constant for W2"
     )
     return Summary(table(rows), paper, ours, *verdict(rows))
