@@ -131,10 +131,7 @@ def build_data(config: TrainConfig, start: Trained | None = None) -> TextDataMod
 
 
 def build_module(
-    config: TrainConfig,
-    data: TextDataModule,
-    metadata: dict[str, Any],
-    start: Trained | None = None,
+    config: TrainConfig, data: TextDataModule, metadata: dict[str, Any], start: Trained | None
 ) -> CharLanguageModel:
     """The model that training begins with, its optimiser and its schedule."""
     optim, trainer = config.optim, config.trainer

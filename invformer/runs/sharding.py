@@ -84,15 +84,11 @@ class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2, with checkpoints through the run's own IO.
 
     The module shards its model in ``configure_model``. ``names`` are those of its parameters and
-    buffers that are saved; without a backend it is the one for the devices.
+    buffers that are saved; None for ``backend`` is the one for the devices.
     """
 
     def __init__(
-        self,
-        num_processes: int,
-        names: Iterable[str],
-        timeout: timedelta,
-        backend: str | None = None,
+        self, num_processes: int, names: Iterable[str], timeout: timedelta, backend: str | None
     ) -> None:
         self.names = list(names)
         super().__init__(
