@@ -1,6 +1,7 @@
 """Local Lipschitz estimates during training, after every optimiser step."""
 
 import time
+from collections import Counter
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
@@ -107,8 +108,9 @@ class LipschitzMonitor(L.Callback):
         found = local_constants(model, *arguments)
         if found.skipped != self.skipped:
             self.skipped = found.skipped
-            reasons = "; ".join(f"{name or 'itself'}: {why}" for name, why in self.skipped.items())
-            rank_zero_info(f"the Lipschitz monitor skips {len(self.skipped)} modules: {reasons}")
+            counts = Counter(self.skipped.values()).items()
+            reasons = "; ".join(f"{why} ({count})" for why, count in counts)
+            rank_zero_info(f"the Lipschitz monitor skips modules, see its `skipped`: {reasons}")
         return {f"lipschitz/{name or 'whole'}": value for name, value in found.values.items()}
 
     def row(self, weights: StackWeights | None) -> Numbers:

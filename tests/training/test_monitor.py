@@ -110,6 +110,7 @@ class Foreign(L.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Dropout())
+        self.spare = torch.nn.ModuleList([torch.nn.Linear(3, 8)])
 
     def forward(self, x: torch.Tensor, _: object = None) -> torch.Tensor:
         return self.net(x)
@@ -125,9 +126,10 @@ class Foreign(L.LightningModule):
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
 def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
-    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = []
+    weights, said = [], []
+    monkeypatch.setattr("invformer.training.monitor.rank_zero_info", said.append)
     for inputs in (None, (torch.ones(2, 3), "more")):
         module, rows = Foreign(), Rows()
         logged: dict[int, dict] = {}
@@ -144,7 +146,9 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
     assert logged.keys() == {0, 2}
     names = {"lipschitz/net", "lipschitz/net.0", "lipschitz/net.1", "lipschitz/net.2"}
     assert logged[2].keys() == {"lipschitz/whole", *names}
-    assert monitor.skipped == {}
+    assert monitor.skipped == dict.fromkeys(["spare", "spare.0"], "it is not called")
+    (line,) = said
+    assert line == "the Lipschitz monitor skips modules, see its `skipped`: it is not called (2)"
 
 
 def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
