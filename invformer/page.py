@@ -1,6 +1,7 @@
 """An evaluation as one HTML file: pictures inside, no script, nothing from elsewhere."""
 
 import base64
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -135,20 +136,25 @@ def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path
 
 
 def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write a page into a folder: several evaluations in one table and one figure."""
+    """Write a page into a folder: several evaluations in one table and one figure.
+
+    Other models, steps or texts have another page.
+    """
     header, *rows = comparison(reports)
     names = names_of(reports)
-    texts = {(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports}
+    texts = [(r["data"]["name"], r["data"]["split"], r["data"]["sha256"][:8]) for r in reports]
     commands = [(name, r["command"] or "–") for name, r in zip(names, reports, strict=True)]
     parts = [
-        f"<p>On {shown('; '.join(' '.join(text) for text in sorted(texts)))}.",
+        f"<p>On {shown('; '.join(' '.join(text) for text in sorted(set(texts))))}.",
         table(rows, header),
         picture(draw_comparison(reports), "Bits per character and largest constants"),
         "<h2>How they were trained</h2>",
         table(commands),
     ]
     name = "-".join(re.sub(r"[^A-Za-z0-9_.]+", "-", name) for name in names)[:100]
-    path = folder / f"comparison-{name}.html"
+    models = [(report["checkpoint"], report["step"]) for report in reports]
+    digest = hashlib.sha256(repr((models, texts)).encode()).hexdigest()[:8]
+    path = folder / f"comparison-{name}-{digest}.html"
     replace_file(path, document(" beside ".join(names), parts))
     return path
 

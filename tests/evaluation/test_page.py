@@ -124,7 +124,9 @@ def test_several_models_stand_in_one_table_and_one_figure(
     print_comparison(reports)
     assert len({len(line) for line in capsys.readouterr().out.strip("\n").splitlines()}) == 1
     path = keep_comparison(reports, tmp_path)
-    assert path.name.endswith("-plain.html")
+    assert "-plain-" in path.name
+    on_test = [{**one, "data": {**one["data"], "split": "test"}} for one in reports]
+    assert len({path, keep_comparison(reports, tmp_path), keep_comparison(on_test, tmp_path)}) == 2
     elements = Elements(path.read_text(encoding="utf-8"))
     assert elements.tags.count("img") == 1
     assert elements.tags.count("tr") == 3 + 2
