@@ -34,12 +34,11 @@ def measured_branches(
             the same norm.
     """
     report: dict[str, dict[str, dict[str, Any]]] = {}
-    dtype = model.embedding.position.dtype
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
     for norm in (*NORMS_MEASURED, *causal):
         bounds: dict[str, float] = {}
         if norm == "diagonal_block":
-            bounds = certify(model, dtype=dtype).per_branch
+            bounds = certify(model).per_branch
         elif model.is_invertible:
             try:
                 bounds = certify(model, norm, kind="global").per_branch
