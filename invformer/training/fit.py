@@ -171,7 +171,14 @@ def print_result(run: Run) -> None:
         print(f"inversion  {recovered} of the characters recovered")
     print(f"folder     {run.directory.path}")
     checkpoint = shlex.quote(f"checkpoint={run.directory.path}")
-    print(f'sample     python sample.py {checkpoint} prompt="The "')
+    line = shlex.quote(first_words(run.data))
+    print(f"sample     python sample.py {checkpoint} prompt={printable(line)}")
     if certificate:
-        print(f'invert     python invert.py {checkpoint} text="Does this come back?"')
+        print(f"invert     python invert.py {checkpoint} text={printable(line)}")
     print(f"evaluate   python evaluate.py {checkpoint}")
+
+
+def first_words(data: TextDataModule) -> str:
+    """A few words from the beginning of the training text, whose characters the model knows."""
+    beginning = data.vocabulary.text(data.tokens("train")[:200])
+    return max(beginning.splitlines(), key=len)[:30].strip()

@@ -15,7 +15,7 @@ from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.progress import percent
-from tests.small_runs import StopAt, options
+from tests.small_runs import TEXT, StopAt, options
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
 CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"
@@ -39,12 +39,12 @@ def test_without_a_terminal_a_run_is_a_story_of_few_lines(
     validated = rf"step 10/20  {losses}{CONTRACTIVE}  \S+ steps/s  \d\d:\d\d left"
     assert re.fullmatch(validated, steps[2])
     assert re.fullmatch(rf"step 20/20  {losses}{CONTRACTIVE}  \S+ steps/s", steps[-1])
-    checkpoint = f"checkpoint={folder / 'a'}"
+    checkpoint, words = f"checkpoint={folder / 'a'}", shlex.quote(TEXT[:30].strip())
     assert said.splitlines()[-5:-1] == [
         "inversion  100 % of the characters recovered",
         f"folder     {folder / 'a'}",
-        f'sample     python sample.py {checkpoint} prompt="The "',
-        f'invert     python invert.py {checkpoint} text="Does this come back?"',
+        f"sample     python sample.py {checkpoint} prompt={words}",
+        f"invert     python invert.py {checkpoint} text={words}",
     ]
 
 
