@@ -82,11 +82,12 @@ class Hub(BaseHTTPRequestHandler):
             self.answer({})
 
     def answer(self, value: Any) -> None:
-        """Send a file's bytes, anything else as JSON, and None as a missing entry."""
+        """Send a file's bytes, anything else as JSON, and None as a missing entry or repository."""
         content = value if isinstance(value, bytes) else json.dumps(value or {}).encode()
         self.send_response(404 if value is None else 200)
         if value is None:
-            self.send_header("X-Error-Code", "EntryNotFound")
+            of_repository = "/resolve/" in self.path or "/tree/" in self.path
+            self.send_header("X-Error-Code", "EntryNotFound" if of_repository else "RepoNotFound")
         self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(content)))
