@@ -198,11 +198,11 @@ def text_to_invert(config: InvertConfig) -> str:
     where = config.file or "standard input"
     try:
         if config.file is not None:
-            text = Path(config.file).expanduser().read_text(encoding="utf-8-sig")
+            text = Path(config.file).expanduser().read_bytes().decode("utf-8-sig")
         else:
             text = config.text if config.text is not None else sys.stdin.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: {error}") from None
+        raise DataError(f"{where}: {getattr(error, 'strerror', error)}") from None
     if not text:
         raise DataError(f"{where}: there is no text to invert")
     return text

@@ -101,6 +101,12 @@ def test_a_byte_order_mark_is_no_text_to_invert(typed: Typed, tmp_path: Path) ->
     assert "8 of 8 characters recovered" in typed("invert", f"file={tmp_path / 'a.txt'}")
 
 
+def test_a_file_is_inverted_with_its_line_ends(typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"7 times\r\n7")
+    said = typed("invert", f"file={tmp_path / 'text.txt'}")
+    assert re.search(r"^  text +7 times␍⏎7$", said, re.M)
+
+
 def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
@@ -116,7 +122,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("sample", ["tempreature=1"], 2, "did you mean 'temperature'?"),
         ("sample", ["top_p=0"], 2, "top_p: 0.0 is not in (0, 1]"),
         ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
-        ("invert", ["file=missing"], 3, "missing"),
+        ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
         ("invert", ["text=a", "save_states=no/where"], 7, "no/where: cannot be written"),
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
