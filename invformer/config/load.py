@@ -134,6 +134,8 @@ def help_text(schema: type[Root] = TrainConfig) -> str:
     for group in schema.groups:
         names = ", ".join(_presets(group)) or "none found"
         lines += wrap(f"  {group:<12}{names}", 100, subsequent_indent=" " * 14)
+    if "experiment" in schema.groups:
+        lines += ["  config      for experiment: a YAML file of your own, or a run's folder"]
     lines += ["", "fields (key=value), each with its default:"]
     for key, f in options(schema):
         default = default_of(f)

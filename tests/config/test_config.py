@@ -293,6 +293,8 @@ def test_help_shows_every_preset_and_every_field_with_default_interval_and_meani
             kind = required_part(f.type)
             if kind in (int, float) or kind == list[float]:
                 assert f.metadata["within"], key
+    assert "\n  config      for experiment: " in help_text()
+    assert "config " not in help_text(EvaluateConfig)
     assert "model.lipschitz_target=0.5\n      number in [1e-6, 1): c, the largest" in help_text()
 
 
