@@ -82,5 +82,5 @@ def stop_on_signals() -> None:
 def _stop(number: int, frame: FrameType | None) -> None:
     # Not an exception, which whatever is being imported or waited for might swallow.
     name = signal.Signals(number).name
-    report(f"stopped by {name}; what was saved stays, the same command continues", 128 + number)
+    report(f"stopped by {name}; what was saved stays, start the same command again", 128 + number)
     os._exit(128 + number)

@@ -212,7 +212,7 @@ def test_a_gpu_that_does_not_exist_is_refused(
     ("number", "code", "line"),
     [
         (signal.SIGINT, 130, "error: interrupted"),
-        (signal.SIGTERM, 143, "error: stopped by SIGTERM; what was saved stays"),
+        (signal.SIGTERM, 143, "error: stopped by SIGTERM; what was saved stays, start the same"),
     ],
 )
 def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
