@@ -71,7 +71,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = [(f"{data['split']} bpc", f"{report['bpc']:.4f}{beside}")]
     unknown = f"{data['unknown_rate']:.1%} of the text is unknown to this vocabulary"
     if not data["same_as_training"]:
-        lines.append(("another text", f"{data['name']}, not trained on; {unknown}"))
+        lines.append(("another text", f"{data['name']}; {unknown}"))
     if certificate is None:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
