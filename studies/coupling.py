@@ -23,19 +23,7 @@ from invformer.config.section import option, section
 from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Rows,
-    Summary,
-    as_cell,
-    by,
-    curves,
-    judged,
-    log_axis,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Rows, Summary, as_cell, by, curves, judged, panels, table
 from studies.runs import NANOGPT_CPU, nanogpt_cpu, validations
 from studies.states import kind_of, trained, undoing, windows
 from studies.study import Study, StudyOptions, grid, program
@@ -197,8 +185,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     curves(axes[2], small, "num_layers", "nats", ("name",))
     titles = ("1/σ_min of the stack, 16 characters", "relative error of the inverse", "nats")
     for one, title, scale in zip(axes, titles, ("log", "log", "linear"), strict=True):
-        one.set(title=title, xlabel="layers", yscale=scale)
-        log_axis(one, values(small, "num_layers"))
+        one.set(title=title, xlabel="layers", xscale="log", yscale=scale)
     return figure
 
 

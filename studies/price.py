@@ -18,19 +18,7 @@ from typing import Any, Literal
 import torch
 
 from invformer.config.section import option
-from studies.report import (
-    Figure,
-    Rows,
-    Summary,
-    by,
-    curves,
-    judged,
-    log_axis,
-    look_of,
-    mean,
-    panels,
-    values,
-)
+from studies.report import Figure, Rows, Summary, by, curves, judged, look_of, mean, panels, values
 from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, grid, program
 
@@ -217,8 +205,7 @@ def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[st
     price.axhline(ALLOWED, color="0.8", label="allowed")
     price.set(ylabel=f"nats per character behind {' or '.join(others)}", title="price")
     for axes in (loss, price):
-        axes.set(xlabel=f"{unit}, each with its own schedule")
-        log_axis(axes, values(same, x))
+        axes.set(xscale="log", xlabel=f"{unit}, each with its own schedule")
     return figure
 
 

@@ -20,18 +20,7 @@ from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
 from invformer.nn.quantised import quantised
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    curves,
-    judged,
-    log_axis,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
 from studies.states import decode, kind_of, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program
 
@@ -141,12 +130,11 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Bits per character against size."""
     figure, (axes,) = panels(1, 1)
-    curves(axes, rows, "size", "bpc", ("name",))
+    curves(axes, rows, lambda case, result: round(result.size), "bpc", ("name",))
     for case, result in rows:
         at = (result.size, result.bpc)
         axes.annotate(f"{case.bits} bits", at, (6, 6), textcoords="offset points", fontsize=8)
-    axes.set(xlabel="size, KiB", ylabel="bits per character")
-    log_axis(axes, map(round, values(rows, "size")))
+    axes.set(xlabel="size, KiB", ylabel="bits per character", xscale="log")
     return figure
 
 

@@ -178,14 +178,6 @@ def curves(
         axes.plot([at for at, _ in points], [mean(some, y) for _, some in points], **look)
 
 
-def log_axis(axes: Axes, measured: Iterable[float]) -> None:
-    """A logarithmic x axis with ticks at the measured values."""
-    at = sorted(set(measured))
-    axes.set_xscale("log")
-    axes.set_xticks(at, [f"{x:,g}" for x in at])
-    axes.set_xticks([], minor=True)
-
-
 def look_of(index: int) -> dict[str, Any]:
     """Grey, marker and line of a curve."""
     return {
@@ -194,9 +186,17 @@ def look_of(index: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def with_legends(figure: Figure) -> Figure:
-    """The figure, with a legend in all axes that have labels and none yet."""
+def finished(figure: Figure) -> Figure:
+    """The figure, with a legend in all axes that have labels and none yet.
+
+    If a logarithmic x axis has few values, and round ones, its ticks are there.
+    """
     for axes in figure.axes:
+        lines: Any = [line for line in axes.lines if line.get_transform() == axes.transData]
+        at = sorted({float(x) for line in lines for x in line.get_xdata()})
+        if axes.get_xscale() == "log" and len(at) < 9 and all(x == float(f"{x:.4g}") for x in at):
+            axes.set_xticks(at, [f"{x:,g}" for x in at])
+            axes.set_xticks([], minor=True)
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None and not figure.legends:
             axes.legend(fontsize="small")
     return figure

@@ -30,7 +30,7 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.certified_radius import MULTIPLES, attacked, feature_constant
-from studies.report import Figure, Rows, Summary, by, log_axis, look_of, mean, panels, table, values
+from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, table, values
 from studies.study import Study, grid, program
 from studies.training import AdamOptions, ModelCase, new_model, scores, train_by_adam
 
@@ -164,8 +164,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for index, (kind, group) in enumerate(by(trained(rows), "kind").items()):
         shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
         axes.plot(MULTIPLES, shares, label=kind, **look_of(index))
-    axes.set(xlabel="attack, in certified radii", ylabel="predictions that changed")
-    log_axis(axes, MULTIPLES)
+    axes.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
     return figure
 
 

@@ -31,19 +31,7 @@ from invformer.config.section import option
 from invformer.nn.certificate import certify
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    by,
-    curves,
-    judged,
-    log_axis,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table, values
 from studies.states import Prefix, smallest
 from studies.study import Study, StudyOptions, grid, program
 
@@ -233,9 +221,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     figure, (seconds, passes) = panels(1, 2)
     curves(seconds, rows, "vocab_size", "time", ("method", "length"))
     curves(passes, rows, "vocab_size", passes_each, ("method", "length"))
-    for axes, what in ((seconds, "seconds a text"), (passes, "passes a character")):
-        axes.set(xlabel="symbols", ylabel=what, yscale="log")
-        log_axis(axes, values(rows, "vocab_size"))
+    seconds.set(xlabel="symbols", ylabel="seconds a text", xscale="log", yscale="log")
+    passes.set(xlabel="symbols", ylabel="passes a character", xscale="log", yscale="log")
     return figure
 
 

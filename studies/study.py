@@ -51,7 +51,7 @@ from invformer.runs.console import outlive_console
 from invformer.runs.exit import guarded
 from invformer.runs.machine import commit, cpu_name, pick_device
 from invformer.training.plots import save
-from studies.report import Figure, Item, Rows, Summary, differing, with_legends
+from studies.report import Figure, Item, Rows, Summary, differing, finished
 from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
 
 SEED = "[0, 4294967295]"
@@ -184,7 +184,7 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
         raise
     rows = [(case, known[case].result) for case in wanted]
     summary = study.summarise(rows)
-    save(with_legends(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
+    save(finished(study.draw(rows)), chosen.folder / f"{chosen.name}.png")
     measured = [known[case] for case in wanted]
     result = {
         "study": chosen.name,

@@ -33,18 +33,7 @@ from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.certified_radius import MULTIPLES, attacked, logits_of
-from studies.report import (
-    Figure,
-    Rows,
-    Summary,
-    curves,
-    log_axis,
-    look_of,
-    outcome_of,
-    panels,
-    table,
-    values,
-)
+from studies.report import Figure, Rows, Summary, curves, look_of, outcome_of, panels, table
 from studies.study import Study, grid, program
 from studies.training import (
     ModelOptions,
@@ -235,12 +224,10 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     figure, (left, right) = panels(1, 2)
     curves(left, rows, "total", "nats")
     left.axhline(NEWHOUSE_NATS, color="0.5", linestyle=":", label="Newhouse et al., below 10")
-    left.set(xlabel="L, embedding to logits", ylabel="validation nats per character")
-    log_axis(left, values(rows, "total"))
+    left.set(xscale="log", xlabel="L, embedding to logits", ylabel="validation nats per character")
     for index, (case, result) in enumerate(rows):
         right.plot(MULTIPLES, result.flips, label=f"L = {case.total:g}", **look_of(index))
-    right.set(xlabel="attack, in certified radii", ylabel="predictions that changed")
-    log_axis(right, MULTIPLES)
+    right.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
     return figure
 
 

@@ -16,7 +16,7 @@ from invformer.config import command_line, load_config
 from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
-from studies.report import Summary, outcome_of, panels
+from studies.report import Summary, finished, outcome_of, panels
 from studies.study import Study, StudyOptions, case_of, main, run
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
@@ -265,6 +265,20 @@ def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[st
 def test_a_misspelt_study_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main(["tightnes"]) == 2
     assert "run python -m studies.tightness" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "named"), [([65, 256, 50_000], True), ([0.123456, 1, 2], False)]
+)
+def test_few_round_values_of_a_logarithmic_axis_are_its_ticks(
+    values: list[float], named: bool
+) -> None:
+    figure, (axes,) = panels(1, 1)
+    axes.plot(values, values)
+    axes.axhline(1.0)
+    axes.set_xscale("log")
+    labels = [label.get_text() for label in finished(figure).axes[0].get_xticklabels()]
+    assert (labels == [f"{value:,g}" for value in values]) == named
 
 
 @pytest.mark.parametrize(
