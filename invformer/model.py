@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from tqdm import tqdm
 
 from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
@@ -164,7 +165,8 @@ class TrainedModel:
         stack, weights = invertible_stack(network), network.weights()
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
         reason = None
-        for window in z.to(self.device, torch.float64)[None].split(network.seq_len, 1):
+        windows = z.to(self.device, torch.float64)[None].split(network.seq_len, 1)
+        for window in tqdm(windows, "inversion", unit=" windows", leave=False, disable=None):
             solution = stack.inverse(window, weights, certificate, throw=False)
             tokens = network.embedding.nearest_tokens(solution.value)
             evidence = prefix_margins(network, tokens, window)
