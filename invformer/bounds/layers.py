@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.rounding import product_up, round_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -33,7 +33,12 @@ def feed_forward_bound(
 
 def linear_bound(weight: Float[Tensor, "width width_out"], norm: Norm) -> float:
     """Lip(x ↦ x W + b) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max."""
-    return max_row_sum(weight.mT) if norm == "entry_max" else spectral_norm_bound(weight).item()
+    match norm:
+        case "token_max" | "frobenius":
+            return spectral_norm_bound(weight).item()
+        case "entry_max":
+            return max_row_sum(weight.mT)
+    raise unknown_norm(norm)
 
 
 def max_row_sum(w: Float[Tensor, "m n"]) -> float:

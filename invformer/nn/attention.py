@@ -34,7 +34,7 @@ from invformer.nn.spectral import (
 from invformer.numerics import l2_attention as core
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, unknown_norm
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
 LEAST_SIGMA = 1e-18
@@ -101,6 +101,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
                 return contractive.frobenius_bound(w_q, g, log_mass)
             case "entry_max":
                 return contractive.entry_max_bound(w_q, g, log_mass.amax(-1))
+        raise unknown_norm(norm)
 
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: L2Weights | None = None

@@ -19,7 +19,7 @@ from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.token_shift import advance, delay
 
 # Of queries, keys and values: three times (*batch, H, N, d).
@@ -188,6 +188,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
                 return bounded.frobenius_bound(w_qkv, temperature, g, self.position.seq_len)
             case "entry_max":
                 return bounded.entry_max_bound(w_qkv, temperature, g)
+        raise unknown_norm(norm)
 
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None

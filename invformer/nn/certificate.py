@@ -13,7 +13,7 @@ from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.numerics.fixed_point import Kind
-from invformer.numerics.norms import NORMS, Norm
+from invformer.numerics.norms import NORMS, Norm, unknown_norm
 from invformer.numerics.rounding import product_up, sum_up, upwards
 
 # There are proofs for these types and for branches that say so. A subclass may compute something
@@ -113,9 +113,10 @@ def certify(
     stack = invertible_stack(model)
     require_proven(stack)
     norm, kind = norm or stack.norm, kind or stack.kind
-    for name, value, choices in (("norm", norm, NORMS), ("kind", kind, get_args(Kind))):
-        if value not in choices:
-            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(choices)}")
+    if norm not in NORMS:
+        raise unknown_norm(norm)
+    if kind not in get_args(Kind):
+        raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(get_args(Kind))}")
     if kind == "causal" and norm != "token_max":
         raise NoCertificateError(
             f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "

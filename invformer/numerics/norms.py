@@ -25,7 +25,12 @@ def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Te
             return torch.linalg.vector_norm(x, dim=(-2, -1))
         case "entry_max":
             return x.abs().amax((-2, -1))
-    raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {norm}")
+    raise unknown_norm(norm)
+
+
+def unknown_norm(norm: str) -> ValueError:
+    """The error for a norm that is not among :data:`NORMS`."""
+    return ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")
 
 
 def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:

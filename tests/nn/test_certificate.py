@@ -12,9 +12,11 @@ import torch
 from invformer.errors import NonFiniteError
 from invformer.nn import (
     ActivationNorm,
+    BoundedAttention,
     CausalMask,
     CharTransformer,
     ContractiveFeedForward,
+    ContractiveL2Attention,
     L2Attention,
     NoCertificateError,
     VisibilityMask,
@@ -63,6 +65,14 @@ def test_the_bound_of_the_whole_stack_covers_its_jacobian() -> None:
     jacobian = dense_jacobian(lambda t: model.stack(t), x)
     assert torch.linalg.matrix_norm(jacobian, 2).item() <= certificate.total
     assert certificate.total > 1
+
+
+def test_no_branch_has_a_bound_in_a_norm_that_does_not_exist() -> None:
+    mask = CausalMask(5)
+    attentions = ContractiveL2Attention(4, 1, mask, 0.5), BoundedAttention(4, 1, 4, mask, 0.5)
+    for branch in (*attentions, ContractiveFeedForward(4, 8, 0.5)):
+        with pytest.raises(ValueError, match="unknown norm 'inf': choose one of token_max, "):
+            branch.lipschitz_bound("inf")
 
 
 def test_a_causal_certificate_claims_no_constant_for_the_stack() -> None:
