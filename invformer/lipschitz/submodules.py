@@ -1,6 +1,7 @@
 """Local Lipschitz constants of the submodules of any model, by autograd: estimates, no bounds."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -65,6 +66,7 @@ def local_constants(
         evaluating(model),
         without_autocast(device),
         only("math"),
+        layer_by_layer(),
         sdpa_kernel(SDPBackend.MATH),
         torch.compiler.set_stance("force_eager"),
     ):
@@ -113,6 +115,17 @@ def on_one_row(
         return padded(module(here, *others, **named))
 
     return f, padded(x)
+
+
+@contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """PyTorch's encoders compute as in training, not by their fast path with nested tensors."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def is_real(x: Any) -> bool:

@@ -75,7 +75,7 @@ class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(layer, 2)
         self.register_buffer("padding", torch.arange(TOKENS) >= torch.tensor([[3], [4]]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
