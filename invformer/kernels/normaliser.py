@@ -108,9 +108,23 @@ def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     else:
         tall, grams, log_scale = _grams_of_trace_one(tall)
         log_bound, rights = _gram_iteration(grams)
-    of_weights = zip(tall, rights.split(counts), strict=True)
-    lefts = [unit((w @ v.unsqueeze(-1)).squeeze(-1)) for w, v in of_weights]
-    return log_bound / 2 + log_scale, rights, lefts
+    return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
+
+
+def _unit_images(tall: list[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
+    """W v/‖W v‖₂ for the vectors of every matrix: lengths of all of one height at once."""
+    by_height: dict[int, list[int]] = {}
+    for index, w in enumerate(tall):
+        by_height.setdefault(w.shape[-2], []).append(index)
+    images: list[Tensor] = list(rights)
+    for height, indices in by_height.items():
+        counts = [len(tall[i]) for i in indices]
+        together = rights[0].new_empty(sum(counts), height, 1)
+        for i, image in zip(indices, together.split(counts), strict=True):
+            torch.bmm(tall[i], rights[i].unsqueeze(-1), out=image)
+        for i, image in zip(indices, unit(together.squeeze(-1)).split(counts), strict=True):
+            images[i] = image
+    return images
 
 
 def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
