@@ -197,10 +197,10 @@ def text_to_invert(config: InvertConfig) -> str:
     """The text that was given, or that of the file, or of standard input; DataError if empty."""
     where = config.file or "standard input"
     try:
-        if config.file is not None:
-            text = Path(config.file).expanduser().read_bytes().decode("utf-8-sig")
-        else:
-            text = config.text if config.text is not None else sys.stdin.read()
+        if (text := config.text) is None:
+            file = config.file and Path(config.file).expanduser()
+            content = file.read_bytes() if file else sys.stdin.buffer.read()
+            text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{where}: {getattr(error, 'strerror', error)}") from None
     if not text:

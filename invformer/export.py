@@ -19,7 +19,7 @@ from invformer.assemble.trained import (
     VOCABULARY,
     WEIGHT_BITS,
 )
-from invformer.errors import StorageError
+from invformer.errors import ConfigurationError, StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
 from invformer.nn.quantised import packed, quantised
 from invformer.runs.contained import one_line
@@ -69,6 +69,8 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: in
     """
     matrices = {}
     if bits is not None:
+        if not 2 <= bits <= 8:
+            raise ConfigurationError(f"bits: {bits} is not in [2, 8]")
         network, matrices = quantised(model.network, bits)
         metadata = model.metadata | {WEIGHT_BITS: bits}
         model = replace(model, network=network, metadata=metadata, evaluation=None)
@@ -101,7 +103,11 @@ def as_json(value: Any) -> bytes:
 
 
 def upload(folder: Path, name: str) -> str:
-    """Upload a folder to the Hub, with the token of ``hf auth login``; its address there."""
+    """Upload a folder to the Hub, with the token of ``hf auth login``; its address there.
+
+    Raises:
+        StorageError: the Hub does not take it.
+    """
     from huggingface_hub import HfApi
 
     try:

@@ -196,8 +196,12 @@ class TrainedModel:
         Args:
             folder: to write.
             name: what the card says that the model is called; None for the folder's name.
-            bits: of an entry of a matrix, 2 to 8; None for 32. The certificate is proven for the
-                rounded matrices.
+            bits: to which the entries of matrices are rounded, 2 to 8; None rounds nothing. The
+                certificate is proven for the rounded matrices.
+
+        Raises:
+            ConfigurationError: there is no rounding to so many bits.
+            StorageError: the folder holds something, or cannot be written.
         """
         write_export(Path(folder).expanduser(), self, name, bits)
 
@@ -255,6 +259,6 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
 
 
 def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
-    """Write states to a safetensors file that :func:`read_states` reads."""
+    """Write states to a safetensors file that :func:`read_states` reads; raises StorageError."""
     content = safetensors.torch.save({"states": z.cpu().contiguous()})
-    replace_file(Path(path).expanduser(), content)
+    replace_file(Path(path).expanduser().absolute(), content)

@@ -29,7 +29,7 @@ class WorkspaceConfig(Root):
 
 
 def build(config: WorkspaceConfig) -> "Workspace":
-    """The view, without talking to W&B."""
+    """The view, without talking to W&B; raises ConfigurationError without wandb-workspaces."""
     try:
         import wandb_workspaces.reports.v2 as wr
         import wandb_workspaces.workspaces as ws
@@ -66,7 +66,7 @@ def build(config: WorkspaceConfig) -> "Workspace":
 
 
 def save(config: WorkspaceConfig) -> None:
-    """Send the view to W&B."""
+    """Send the view to W&B; raises ConfigurationError if it is refused."""
     workspace = build(config)
     try:
         if not workspace.entity:

@@ -194,7 +194,11 @@ def finished(figure: Figure) -> Figure:
     for axes in figure.axes:
         lines: Any = [line for line in axes.lines if line.get_transform() == axes.transData]
         at = sorted({float(x) for line in lines for x in line.get_xdata()})
-        if axes.get_xscale() == "log" and len(at) < 9 and all(x == float(f"{x:.4g}") for x in at):
+        if (
+            axes.get_xscale() == "log"
+            and 0 < len(at) < 9
+            and all(x == float(f"{x:.4g}") for x in at)
+        ):
             axes.set_xticks(at, [f"{x:,g}" for x in at])
             axes.set_xticks([], minor=True)
         if axes.get_legend_handles_labels()[0] and axes.get_legend() is None and not figure.legends:

@@ -1,6 +1,7 @@
 """The front door: the commands as typed, and the trained model as imported."""
 
 import hashlib
+import io
 import json
 import re
 import subprocess
@@ -101,10 +102,14 @@ def test_a_byte_order_mark_is_no_text_to_invert(typed: Typed, tmp_path: Path) ->
     assert "8 of 8 characters recovered" in typed("invert", f"file={tmp_path / 'a.txt'}")
 
 
-def test_a_file_is_inverted_with_its_line_ends(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_bytes(b"7 times\r\n7")
-    said = typed("invert", f"file={tmp_path / 'text.txt'}")
-    assert re.search(r"^  text +7 times␍⏎7$", said, re.M)
+def test_a_file_or_a_pipe_is_inverted_with_its_line_ends(
+    typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = b"7 times\r\n7"
+    (tmp_path / "text.txt").write_bytes(content)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    for words in ([f"file={tmp_path / 'text.txt'}"], []):
+        assert re.search(r"^  text +7 times␍⏎7$", typed("invert", *words), re.M)
 
 
 def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
@@ -125,6 +130,8 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
         ("invert", ["text=a", "save_states=no/where"], 7, "no/where: cannot be written"),
+        ("invert", ["text=a", "save_states=."], 7, ": cannot be written (Is a directory)"),
+        ("export", ["out=new", "bits=9"], 2, "bits: 9 is not in [2, 8]"),
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
     ],
 )
@@ -239,6 +246,8 @@ def test_an_export_in_four_bits_is_small_and_proven_for_what_is_shipped(
     whole, small = ((at / "model.safetensors").stat().st_size for at in (exported, folder))
     assert small < whole / 3
     assert "weight bits: 4" in (folder / "README.md").read_text()
+    with pytest.raises(ConfigurationError, match=r"bits: 9 is not in \[2, 8\]"):
+        original.export(tmp_path / "none", bits=9)
 
 
 def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(

@@ -26,7 +26,7 @@ from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.interruption import Interruption
 from invformer.runs.json_lines import JsonLinesLogger
-from invformer.runs.machine import commit, refuse_what_is_missing, training_device
+from invformer.runs.machine import commit, refuse_missing_requirements, training_device
 from invformer.runs.ranks import is_rank, launcher_value
 from invformer.runs.resume import is_complete, resume_point
 from invformer.runs.run_directory import RunDirectory, directory_of, is_first_process
@@ -56,7 +56,7 @@ def build_run(config: TrainConfig) -> Run:
     how = config.trainer
     if how.num_threads is not None:
         torch.set_num_threads(how.num_threads)
-    refuse_what_is_missing(config)
+    refuse_missing_requirements(config)
     start = None if config.init_from is None else load_trained(config.init_from)
     if start is not None:  # its model, and what belongs to it
         seq_len, vocabulary = start.config.data.seq_len, start.config.data.vocabulary

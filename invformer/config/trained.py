@@ -109,9 +109,7 @@ class ExportConfig(Root):
     program: ClassVar[str] = "export.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     out: str = field(metadata={"help": "new folder"})
-    bits: int | None = option(
-        None, "of an entry of a matrix, which is rounded; null is 32", "[2, 8]"
-    )
+    bits: int | None = option(None, "round the entries of matrices to so many bits", "[2, 8]")
     hub: str | None = option(
         None, "USER/NAME on the Hugging Face Hub to upload it to", pattern=HUB_NAME
     )

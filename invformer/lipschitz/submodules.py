@@ -33,9 +33,9 @@ def local_constants(
 ) -> LocalConstants:
     """‖∂f/∂x‖₂ of every submodule f of any model, from below, where the model's input takes it.
 
-    A submodule is measured if it maps one floating-point tensor x, its first argument, to one, at
-    the x of its first call in ``model(*inputs)``. Integer and boolean tensors, such as masks, and
-    keyword arguments keep their values of that call. ‖·‖₂ is the norm in frobenius for all entries
+    A submodule is measured if its first argument x is the only floating-point tensor among the
+    positional ones and it returns one, at the x of its first call in ``model(*inputs)``. All its
+    other arguments keep their values of that call. ‖·‖₂ is the norm in frobenius for all entries
     of x together: the largest over the samples if f does not mix them. The model is in eval mode
     meanwhile, and autocast is off; weights, buffers and global random numbers stay as they are.
     Values are gains of vectors, so below the constant up to rounding, and nothing is proven about

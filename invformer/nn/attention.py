@@ -162,9 +162,7 @@ class ContractiveL2Attention(TiedL2Attention):
         self.kernel = kernel
         self.position = position
         self.certificate: AttentionCertificate = certificate
-        if d_model % num_heads:
-            raise ValueError(f"num_heads must divide d_model, got {num_heads} and {d_model}")
-        d_head = d_model // num_heads
+        d_head = head_width(d_model, num_heads)
         w_q = 0.3 * torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model)
         self.w_q = SpectralNormalised(w_q)
         w_g = initial_output * torch.randn(d_model, d_model)
@@ -207,3 +205,10 @@ class ContractiveL2Attention(TiedL2Attention):
 def in_one_matrix(w: InputMaps) -> InputMaps:
     """The same weights in the memory of one (D, H d) matrix."""
     return split_heads(merge_heads(w), len(w))
+
+
+def head_width(d_model: int, num_heads: int) -> int:
+    """Channels of a head; raises ValueError if heads do not divide the width."""
+    if d_model % num_heads:
+        raise ValueError(f"num_heads must divide d_model, got {num_heads} and {d_model}")
+    return d_model // num_heads

@@ -122,7 +122,7 @@ def certify(
             f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
             "certify them in token_max"
         )
-    dtype = dtype or next(stack.parameters()).dtype
+    dtype = dtype or parameter_dtype(stack)
     with torch.no_grad():
         weights = weights or stack.weights()
     per_branch: dict[str, float] = {}
@@ -165,14 +165,14 @@ def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
     """Certify in the target's norm; shrink branches above their targets and certify again.
 
     In float32 the margin in the normalised weights makes this a no-op. In bfloat16 the cast alone
-    may lift a spectral norm by 0.4 %.
+    may lift a spectral norm by 0.4 %. ``dtype`` is that of :func:`certify`.
 
     Raises:
         NonFiniteError: a weight is NaN or infinite, so nothing can be proven.
         NoCertificateError: the stack contains something without a proof.
     """
     stack = invertible_stack(model)
-    dtype = dtype or next(stack.parameters()).dtype
+    dtype = dtype or parameter_dtype(stack)
     require_finite(stack)
     refresh_normalisers(stack)  # a correction is kept: it must not make up for old constants
     certificate = certify(stack, dtype=dtype)
@@ -189,6 +189,11 @@ def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
                 branch.correction.mul_(branch.lipschitz_target / bound * (1 - room))
         certificate = certify(stack, dtype=dtype)
     return certificate
+
+
+def parameter_dtype(stack: InvertibleStack) -> torch.dtype:
+    """The format of the parameters."""
+    return next((p.dtype for p in stack.parameters()), torch.get_default_dtype())
 
 
 def require_finite(stack: InvertibleStack) -> None:

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.kernels.attention import Kernel
-from invformer.nn.attention import L2Weights, TiedL2Attention, in_one_matrix
+from invformer.nn.attention import L2Weights, TiedL2Attention, head_width, in_one_matrix
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import SpectralNormalised, max_row_sum
 from invformer.numerics.lambert_w import phi_inverse_from_log
@@ -33,7 +33,7 @@ class L2Attention(TiedL2Attention):
         super().__init__()
         self.kernel = kernel
         self.position = position
-        d_head = d_model // num_heads
+        d_head = head_width(d_model, num_heads)
         self.w_q = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
         self.w_v = nn.Parameter(torch.randn(num_heads, d_model, d_head) / math.sqrt(d_model))
         self.w_o = nn.Parameter(torch.randn(num_heads, d_head, d_model) / math.sqrt(d_model))
@@ -67,7 +67,7 @@ class PaperContractiveL2Attention(TiedL2Attention):
         self.kernel = kernel
         self.position = position
         self.certificate = certificate
-        d_head = d_model // num_heads
+        d_head = head_width(d_model, num_heads)
         shape = (num_heads, d_model, d_head)
         self.w_q = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))
         self.w_v = SpectralNormalised(torch.randn(shape) / math.sqrt(d_model))

@@ -74,7 +74,7 @@ def packed(matrices: Mapping[str, Rounded]) -> dict[str, Tensor]:
 def unpacked(
     stored: Mapping[str, Tensor], wanted: Mapping[str, Tensor], bits: int
 ) -> dict[str, Tensor]:
-    """The weights as they are ``wanted``, of which matrices are :func:`packed`."""
+    """Weights in the shapes of ``wanted``; matrices that :func:`packed` stored are restored."""
     weights = {}
     for name, like in wanted.items():
         if name + INTEGERS not in stored:
@@ -87,7 +87,7 @@ def unpacked(
 
 
 def regrouped(numbers: Tensor, bits: int, into: int) -> Tensor:
-    """Numbers of some bits as numbers of others: the same bits in a row, lowest first."""
+    """Integers of ``bits`` bits as integers of ``into`` bits: the same bits, lowest first."""
     single = (numbers[:, None] >> torch.arange(bits)) & 1
     padded = torch.nn.functional.pad(single.flatten(), (0, -single.numel() % into))
     return (padded.view(-1, into) << torch.arange(into)).sum(1)

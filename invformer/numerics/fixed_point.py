@@ -160,9 +160,10 @@ def invert_residual(
     samples = y.detach().reshape(-1, *y.shape[-2:])
     fx = f(samples)
     if fx.shape != samples.shape or fx.dtype != y.dtype:
+        advice = "; call it outside torch.autocast" if fx.dtype != y.dtype else ""
         raise ValueError(
             f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
-            "it must keep dtype and shape, which autocast does not"
+            f"it must keep dtype and shape{advice}"
         )
     exact = residual_map if evidence and y.dtype != torch.float64 else None
     measured_in = (y.dtype if exact is None else torch.float64) if evidence else None

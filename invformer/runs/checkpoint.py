@@ -168,7 +168,7 @@ class Checkpoint:
 
 
 def must_be_finite(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a state but for those of callbacks: a monitor's vectors may be NaN."""
+    """The tensors of optimisers and weights in a state: a monitor's vectors may be NaN."""
     parts = ("optimizer_states", LEARNING)
     return {name: t for name, t in tensors.items() if name.startswith(parts)}
 

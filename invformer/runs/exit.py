@@ -37,6 +37,9 @@ def guarded(work: Callable[[], None], debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        # Python wraps whatever ends the making of a class, and an import may be making one.
+        if isinstance(error.__cause__, KeyboardInterrupt):
+            return report("interrupted", 128 + signal.SIGINT)
         return report(*explained(error))
     return 0
 

@@ -32,11 +32,10 @@ def pick_device(name: str, key: str) -> torch.device:
     return device
 
 
-def refuse_what_is_missing(config: "TrainConfig") -> None:
+def refuse_missing_requirements(config: "TrainConfig") -> None:
     """Raise ConfigurationError if this machine cannot train as asked.
 
-    It has too few such devices, they cannot train the attention kernel, nothing can be compiled for
-    them, or a logger is not installed.
+    Checked are the number of devices, the attention kernel, the compiler and the loggers.
     """
     trainer = config.trainer
     cuda = torch.cuda.device_count()

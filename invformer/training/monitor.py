@@ -141,10 +141,10 @@ class LipschitzMonitor(L.Callback):
         self.restored = state_dict
 
 
-def by_key(kind: str, probe: LipschitzProbe, values: Tensor) -> Numbers:
+def by_key(column: str, probe: LipschitzProbe, values: Tensor) -> Numbers:
     """A constant of every branch, and the largest of them, by their keys in metrics.jsonl."""
     places = (*(f"lipschitz_branches/{name}" for name in probe.names), "lipschitz")
-    keys = tuple(f"{place}/{kind}" for place in places)
+    keys = tuple(f"{place}/{column}" for place in places)
     return {keys: torch.cat([values, values.amax(0, keepdim=True)])}
 
 

@@ -13,7 +13,7 @@ from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.attention import attend_l2, choose
 from invformer.kernels.native_attention import NOTHING, _call
-from invformer.runs.machine import refuse_what_is_missing
+from invformer.runs.machine import refuse_missing_requirements
 from tests.kernels.test_attention import needs_compiler, position
 
 # Stands in for a compiler: says what the processor can do, hands out a library, counts.
@@ -160,7 +160,7 @@ def test_without_a_compiler_attention_is_that_of_other_kernels(
         attend_l2(q, bias, "native")
     config = load_config(["model.attention_kernel=native", "trainer.accelerator=cpu"])
     with pytest.raises(ConfigurationError, match=r"no native here .no-such-compiler .* pick auto"):
-        refuse_what_is_missing(config)
+        refuse_missing_requirements(config)
 
 
 @needs_compiler

@@ -1,5 +1,7 @@
 """Attention maps against naive loops, dense Jacobians and the inputs that break imitations."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -137,6 +139,7 @@ def test_a_mask_that_hides_a_token_from_itself_is_refused() -> None:
         VisibilityMask(visible)
 
 
-def test_heads_that_do_not_divide_the_width_are_refused() -> None:
+@pytest.mark.parametrize("kind", [ContractiveL2Attention, PaperContractiveL2Attention])
+def test_heads_that_do_not_divide_the_width_are_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="num_heads must divide d_model, got 3 and 8"):
-        ContractiveL2Attention(8, 3, CausalMask(5), 0.5)
+        kind(8, 3, CausalMask(5), 0.5)

@@ -17,12 +17,16 @@ from invformer.nn import (
     CharTransformer,
     ContractiveFeedForward,
     ContractiveL2Attention,
+    InvertibleBlock,
+    InvertibleStack,
     L2Attention,
     NoCertificateError,
     VisibilityMask,
     certify,
     enforce,
 )
+from invformer.nn.branch import LipschitzBranch
+from invformer.numerics.norms import Norm
 from tests.nn.builders import (
     SEQ_LEN,
     WIDTH,
@@ -229,3 +233,21 @@ def test_weights_that_are_not_finite_are_named_not_certified() -> None:
     with pytest.raises(NonFiniteError, match="block_01/attention: its weights are not finite") as e:
         enforce(model)
     assert e.value.exit_code == 5
+
+
+class Tanh(LipschitzBranch[None]):
+    is_proven = True
+
+    def weights(self) -> None:
+        """There are none."""
+
+    def forward(self, x: torch.Tensor, weights: None = None) -> torch.Tensor:
+        return 0.5 * x.tanh()
+
+    def lipschitz_bound(self, norm: Norm, *_: Any, **__: Any) -> float:
+        return 0.5
+
+
+def test_branches_without_parameters_are_certified() -> None:
+    stack = InvertibleStack([InvertibleBlock(Tanh(0.6), Tanh(0.6))], 4)
+    assert certify(stack).bound_max == enforce(stack).bound_max == 0.5

@@ -45,6 +45,13 @@ def test_an_interrupt_of_code_executed_from_a_string_ends_a_module_with_130(tmp_
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 
+def interrupted_while_a_class_is_made() -> None:
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt as error:
+        raise RuntimeError("Error calling __set_name__") from error
+
+
 FAILURES = {
     "done": (lambda: None, 0, ""),
     "a bug": (raising(KeyError("x")), 1, "a bug in invformer: KeyError: 'x' (test_exit.py:"),
@@ -62,6 +69,7 @@ FAILURES = {
     "a size beyond all memory": (lambda: torch.empty(2**62, 4), 8, "out of memory"),
     "a lost rank": (raising(errors.RankLost("rank 1 died")), 9, "rank 1 died"),
     "Ctrl-C": (raising(KeyboardInterrupt()), 130, "interrupted"),
+    "Ctrl-C in an import": (interrupted_while_a_class_is_made, 130, "interrupted"),
     "SIGTERM": (
         raising(errors.Interrupted(15, 3, "x")),
         143,

@@ -10,7 +10,7 @@ from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
 from invformer.runs import machine
-from invformer.runs.machine import pick_device, refuse_what_is_missing, training_device
+from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device
 from invformer.runs.ranks import usable_cores
 
 
@@ -21,8 +21,8 @@ def test_devices_that_are_not_there_are_a_configuration_error(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: int(accelerator == "auto"))
     config = load_config([f"trainer.accelerator={accelerator}", "trainer.devices=2"])
     with pytest.raises(ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
-        refuse_what_is_missing(config)
-    refuse_what_is_missing(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]))
+        refuse_missing_requirements(config)
+    refuse_missing_requirements(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]))
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
@@ -35,7 +35,7 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
         build_run(config)
     assert not (tmp_path / "runs").exists()
     for fine in ("auto", "blocked", "math", "sdpa"):
-        refuse_what_is_missing(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+        refuse_missing_requirements(load_config([*words[:1], f"model.attention_kernel={fine}"]))
 
 
 def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
