@@ -135,6 +135,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         at = (result.size, result.bpc)
         axes.annotate(f"{case.bits} bits", at, (6, 6), textcoords="offset points", fontsize=8)
     axes.set(xlabel="size, KiB", ylabel="bits per character", xscale="log")
+    axes.margins(x=0.1)  # room for the words beside the last point
     return figure
 
 
