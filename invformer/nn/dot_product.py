@@ -6,6 +6,7 @@ from torch import nn
 
 from invformer.kernels.attention import Kernel, attend
 from invformer.nn.affine import Tokens
+from invformer.nn.attention import head_width
 from invformer.nn.attention_cache import AttentionCache
 from invformer.nn.position_bias import VisibilityMask
 from invformer.numerics.l2_attention import merge_heads, split_heads
@@ -23,6 +24,7 @@ class DotProductAttention(nn.Module):
         self, d_model: int, num_heads: int, position: VisibilityMask, kernel: Kernel = "auto"
     ) -> None:
         super().__init__()
+        head_width(d_model, num_heads)  # raises ValueError if there is none
         self.kernel: Kernel = kernel
         self.num_heads = num_heads
         self.position = position

@@ -139,7 +139,15 @@ def test_a_mask_that_hides_a_token_from_itself_is_refused() -> None:
         VisibilityMask(visible)
 
 
-@pytest.mark.parametrize("kind", [ContractiveL2Attention, PaperContractiveL2Attention])
-def test_heads_that_do_not_divide_the_width_are_refused(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "target"),
+    [
+        (ContractiveL2Attention, [0.5]),
+        (PaperContractiveL2Attention, [0.5]),
+        (L2Attention, []),
+        (DotProductAttention, []),
+    ],
+)
+def test_heads_that_do_not_divide_the_width_are_refused(kind: Any, target: list[float]) -> None:
     with pytest.raises(ValueError, match="num_heads must divide d_model, got 3 and 8"):
-        kind(8, 3, CausalMask(5), 0.5)
+        kind(8, 3, CausalMask(5), *target)
