@@ -3,10 +3,10 @@
     Y_i = Σ_j P_ij q_j,   P_i = softmax_j(b_ij − s_ij),   s_ij = ‖q_i − q_j‖²/√d,   b_ii = 0
 
 n = Σ_{j ≠ i} e^{b_ij} is the mass of the other visible tokens: without a bias their number, N − 1.
-g = φ⁻¹(n) solves g e^{g+1} = n. Rows of different lengths and masks enter by n alone; masks must
+u = φ⁻¹(n) solves u e^{u+1} = n. Rows of different lengths and masks enter by n alone; masks must
 keep the self token visible.
 
-**Lemma** (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2; for equal masses). Σ_j P_ij s_ij ≤ g.
+**Lemma** (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2; for equal masses). Σ_j P_ij s_ij ≤ u.
 
 **Theorem** (ours). Σ_j ‖∂Y_i/∂q_j‖₂ ≤ 4 φ⁻¹(n) + 1 and ‖∂Y_i/∂q_i‖₂ ≤ 1 + 2 W₀(n e^{−3/2}).
 
@@ -42,13 +42,13 @@ LOG_MASS_SLACK = 1e-9
 
 
 def mean_gaps(visible: Visible, num_heads: int) -> list[float]:
-    """g = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head."""
+    """u = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head."""
     return [phi_inverse_upper(log_n) for log_n in _log_masses(visible, num_heads)]
 
 
 def head_gains(visible: Visible, num_heads: int) -> list[float]:
     """4 φ⁻¹(n) + 1 ≥ Σ_j ‖∂Y_i/∂q_j‖₂ of every head."""
-    return [sum_up(product_up(4, g), 1) for g in mean_gaps(visible, num_heads)]
+    return [sum_up(product_up(4, u), 1) for u in mean_gaps(visible, num_heads)]
 
 
 def diagonal_gains(visible: Visible, num_heads: int) -> list[float]:
@@ -61,8 +61,8 @@ def token_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
 
     This is at most √H ‖Ĝ‖₂ where G_h = Ĝ_h/(κ_h σ_h), at any number of tokens.
     """
-    heads = zip(head_gains(visible, len(w_q)), spectral_norm_bound(w_q).tolist(), strict=True)
-    return separate_inputs([product_up(kappa, sigma) for kappa, sigma in heads], g)
+    kappas, sigmas = head_gains(visible, len(w_q)), spectral_norm_bound(w_q).tolist()
+    return separate_inputs(list(map(product_up, kappas, sigmas)), g)
 
 
 def frobenius_bound(
@@ -74,9 +74,9 @@ def frobenius_bound(
     logarithm for every row of the longest sequence, −∞ where a token sees only itself. K_h stands
     where Kim et al. have √N (4u + 1), and is smaller under a causal mask (docs/numerics.md §5).
     """
-    rows = [head_gains(row, len(w_q)) for row in log_mass.unbind(-1)]
-    heads = zip(*rows, strict=True)
-    gains = [sqrt_up(sum_up(*(product_up(kappa, kappa) for kappa in head))) for head in heads]
+    of_rows = [head_gains(row, len(w_q)) for row in log_mass.unbind(-1)]
+    of_heads = zip(*of_rows, strict=True)
+    gains = [sqrt_up(sum_up(*map(product_up, kappas, kappas))) for kappas in of_heads]
     return shared_input(gains, w_q, g)
 
 

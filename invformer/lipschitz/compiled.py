@@ -32,7 +32,7 @@ MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
 # The compiled code has numbers for activations.
 ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
-# What a branch consists of: of the C++ ``Branch``, in its order.
+# What a branch consists of, in the order of ``Branch`` in estimate.cpp, which explains it.
 TENSORS = (
     *("w", "b", "v", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
     *("biases", "temperatures", "left", "lengths", "estimate", "turn"),
@@ -89,7 +89,8 @@ def estimates(
     """The largest gain of every branch after some steps; the iterations go on from there.
 
     Args:
-        branches: those of :func:`branches_of`, attentions and feed-forwards in turn.
+        branches: those of :func:`branches_of`, attentions and feed-forwards in turn; the vectors
+            of the iterations are added to them.
         x: the input of the first branch.
         iterations: of the attentions, and of the feed-forwards.
         num_steps: of the iterations.

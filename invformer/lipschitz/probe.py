@@ -167,6 +167,16 @@ class LipschitzProbe:
             found |= zip(self.names[part.at], zip(*each, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Estimate inside without moving the vectors that the next estimate starts from."""
+        vectors, started = self.state_dict(), self.has_started
+        before = {name: vector.clone() for name, vector in vectors.items()}
+        yield
+        for name, vector in vectors.items():
+            vector.copy_(before[name])
+        self.has_started = started
+
     def state_dict(self) -> dict[str, Tensor]:
         """The vectors that the next estimate starts from, which are changed in place."""
         held: dict[str, Tensor] = {}

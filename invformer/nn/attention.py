@@ -1,9 +1,8 @@
-"""Self-attention maps: dot product (baseline), and L2 that contracts by construction.
+"""Tied L2 self-attention, and the kind of it that contracts by construction.
 
 Notation: X ∈ R^{N×D}, rows are tokens; H heads of d = D/H channels; q^h = X W^Q_h ∈ R^{N×d}.
 
-    dot product   F(X) = [softmax(Q_h K_hᵀ/√d + b_h) V_h]_h W^O
-    tied L2       F(X) = Σ_h (P^h q^h) G_h,   P^h_ij = softmax_j(−‖q^h_i − q^h_j‖²/√d + b_h(i − j))
+    F(X) = Σ_h (P^h q^h) G_h,   P^h_ij = softmax_j(−‖q^h_i − q^h_j‖²/√d + b_h(i − j))
 
 Because W^K = W^Q, the value path P X A_h W^V_h W^O_h with A_h = W^Q_h W^Q_hᵀ/√d (Kim et al. 2021)
 is a function of q alone: (P q)(W^Q_hᵀ W^V_h W^O_h)/√d = (P q) G_h, with the output map G_h.
@@ -50,7 +49,7 @@ class L2Weights(NamedTuple):
 
 
 class TiedL2Attention(LipschitzBranch[L2Weights]):
-    """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h: the layers below differ in their weights.
+    """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h; subclasses differ in their weights.
 
     Every token sees itself, and queries are the keys: otherwise f is not Lipschitz
     (docs/numerics.md §2).
@@ -81,7 +80,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         """Outputs of the tokens after those in ``past``, to which the new ones are added."""
         w_q, g = weights or self.weights()
         q = split_heads(x @ merge_heads(w_q), len(w_q))
-        if past.origin is None:
+        if past.origin is None:  # distances ignore a shift, rows of P sum to one: less rounding
             past.origin = q[..., :1, :]
         q = q - past.origin
         (keys,) = past.append(core.with_lengths(q))
@@ -93,7 +92,7 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         self, norm: Norm, dtype: torch.dtype | None = None, weights: L2Weights | None = None
     ) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_q, g, log_mass = self._certified(dtype, weights)
+        w_q, g, log_mass = self._cast(dtype, weights)
         match norm:
             case "token_max":
                 return contractive.token_max_bound(w_q, g, log_mass.amax(-1))
@@ -108,14 +107,14 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
     ) -> float:
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
         self.position.require_causal()
-        w_q, g, log_mass = self._certified(dtype, weights)
+        w_q, g, log_mass = self._cast(dtype, weights)
         mass = log_mass.amax(-1)
         # A Lipschitz constant bounds the diagonal blocks too.
         return min(
             contractive.causal_bound(w_q, g, mass), contractive.token_max_bound(w_q, g, mass)
         )
 
-    def _certified(
+    def _cast(
         self, dtype: torch.dtype | None, weights: L2Weights | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """W^Q and G as cast, and log n of every head and row."""

@@ -17,6 +17,7 @@ from invformer.nn.transformer import CharTransformer
 
 NUM_SCALES = 40  # tried for a channel
 INTEGERS, SCALE = ".integers", ".scale"
+KEPT = ("log_", "position")  # scalings, temperatures, and positions
 
 
 class Rounded(NamedTuple):
@@ -31,21 +32,26 @@ class Rounded(NamedTuple):
         return self.integers.float() * self.scale.float()
 
 
-def rounded(weight: Tensor, bits: int, over: int) -> Rounded:
+def rounded(weight: Tensor, bits: int, input_dim: int) -> Rounded:
     """The nearest of 2^bits − 1 levels around zero, with the scales of least squared error.
 
-    A scale is shared along ``over``, the dimension of the inputs.
+    A scale is shared along ``input_dim``: every output channel has its own.
     """
-    most = 2 ** (bits - 1) - 1
-    largest = weight.abs().amax(over, keepdim=True)
-    integers, scales = torch.zeros_like(weight), torch.zeros_like(largest)
-    least = torch.full_like(largest, math.inf)
+    max_integer = 2 ** (bits - 1) - 1
+    max_weight = weight.abs().amax(input_dim, keepdim=True)
+    integers, scales = torch.zeros_like(weight), torch.zeros_like(max_weight)
+    least_error = torch.full_like(max_weight, math.inf)
     for shrink in torch.linspace(1, 0.3, NUM_SCALES).tolist():
-        scale = (largest * shrink / most).half().to(weight)
-        tried = (weight / scale).nan_to_num(0).round().clamp(-most, most)  # 0/0 in a row of zeros
-        error = (tried * scale - weight).square().sum(over, keepdim=True)
-        integers = torch.where(error < least, tried, integers)
-        scales, least = torch.where(error < least, scale, scales), torch.minimum(error, least)
+        scale = (max_weight * shrink / max_integer).half().to(weight)
+        tried = (weight / scale).nan_to_num(0)  # 0/0 in a row of zeros
+        tried = tried.round().clamp(-max_integer, max_integer)
+        error = (tried * scale - weight).square().sum(input_dim, keepdim=True)
+        is_better = error < least_error
+        integers, scales = (
+            torch.where(is_better, tried, integers),
+            torch.where(is_better, scale, scales),
+        )
+        least_error = torch.minimum(error, least_error)
     return Rounded(integers.to(torch.int8), scales.half(), bits)
 
 
@@ -54,10 +60,11 @@ def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, dict[
     """A copy of the model with rounded matrices, and these by the names of its parameters."""
     model, matrices = copy.deepcopy(model), {}
     for name, weight in model.named_parameters():
-        if weight.ndim < 2 or "log_" in name or "position" in name:
+        if weight.ndim < 2 or any(word in name for word in KEPT):
             continue
-        over = -2 if model.is_invertible and name.startswith("stack") else -1  # x W, or W x
-        matrices[name] = rounded(weight, bits, over)
+        is_ours = model.is_invertible and name.startswith("stack")
+        input_dim = -2 if is_ours else -1  # our branches compute x W, nn.Linear computes x Wᵀ
+        matrices[name] = rounded(weight, bits, input_dim)
         weight.copy_(matrices[name].value())
     return model, matrices
 

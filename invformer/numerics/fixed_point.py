@@ -178,6 +178,7 @@ def invert_residual(
     unreachable = atol + rtol * length < least
     tokens_apart = token_wise and norm != "frobenius"
     rows = _Rows(f, eq, samples, fx, unreachable, tokens_apart, max_steps)
+    # The residual, its rounding, and the rounding of y.
     errors = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
     num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
     unverified = torch.ones_like(num_measurements, dtype=torch.bool)
@@ -188,7 +189,7 @@ def invert_residual(
         errors[:, chosen] = eq.measure(samples[chosen], x[chosen], fx[chosen])  # in float64
         num_measurements += unverified & (exact is not None)
         # A residual that is small in y's format may be larger in float64: such samples go on.
-        too_large = ~eq.within_tolerance(errors[0] + errors[1], eq.size(x))
+        too_large = ~eq.within_tolerance(errors[:2].sum(0), eq.size(x))
         unverified = rows.resume(unverified & too_large)
     status, num_steps = rows.by_sample(rows.status), rows.by_sample(rows.num_steps)
     solution = FixedPointSolution(

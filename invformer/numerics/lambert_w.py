@@ -3,12 +3,12 @@
 Both come from the Wright omega function ω(y) = W₀(eʸ), the u > 0 with u + log u = y. With n the
 mass of the other visible tokens of a softmax row and φ(u) = u e^{u+1},
 
-    g(n) = φ⁻¹(n) = W₀(n/e) = ω(log n − 1),    κ(n) = 1 + 2 W₀(n e^{−3/2}) = 1 + 2 ω(log n − 3/2)
+    φ⁻¹(n) = W₀(n/e) = ω(log n − 1),    κ(n) = 1 + 2 W₀(n e^{−3/2}) = 1 + 2 ω(log n − 3/2)
 
-g is the largest mean logit gap Σ_j P_ij s_j (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2), κ the
-largest gain of a head's diagonal block (ours, docs/numerics.md). The torch functions work under
-autograd (to third order), torch.func, vmap and torch.compile, in float32 and float64. Those with
-``upper`` serve certificates: Python floats, above the true value by less than 1e-13 of its size.
+φ⁻¹(n) is the largest mean logit gap Σ_j P_ij s_j (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2),
+κ the largest gain of a head's diagonal block (ours, docs/numerics.md). The torch functions work
+under autograd (to third order), torch.func, vmap and torch.compile, in float32 and float64. Those
+with ``upper`` serve certificates: Python floats, above the true value by less than 1e-13 of it.
 """
 
 import math
@@ -29,7 +29,7 @@ LARGEST_LOG_UPPER = 1e300
 
 
 def phi_inverse_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """g(n) from log n ≥ −∞, where g = 0; dg/d(log n) = g/(1 + g) ∈ [0, 1)."""
+    """u = φ⁻¹(n) from log n ≥ −∞, where u = 0; du/d(log n) = u/(1 + u) ∈ [0, 1)."""
     return _omega(log_n - 1)
 
 
@@ -39,7 +39,7 @@ def causal_gain_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shap
 
 
 def phi_inverse_upper(log_n: float) -> float:
-    """A float64 number ≥ g(n), from any number ≥ log n: −∞ gives 0, +∞ and NaN give inf.
+    """A float64 number ≥ φ⁻¹(n), from any number ≥ log n: −∞ gives 0, +∞ and NaN give inf.
 
     Proven by evaluating u + log u with its rounding.
     """

@@ -92,13 +92,8 @@ class LipschitzMonitor(L.Callback):
         assert isinstance(pl_module, CharLanguageModel)
         step = pl_module.step
         self.watch.go_on()
-        with self.watch, torch.inference_mode(False):
-            vectors, started = self.probe.state_dict(), self.probe.has_started
-            before = {name: vector.clone() for name, vector in vectors.items()}
+        with self.watch, torch.inference_mode(False), self.probe.unchanged():
             record(trainer, step, self.row(None) | self.proven(self.probe))
-            for name, vector in vectors.items():
-                vector.copy_(before[name])
-            self.probe.has_started = started
         if (share := self.watch.share()) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
@@ -187,7 +182,7 @@ class Stopwatch:
         spans, pauses, self.spans, self.pauses = self.spans, self.pauses, [], []
         if len(spans) < 2 or (self.on_gpu and not spans[-1][1].query()):
             return None
-        inside = sum(self.seconds(*span) for span in spans[1:])
+        inside = sum(self.seconds(*span) for span in spans[1:])  # the first begins the time outside
         paused = sum(self.seconds(*pause) for pause in pauses)
         outside = self.seconds(spans[0][1], spans[-1][1]) - inside - paused
         return inside / outside if outside > 0 else None

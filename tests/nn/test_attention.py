@@ -30,7 +30,7 @@ def position(kind: str) -> VisibilityMask:
 
 @pytest.mark.parametrize("kind", ["bias", "causal", "full"])
 @torch.no_grad()
-def test_tied_l2_attention_is_the_papers_formula_with_its_factor_a(kind: str) -> None:
+def test_tied_l2_attention_is_the_papers_formula_with_a_h_written_out(kind: str) -> None:
     layer = L2Attention(WIDTH, HEADS, position(kind))
     x = torch.randn(SEQ_LEN, WIDTH)
     bias = layer.position(SEQ_LEN).expand(HEADS, -1, -1)

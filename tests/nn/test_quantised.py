@@ -10,7 +10,7 @@ from tests.nn.builders import scaled_model, trained_a_little
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_channel_has_a_few_evenly_spaced_levels_and_a_small_error(bits: int) -> None:
     weight = torch.randn(3, 40, 5)
-    found = rounded(weight, bits, over=-2).value()
+    found = rounded(weight, bits, input_dim=-2).value()
     for column in found.transpose(-2, -1).flatten(0, 1):
         steps = column.unique().diff()
         assert len(column.unique()) <= 2**bits - 1
@@ -20,7 +20,7 @@ def test_a_channel_has_a_few_evenly_spaced_levels_and_a_small_error(bits: int) -
 
 def test_a_channel_of_zeros_stays_zero() -> None:
     weight = torch.cat([torch.zeros(1, 6), torch.randn(1, 6)])
-    assert torch.equal(rounded(weight, 4, over=-1).value()[0], torch.zeros(6))
+    assert torch.equal(rounded(weight, 4, input_dim=-1).value()[0], torch.zeros(6))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
