@@ -123,7 +123,7 @@ class InvertibleResidual(nn.Module):
     def proven_bound(
         self,
         norm: Norm,
-        kind: Kind,
+        kind: Kind = "global",
         dtype: torch.dtype | None = None,
         weights: Any = None,
     ) -> float:
