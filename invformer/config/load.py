@@ -39,6 +39,7 @@ from invformer.config.section import (
     required_part,
     shown,
     suggestion,
+    typed,
 )
 from invformer.errors import ConfigurationError
 
@@ -116,7 +117,7 @@ def to_yaml(config: Root) -> str:
 
 def command_line(config: Root) -> str:
     """The one command that repeats a run: every value that is not a default, shell-quoted."""
-    words, ignored = ["python", *config.program.split()], config.ignored()
+    words, ignored = typed(config.program), config.ignored()
     for key, f in options(type(config)):
         value = attrgetter(key)(config)
         if value != default_of(f) and key not in ignored:
@@ -128,7 +129,9 @@ def command_line(config: Root) -> str:
 def help_text(schema: type[Root] = TrainConfig) -> str:
     """Usage, presets by group, and every field with type, interval, default and meaning."""
     presets = "[group=preset ...] " if schema.groups else ""
-    usage = f"python {schema.program} {presets}[key=value ...] [--print-config] [--debug]"
+    usage = (
+        f"{shlex.join(typed(schema.program))} {presets}[key=value ...] [--print-config] [--debug]"
+    )
     lines = [f"usage: {usage} [--help]", "", schema.__doc__ or ""]
     lines += ["", "presets (group=name):"] if schema.groups else []
     for group in schema.groups:

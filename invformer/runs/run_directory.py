@@ -7,6 +7,7 @@ from pathlib import Path
 
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
+from invformer.config.section import typed
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.files import PARTIAL, read_regular
@@ -28,7 +29,7 @@ class RunDirectory:
         self.certificate = path / "certificate.json"  # the latest
         self.summary = path / "summary.png"  # drawn last
         self.checkpoints = path / CHECKPOINTS
-        self.command = shlex.join(["python", TrainConfig.program, f"config={self.config}"])
+        self.command = shlex.join([*typed(TrainConfig.program), f"config={self.config}"])
 
 
 def is_first_process() -> bool:

@@ -9,6 +9,7 @@ import lightning as L
 import torch
 
 from invformer.config.schema import TrainConfig
+from invformer.config.section import typed
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline
@@ -171,11 +172,11 @@ def print_result(run: Run) -> None:
         print(f"inversion  {recovered} of the characters recovered")
     print(f"folder     {run.directory.path}")
     checkpoint = shlex.quote(f"checkpoint={run.directory.path}")
-    line = shlex.quote(first_words(run.data))
-    print(f"sample     python sample.py {checkpoint} prompt={printable(line)}")
-    if certificate:
-        print(f"invert     python invert.py {checkpoint} text={printable(line)}")
-    print(f"evaluate   python evaluate.py {checkpoint}")
+    line = printable(shlex.quote(first_words(run.data)))
+    next_ones = {"sample": [f"prompt={line}"], "invert": [f"text={line}"], "evaluate": []}
+    for name, words in next_ones.items():
+        if name != "invert" or certificate:
+            print(f"{name:<11}{' '.join([*typed(f'{name}.py'), checkpoint, *words])}")
 
 
 def first_words(data: TextDataModule) -> str:

@@ -298,6 +298,14 @@ def test_help_shows_every_preset_and_every_field_with_default_interval_and_meani
     assert "model.lipschitz_target=0.5\n      number in [1e-6, 1): c, the largest" in help_text()
 
 
+def test_commands_are_named_as_they_were_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["model=dot_product"])
+    assert command_line(config).startswith("python train.py ")
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/invformer", "train"])
+    assert command_line(config).startswith("invformer train ")
+    assert help_text().startswith("usage: invformer train ")
+
+
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
