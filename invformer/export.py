@@ -19,7 +19,7 @@ from invformer.assemble.trained import (
     VOCABULARY,
     WEIGHT_BITS,
 )
-from invformer.errors import ConfigurationError, StorageError
+from invformer.errors import StorageError
 from invformer.evaluation.report import certificate_sentences, headlines
 from invformer.nn.quantised import packed, quantised
 from invformer.runs.contained import one_line
@@ -65,12 +65,11 @@ def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: in
     matrices are rounded first; the certificate is of the rounded ones, and the evaluation is lost.
 
     Raises:
+        ConfigurationError: there is no rounding to so many bits.
         StorageError: it holds something, or cannot be written.
     """
     matrices = {}
     if bits is not None:
-        if not 2 <= bits <= 8:
-            raise ConfigurationError(f"bits: {bits} is not in [2, 8]")
         network, matrices = quantised(model.network, bits)
         metadata = model.metadata | {WEIGHT_BITS: bits}
         model = replace(model, network=network, metadata=metadata, evaluation=None)

@@ -18,13 +18,11 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import enforce
-from invformer.nn.quantised import quantised
+from invformer.nn.quantised import BITS, quantised
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values
 from studies.states import decode, kind_of, trained, undoing, validation, windows
 from studies.study import Study, StudyOptions, grid, program
-
-MOST_BITS = 8  # more leave the matrices as they are
 
 
 @dataclass(kw_only=True)
@@ -71,7 +69,7 @@ def cases(options: Options) -> list[Case]:
 def in_bits(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
     """The model in float32 with rounded matrices, in eval mode, and its size in KiB."""
     model, matrices = copy.deepcopy(model).float().eval(), {}
-    if bits <= MOST_BITS:
+    if bits in BITS:
         model, matrices = quantised(model, bits)
     whole = sum(4 * p.numel() for name, p in model.named_parameters() if name not in matrices)
     few = sum(m.integers.numel() * bits / 8 + 2 * m.scale.numel() for m in matrices.values())

@@ -7,4 +7,5 @@ from invformer.config.load import (
     load_config,
     parse_or_exit,
     to_yaml,
+    typed,
 )

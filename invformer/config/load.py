@@ -14,6 +14,7 @@ value of another field.
 """
 
 import json
+import os
 import re
 import shlex
 import sys
@@ -39,7 +40,6 @@ from invformer.config.section import (
     required_part,
     shown,
     suggestion,
-    typed,
 )
 from invformer.errors import ConfigurationError
 
@@ -113,6 +113,13 @@ def from_dict(values: Mapping[str, Any], schema: type[Config] = TrainConfig) -> 
 def to_yaml(config: Root) -> str:
     """The resolved configuration as YAML; it can serve as an experiment file."""
     return yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def typed(program: str) -> list[str]:
+    """The words that start a program: ``python train.py``, or ``invformer train`` if installed."""
+    if os.path.basename(sys.argv[0]) == "invformer":
+        return ["invformer", program.removesuffix(".py")]
+    return ["python", *program.split()]
 
 
 def command_line(config: Root) -> str:

@@ -1,9 +1,7 @@
 """Fields with a meaning and a range, which check themselves; they make up the schema."""
 
 import difflib
-import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields
 from types import NoneType
@@ -100,13 +98,6 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     near = [key for key in named if key.startswith(f"{section}.")] or named
     near = near or difflib.get_close_matches(word, known, n=1)
     return near[0] if near else None
-
-
-def typed(program: str) -> list[str]:
-    """The words that start a program: ``python train.py``, or ``invformer train`` if installed."""
-    if os.path.basename(sys.argv[0]) == "invformer":
-        return ["invformer", program.removesuffix(".py")]
-    return ["python", *program.split()]
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:

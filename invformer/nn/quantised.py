@@ -13,9 +13,11 @@ import torch
 from jaxtyping import Int8
 from torch import Tensor
 
+from invformer.errors import ConfigurationError
 from invformer.nn.transformer import CharTransformer
 
 NUM_SCALES = 40  # tried for a channel
+BITS = range(2, 9)  # integers are int8
 INTEGERS, SCALE = ".integers", ".scale"
 KEPT = ("log_", "position")  # scalings, temperatures, and positions
 
@@ -57,7 +59,13 @@ def rounded(weight: Tensor, bits: int, input_dim: int) -> Rounded:
 
 @torch.no_grad()
 def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, dict[str, Rounded]]:
-    """A copy of the model with rounded matrices, and these by the names of its parameters."""
+    """A copy of the model with rounded matrices, and these by the names of its parameters.
+
+    Raises:
+        ConfigurationError: there is no rounding to so many bits.
+    """
+    if bits not in BITS:
+        raise ConfigurationError(f"bits: {bits} is not in [{BITS[0]}, {BITS[-1]}]")
     model, matrices = copy.deepcopy(model), {}
     for name, weight in model.named_parameters():
         if weight.ndim < 2 or any(word in name for word in KEPT):

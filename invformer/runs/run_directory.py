@@ -5,9 +5,8 @@ import shlex
 import time
 from pathlib import Path
 
-from invformer.config import load_config
+from invformer.config import load_config, typed
 from invformer.config.schema import TrainConfig
-from invformer.config.section import typed
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.files import PARTIAL, read_regular

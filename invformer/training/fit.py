@@ -8,8 +8,8 @@ from typing import Any
 import lightning as L
 import torch
 
+from invformer.config import typed
 from invformer.config.schema import TrainConfig
-from invformer.config.section import typed
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError
 from invformer.evaluation.evaluate import ngram_baseline

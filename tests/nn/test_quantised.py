@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from invformer.errors import ConfigurationError
 from invformer.nn.quantised import packed, quantised, rounded, unpacked
 from tests.nn.builders import scaled_model, trained_a_little
 
@@ -33,3 +34,8 @@ def test_stored_matrices_come_back_to_the_bit_and_are_small(bits: int) -> None:
     for name, matrix in matrices.items():
         size = stored[name + ".integers"].numel()
         assert matrix.integers.numel() * bits <= 8 * size < matrix.integers.numel() * bits + 8
+
+
+def test_more_bits_than_an_integer_holds_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"bits: 9 is not in \[2, 8\]"):
+        quantised(scaled_model(), 9)
