@@ -30,6 +30,7 @@ from invformer.runs.exit import guarded, stop_on_signals
 from invformer.runs.ranks import end_with_launcher, is_rank
 
 Config = TypeVar("Config", bound=Root)
+STDIN = "standard input"
 
 
 def run(
@@ -142,7 +143,7 @@ def sample(config: SampleConfig) -> None:
 def prompts() -> Iterator[str]:
     """What a person types until Ctrl-D; a pipe's whole text; a newline if there is neither."""
     if not sys.stdin.isatty():
-        yield sys.stdin.read() or "\n"
+        yield read_text() or "\n"
         return
     import readline  # noqa: F401  # history and editing for input()
 
@@ -157,7 +158,11 @@ def prompts() -> Iterator[str]:
 
 def invert(config: InvertConfig) -> None:
     """Encode a text or read its states, perturb them, and recover the text."""
-    text = None if config.states else text_to_invert(config)
+    text = None
+    if not config.states:
+        text = config.text or read_text(config.file)
+        if not text:
+            raise DataError(f"{config.file or STDIN}: there is no text to invert")
 
     from invformer.evaluation.recovered_text import as_characters, perturb, print_recovered
     from invformer.model import load, read_states, write_states
@@ -193,19 +198,13 @@ def invert(config: InvertConfig) -> None:
     print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 
 
-def text_to_invert(config: InvertConfig) -> str:
-    """The text that was given, or that of the file, or of standard input; DataError if empty."""
-    where = config.file or "standard input"
+def read_text(path: str | None = None) -> str:
+    """The text of a file or of standard input, without a byte order mark; raises DataError."""
     try:
-        if (text := config.text) is None:
-            file = config.file and Path(config.file).expanduser()
-            content = file.read_bytes() if file else sys.stdin.buffer.read()
-            text = content.decode("utf-8-sig")
+        content = Path(path).expanduser().read_bytes() if path else sys.stdin.buffer.read()
+        return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{where}: {getattr(error, 'strerror', error)}") from None
-    if not text:
-        raise DataError(f"{where}: there is no text to invert")
-    return text
+        raise DataError(f"{path or STDIN}: {getattr(error, 'strerror', error)}") from None
 
 
 def export(config: ExportConfig) -> None:

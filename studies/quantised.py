@@ -68,9 +68,8 @@ def cases(options: Options) -> list[Case]:
 
 def in_bits(model: CharTransformer, bits: int) -> tuple[CharTransformer, float]:
     """The model in float32 with rounded matrices, in eval mode, and its size in KiB."""
-    model, matrices = copy.deepcopy(model).float().eval(), {}
-    if bits in BITS:
-        model, matrices = quantised(model, bits)
+    model, matrices = quantised(model, bits) if bits in BITS else (copy.deepcopy(model), {})
+    model.float().eval()
     whole = sum(4 * p.numel() for name, p in model.named_parameters() if name not in matrices)
     few = sum(m.integers.numel() * bits / 8 + 2 * m.scale.numel() for m in matrices.values())
     return model, (whole + few) / 1024

@@ -8,6 +8,7 @@ import torch
 
 from invformer.nn import CharEmbedding, certify
 from invformer.nn.spectral import set_manual_refresh
+from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
 from tests.nn.builders import (
     SEQ_LEN,
@@ -211,3 +212,13 @@ def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
         other[:, place:] = random_tokens(4, seed=place)[:, place:]
         before, after = (model.stack(model.embedding(t))[:, :place] for t in (tokens, other))
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, None, 2), (None, 0.6, 2), (1, 1.0, 1)])
+def test_only_the_likeliest_are_sampled(top_k: int | None, top_p: float | None, kept: int) -> None:
+    logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log().expand(500, 4)
+    generator = torch.Generator().manual_seed(0)
+    drawn = set(sampled(logits, 1.0, generator, top_k, top_p).flatten().tolist())
+    assert 1 in drawn
+    assert len(drawn) >= kept
+    assert 0 not in drawn
