@@ -18,7 +18,7 @@ A layer is F(X)_i = Σ_h Y_i^h G_h with q^h = X W_h and σ_h = ‖W_h‖₂. Arg
 
     w_q      W_h as (heads, width, d_head)
     g        output maps G_h as (heads, d_head, width), every constant folded in
-    visible  tokens in the fullest row, or log n_h per head (or one for all) in float64
+    visible  n + 1, the number of tokens in the fullest row, or log n_h per head (or one for all)
 
 Results are Python floats, proven, rounding included.
 """

@@ -11,8 +11,8 @@
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
 
 L2 logits are computed in float32 or more by every kernel, because their expansion
-(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. The lengths are one more channel of the
-keys, which ones of the queries meet. Three channels in bfloat16 spoil gradients (docs/log.md).
+(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. −‖q_j‖² is one more channel of the keys,
+multiplied by a one in the queries; three bfloat16 channels for it spoil gradients (docs/log.md).
 """
 
 import math
@@ -38,7 +38,7 @@ Kernel = Literal["auto", "math", "native", "blocked", "sdpa"]
 
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
-# The gradient of a bias is summed from N² numbers for each sample and head: beyond this too many.
+# The gradient of a bias is summed from N² numbers for each sample and head: too many above this.
 LONGEST_MASK = 2048
 # Fused kernels read rows of a multiple of 16 bytes.
 ROW_OF_FLOATS = 4
@@ -92,12 +92,12 @@ def attend_in_ball(
     """
     heads = len(temperature)
     rows = z.unflatten(-1, (3, heads, -1))
-    like = rows.select(-3, 0).transpose(-3, -2)  # (*batch, H, N, d)
-    kernel = choose(kernel, like, bias)
+    q_in = rows.select(-3, 0).transpose(-3, -2)  # (*batch, H, N, d)
+    kernel = choose(kernel, q_in, bias)
     if kernel == "native" and z.dtype.itemsize >= 4:
         z = z.reshape(-1, *z.shape[-2:]).contiguous()
-        made_of = temperature.to(z.dtype), _by_lag(bias, like)
-        return native_ball_attention(z, *made_of, strictly_causal)[0].view(like.shape)
+        tau, by_lag = temperature.to(z.dtype), _by_lag(bias, q_in)
+        return native_ball_attention(z, tau, by_lag, strictly_causal)[0].view(q_in.shape)
     q, k, v = (part.transpose(-3, -2) for part in into_ball(rows, 1.0).unbind(-3))
     if strictly_causal:
         k, v = delay(k), delay(v)

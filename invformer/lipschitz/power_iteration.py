@@ -180,37 +180,38 @@ class PowerIteration:
     def step(self, products: Callable[[Tensor], Products]) -> Step:
         """One step of every branch and sequence; ``products`` are those of chosen tokens' rows."""
         if self.norm == "frobenius":
-            turned, step = self._turned(self.left, products(self.others))
-            self.left.copy_(turned)
+            new_left, step = self._improve(self.left, products(self.others))
+            self.left.copy_(new_left)
             return step
         all_at_once = self.others.shape[-1] == self.left.shape[-2]
         chosen = self.others if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
         index = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
-        left = self.left if all_at_once else self.left.gather(2, index)
+        left = self.left if all_at_once else self.left.gather(2, index)  # (…, …, K, D)
         push, pull = products(chosen)
         of_rows = Products(lambda x: push(x).unsqueeze(-2), lambda a: pull(a.squeeze(-2)))
-        turned, step = self._turned(left.flatten(1, 2).unsqueeze(-2), of_rows)
+        a = left.flatten(1, 2).unsqueeze(-2)  # one row each: (branches, sequences · K, 1, D)
+        new_left, step = self._improve(a, of_rows)
         if all_at_once:
-            self.left.copy_(turned.view(left.shape))
+            self.left.copy_(new_left.view(left.shape))
         else:
-            self.left.scatter_(2, index, turned.view(left.shape))
+            self.left.scatter_(2, index, new_left.view(left.shape))
             self.lengths.scatter_(2, chosen, step.gains)
         return step
 
-    def _turned(self, a: Tensor, products: Products) -> tuple[Tensor, Step]:
+    def _improve(self, a: Tensor, products: Products) -> tuple[Tensor, Step]:
         """x maximises ⟨Jᵀa, x⟩ among unit vectors, then the new a maximises ⟨a, Jx⟩."""
         push, pull = products
         w = pull(a)
         x = unit(w, self.norm)
         o = push(x)
         lengths = vector_norm(o, self.norm)[..., None, None]
-        turned = torch.where(lengths > least_length(w), dual_vector(o, self.norm), a)
+        new_a = torch.where(lengths > least_length(w), dual_vector(o, self.norm), a)
         gains = lengths.view(*self.left.shape[:2], -1)
 
         def residual() -> Tensor:
-            return stationarity(x, pull(turned), gains.flatten(1), self.norm).view(gains.shape)
+            return stationarity(x, pull(new_a), gains.flatten(1), self.norm).view(gains.shape)
 
-        return turned, Step(gains, residual)
+        return new_a, Step(gains, residual)
 
     def _tokens_in_turn(self) -> Tensor:
         """The token that was largest when last visited, and those whose turn it is."""

@@ -56,7 +56,7 @@ class LipschitzProbe:
         measured: the norm of input and output, or the diagonal blocks; None is what the stack's
             certificate is about, and token_max for baselines.
         seed: of the start vectors.
-        thorough: whether a step advances all tokens where they do not mix, not only eight.
+        thorough: whether a step advances all tokens, not eight, of maps that do not mix tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LipschitzProbe:
         self.measured: Measured = measured or certified_in(model)
         blocks = list(model.stack.blocks)
         self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
-        weight = model.embedding.position
+        like = {"dtype": model.embedding.position.dtype, "device": tokens.device}
         streams = 2 if isinstance(model.stack, CouplingStack) else 1
         shape = torch.Size((len(blocks), *tokens.shape, model.head.in_features // streams))
         self.parts: list[Part] = []
@@ -86,8 +86,7 @@ class LipschitzProbe:
                 norm = self.measured
             many = thorough and (per_token or self.measured == "diagonal_block")
             at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
-            like = {"dtype": weight.dtype, "device": weight.device, "at_once": at_once}
-            iteration = PowerIteration(shape, norm, seed=seed, **like)
+            iteration = PowerIteration(shape, norm, seed=seed, at_once=at_once, **like)
             at = slice(index, None, len(PARTS))
             self.parts.append(Part(at, layers, branches, iteration))
         self.branches = [branch for part in self.parts for branch in part.branches]

@@ -45,22 +45,22 @@ class BoundedWeights(NamedTuple):
 
 
 class BoundedAttention(LipschitzBranch[BoundedWeights]):
-    """f(X) = (c/n) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
+    """f(X) = (c/ν) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
     q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot
     products make attention non-Lipschitz (Kim et al. 2021, Theorem 3.1); in a ball they do not. The
     constant depends neither on the length nor on the position bias. Queries, keys and values have
     separate matrices, and a token need not see itself.
 
-    ``token_max``: Lip(f) ≤ c in max_i ‖x_i‖₂, by ‖Ŵ_h‖₂ ≤ 1 of every head, n = √H and
+    ``token_max``: Lip(f) ≤ c in max_i ‖x_i‖₂, by ‖Ŵ_h‖₂ ≤ 1 of every head, ν = √H and
     L_h = √(β_V² + τ² max(β_Q, β_K)²).
     ``causal``: ‖∂f_i/∂x_i‖₂ ≤ c, by ‖[Ŵ_h]_h‖₂ ≤ 1 of all heads together,
-    L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and n ≤ √3 (n = 1 if all heads are alike). This is enough to
+    L_h = √(β_V² + τ²β_Q² + τ²β_K²/4) and ν ≤ √3 (ν = 1 if all heads are alike). This is enough to
     invert a causal block; Lip(f) may exceed c. Both theorems are in ``bounds/bounded.py``.
 
     If the attention is strictly causal, a token sees the tokens before it, and a null token
     (k = v = 0) before the first, but not itself. Then ∂f_i/∂x_i depends on the query alone: under
-    ``causal`` L_h = τ β_Q and n = 1.
+    ``causal`` L_h = τ β_Q and ν = 1.
 
     The other arguments are those of :class:`.ContractiveL2Attention`.
 
@@ -219,7 +219,7 @@ def composed_gain(
     certificate: AttentionCertificate,
     strictly_causal: bool,
 ) -> Float[Tensor, "*layers heads"]:
-    """n L_h for β and τ: the output map of head h is divided by it."""
+    """ν L_h for β and τ: the output map of head h is divided by it."""
     if certificate == "token_max":
         query, key, value = sharpness.unbind(-2)
         gain = torch.hypot(value, temperature * torch.maximum(query, key))

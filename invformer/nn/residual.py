@@ -111,14 +111,14 @@ class InvertibleResidual(nn.Module):
         scalings = [layer.scaling for layer in layers if layer.scaling is not None]
         if not scalings:
             return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
-        together = scalings_together(scalings)
+        stacked = scalings_together(scalings)
         folds = first.branch.folds_scaling and first.input_radius is None
         if torch.is_grad_enabled() and folds and not has_autocast(first.branch.correction.device):
-            folded = first.branch.weights_of(branches, together)
-            centres = together.shift * together.inverse
+            folded = first.branch.weights_of(branches, stacked)
+            centres = stacked.shift * stacked.inverse
             return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]
-        own = first.branch.weights_of(branches)
-        return list(map(ResidualWeights, own, together.unbind()))
+        unfolded = first.branch.weights_of(branches)
+        return list(map(ResidualWeights, unfolded, stacked.unbind()))
 
     def proven_bound(
         self,
@@ -184,7 +184,7 @@ class InvertibleResidual(nn.Module):
         if options.get("evidence", True):
             in_double = (w.detach().double() for w in weights.branch)
             exact = partial(self.f, weights=type(weights.branch)(*in_double))
-        solution = invert_residual(
+        solution = invert_residual(  # v = D y + b = u + f(u)
             partial(self.f, weights=weights.branch),
             weights.enter(y),
             lipschitz_bound=lipschitz_bound,
@@ -197,7 +197,8 @@ class InvertibleResidual(nn.Module):
         inner = residual_step(solution.error_bound, lipschitz_bound)
         if weights.scaling is None:
             return solution, [inner]
-        u, (log_scale, _, inverse, shift) = solution.value, weights.scaling
+        u = solution.value
+        log_scale, _, inverse, shift = weights.scaling
         leave = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
         steps = [leave, inner, scale_step(u, log_scale, shift, norm)]
         return replace(solution, value=weights.scaling.undo(u)), steps

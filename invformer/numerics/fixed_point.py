@@ -146,8 +146,8 @@ def invert_residual(
         residual_map: f in float64, to measure the residual of a y in less; None measures it in the
             format of y.
         inner_size: length of the terms that f adds up inside, for :class:`.RoundingModel`.
-        token_wise: f maps every token by itself. Tokens that have converged then wait for the
-            others, except in ``frobenius``.
+        token_wise: f maps every token by itself. A token that has converged is then not evaluated
+            again, except in ``frobenius``.
         evidence: measure the residual in float64 and bound the error. False saves one evaluation:
             CONVERGED is about the residual in y's format, and ``error_bound`` is infinite.
         throw: raise if any sample fails; otherwise ``status`` says so.
@@ -220,7 +220,7 @@ def require_invertible(y: Tensor, lipschitz_bound: float | None) -> None:
 
 
 class _Rows:
-    """Rows that iterate by themselves: samples, or single tokens of a token-wise f."""
+    """Rows that converge independently: samples, or single tokens of a token-wise f."""
 
     def __init__(
         self,

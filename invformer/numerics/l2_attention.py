@@ -43,8 +43,8 @@ def attention_weights(q: PerHead, bias: DenseBias | None = None) -> AttentionWei
     """
     with without_autocast(q.device):
         q = at_least_single(q)
-        # Distances ignore a common shift, rounding does not. Relative to the mean, later tokens
-        # would reach the rounding of earlier rows.
+        # Distances ignore a common shift, rounding does not. Not the mean: through it, later tokens
+        # would change the rounding of earlier rows.
         k = q - q[..., :1, :]
         return _row_weights(k, with_lengths(k), bias)
 

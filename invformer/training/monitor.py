@@ -1,4 +1,4 @@
-"""Local Lipschitz estimates during training, after every optimiser step."""
+"""Local Lipschitz estimates during training, at every optimiser step."""
 
 import time
 from collections import Counter
@@ -24,7 +24,7 @@ from invformer.training.rows import Numbers, record
 
 @dataclass(eq=False)
 class LipschitzMonitor(L.Callback):
-    """Local Lipschitz constants during training: of our models after every step, of others seldom.
+    """Local Lipschitz constants during training: of our models at every step, of others rarely.
 
     Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
     weights before the step's update. A row with a validation has estimates of the validated weights

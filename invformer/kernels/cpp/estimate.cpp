@@ -2,13 +2,13 @@
 // iteration each (lipschitz/power_iteration.py):
 //
 //     x ← x + D⁻¹ f(u) of one layer after the other, and f(u) = Vᵀ h(Wᵀu + b), u = ψ_R(D x + b)
-//     w = (∂f_i/∂u)ᵀ a,  u_j ← w_j/‖w_j‖,  o = (∂f_i/∂u) u,  a ← o/‖o‖,  ‖o‖ the estimate
+//     w = J_iᵀ g,  v_j = w_j/‖w_j‖,  o = J_i v,  g ← o/‖o‖,  ‖o‖ the estimate,  J_i = ∂f_i/∂u
 //
-// for K tokens i; in entry_max u ← sign w, and of o only the largest entry counts. h is attention
-// (attention.cpp has the equations) or an activation. Matrices are channels by tokens, so that
-// weights are multiplied from either side as they lie. Of several rows the tokens that each of them
-// sees stand one behind the other. Every sum has one order: results do not depend on the number of
-// threads.
+// for K tokens i with left vectors g; in entry_max v = sign w, and of o only the largest entry
+// counts. h is attention (attention.cpp has the equations) or an activation. Matrices are channels
+// by tokens, so that weights are multiplied from either side as they lie. Of several rows the tokens
+// that each of them sees stand one behind the other. Every sum has one order: results do not depend
+// on the number of threads.
 
 #include "rows.h"
 
@@ -183,7 +183,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   const Matrix<T> g{room.take(width * stride), stride}, a{room.take(f.outer * stride), stride};
   const Matrix<T> z{room.take(f.inner * wide), wide}, x{room.take(blocks * width * wide), wide};
   T *const p = room.take(K * f.heads * row), *const s = room.take(row);
-  double* const squares = reinterpret_cast<double*>(room.take(2 * wide));
+  double* const factors = reinterpret_cast<double*>(room.take(2 * wide));
   auto scaled = [&](Matrix<T> m, int64_t count, T sign) {  // by D or D⁻¹, if it is folded
     for (int64_t c = 0; f.log_scale && c < width; ++c) {
       const T factor = std::exp(sign * f.log_scale[c]);
@@ -213,7 +213,7 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
   for (int64_t r = 0; r < K; ++r)
     for (int64_t c = 0; c < width; ++c) *g.at(c, r) = left[chosen[r] * width + c];
   scaled(g, K, 1);
-  // x = Jᵀ g: through the output map, the middle and the input map.
+  // w = Jᵀ g, in x: through the output map, the middle and the input map.
   multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
   std::fill_n(z.data, f.inner * wide, T(0));
   for (int64_t r = 0; r < K; ++r) {
@@ -233,18 +233,18 @@ T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn
     scaled(m, wide, -1);
     of_radius(m, lag);
     // Every token of x at length one, or its signs in entry_max.
-    std::fill_n(squares, wide, 0.0);
+    std::fill_n(factors, wide, 0.0);
     for (int64_t c = 0; c < width; ++c)
-      for (int64_t j = 0; j < wide; ++j) squares[j] += double(*m.at(c, j)) * *m.at(c, j);
-    for (int64_t j = 0; j < wide; ++j) squares[j] = 1 / std::max(std::sqrt(squares[j]), shortest);
+      for (int64_t j = 0; j < wide; ++j) factors[j] += double(*m.at(c, j)) * *m.at(c, j);
+    for (int64_t j = 0; j < wide; ++j) factors[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
     for (int64_t r = 0; r < K; ++r) {
-      if (!f.heads && chosen[r] < lag) squares[r] = 0;
-      for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j) squares[first[r] + j] = 0;
+      if (!f.heads && chosen[r] < lag) factors[r] = 0;
+      for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j) factors[first[r] + j] = 0;
     }
     for (int64_t c = 0; c < width; ++c)
       for (int64_t j = 0; j < wide; ++j) {
         T& w = *m.at(c, j);
-        w = call.entries ? T((squares[j] > 0) * ((w > 0) - (w < 0))) : w * T(squares[j]);
+        w = call.entries ? T((factors[j] > 0) * ((w > 0) - (w < 0))) : w * T(factors[j]);
       }
     of_radius(m, lag);
     scaled(m, wide, -1);

@@ -90,7 +90,7 @@ struct Head {
     ball_derivative<T>(dv, v, rho + 2 * heads * row, channels, keys, T(1), along);
   }
 
-  // dz of what a_c = a[c * stride] owes to it; s and t are for the asking.
+  // dz ← (∂y_i/∂z)ᵀ a, with a_c = a[c * stride]; s is room for the keys.
   void pull(Matrix<T> dz, const T* a, int64_t stride, T* s) const {
     const int64_t i = token;
     std::fill_n(s, keys, T(0));
@@ -123,7 +123,7 @@ struct Head {
     }
   }
 
-  // The adjoint.
+  // a ← (∂y_i/∂z) dz.
   void push(T* a, int64_t stride, Matrix<const T> dz, T* s) const {
     const int64_t i = token;
     std::fill_n(s, keys, T(0));
