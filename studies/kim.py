@@ -14,7 +14,7 @@ from torch import Tensor
 
 from invformer.bounds.contractive import Visible, mean_gaps
 from invformer.bounds.heads import InputMaps
-from invformer.bounds.layers import max_row_sum
+from invformer.bounds.layers import row_sum_bound
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
 
 
@@ -24,6 +24,6 @@ def entry_max_bound(
     """Lip(F) in entry_max ≤ (4u + 1/√d) ‖W^Oᵀ‖_∞ max_h(‖W^Q_h‖_∞‖W^Q_hᵀ‖_∞) max_h‖W^V_hᵀ‖_∞."""
     u = max(mean_gaps(visible, len(w_q)))
     bracket = sum_up(product_up(4, u), sqrt_up(quotient_up(1, w_q.shape[-1])))
-    query = max(product_up(max_row_sum(w), max_row_sum(w.mT)) for w in w_q)
-    value = max(max_row_sum(w.mT) for w in w_v)
-    return product_up(bracket, max_row_sum(w_o.mT), query, value)
+    query = max(product_up(row_sum_bound(w), row_sum_bound(w.mT)) for w in w_q)
+    value = max(row_sum_bound(w.mT) for w in w_v)
+    return product_up(bracket, row_sum_bound(w_o.mT), query, value)

@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds.heads import InputMaps, OutputMaps, separate_inputs, shared_input
-from invformer.bounds.layers import max_row_sum
+from invformer.bounds.layers import row_sum_bound
 from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
 from invformer.numerics.rounding import product_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -89,7 +89,7 @@ def entry_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
     """
     gaps = mean_gaps(visible, len(w_q))
     brackets = (sum_up(product_up(4, sqrt_up(w_q.shape[-1]), u), 1) for u in gaps)
-    gains = [product_up(a, max_row_sum(w.mT)) for a, w in zip(brackets, w_q, strict=True)]
+    gains = [product_up(a, row_sum_bound(w.mT)) for a, w in zip(brackets, w_q, strict=True)]
     scale = torch.tensor(gains, dtype=torch.float64)[:, None, None]
     weighted = g.detach().double().cpu().abs() * scale
     # A chain of H d sums behind one product; inf · 0 is NaN, which rounds up to inf.

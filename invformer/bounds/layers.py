@@ -37,11 +37,11 @@ def linear_bound(weight: Float[Tensor, "width width_out"], norm: Norm) -> float:
         case "token_max" | "frobenius":
             return spectral_norm_bound(weight).item()
         case "entry_max":
-            return max_row_sum(weight.mT)
+            return row_sum_bound(weight.mT)
     raise unknown_norm(norm)
 
 
-def max_row_sum(w: Float[Tensor, "m n"]) -> float:
+def row_sum_bound(w: Float[Tensor, "m n"]) -> float:
     """‖W‖_∞ = max_i Σ_j |W_ij|, computed in float64 and rounded up."""
     sums = w.detach().to(torch.float64).abs().sum(-1)
     return round_up(sums.amax().item(), w.shape[-1])

@@ -11,15 +11,14 @@ from torch.nn import functional as F
 
 from invformer.bounds import layers
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention_cache import AttentionCache
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
-    max_row_sum,
-    scale_each,
+    row_sums,
     scaled_weights,
+    sigmas,
     write_to,
 )
 from invformer.numerics.norms import Norm, vector_norm
@@ -177,17 +176,17 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         With a kernel [Ŵ₁β; V_1; …; V_{k−1}] for Ŵ₁β.
         """
         first = branches[0]
-        scaled = scaled_weights if first.norm == "spectral" else scaled_by_row_sums
+        sizes = sigmas if first.norm == "spectral" else row_sums
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         per_slope = [b.target_scale() / layers.ACTIVATION_SLOPE[b.activation] for b in branches]
         scale = torch.stack(per_slope)[:, None] / sharpness
         rows = None if scalings is None else scalings.scale[:, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
-        w_in = scaled([b.w_in for b in branches], sharpness[:, None, :], rows)
+        w_in = scaled_weights([b.w_in for b in branches], sharpness[:, None, :], rows, sizes)
         if first.kernel > 1:
             w_in = [torch.cat([w, b.w_past]) for w, b in zip(w_in, branches, strict=True)]
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
-        w_out = scaled([b.w_out for b in branches], scale[:, :, None], columns)
+        w_out = scaled_weights([b.w_out for b in branches], scale[:, :, None], columns, sizes)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: FeedForwardWeights) -> float:
@@ -214,16 +213,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i, which know Ŵ₁ only."""
         (own, *_), w_out = without_sharpness(weights or self.weights(), dtype)
         return layers.feed_forward_bound(own, w_out, self.activation, "token_max")
-
-
-def scaled_by_row_sums(
-    weights: Sequence[SpectralNormalised], factors: Tensor, further: Tensor | None = None
-) -> list[Float[Tensor, "rows columns"]]:
-    """W · factor/‖Wᵀ‖_∞ of several weights, for constants in entry_max."""
-    tiny = torch.finfo(weights[0].weight.dtype).tiny
-    sums = [max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights]
-    scales = factors / torch.stack(sums)[:, None, None]
-    return scale_each([w.weight for w in weights], scales, further)
 
 
 def without_sharpness(

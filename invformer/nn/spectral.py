@@ -1,6 +1,6 @@
 """Weights divided by an upper bound on their spectral norm, differentiably, once per step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
@@ -95,17 +95,11 @@ def scaled_weights(
     weights: Sequence[SpectralNormalised],
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
+    sizes: Callable[[Sequence[SpectralNormalised]], Tensor] = sigmas,
 ) -> list[Float[Tensor, "*batch rows columns"]]:
-    """Ŵ · factor (· further) of several weights of one shape; factors by row or by column."""
-    scales = factors / sigmas(weights)[..., None, None]
-    return scale_each([w.weight for w in weights], scales, further)
-
-
-def scale_each(
-    weights: Sequence[Tensor], scales: Tensor, further: Tensor | None = None
-) -> list[Tensor]:
-    """Every weight times its scale, and times its entry of ``further``."""
-    scaled = [w * scale for w, scale in zip(weights, scales, strict=True)]
+    """W / size · factor (· further) of several weights of one shape; factors by row or column."""
+    scales = factors / sizes(weights)[..., None, None]
+    scaled = [w.weight * scale for w, scale in zip(weights, scales, strict=True)]
     return scaled if further is None else [w * f for w, f in zip(scaled, further, strict=True)]
 
 
@@ -116,6 +110,12 @@ def write_to(weight: Tensor, channels: slice | None) -> Tensor:
     kept = torch.zeros_like(weight)
     kept[..., channels] = weight[..., channels]
     return kept
+
+
+def row_sums(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
+    """‖Wᵀ‖_∞ of several weights, for constants in entry_max."""
+    tiny = torch.finfo(weights[0].weight.dtype).tiny
+    return torch.stack([max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights])
 
 
 def max_row_sum(w: Tensor) -> Tensor:
