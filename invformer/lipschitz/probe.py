@@ -19,6 +19,7 @@ from invformer.nn.residual import ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
 from invformer.numerics.norms import Norm
+from invformer.numerics.precision import changed
 
 # The norm of a certificate, or max_i ‖∂f_i/∂x_i‖₂, which is what a causal certificate bounds.
 Measured = Literal["token_max", "frobenius", "entry_max", "diagonal_block"]
@@ -126,6 +127,7 @@ class LipschitzProbe:
                 part.iteration.step(products)
             yield part.iteration.step(products)
 
+    @torch.no_grad()
     def values(
         self, num_steps: int = 1, weights: StackWeights | None = None
     ) -> Float[Tensor, "branches"]:
@@ -137,24 +139,18 @@ class LipschitzProbe:
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
-        if self.is_compiled:
-            return self.compiled_values(num_steps, weights)
-        with torch.no_grad(), one_thread() if self.tokens.numel() <= SHORT else nullcontext():
+        is_short, stack = self.tokens.numel() <= SHORT, self.model.stack
+        if self.is_compiled and isinstance(stack, InvertibleStack):
+            branches = compiled.branches_of(stack, weights or stack.weights())
+            x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
+            threads = 1 if is_short else torch.get_num_threads()
+            values = compiled.estimates(branches, x, self.iterations, num_steps, diagonal, threads)
+            return values.mul_(lowered(values))
+        # On a CPU small operations lose more by waiting for a second thread than it computes.
+        one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
+        with one_thread if is_short else nullcontext():
             parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
-            return torch.stack(parts, -1).flatten() * lowered(parts[0])
-
-    @torch.no_grad()
-    def compiled_values(
-        self, num_steps: int, weights: StackWeights | None
-    ) -> Float[Tensor, "branches"]:
-        """:meth:`values` by one call of compiled code."""
-        stack, x = self.model.stack, self.model.embedding(self.tokens)
-        assert isinstance(stack, InvertibleStack)
-        branches = compiled.branches_of(stack, weights or stack.weights())
-        diagonal = self.measured == "diagonal_block"
-        threads = 1 if self.tokens.numel() <= SHORT else torch.get_num_threads()
-        values = compiled.estimates(branches, x, self.iterations, num_steps, diagonal, threads)
-        return values.mul_(lowered(values))
+        return torch.stack(parts, -1).flatten() * lowered(parts[0])
 
     @torch.no_grad()
     def estimate(self, num_steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
@@ -211,17 +207,6 @@ def acts_per_token(branch: nn.Module) -> bool:
     if isinstance(branch, LipschitzBranch):
         return branch.is_token_wise
     return isinstance(branch, PreNormBranch) and getattr(branch.inner, "kernel", 0) == 1
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """On a CPU small operations lose more by waiting for a second thread than it computes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def certified_in(model: CharTransformer) -> Measured:

@@ -1,7 +1,6 @@
 """Local Lipschitz constants of the submodules of any model, by autograd: estimates, no bounds."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from invformer.kernels.attention import only
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.transformer import evaluating
 from invformer.numerics.linear_map import linearise
-from invformer.numerics.precision import without_autocast
+from invformer.numerics.precision import changed, without_autocast
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,15 @@ def local_constants(
     submodules = dict(model.named_modules())
     device = next(model.parameters(), torch.empty(0)).device
     found = LocalConstants()
-    # What fused attention computes has no second derivative. A compiled module that is called in
-    # another way than training calls it would be compiled anew, and training might change with it.
+    # Fused attention has no second derivative, and the fast path of PyTorch's encoders calls no
+    # submodules. A compiled module that is called in another way than training calls it would be
+    # compiled anew, and training might change with it.
+    mha = torch.backends.mha
     with (
         evaluating(model),
         without_autocast(device),
         only("math"),
-        layer_by_layer(),
+        changed(mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
         sdpa_kernel(SDPBackend.MATH),
         torch.compiler.set_stance("force_eager"),
     ):
@@ -115,17 +116,6 @@ def on_one_row(
         return padded(module(here, *others, **named))
 
     return f, padded(x)
-
-
-@contextmanager
-def layer_by_layer() -> Iterator[None]:
-    """PyTorch's encoders compute as in training, not by their fast path with nested tensors."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def is_real(x: Any) -> bool:

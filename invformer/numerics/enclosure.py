@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from invformer.numerics.precision import changed
+
 # Unit roundoff of float64, which midpoints are computed in.
 U = 2.0**-53
 # Relative errors assumed of the library's exp and rsqrt (2 ulp) and of its activations (8 ulp).
@@ -271,10 +273,6 @@ def length_up(x: Tensor) -> Tensor:
 @contextmanager
 def ieee_products(device: torch.device) -> Iterator[None]:
     """Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    with changed(*precision, "highest"), torch.autocast(device.type, enabled=False):
+        yield

@@ -1,6 +1,6 @@
 """Floating-point formats: unit roundoff, residual floors, autocast, denormal numbers."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -39,6 +39,17 @@ def at_least_single(x: Tensor) -> Tensor:
 def unit_roundoff(dtype: torch.dtype) -> float:
     """u, the largest relative error of one rounding: half the gap between 1 and its successor."""
     return torch.finfo(dtype).eps / 2
+
+
+@contextmanager
+def changed(read: Callable[[], Any], write: Callable[[Any], object], value: Any) -> Iterator[None]:
+    """One of PyTorch's global settings with another value inside, and then as before."""
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
 
 
 @contextmanager
