@@ -12,12 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native
-from invformer.lipschitz.jacobians import (
-    StackedBoundedAttention,
-    StackedFeedForward,
-    StackedL2Attention,
-    stacked_class,
-)
+from invformer.lipschitz.jacobians import STACKED, StackedBoundedAttention, stacked_class
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration
 from invformer.nn.feed_forward import ACTIVATIONS
 from invformer.nn.position_bias import CausalMask, RelativePositionBias
@@ -27,7 +22,6 @@ from invformer.nn.stack import InvertibleStack, StackWeights
 # Of one branch, by the names of ``_Branch``; tensors of one format, without gaps.
 Parts = dict[str, Tensor | float]
 
-KNOWN = (StackedL2Attention, StackedBoundedAttention, StackedFeedForward)
 MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
 # The compiled code has numbers for activations.
@@ -65,7 +59,7 @@ def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> b
     """True if there is compiled code for these branches, and for these iterations on them."""
     masks = [branch.position for branch in branches if hasattr(branch, "position")]
     return (
-        all(stacked_class(branch) in KNOWN for branch in branches)
+        all(stacked_class(branch) in STACKED.values() for branch in branches)
         and all(type(mask) in MASKS for mask in masks)
         and all(
             each.norm != "frobenius"

@@ -59,9 +59,9 @@ def local_bound(
 
 def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
     """The local bounds of stacked branches, the largest over the sequences."""
-    diagonal = measured == "diagonal_block"
+    diagonal, unknown = measured == "diagonal_block", torch.full((len(at.inputs),), torch.inf)
     if measured == "entry_max":
-        return torch.full((len(at.inputs),), torch.inf)
+        return unknown
 
     def of_l2(q: Tensor, p: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
         if measured != "frobenius":
@@ -87,16 +87,14 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
     def affordable(per_token: float) -> bool:
         return tight and per_token * at.inputs[0][..., 0].numel() <= MOST_TIGHT
 
-    bound: Callable[..., Tensor]
-    match at:
-        case StackedL2Attention():
-            bound = of_l2
-        case StackedBoundedAttention():
-            bound = of_bounded
-        case StackedFeedForward():
-            bound = of_feed_forward
-        case _:
-            return torch.full((len(at.inputs),), torch.inf)
+    of_kind: dict[type, Callable[..., Tensor]] = {
+        StackedL2Attention: of_l2,
+        StackedBoundedAttention: of_bounded,
+        StackedFeedForward: of_feed_forward,
+    }
+    bound = of_kind.get(type(at))
+    if bound is None:
+        return unknown
     if tight:
         return torch.stack([bound(*each) for each in zip(*at.evidence(), strict=True)]).amax(-1)
     return torch.vmap(bound)(*at.evidence()).amax(-1)
