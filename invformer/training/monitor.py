@@ -61,6 +61,9 @@ class LipschitzMonitor(L.Callback):
         if not isinstance(pl_module, CharLanguageModel):
             return
         self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed)
+        places = [*(f"lipschitz_branches/{name}" for name in self.probe.names), "lipschitz"]
+        columns = ("estimate", "local_bound", "bound")
+        self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
             try:
                 self.probe.load_state_dict(self.restored)
@@ -83,7 +86,7 @@ class LipschitzMonitor(L.Callback):
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the validation out of the time that the monitor's is compared with."""
         if self.probe is not None:
-            self.watch.pause()
+            self.stopped = self.watch.mark()
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Estimate and bound with the validated weights; the next step's vectors stay the same."""
@@ -91,10 +94,9 @@ class LipschitzMonitor(L.Callback):
             return
         assert isinstance(pl_module, CharLanguageModel)
         step = pl_module.step
-        self.watch.go_on()
         with self.watch, torch.inference_mode(False), self.probe.unchanged():
             record(trainer, step, self.row(None) | self.proven(self.probe))
-        if (share := self.watch.share()) is not None:
+        if (share := self.watch.share(self.stopped)) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
     def of_submodules(self, model: nn.Module) -> Numbers:
@@ -111,7 +113,7 @@ class LipschitzMonitor(L.Callback):
     def row(self, weights: StackWeights | None) -> Numbers:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
         assert self.probe is not None
-        row = by_key("estimate", self.probe, self.probe.values(weights=weights))
+        row = self.by_key("estimate", self.probe.values(weights=weights))
         if self.probe.model.is_invertible:
             row["lipschitz/target"] = self.probe.target
         return row
@@ -125,7 +127,11 @@ class LipschitzMonitor(L.Callback):
         found = local_bounds(probe)
         bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
-        return by_key("local_bound", probe, local) | by_key("bound", probe, bounds)
+        return self.by_key("local_bound", local) | self.by_key("bound", bounds)
+
+    def by_key(self, column: str, values: Tensor) -> Numbers:
+        """A constant of every branch, and the largest of them, by their keys in metrics.jsonl."""
+        return {self.keys[column]: torch.cat([values, values.amax(0, keepdim=True)])}
 
     def state_dict(self) -> dict[str, Any]:
         """The probe's buffers: a resumed run continues its estimates to the bit."""
@@ -136,28 +142,12 @@ class LipschitzMonitor(L.Callback):
         self.restored = state_dict
 
 
-def by_key(column: str, probe: LipschitzProbe, values: Tensor) -> Numbers:
-    """A constant of every branch, and the largest of them, by their keys in metrics.jsonl."""
-    places = (*(f"lipschitz_branches/{name}" for name in probe.names), "lipschitz")
-    keys = tuple(f"{place}/{column}" for place in places)
-    return {keys: torch.cat([values, values.amax(0, keepdim=True)])}
-
-
 class Stopwatch:
     """Times what runs inside ``with watch:`` by events on a GPU, by the clock elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self.spans: list[tuple[Any, Any]] = []
-        self.pauses: list[tuple[Any, Any]] = []
-
-    def pause(self) -> None:
-        """Count neither inside nor outside from here on."""
-        self.paused = self.mark()
-
-    def go_on(self) -> None:
-        """Count again."""
-        self.pauses.append((self.paused, self.mark()))
 
     def __enter__(self) -> None:
         self.began = self.mark()
@@ -177,12 +167,15 @@ class Stopwatch:
         """Between two marks."""
         return began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
 
-    def share(self) -> float | None:
-        """Seconds inside over seconds outside since the last call; None if not known yet."""
-        spans, pauses, self.spans, self.pauses = self.spans, self.pauses, [], []
+    def share(self, until: Any) -> float | None:
+        """Seconds inside over seconds outside since the last call; None if not known yet.
+
+        The time outside begins with the end of the first span, and ends at a mark before the last.
+        """
+        spans, self.spans = self.spans, []
         if len(spans) < 2 or (self.on_gpu and not spans[-1][1].query()):
             return None
-        inside = sum(self.seconds(*span) for span in spans[1:])  # the first begins the time outside
-        paused = sum(self.seconds(*pause) for pause in pauses)
-        outside = self.seconds(spans[0][1], spans[-1][1]) - inside - paused
-        return inside / outside if outside > 0 else None
+        first, *others, last = spans
+        inside = sum(self.seconds(*span) for span in others)
+        outside = self.seconds(first[1], until) - inside
+        return (inside + self.seconds(*last)) / outside if outside > 0 else None
