@@ -126,7 +126,11 @@ class InvertibleStack(nn.Module):
         return x
 
     def blocks_compute_weights(self) -> bool:
-        """True if each block computes its own weights: compiled, recomputed or sharded (FSDP2)."""
+        """True if each block computes its own weights: compiled, recomputed or sharded.
+
+        FSDP2 frees the gathered parameters as soon as the gradients of the model's arguments are
+        known: weights computed outside would need them after that.
+        """
         if any(hasattr(block, "unshard") for block in self.blocks):
             return True
         compiled = any(block._compiled_call_impl is not None for block in self.blocks)

@@ -98,7 +98,9 @@ class CharLanguageModel(L.LightningModule):
         inputs, targets = batch
         if self.has_dropout:
             self.number_samples(len(inputs))
-        self.weights = self.stack_weights()
+        stack = self.model.stack
+        in_blocks = isinstance(stack, InvertibleStack) and stack.blocks_compute_weights()
+        self.weights = None if in_blocks else self.model.weights()
         logits = at_least_single(self.model(inputs, self.weights))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         self._losses.append(loss.detach())
@@ -110,18 +112,6 @@ class CharLanguageModel(L.LightningModule):
         batch = trainer.global_step * trainer.accumulate_grad_batches + len(self._losses)
         first = (batch * trainer.world_size + trainer.global_rank) * count
         set_sample_keys(self.model, sample_keys(self.seed, first, count).to(self.device))
-
-    def stack_weights(self) -> StackWeights | None:
-        """The weights that a training step runs with; None where the model computes them inside.
-
-        FSDP2 frees the gathered parameters as soon as the gradients of the model's arguments are
-        known: weights computed outside would need them after that.
-        """
-        stack = self.model.stack
-        if is_sharded(self.model):
-            return None
-        apart = not isinstance(stack, InvertibleStack) or stack.blocks_compute_weights()
-        return None if apart else self.model.weights()
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Record the loss and the gradient's norm, and clip the gradient.
