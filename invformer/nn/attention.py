@@ -19,8 +19,7 @@ from invformer.bounds import contractive
 from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.attention_cache import AttentionCache
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (

@@ -12,8 +12,7 @@ from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention import AttentionCertificate
-from invformer.nn.attention_cache import AttentionCache
-from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
@@ -161,10 +160,9 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
 
     def in_ball(self, x: Tokens, weights: BoundedWeights) -> Projections:
         """ψ(X W) of every head, each token's own."""
-        w = merge_heads(weights.w_qkv.flatten(0, 1))  # (D, 3 H d)
-        z = affine(x, w)  # (*batch, N, 3 H d)
-        z = z.unflatten(-1, (3 * self.num_heads, -1))
-        return split(into_ball(z, 1.0).flatten(-2), self.num_heads)
+        z = affine(x, merge_heads(weights.w_qkv.flatten(0, 1)))  # (*batch, N, 3 H d)
+        heads = into_ball(z.unflatten(-1, (3 * self.num_heads, -1)), 1.0)
+        return split(heads.flatten(-2), self.num_heads)
 
     def delayed(self, parts: Projections) -> Projections:
         """The projections; if the attention is strictly causal, k and v one token later."""

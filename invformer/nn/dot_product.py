@@ -7,7 +7,7 @@ from torch import nn
 from invformer.kernels.attention import Kernel, attend
 from invformer.nn.affine import Tokens
 from invformer.nn.attention import head_width
-from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.branch import AttentionCache
 from invformer.nn.position_bias import VisibilityMask
 from invformer.numerics.l2_attention import merge_heads, split_heads
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
-from invformer.nn.attention_cache import AttentionCache
+from invformer.nn.branch import AttentionCache
 from invformer.nn.dropout import Dropout
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
