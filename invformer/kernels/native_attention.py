@@ -21,9 +21,7 @@ class _Heads(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("sample", ctypes.c_int64),
-        ("head", ctypes.c_int64),
-        ("token", ctypes.c_int64),
+        *((stride, ctypes.c_int64) for stride in ("sample", "head", "token")),
     ]
 
 

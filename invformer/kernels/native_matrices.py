@@ -21,9 +21,7 @@ class _Weight(ctypes.Structure):
 
     _fields_ = [
         ("data", ctypes.c_void_p),
-        ("rows", ctypes.c_int64),
-        ("row", ctypes.c_int64),
-        ("column", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("rows", "row", "column")),
         ("left", ctypes.c_void_p),
     ]
 
