@@ -295,9 +295,12 @@ class TrainConfig(Root):
     run: RunConfig = section(RunConfig)
 
     def check(self) -> None:
-        """The schedule fits the run, and sharding the optimiser."""
+        """The schedule fits the run, batches the devices, and sharding the optimiser."""
         why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
         self.refuse_if(self.warmup_steps > self.trainer.max_steps, "optim.warmup_steps", why)
+        batch, devices = self.data.batch_size, self.trainer.devices
+        why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
+        self.refuse_if(batch % devices, "data.batch_size", why)
         if self.trainer.strategy == "fsdp":
             for wrong, why in (
                 (self.trainer.devices == 1, "shards over several devices: set trainer.devices=2"),
