@@ -371,13 +371,14 @@ def by_row(t: Float[Tensor, "branches sequences *rest"], chosen: Chosen) -> Tens
     return t if t.shape[1] == 1 else t.repeat_interleave(chosen.shape[-1], 1)
 
 
-STACKED: dict[type, type[StackedBranches]] = {
-    TiedL2Attention: StackedL2Attention,
-    BoundedAttention: StackedBoundedAttention,
-    ContractiveFeedForward: StackedFeedForward,
+# By the forward pass, which a subclass may replace.
+STACKED: dict[Callable[..., Any], type[StackedBranches]] = {
+    TiedL2Attention.forward: StackedL2Attention,
+    BoundedAttention.forward: StackedBoundedAttention,
+    ContractiveFeedForward.forward: StackedFeedForward,
 }
 
 
 def stacked_class(branch: Any) -> type[StackedBranches]:
     """The class that knows the products of branches like this one."""
-    return next((STACKED[kind] for kind in STACKED if isinstance(branch, kind)), StackedBranches)
+    return STACKED.get(type(branch).forward, StackedBranches)

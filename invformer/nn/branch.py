@@ -49,8 +49,9 @@ class AttentionCache:
 class LipschitzBranch(nn.Module, Generic[Weights]):
     """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
 
-    The weights of f are a value, a named tuple of tensors with every constant multiplied in.
-    :meth:`weights` computes it. All other methods take it, or compute it if it is None.
+    The weights of f are a value, a named tuple of tensors with every constant multiplied in, () if
+    there are none. :meth:`weights` computes it. All other methods take it, or compute it if it is
+    None.
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).
@@ -124,8 +125,8 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     def causal_bound(self, dtype: torch.dtype | None = None, weights: Any = None) -> float:
         """A proven upper bound on the norms of the diagonal Jacobian blocks ∂f_i/∂x_i.
 
-        Raises:
-            ValueError: a token sees later ones, so the blocks prove nothing.
+        A Lipschitz constant bounds them too. ValueError if a token sees later ones: then the blocks
+        say nothing about the inverse.
         """
         return self.lipschitz_bound("token_max", dtype, weights)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from invformer.errors import NonFiniteError
+from invformer.nn.position_bias import POSITIONS, VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
@@ -250,6 +251,9 @@ def require_proven(stack: InvertibleStack) -> None:
             own = original_class(layer.branch)
             require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
+            for part in layer.branch.modules():
+                if isinstance(part, VisibilityMask):  # whose mass enters the bound
+                    require_type(name, part, POSITIONS)
 
 
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:

@@ -153,6 +153,10 @@ class RelativePositionBias(CausalMask):
         return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
 
 
+# Those whose mass is known to be that of their biases.
+POSITIONS = (VisibilityMask, CausalMask, RelativePositionBias)
+
+
 def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
     """log n_h of several masks; of tables of one size at once."""
     if tables := tables_of(masks):

@@ -164,6 +164,8 @@ class InvertibleResidual(nn.Module):
         if lipschitz_bound is None:
             kind: Kind = options.get("kind", "global")
             lipschitz_bound = self.proven_bound(norm, kind, weights=weights.branch)
+            if not lipschitz_bound < 1:
+                raise ValueError(f"no inverse: f has the bound {lipschitz_bound:.3g} ≥ 1 in {norm}")
         solution, steps = self.solve(y, weights, lipschitz_bound, norm, **options)
         if weights.scaling is None:
             return solution

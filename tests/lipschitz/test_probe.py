@@ -49,6 +49,19 @@ def windowed_baseline() -> CharTransformer:
     return model
 
 
+class Louder(ContractiveFeedForward):
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return 10 * super().forward(*inputs)
+
+
+def louder_model() -> CharTransformer:
+    """A model with a forward pass that a known class does not have."""
+    model = contractive_model()
+    for block in model.stack.blocks:
+        block.feed_forward.branch.__class__ = Louder
+    return model
+
+
 MODELS = {
     "actnorm": contractive_model,
     "plain": lambda: contractive_model(norm=False),
@@ -66,6 +79,7 @@ MODELS = {
     "windows": windowed_baseline,
     "l2": l2_baseline,
     "convolution": convolutional_baseline,
+    "louder": louder_model,
     "coupling": coupling,
 }
 

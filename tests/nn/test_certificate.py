@@ -131,6 +131,15 @@ def replaced(model: CharTransformer) -> None:
     model.stack.blocks[1].forward = lambda x: 10 * x
 
 
+class Nearer(CausalMask):
+    def forward(self, num_tokens: int) -> torch.Tensor:
+        return super().forward(num_tokens) + 30 * torch.eye(num_tokens).roll(1, 0).tril(-1)
+
+
+def biased(model: CharTransformer) -> None:
+    model.stack.blocks[1].attention.branch.position = Nearer(SEQ_LEN)
+
+
 def rescaled(model: CharTransformer) -> None:
     model.stack.blocks[1].attention.scaling = torch.nn.Linear(WIDTH, WIDTH)
 
@@ -155,6 +164,7 @@ def foreign(model: CharTransformer) -> None:
         (hooked_before, "blocks.0.attention: a forward hook"),
         (replaced, "blocks.1: a forward hook, or a forward of its own"),
         (normalised, "block_01/norm: no proof is known for LayerNorm"),
+        (biased, "block_01/attention: no proof is known for Nearer"),
         (rescaled, "block_01/attention: no proof is known for Linear"),
         (unknown, "block_01/feed_forward: no proof is known for Linear"),
         (foreign, "block_01: no proof is known for Linear"),
@@ -235,19 +245,21 @@ def test_weights_that_are_not_finite_are_named_not_certified() -> None:
     assert e.value.exit_code == 5
 
 
-class Tanh(LipschitzBranch[None]):
+class Tanh(LipschitzBranch[tuple[()]]):
     is_proven = True
 
-    def weights(self) -> None:
-        """There are none."""
+    def weights(self) -> tuple[()]:
+        return ()
 
-    def forward(self, x: torch.Tensor, weights: None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weights: Any = None) -> torch.Tensor:
         return 0.5 * x.tanh()
 
     def lipschitz_bound(self, norm: Norm, *_: Any, **__: Any) -> float:
         return 0.5
 
 
-def test_branches_without_parameters_are_certified() -> None:
+def test_branches_without_parameters_are_certified_and_inverted() -> None:
     stack = InvertibleStack([InvertibleBlock(Tanh(0.6), Tanh(0.6))], 4)
     assert certify(stack).bound_max == enforce(stack).bound_max == 0.5
+    x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(stack.inverse(stack(x)).value, x)

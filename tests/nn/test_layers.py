@@ -12,6 +12,7 @@ from invformer.nn import (
     ContractiveFeedForward,
     ContractiveL2Attention,
     InvertibleResidual,
+    L2Attention,
     certify,
     enforce,
 )
@@ -177,6 +178,12 @@ def test_weights_for_training_are_not_inverted_with() -> None:
     weights = model.weights()
     with pytest.raises(ValueError, match="compute them under torch"):
         model.stack.inverse(torch.zeros(1, SEQ_LEN, WIDTH), weights)
+
+
+def test_a_branch_that_does_not_contract_is_not_inverted() -> None:
+    layer = InvertibleResidual(L2Attention(WIDTH, 3, CausalMask(SEQ_LEN)))
+    with pytest.raises(ValueError, match=r"no inverse: f has the bound \d.* ≥ 1 in token_max"):
+        layer.inverse(torch.zeros(1, SEQ_LEN, WIDTH))
 
 
 def test_a_layer_and_a_stack_are_inverted_without_further_objects() -> None:
