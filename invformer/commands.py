@@ -164,7 +164,7 @@ def invert(config: InvertConfig) -> None:
         if not text:
             raise DataError(f"{config.file or STDIN}: there is no text to invert")
 
-    from invformer.evaluation.recovered_text import as_characters, perturb, print_recovered
+    from invformer.evaluation.recovered_text import perturb, print_recovered, readable
     from invformer.model import load, read_states, write_states
 
     model = load(config.checkpoint, config.device)
@@ -175,15 +175,11 @@ def invert(config: InvertConfig) -> None:
     start = time.perf_counter()
     found = model.invert(z)
     seconds = time.perf_counter() - start
-    symbols, shown = found.symbols, (found.symbols, found.proven)
-    text = text and model.vocabulary.symbols_of(text)
-    is_bytes = model.vocabulary.is_bytes
-    if is_bytes and text in (None, symbols):
-        shown = as_characters(*shown)
-    print_recovered(shown[0] if text == symbols else text, *shown)
-    count, unit = len(symbols), "bytes" if is_bytes else "characters"
-    if text is not None:
-        right = [a == b for a, b in zip(text, symbols, strict=True)]
+    given = None if text is None else model.vocabulary.symbols_of(text)
+    print_recovered(*readable(model.vocabulary, given, found.symbols, found.proven))
+    count, unit = len(found.symbols), "bytes" if model.vocabulary.is_bytes else "characters"
+    if given is not None:
+        right = [a == b for a, b in zip(given, found.symbols, strict=True)]
         print(f"{sum(right)} of {count} {unit} recovered, ", end="")
         undamaged = not config.noise and config.bits is None
         wrong = (sure and not same for sure, same in zip(found.proven, right, strict=True))
@@ -201,7 +197,7 @@ def invert(config: InvertConfig) -> None:
 def read_text(path: str | None = None) -> str:
     """The text of a file or of standard input, without a byte order mark; raises DataError."""
     try:
-        content = Path(path).expanduser().read_bytes() if path else sys.stdin.buffer.read()
+        content = Path(os.path.expanduser(path)).read_bytes() if path else sys.stdin.buffer.read()
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path or STDIN}: {getattr(error, 'strerror', error)}") from None

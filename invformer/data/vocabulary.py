@@ -70,7 +70,9 @@ class Vocabulary:
         """The text of symbols, piece by piece: the inverse of :meth:`symbols_of`."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for piece in symbols:
-            yield decoder.decode(piece.encode("latin-1", "replace")) if self.is_bytes else piece
+            yield decoder.decode(raw_bytes(piece)) if self.is_bytes else piece
+        if self.is_bytes:
+            yield decoder.decode(b"", final=True)
 
     def text(self, tokens: Integer[Tensor, "characters"]) -> str:
         """The text of a sequence of tokens, for people: bytes that are no UTF-8 as U+FFFD."""
@@ -97,7 +99,7 @@ class Vocabulary:
 
     def require(self, pieces: Iterable[str], name: str) -> None:
         """Raise a DataError that names the characters of a text that are not in the vocabulary."""
-        missing = sorted({*Vocabulary.from_text(pieces).symbols} - {*self.symbols})
+        missing = sorted({*Vocabulary.from_text(pieces).symbols[1:]} - {*self.symbols[1:]})
         if missing:
             more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
             raise DataError(
@@ -127,6 +129,11 @@ class Vocabulary:
         table = np.zeros(CODE_POINTS, self.dtype)
         table[[ord(character) for character in self.symbols[1:]]] = range(1, self.size)
         return table
+
+
+def raw_bytes(symbols: str) -> bytes:
+    """The bytes of symbols; 0xff, which UTF-8 never has, for the unknown one."""
+    return symbols.replace(UNKNOWN, "\xff").encode("latin-1")
 
 
 def code_points(text: str) -> Iterator[np.ndarray]:

@@ -5,6 +5,7 @@ import math
 import re
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
-from invformer.evaluation.recovered_text import marks
+from invformer.evaluation.recovered_text import marks, readable
 from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate, certify, enforce
 from invformer.nn.transformer import CharTransformer
@@ -254,7 +255,8 @@ def inverted(
     start = time.perf_counter()
     proof = trip.proof()
     seconds = {"proof": time.perf_counter() - start, **trip.seconds()}
-    texts = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, trip.decoded))
+    decoded = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, trip.decoded))
+    texts = map(partial(readable, vocabulary), *decoded, proof.proven.tolist())
     return {
         **trip.numbers(),
         "characters_proven": proof.proven.double().mean().item(),
@@ -266,7 +268,7 @@ def inverted(
         **{f"seconds_{what}": value for what, value in seconds.items()},
         "texts": [
             {"text": text, "recovered": recovered, "marks": marks(text, recovered, proven)}
-            for text, recovered, proven in zip(*texts, proof.proven.tolist(), strict=True)
+            for text, recovered, proven in texts
         ],
         "unknown_rate": (sequences == 0).double().mean().item(),
     }

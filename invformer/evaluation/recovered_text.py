@@ -1,12 +1,13 @@
 """A text beside the text recovered from its states: damage on the way, and what is shown of it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.data.vocabulary import Vocabulary, raw_bytes
 from invformer.runs.console import printable
 
 WIDTH = 72  # characters of text on a line
@@ -25,34 +26,41 @@ def perturb(
         generator = torch.Generator().manual_seed(seed)
         size = noise * z.square().mean().sqrt()
         z = z + size * torch.randn(z.shape, generator=generator).to(z)
-    if bits is not None:
-        least, largest = z.aminmax()
-        step = (largest - least) / (2**bits - 1)
-        z = least + ((z - least) / step).round() * step
+    if bits is not None and (step := (z.max() - z.min()) / (2**bits - 1)) > 0:
+        z = z.min() + ((z - z.min()) / step).round() * step
     return z
 
 
-def marks(text: str, recovered: str, proven: Iterable[bool]) -> str:
-    """For each character ``✗`` if it is wrong, ``✓`` if it is proven, else ``·``."""
+def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:
+    """For each character ``✗`` if it differs from a text, ``✓`` if it is proven, else ``·``."""
     return "".join(
         "✗" if a != b else "✓" if sure else "·"
-        for a, b, sure in zip(text, recovered, proven, strict=True)
+        for a, b, sure in zip(text or recovered, recovered, proven, strict=True)
     )
 
 
-def as_characters(symbols: str, proven: tuple[bool, ...]) -> tuple[str, tuple[bool, ...]]:
-    """Bytes as characters, proven if all of their bytes are; unchanged if they are no UTF-8."""
-    raw = symbols.encode("latin-1", "replace")
-    text = raw.decode("utf-8", "replace")
-    if text.encode() != raw:
-        return symbols, proven
-    ends = list(accumulate(len(character.encode()) for character in text))
-    return text, tuple(all(proven[a:b]) for a, b in pairwise([0, *ends]))
+def readable(
+    vocabulary: Vocabulary, text: str | None, recovered: str, proven: Sequence[bool]
+) -> tuple[str | None, str, Sequence[bool]]:
+    """Symbols of a text, those recovered, and which are proven, in characters for people.
+
+    Bytes that came back become characters, proven if all of their bytes are. Others stay symbols:
+    they may be no UTF-8.
+    """
+    if not vocabulary.is_bytes or text not in (None, recovered):
+        return text, recovered, proven
+    raw = raw_bytes(recovered)
+    characters = raw.decode("utf-8", "replace")
+    if characters.encode() != raw:
+        return text, recovered, proven
+    ends = list(accumulate(len(character.encode()) for character in characters))
+    shares = tuple(all(proven[a:b]) for a, b in pairwise([0, *ends]))
+    return text and characters, characters, shares
 
 
-def print_recovered(text: str | None, recovered: str, proven: tuple[bool, ...]) -> None:
+def print_recovered(text: str | None, recovered: str, proven: Sequence[bool]) -> None:
     """Print original, recovered text and :func:`marks`, under one another."""
-    rows = [("recovered", recovered), ("proven", marks(text or recovered, recovered, proven))]
+    rows = [("recovered", recovered), ("proven", marks(text, recovered, proven))]
     if text is not None:
         rows.insert(0, ("text", text))
     for start in range(0, len(recovered), WIDTH):

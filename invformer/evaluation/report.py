@@ -69,16 +69,18 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     ngram, perf = report["ngram"], report["perf"]
     beside = f"  ({ngram['order']}-gram: {ngram['bpc']:.4f})" if ngram else ""
     lines = [(f"{data['split']} bpc", f"{report['bpc']:.4f}{beside}")]
-    unknown = f"{data['unknown_rate']:.1%} of the text is unknown to this vocabulary"
+    unknown = "unknown to this vocabulary"
     if not data["same_as_training"]:
-        lines.append(("another text", f"{data['name']}; {unknown}"))
+        share = f"{data['unknown_rate']:.1%} of the text is {unknown}"
+        lines.append(("another text", f"{data['name']}; {share}"))
     if certificate is None:
         lines.append(("certificate", "none (not a contractive model)"))
     else:
         lines.append(("every branch proven", largest_proven(certificate)))
     if inversion is not None:
         recovered, proven = shares(inversion)
-        more = f"; {unknown}" if inversion["unknown_rate"] else ""
+        of_these = inversion["unknown_rate"]
+        more = f"; {of_these:.1%} of these are {unknown}" if of_these else ""
         recovered += f" of the {'symbols' if more else 'characters'} recovered"
         lines.append(("inversion", f"{recovered}, {proven} proven{more}"))
     if measured := report["local_lipschitz"].get("token_max"):

@@ -7,6 +7,7 @@ import pytest
 import invformer
 from invformer.assemble.run import build_run
 from invformer.config import load_config
+from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.training.fit import fit
 from tests.saved_runs import evaluated
@@ -30,6 +31,12 @@ def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     report = evaluated(folder / "a", *other)
     assert report["num_characters"] == 160
     assert report["data"]["unknown_rate"] == 0
+
+
+def test_a_replacement_character_is_one_that_a_vocabulary_may_lack() -> None:
+    with pytest.raises(DataError, match="lacks '\ufffd'"):
+        Vocabulary.from_text("ab").require(["ab\ufffd"], "text")
+    Vocabulary.from_text("a\ufffd").require(["\ufffd"], "text")
 
 
 def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) -> None:
