@@ -201,7 +201,7 @@ class TrainedModel:
             ConfigurationError: there is no rounding to so many bits.
             StorageError: the folder holds something, or cannot be written.
         """
-        write_export(Path(folder).expanduser(), self, name, bits)
+        write_export(Path(os.path.expanduser(folder)), self, name, bits)
 
     @cached_property
     def _exact(self) -> tuple[CharTransformer, Certificate]:
@@ -248,9 +248,11 @@ def read_evaluation(path: Path, step: int) -> dict[str, Any] | None:
 
 
 def read_states(path: str) -> Float[Tensor, "tokens width"]:
-    """The only tensor in a safetensors file; raises DataError if it holds anything else."""
+    """The only tensor in a safetensors file, of numbers; raises DataError for anything else."""
     try:
-        (states,) = safetensors.torch.load_file(Path(path).expanduser()).values()
+        (states,) = safetensors.torch.load_file(os.path.expanduser(path)).values()
+        if not states.is_floating_point():
+            raise ValueError(f"states are floating-point numbers, not {states.dtype}")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"{path}: not a safetensors file with one tensor ({error})") from None
     return states
@@ -259,4 +261,4 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
 def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
     """Write states to a safetensors file that :func:`read_states` reads; raises StorageError."""
     content = safetensors.torch.save({"states": z.cpu().contiguous()})
-    replace_file(Path(path).expanduser().absolute(), content)
+    replace_file(Path(os.path.expanduser(path)).absolute(), content)

@@ -120,6 +120,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("sample", ["top_p=0"], 2, "top_p: 0.0 is not in (0, 1]"),
         ("invert", ["text=a", "file=b"], 2, "file: give one of text, file and states"),
         ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
+        ("invert", ["file=~nobody-here/a"], 3, "~nobody-here/a: No such file or directory"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
         ("invert", ["text=a", "save_states=no/where"], 7, "no/where: cannot be written"),
         ("invert", ["text=a", "save_states=."], 7, ": cannot be written (Is a directory)"),
@@ -140,6 +141,7 @@ def test_a_value_that_does_not_fit_is_named(
     [
         *(([name, "chekpoint=a"], 2, "unknown key 'chekpoint'") for name in commands.COMMANDS),
         (["train", "data=text_file", "data.path=no.txt"], 3, "no.txt: no such file or folder"),
+        (["train", "config=~nobody-here/a.yaml"], 2, "~nobody-here/a.yaml: No such file"),
         (["sample", "checkpoint=no"], 4, "no does not exist"),
         (["sample", "checkpoint=configs/no"], 4, "configs/no does not exist"),  # not on the Hub
         (["train", "init_from=configs/no"], 4, "configs/no does not exist"),

@@ -6,6 +6,7 @@ again.
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,7 +51,7 @@ def load_trained(source: str) -> Trained:
         CheckpointError: there is none, or it is damaged.
         CertificateViolation: an exported model does not have the certificate beside it.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if is_hub_name(source):
         return read_export(download(source), Path(source.replace("/", "--")))
     if (folder / EXPORTED_WEIGHTS).is_file():

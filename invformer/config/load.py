@@ -184,7 +184,7 @@ def _read_preset(
     """
     where = f"{above[-1]}: base" if above else group
     if group == "experiment" and name.endswith(YAML):
-        path, source = Path(name).expanduser(), name
+        path, source = Path(os.path.expanduser(name)), name
     elif name in (known := _presets(group)):
         path, source = known[name], f"configs/{group}/{name}.yaml"
     else:

@@ -44,9 +44,9 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     """The tokens of a corpus in a file, named by the hash of its text and of its vocabulary."""
     symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
-    file = cache_folder() / "tokens" / f"{name}.tokens"
     num_bytes = corpus.total * vocabulary.dtype.itemsize
     try:
+        file = cache_folder() / "tokens" / f"{name}.tokens"
         file.parent.mkdir(parents=True, exist_ok=True)
         with wait_for_lock(file.with_suffix(".lock")):
             if not file.exists() or file.stat().st_size != num_bytes:
@@ -54,8 +54,8 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
         numbers = np.memmap(file, vocabulary.dtype, "r", shape=corpus.total)
     except OSError as error:
         raise StorageError(
-            f"{file}: cannot be written ({error.strerror}); free {num_bytes:,} bytes, or set "
-            "XDG_CACHE_HOME to a folder that has them"
+            f"the cache of tokens cannot be written ({error.strerror}); free {num_bytes:,} bytes, "
+            "or set XDG_CACHE_HOME to a folder that has them"
         ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

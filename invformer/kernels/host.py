@@ -1,6 +1,7 @@
 """The host's cache folder, its compiler for torch.compile, and its memory allocator."""
 
 import ctypes
+import errno
 import os
 import warnings
 from pathlib import Path
@@ -12,9 +13,12 @@ def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/invformer``, by default ``~/.cache/invformer``; it may not exist.
 
     Raises:
-        RuntimeError: the user has no home directory.
+        FileNotFoundError: the user has no home directory.
     """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invformer"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invformer"
+    except RuntimeError:
+        raise FileNotFoundError(errno.ENOENT, "there is no home directory") from None
 
 
 def compiler_complaint(device: torch.device) -> str | None:

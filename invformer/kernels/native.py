@@ -121,7 +121,7 @@ def _own_folder() -> Path | None:
         folder = cache_folder()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = folder.stat()
-    except (OSError, RuntimeError):  # RuntimeError: no home directory
+    except OSError:
         return None
     is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
     return folder if is_own and os.access(folder, os.W_OK) else None

@@ -79,10 +79,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         d_head: int,
         position: VisibilityMask,
         lipschitz_target: float,
+        certificate: AttentionCertificate = "token_max",
         output_channels: slice | None = None,
         kernel: Kernel = "auto",
         initial_output: float = INITIAL_OUTPUT,
-        certificate: AttentionCertificate = "token_max",
         strictly_causal: bool = False,
     ) -> None:
         super().__init__(lipschitz_target)

@@ -251,9 +251,9 @@ def write_part(target: Path, files: Mapping[str, bytes]) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             replace_file(partial / name, content)
-    except (OSError, StorageError):
+    except (OSError, StorageError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        raise StorageError(str(error)) from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

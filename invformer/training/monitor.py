@@ -168,13 +168,15 @@ class Stopwatch:
         return began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
 
     def share(self, until: Any) -> float | None:
-        """Seconds inside over seconds outside since the last call; None if not known yet.
+        """Seconds inside over seconds outside since the last call; None after one span.
 
         The time outside begins with the end of the first span, and ends at a mark before the last.
         """
         spans, self.spans = self.spans, []
-        if len(spans) < 2 or (self.on_gpu and not spans[-1][1].query()):
+        if len(spans) < 2:
             return None
+        if self.on_gpu:
+            spans[-1][1].synchronize()  # the rows that are sent now wait for it anyway
         first, *others, last = spans
         inside = sum(self.seconds(*span) for span in others)
         outside = self.seconds(first[1], until) - inside

@@ -46,8 +46,8 @@ def contractive_model(
         channels = None if scaled else slice(first, first + share)
         position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
         if bounded:
-            how = {"certificate": certificate, "strictly_causal": strictly_causal}
-            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, channels, **how)
+            how = {"output_channels": channels, "strictly_causal": strictly_causal}
+            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, certificate, **how)
         else:
             attention = ContractiveL2Attention(
                 WIDTH, HEADS, position, target, certificate, channels
