@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from invformer import nn as layers
     from invformer.lipschitz.submodules import local_constants
     from invformer.model import load
-    from invformer.nn.certificate import certify
+    from invformer.nn.proof import certify
     from invformer.training.monitor import LipschitzMonitor
 
 __version__ = "0.1.0"
 __all__ = ["LipschitzMonitor", "__version__", "certify", "layers", "load", "local_constants"]
 PLACES = {
     "LipschitzMonitor": "training.monitor",
-    "certify": "nn.certificate",
+    "certify": "nn.proof",
     "layers": "nn",
     "local_constants": "lipschitz.submodules",
     "load": "model",

@@ -30,7 +30,8 @@ from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.export import write_export
-from invformer.nn.certificate import Certificate, certify, invertible_stack
+from invformer.nn.certificate import Certificate
+from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.files import replace_file
 from invformer.runs.machine import pick_device

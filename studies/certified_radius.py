@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up

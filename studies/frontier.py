@@ -31,7 +31,7 @@ from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.lipschitz.probe import LipschitzProbe
-from invformer.nn.certificate import certify, enforce
+from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.study import Study, case_of, program

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from invformer.assemble.model import build_model
 from invformer.config.section import option
-from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock
+from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.stack import full_name
 from invformer.nn.transformer import CharTransformer

@@ -17,7 +17,7 @@ from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.nn.certificate import enforce
+from invformer.nn.proof import enforce
 from invformer.nn.quantised import BITS, quantised
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, curves, judged, panels, table, values

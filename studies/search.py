@@ -28,7 +28,7 @@ from torch import Tensor
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.config.section import option
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, judged, panels, table, values

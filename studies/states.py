@@ -12,9 +12,9 @@ import invformer
 from invformer.data.corpora import read_corpus
 from invformer.model import TrainedModel
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.certificate import certify
 from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.dot_product import DotProductAttention
+from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer

@@ -27,7 +27,7 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.config.section import option, section
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up

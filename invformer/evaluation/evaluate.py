@@ -34,7 +34,8 @@ from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.recovered_text import marks, readable
 from invformer.evaluation.report import write_json
-from invformer.nn.certificate import Certificate, certify, enforce
+from invformer.nn.certificate import Certificate
+from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
 from invformer.runs.files import refuse_link

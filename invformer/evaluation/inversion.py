@@ -14,7 +14,8 @@ from torch import Tensor
 
 from invformer.errors import CertificateViolation
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
-from invformer.nn.certificate import Certificate, certify, invertible_stack
+from invformer.nn.certificate import Certificate
+from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.stack import StackSolution, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.fixed_point import rtol_of_single_precision

@@ -10,7 +10,8 @@ from torch import Tensor
 from invformer.errors import CertificateViolation
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
-from invformer.nn.certificate import NoCertificateError, certify
+from invformer.nn.certificate import NoCertificateError
+from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 

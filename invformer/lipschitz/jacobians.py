@@ -14,7 +14,7 @@ from torch import Tensor
 
 from invformer.kernels.attention import only
 from invformer.nn.attention import TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention, split
+from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
 from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
@@ -22,7 +22,7 @@ from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
-from invformer.numerics.token_shift import windows
+from invformer.numerics.token_shift import advance, delay, windows
 
 # Output tokens, one for each vector.
 Chosen = Integer[Tensor, "branches sequences K"]
@@ -302,6 +302,11 @@ class StackedL2Attention(StackedAttention):
 class StackedBoundedAttention(StackedAttention):
     """[P_h v_h]_h G; queries, keys and values are in the unit ball."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether keys and values are those of the token before."""
+        return self.branches[0].strictly_causal
+
     @staticmethod
     def maps(weights: Any) -> tuple[Tensor, ...]:
         """W of queries, keys and values, and G, of all heads."""
@@ -309,7 +314,9 @@ class StackedBoundedAttention(StackedAttention):
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """P v; the points in the ball and P are kept."""
-        q, k, v = self.branches[0].delayed(split(z, self.num_heads))
+        q, k, v = split_heads(z, 3 * self.num_heads).chunk(3, dim=-3)
+        if self.is_late:
+            k, v = delay(k), delay(v)
         at = attention_point(q, k, v, self.weights[index].temperature, self.bias[index])
         self.points.append(at)
         return merge_heads(at.p @ at.v)
@@ -330,13 +337,15 @@ class StackedBoundedAttention(StackedAttention):
         at_k, at_v = BallPoint(k, k_rho), BallPoint(v, v_rho)
         p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)
         scaled, weight = p * temperature[:, None, None, :, 0, 0], p.unsqueeze(-1)
-        q, like = at_q.u.unsqueeze(2), self.branches[0]
+        q = at_q.u.unsqueeze(2)
 
         def of_softmax(a: Tensor) -> Tensor:
             return scaled * (a - (p * a).sum(2, keepdim=True))
 
         def push(dz: Tensor) -> Tensor:
-            dq, dk, dv = like.delayed(dz.chunk(3, -1))
+            dq, dk, dv = dz.chunk(3, -1)
+            if self.is_late:
+                dk, dv = delay(dk), delay(dv)
             dq, dk, dv = map(self.heads, (at_chosen(dq, chosen).squeeze(2), dk, dv))
             dq, dk, dv = at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)
             dp = of_softmax(torch.addcmul(dq.unsqueeze(2) * k, q, dk).sum(-1)).unsqueeze(-1)
@@ -346,8 +355,11 @@ class StackedBoundedAttention(StackedAttention):
             dy = self.heads(dy).unsqueeze(2)
             da = of_softmax((dy * v).sum(-1)).unsqueeze(-1)
             dq = here * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
-            dk, dv = at_k.derivative(da * q), at_v.derivative(weight * dy)
-            return torch.cat(like.delayed_adjoint((dq, dk.flatten(-2), dv.flatten(-2))), -1)
+            dk = at_k.derivative(da * q).flatten(-2)
+            dv = at_v.derivative(weight * dy).flatten(-2)
+            if self.is_late:
+                dk, dv = advance(dk), advance(dv)
+            return torch.cat([dq, dk, dv], -1)
 
         return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
 

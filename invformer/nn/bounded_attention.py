@@ -19,10 +19,9 @@ from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_wei
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm, unknown_norm
-from invformer.numerics.token_shift import advance, delay
+from invformer.numerics.token_shift import delay
 
 # Of queries, keys and values: three times (*batch, H, N, d).
-Projections = tuple[Tensor, Tensor, Tensor]
 
 # β and τ at initialisation; both are learned per head.
 INITIAL_SHARPNESS = 0.5
@@ -158,21 +157,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         logits = (q * weights.temperature[:, None, None].to(q)) @ k.mT + bias
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
-    def in_ball(self, x: Tokens, weights: BoundedWeights) -> Projections:
+    def in_ball(self, x: Tokens, weights: BoundedWeights) -> tuple[Tensor, ...]:
         """ψ(X W) of every head, each token's own."""
         z = affine(x, merge_heads(weights.w_qkv.flatten(0, 1)))  # (*batch, N, 3 H d)
-        heads = into_ball(z.unflatten(-1, (3 * self.num_heads, -1)), 1.0)
-        return split(heads.flatten(-2), self.num_heads)
-
-    def delayed(self, parts: Projections) -> Projections:
-        """The projections; if the attention is strictly causal, k and v one token later."""
-        q, k, v = parts
-        return (q, delay(k), delay(v)) if self.strictly_causal else parts
-
-    def delayed_adjoint(self, parts: Projections) -> Projections:
-        """The adjoint of :meth:`delayed`."""
-        q, k, v = parts
-        return (q, advance(k), advance(v)) if self.strictly_causal else parts
+        return into_ball(split_heads(z, 3 * self.num_heads), 1.0).chunk(3, dim=-3)
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
@@ -239,9 +227,3 @@ def diagonal_block_parts(
     if strictly_causal:
         return (temperature * query).unsqueeze(-2)
     return torch.stack([temperature * query, temperature * key / 2, value], dim=-2)
-
-
-def split(z: Float[Tensor, "*batch tokens channels"], num_heads: int) -> Projections:
-    """(*batch, N, 3 H d) → three times (*batch, H, N, d)."""
-    q, k, v = split_heads(z, 3 * num_heads).chunk(3, dim=-3)
-    return q, k, v

@@ -1,25 +1,13 @@
-"""The certificate of an invertible stack: proven constants, one norm, no guesses."""
+"""What is proven of an invertible stack: constants, one norm, no guesses."""
 
-import math
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from invformer.errors import NonFiniteError
-from invformer.nn.position_bias import POSITIONS, VisibilityMask
-from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.nn.scaling import ActivationNorm, DiagonalScaling
-from invformer.nn.spectral import refresh_normalisers
-from invformer.nn.stack import InvertibleStack, StackWeights, full_name
 from invformer.numerics.fixed_point import Kind
-from invformer.numerics.norms import NORMS, Norm, unknown_norm
-from invformer.numerics.rounding import product_up, sum_up, upwards
-
-# There are proofs for these types and for branches that say so. A subclass may compute something
-# else.
-LAYERS = (InvertibleResidual, ActivationNorm)
+from invformer.numerics.norms import Norm
+from invformer.numerics.rounding import upwards
 
 
 class NoCertificateError(ValueError):
@@ -83,179 +71,6 @@ class Certificate:
         return asdict(self)
 
 
-def certify(
-    model: nn.Module,
-    norm: Norm | None = None,
-    dtype: torch.dtype | None = None,
-    kind: Kind | None = None,
-    weights: StackWeights | None = None,
-) -> Certificate:
-    """Prove a bound for every branch of a model's invertible stack, on the weights as cast.
-
-    All arithmetic is in float64 and rounded outward, with :func:`.spectral_norm_bound`.
-
-    Args:
-        model: an InvertibleStack, or a module whose ``stack`` is one.
-        norm: None for the norm in which the stack's targets are set.
-        dtype: precision of the forward pass, to which the weights are cast first; None for that of
-            the parameters.
-        kind: None for the kind of the stack's targets; ``causal`` bounds the diagonal blocks of any
-            stack with causal masks, often far below its Lipschitz constants.
-        weights: of the stack, computed without gradients; None computes them.
-
-    Returns:
-        The certificate. A bound above the target is reported, not hidden: see :func:`enforce`.
-
-    Raises:
-        NoCertificateError: the stack contains something without a proof, such as a subclass or a
-            forward hook, or nothing is known of it in this norm or of this kind.
-        ValueError: there is no such norm or kind.
-    """
-    stack = invertible_stack(model)
-    require_proven(stack)
-    norm, kind = norm or stack.norm, kind or stack.kind
-    if norm not in NORMS:
-        raise unknown_norm(norm)
-    if kind not in get_args(Kind):
-        raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(get_args(Kind))}")
-    if kind == "causal" and norm != "token_max":
-        raise NoCertificateError(
-            f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
-            "certify them in token_max"
-        )
-    dtype = dtype or parameter_dtype(stack)
-    with torch.no_grad():
-        weights = weights or stack.weights()
-    per_branch: dict[str, float] = {}
-    conditions: dict[str, float] = {}
-    scales: dict[str, float] = {}
-    for name, layer in stack.layers():
-        if isinstance(layer, ActivationNorm):
-            scales[name] = largest_exp(weights[name].log_scale, dtype)
-            continue
-        weights[name].require_plain()
-        try:
-            per_branch[name] = layer.proven_bound(norm, kind, dtype, weights[name].branch)
-        except ValueError as error:  # nothing is known in this norm or of this kind
-            raise NoCertificateError(f"{name}: {error}") from None
-        if layer.scaling is not None:
-            log_scale = weights[name].scaling.log_scale
-            conditions[name] = product_up(
-                largest_exp(log_scale, dtype), largest_exp(-log_scale, dtype)
-            )
-    total = None
-    if kind == "global":
-        in_plain = (product_up(c, conditions.get(name, 1.0)) for name, c in per_branch.items())
-        total = product_up(*(sum_up(1.0, c) for c in in_plain), *scales.values())
-    targets = {name: branch.lipschitz_target for name, branch in stack.branches()}
-    return Certificate(
-        norm=norm,
-        kind=kind,
-        target=max(targets.values()),
-        targets=targets,
-        per_branch=per_branch,
-        conditions=conditions,
-        scales=scales,
-        total=total,
-        dtype=str(dtype).removeprefix("torch."),
-        seq_len=stack.seq_len,
-    )
-
-
-def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
-    """Certify in the target's norm; shrink branches above their targets and certify again.
-
-    In float32 the margin in the normalised weights makes this a no-op. In bfloat16 the cast alone
-    may lift a spectral norm by 0.4 %. ``dtype`` is that of :func:`certify`.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite, so nothing can be proven.
-        NoCertificateError: the stack contains something without a proof.
-    """
-    stack = invertible_stack(model)
-    dtype = dtype or parameter_dtype(stack)
-    require_finite(stack)
-    refresh_normalisers(stack)  # a correction is kept: it must not make up for old constants
-    certificate = certify(stack, dtype=dtype)
-    for attempt in range(5):
-        if certificate.holds:
-            return certificate
-        for name, branch in stack.branches():
-            bound = certificate.per_branch[name]
-            if not math.isfinite(bound):
-                raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
-            if bound > branch.lipschitz_target:
-                # Scaling rounds the cast weights anew: leave room, and more each time.
-                room = max(1e-6, torch.finfo(dtype).eps / 8) * 2**attempt
-                branch.correction.mul_(branch.lipschitz_target / bound * (1 - room))
-        certificate = certify(stack, dtype=dtype)
-    return certificate
-
-
-def parameter_dtype(stack: InvertibleStack) -> torch.dtype:
-    """The format of the parameters."""
-    return next((p.dtype for p in stack.parameters()), torch.get_default_dtype())
-
-
-def require_finite(stack: InvertibleStack) -> None:
-    """Check every parameter and every scale.
-
-    Raises:
-        NonFiniteError: one of them is NaN or infinite; the message names its layer.
-    """
-    for name, layer in stack.layers():
-        scalings = [m.weights() for m in layer.modules() if isinstance(m, DiagonalScaling)]
-        tensors = [*layer.parameters(), *(w for scaling in scalings for w in scaling)]
-        if not all(tensor.isfinite().all() for tensor in tensors):
-            raise NonFiniteError(f"{name}: its weights are not finite, nothing can be proven")
-
-
-def invertible_stack(model: nn.Module) -> InvertibleStack:
-    """The stack that a certificate speaks about.
-
-    Raises:
-        NoCertificateError: there is none; the message names the module in its place.
-    """
-    stack = getattr(model, "stack", model)
-    if not isinstance(stack, InvertibleStack):
-        raise NoCertificateError(
-            f"nothing is proven of {type(stack).__name__}: certify an InvertibleStack([Invertible"
-            "Block(attention, feed_forward)], seq_len) or a model with such a stack, or call "
-            "lipschitz_bound(norm) of one branch. LayerNorm has no useful bound"
-        )
-    return stack
-
-
-def require_proven(stack: InvertibleStack) -> None:
-    """Raise if a block, layer or branch may compute something that the proof does not cover.
-
-    Raises:
-        NoCertificateError: it has a type without a proof, or a module has a forward hook or a
-            replaced forward; the message names it.
-    """
-    for name, module in stack.named_modules():
-        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-        # FSDP2's hooks put the module's own weights in their places.
-        foreign = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
-        if "forward" in vars(module) or foreign:
-            raise NoCertificateError(
-                f"{name or 'the stack'}: a forward hook, or a forward of its own, may change what "
-                "it computes; remove it, then certify"
-            )
-    for index, block in enumerate(stack.blocks):
-        require_type(f"block_{index:02d}", block, (InvertibleBlock,))
-        for name, layer in block.named_children():
-            require_type(full_name(index, name), layer, LAYERS)
-    for name, layer in stack.layers():
-        if isinstance(layer, InvertibleResidual):
-            own = original_class(layer.branch)
-            require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
-            require_type(name, layer.scaling, (DiagonalScaling, type(None)))
-            for part in layer.branch.modules():
-                if isinstance(part, VisibilityMask):  # whose mass enters the bound
-                    require_type(name, part, POSITIONS)
-
-
 def require_type(name: str, module: nn.Module | None, known: tuple[type, ...]) -> None:
     """Raise NoCertificateError for a type that nothing is proven about."""
     if (kind := original_class(module)) not in known:
@@ -266,9 +81,3 @@ def original_class(module: nn.Module | None) -> type:
     """The class that a module was made of; FSDP2 makes a subclass of it."""
     kind = type(module)
     return kind.__bases__[-1] if hasattr(kind, "unshard") else kind
-
-
-def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
-    """max_k e^{s_k}, rounded up, for s as it is kept and as cast: both formats are computed in."""
-    logs = (log_scale, log_scale.to(dtype))
-    return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)

@@ -1,8 +1,8 @@
-"""Stacks of invertible blocks: their weights, their inverse, and the error through them."""
+"""Stacks of invertible blocks: weights, proven bounds, the inverse, and the error through it."""
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -11,15 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
+from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
+from invformer.nn.position_bias import POSITIONS, VisibilityMask
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
-from invformer.nn.scaling import ActivationNorm, scalings_together
+from invformer.nn.scaling import ActivationNorm, DiagonalScaling, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, Kind
 from invformer.numerics.norms import Norm
-
-if TYPE_CHECKING:
-    from invformer.nn.certificate import Certificate
-
 
 # The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
 StackWeights = dict[str, Any]
@@ -136,6 +134,53 @@ class InvertibleStack(nn.Module):
         compiled = any(block._compiled_call_impl is not None for block in self.blocks)
         return compiled or self.checkpoint_activations or torch.compiler.is_compiling()
 
+    def bounds(
+        self, norm: Norm, kind: Kind, dtype: torch.dtype, weights: StackWeights
+    ) -> dict[str, float]:
+        """A bound of every residual branch, proven if :meth:`require_proven` raises nothing.
+
+        Raises:
+            NoCertificateError: nothing is known of a branch in this norm or of this kind.
+        """
+        bounds: dict[str, float] = {}
+        for name, layer in self.residual_layers():
+            weights[name].require_plain()
+            try:
+                bounds[name] = layer.proven_bound(norm, kind, dtype, weights[name].branch)
+            except ValueError as error:  # nothing is known in this norm or of this kind
+                raise NoCertificateError(f"{name}: {error}") from None
+        return bounds
+
+    def require_proven(self) -> None:
+        """Raise if a block, layer or branch may compute something that the proof does not cover.
+
+        Raises:
+            NoCertificateError: it has a type without a proof, or a module has a forward hook or a
+                replaced forward; the message names it.
+        """
+        for name, module in self.named_modules():
+            hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+            # FSDP2's hooks put the module's own weights in their places.
+            foreign = [h for h in hooks if not h.__module__.startswith("torch.distributed.fsdp.")]
+            if "forward" in vars(module) or foreign:
+                raise NoCertificateError(
+                    f"{name or 'the stack'}: a forward hook, or a forward of its own, may change "
+                    "what it computes; remove it, then certify"
+                )
+        # A subclass may compute something else; a branch says itself that it is proven.
+        require_type("the stack", self, (InvertibleStack,))
+        for index, block in enumerate(self.blocks):
+            require_type(f"block_{index:02d}", block, (InvertibleBlock,))
+            for name, layer in block.named_children():
+                require_type(full_name(index, name), layer, (InvertibleResidual, ActivationNorm))
+        for name, layer in self.residual_layers():
+            own = original_class(layer.branch)
+            require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
+            require_type(name, layer.scaling, (DiagonalScaling, type(None)))
+            for part in layer.branch.modules():
+                if isinstance(part, VisibilityMask):  # whose mass enters the bound
+                    require_type(name, part, POSITIONS)
+
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:
         """Initialise every scale and shift from the activations that this batch produces."""
@@ -148,14 +193,13 @@ class InvertibleStack(nn.Module):
         self,
         z: Tokens,
         weights: StackWeights | None = None,
-        certificate: "Certificate | None" = None,
+        certificate: Certificate | None = None,
         **options: Any,
     ) -> StackSolution:
         """Undo the layers from the top down.
 
-        The error bound follows E ← E · max D⁻¹ through a channel-wise map (and its rounding) and
-        E ← e_l + E / (1 − c_l) through a residual layer whose own bound is e_l. A causal constant
-        bounds no error, so there the bound is infinite (docs/numerics.md).
+        ``error_bound`` is the :func:`.stack_error_bound` of the layers; it is infinite for causal
+        constants, which bound no error (docs/numerics.md).
 
         Args:
             z: the output of the stack.
@@ -169,18 +213,20 @@ class InvertibleStack(nn.Module):
             ValueError: the certificate is of another kind or norm than this stack's targets, or of
                 shorter sequences.
         """
+        if certificate is None:
+            self.require_proven()
         weights = weights or self.weights()
         if certificate is None:
-            from invformer.nn.certificate import certify  # which is about stacks
-
-            certificate = certify(self, dtype=z.dtype, weights=weights)
-        if (certificate.kind, certificate.norm) != (self.kind, self.norm):
+            bounds, longest = self.bounds(self.norm, self.kind, z.dtype, weights), self.seq_len
+        elif (certificate.kind, certificate.norm) == (self.kind, self.norm):
+            bounds, longest = certificate.per_branch, certificate.seq_len
+        else:
             raise ValueError(
                 f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
                 f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
             )
-        if z.shape[-2] > certificate.seq_len:
-            raise ValueError(f"the certificate holds up to {certificate.seq_len} tokens")
+        if z.shape[-2] > longest:
+            raise ValueError(f"the certificate holds up to {longest} tokens")
         solutions: dict[str, FixedPointSolution] = {}
         steps: list[ErrorStep] = []
         for name, layer in reversed(list(self.layers())):
@@ -192,7 +238,7 @@ class InvertibleStack(nn.Module):
             solutions[name], of_layer = layer.solve(
                 z,
                 weights[name],
-                certificate.per_branch[name],
+                bounds[name],
                 self.norm,
                 kind=self.kind,
                 **options,

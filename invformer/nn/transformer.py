@@ -244,10 +244,10 @@ class CharTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, prompt: Integer[Tensor, "*batch tokens"], length: int, *options: Any, **named: Any
+        self, prompt: Integer[Tensor, "*batch tokens"], length: int, **options: Any
     ) -> Integer[Tensor, "*batch longer"]:
         """The prompts and their continuations; the options are those of :meth:`stream`."""
-        return torch.cat([prompt, *self.stream(prompt, length, *options, **named)], -1)
+        return torch.cat([prompt, *self.stream(prompt, length, **options)], -1)
 
     @torch.no_grad()
     def stream(

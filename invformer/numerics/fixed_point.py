@@ -183,7 +183,8 @@ def invert_residual(
     num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
     unverified = torch.ones_like(num_measurements, dtype=torch.bool)
     while bool(unverified.any()):
-        rows.iterate()  # in y's format
+        while bool((running := rows.status == RUNNING).any()):
+            rows.step(running)  # in y's format
         x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
         chosen = slice(None) if bool(unverified.all()) else unverified
         errors[:, chosen] = eq.measure(samples[chosen], x[chosen], fx[chosen])  # in float64
@@ -230,7 +231,7 @@ class _Rows:
         fy: Tensor,
         unreachable: Tensor,
         tokens_apart: bool,
-        max_steps: Tensor | int | None,
+        max_steps: int | None,
     ) -> None:
         """Start at x = y; no answer meets the tolerance for ``unreachable`` samples."""
         self.f, self.eq = f, eq
@@ -241,18 +242,12 @@ class _Rows:
         self.status = status.repeat_interleave(self.per_sample)
         self.length = eq.size(y).repeat_interleave(self.per_sample)
         self.residual, self.num_steps = eq.size(self.fx), torch.zeros_like(self.status)
-        if max_steps is None:
-            max_steps = eq.predicted_steps(self.residual, self.length)
-        self.limit = torch.zeros_like(self.status) + max_steps
+        limit = eq.predicted_steps(self.residual, self.length) if max_steps is None else max_steps
+        self.limit = torch.zeros_like(self.status) + limit
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """The largest entry of every sample's rows."""
         return rows.view(-1, self.per_sample).amax(1)
-
-    def iterate(self) -> None:
-        """Take steps until every row has a verdict."""
-        while bool((running := self.status == RUNNING).any()):
-            self.step(running)
 
     def step(self, running: Tensor) -> None:
         """x ← y − f(x) in the running rows, and their verdicts."""

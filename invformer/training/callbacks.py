@@ -15,7 +15,8 @@ from torch import Tensor
 from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.report import write_json
-from invformer.nn.certificate import Certificate, certify, enforce
+from invformer.nn.certificate import Certificate
+from invformer.nn.proof import certify, enforce
 from invformer.numerics.precision import without_autocast
 from invformer.runs.collective import largest_of_processes
 from invformer.runs.saving import METADATA

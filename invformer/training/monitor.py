@@ -15,7 +15,8 @@ from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
-from invformer.nn.certificate import NoCertificateError, certify
+from invformer.nn.certificate import NoCertificateError
+from invformer.nn.proof import certify
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel

@@ -8,7 +8,7 @@ import torch
 
 from invformer.errors import CertificateViolation
 from invformer.evaluation.inversion import round_trip
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from tests.nn.builders import SEQ_LEN, VOCAB, contractive_model, random_tokens, trained_a_little
 
 

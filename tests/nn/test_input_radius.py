@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from tests.nn.builders import SEQ_LEN, contractive_model, random_tokens, trained_a_little
 from tests.problems import dense_jacobian

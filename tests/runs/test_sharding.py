@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig, OptimConfig
-from invformer.nn.certificate import certify
+from invformer.nn.proof import certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
 from invformer.runs.sharding import (
     clip,

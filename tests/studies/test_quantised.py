@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from invformer.nn.certificate import enforce
+from invformer.nn.proof import enforce
 from studies.quantised import Case, Result, in_bits, summarise
 from tests.nn.builders import baseline, coupling, scaled_model, trained_a_little
 
