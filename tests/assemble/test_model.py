@@ -25,7 +25,7 @@ def test_every_experiment_composes_and_its_model_predicts(name: str) -> None:
         assert model(torch.arange(8)[None]).isfinite().all()
 
 
-def test_who_is_seen_reaches_the_layers() -> None:
+def test_the_mask_reaches_the_layers() -> None:
     plain = ModelConfig(name="contractive_bounded", d_model=16)
     past = ModelConfig(
         name="contractive_bounded", certificate="causal", strictly_causal=True,

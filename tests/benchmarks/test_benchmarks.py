@@ -187,7 +187,7 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
         (["--compile"], "argument --compile: torch.compile does not work here: no compiler"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_in_one_line_before_anything_is(
+def test_impossible_arguments_are_refused_in_one_line_beforehand(
     words: list[str],
     message: str,
     tmp_path: Path,

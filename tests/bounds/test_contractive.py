@@ -140,7 +140,7 @@ def test_shared_masses_may_be_given_once() -> None:
 
 
 @pytest.mark.parametrize("where", ["w_q", "g", "bias"])
-def test_what_is_not_finite_gets_an_infinite_bound(where: str) -> None:
+def test_weights_that_are_not_finite_get_an_infinite_bound(where: str) -> None:
     w_q, g, rows = torch.randn(2, 4, 2), torch.randn(2, 2, 4), torch.zeros(2, 5)
     {"w_q": w_q, "g": g, "bias": rows}[where].view(-1)[4] = math.nan
     assert token_max_bound(w_q, g, rows[:, -1]) == math.inf

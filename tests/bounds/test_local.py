@@ -126,7 +126,7 @@ def test_single_precision_inputs_give_a_bound_in_double_rounded_outward(name: st
 
 
 @pytest.mark.parametrize("name", ALL_BOUNDS)
-def test_what_is_not_a_number_is_bounded_by_infinity(name: str) -> None:
+def test_nan_is_bounded_by_infinity(name: str) -> None:
     case = attention_case(9)
     broken = replace(case, x=torch.stack([case.x, torch.full_like(case.x, torch.nan)]))
     bound = ALL_BOUNDS[name](*broken.weights)

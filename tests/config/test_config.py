@@ -98,7 +98,7 @@ def test_a_value_stays_text_until_it_meets_the_type_of_its_field(word: str, valu
     assert getattr(getattr(train(word), section), key) == value
 
 
-def test_what_is_left_alone_follows_the_rest() -> None:
+def test_options_that_are_not_set_follow_the_others() -> None:
     steps = [[], ["trainer.max_steps=5"], ["trainer.max_steps=500"], ["optim.warmup_steps=300"]]
     assert [train(*words).warmup_steps for words in steps] == [100, 1, 51, 300]
     model = ModelConfig(d_model=24)
@@ -204,7 +204,7 @@ def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> Non
     assert refusal(*words.split()).startswith(f"{key}: would be ignored: ")
 
 
-def test_what_a_file_sets_for_another_model_is_ignored_and_not_repeated(tmp_path: Path) -> None:
+def test_settings_of_a_file_for_another_model_are_ignored_and_not_repeated(tmp_path: Path) -> None:
     text = "model: {name: l2, certificate: null, lipschitz_target: 0.9}"
     (tmp_path / "mine.yaml").write_text(text)
     assert "lipschitz_target" not in command_line(train(f"experiment={tmp_path}/mine.yaml"))

@@ -60,7 +60,7 @@ def test_a_pipe_is_read_where_it_was_typed_and_not_waited_for_elsewhere(tmp_path
         assert "not a regular file" in refusal(other)
 
 
-def test_what_a_checkpoint_names_is_bounded_all_together(
+def test_the_texts_that_a_checkpoint_names_are_bounded_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 25)
@@ -116,7 +116,7 @@ def test_a_damaged_archive_is_refused_and_never_a_bug(tmp_path: Path, method: in
             whole(corpus_at(path))
 
 
-def test_what_macos_adds_to_an_archive_is_no_second_file(tmp_path: Path) -> None:
+def test_files_that_macos_adds_to_an_archive_are_ignored(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("folder/", "")
         archive.writestr("folder/a.txt", "the text")

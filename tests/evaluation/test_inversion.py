@@ -57,7 +57,7 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
         replace(trip, tokens=tokens).proof()
 
 
-def test_what_does_not_converge_is_counted_as_it_is() -> None:
+def test_samples_that_do_not_converge_are_counted() -> None:
     model = trained_a_little(contractive_model(0.97)).eval()
     trip = round_trip(model, named_tokens(4), certify(model), max_steps=1)
     assert trip.numbers()["converged_fraction"] < 1

@@ -33,7 +33,7 @@ def naive_probability(train: list[int], context: list[int], x: int) -> float:
 
 @pytest.mark.parametrize("chunk", [2, 7, 1000])
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
-def test_it_agrees_with_the_definition(
+def test_the_n_gram_agrees_with_its_definition(
     order: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ngram, "CHUNK", chunk)

@@ -55,7 +55,7 @@ def test_a_page_has_everything_and_refers_to_nothing(report: dict) -> None:
     assert elements.text.count(first["recovered"]) >= 2
 
 
-def test_what_a_model_wrote_is_text_and_no_markup(report: dict) -> None:
+def test_text_of_a_model_is_escaped_in_a_page(report: dict) -> None:
     said = "<script>alert(1)</script>\x1b[31m"
     marked = {"text": said, "recovered": said, "marks": "✓·✗" * 9 + "✓✓✓"}
     found = page(

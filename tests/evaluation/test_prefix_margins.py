@@ -315,7 +315,7 @@ def test_numbers_that_are_none_prove_nothing(number: float) -> None:
 
 
 @torch.no_grad()
-def test_what_sees_later_tokens_is_not_proven_and_says_why() -> None:
+def test_attention_to_later_tokens_is_not_proven_and_says_why() -> None:
     model = ready(contractive_model)
     mask = VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
     model.stack.blocks[0].attention.branch.position = mask

@@ -40,7 +40,7 @@ def evaluate(folder: Path, *more: str) -> dict:
     return evaluated(folder, *QUICK, *more)
 
 
-def test_a_checkpoint_cannot_make_us_read_what_is_no_file_of_text(folder: Path) -> None:
+def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     for path in ("/dev/zero", str(folder / "pipe")):
         (saved,) = (folder / "checkpoints").iterdir()

@@ -122,7 +122,7 @@ def test_neither_autocast_nor_fast_float32_products_reach_the_normaliser() -> No
 
 @pytest.mark.parametrize("scale", [1e-36, 1e-30, 1e-22, 1e-15, 1e15, 1e18, 1e25, 1e36])
 @pytest.mark.parametrize("size", [20, 256])
-def test_what_a_square_would_push_out_of_the_format_is_scaled_first(
+def test_tensors_whose_squares_would_overflow_or_underflow_are_scaled_first(
     scale: float, size: int
 ) -> None:
     weight = torch.randn(2 * size, size, dtype=torch.float32)
@@ -167,7 +167,7 @@ def test_squarings_of_a_large_cluster_never_underflow(
 
 
 @only_compiled
-def test_where_the_first_trial_fails_a_wider_one_comes_before_squarings(
+def test_a_failed_first_trial_is_followed_by_a_wider_one_before_squarings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = [matrix_with(torch.linspace(1, end, 256), 256, 300) for end in (0.1, 0.5, 0.9)]

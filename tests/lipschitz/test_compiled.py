@@ -101,7 +101,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*found)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_stays_nan() -> None:
     model = trained()
     weights = model.weights()
     weights["block_00/feed_forward"].branch.w_in.data[0, 0] = torch.nan

@@ -170,7 +170,7 @@ def foreign(model: CharTransformer) -> None:
         (foreign, "block_01: no proof is known for Linear"),
     ],
 )
-def test_what_may_compute_something_else_is_refused_by_name(
+def test_hooks_and_subclasses_are_refused_by_name(
     change: Callable[[CharTransformer], None], message: str
 ) -> None:
     model = contractive_model()

@@ -84,7 +84,7 @@ def test_true_constants_stay_below_local_bounds_below_certificates_however_sharp
             assert made.lipschitz_bound("token_max") == made.lipschitz_bound("frobenius") <= TARGET
 
 
-def test_what_earlier_tokens_enter_with_costs_the_diagonal_block_nothing() -> None:
+def test_weights_of_earlier_tokens_cost_the_diagonal_block_nothing() -> None:
     made = layer()
     before, whole = made.causal_bound(), made.lipschitz_bound("token_max")
     with torch.no_grad():

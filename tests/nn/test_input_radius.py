@@ -44,7 +44,7 @@ def test_no_jacobian_exceeds_the_bounds_of_the_branches(options: dict) -> None:
 
 
 @pytest.mark.parametrize("options", MODELS)
-def test_what_a_branch_adds_stays_bounded_however_large_its_input(options: dict) -> None:
+def test_the_output_of_a_branch_stays_bounded_however_large_its_input(options: dict) -> None:
     model = model_in_a_ball(**options)
     for _, layer, x in layers_and_inputs(model, random_tokens(2)):
         added = [layer.f(scale * x).norm(dim=-1).max().item() for scale in (1e3, 1e6)]

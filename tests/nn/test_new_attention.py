@@ -122,7 +122,7 @@ def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) 
 
 
 @pytest.mark.parametrize(("key", "value"), [("certificate", "causal"), ("d_head", 4)])
-def test_what_the_new_attention_does_not_read_is_refused(
+def test_options_that_the_new_attention_does_not_read_are_refused(
     key: str, value: Any, model: CharTransformer
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"model.{key}: .*position"):

@@ -30,7 +30,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("options", MODELS)
-def test_what_a_branch_adds_to_the_stream_contracts_in_its_weighted_norm(options: dict) -> None:
+def test_the_output_of_a_branch_contracts_in_its_weighted_norm(options: dict) -> None:
     model = trained_a_little(scaled_model(**options))
     certificate = certify(model, dtype=torch.float64)
     x = model.embedding(random_tokens(1)).detach()

@@ -37,7 +37,7 @@ def test_an_error_comes_back_in_other_scales_only_as_far_as_channels_allow() -> 
     assert 2e-3 <= bound.item() <= 2e-3 * (1 + 1e-4)  # 0.1 by the largest scales alone
 
 
-def test_what_a_residual_layer_adds_to_an_error_from_above_is_in_the_bound() -> None:
+def test_the_error_of_a_residual_layer_is_in_the_bound() -> None:
     """f(x) = −c x is the witness: an error e becomes e/(1 − c), and c e/(1 − c) of that is new."""
     c, error, scale = 0.75, torch.tensor([1e-3]), torch.tensor([math.log(2.0)])
     undone = scale_step(torch.zeros(1, 1, 1), scale, torch.zeros(1), "token_max")

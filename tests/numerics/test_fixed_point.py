@@ -148,7 +148,7 @@ def test_biases_that_cancel_inside_put_no_error_above_its_bound(
 @pytest.mark.parametrize(
     ("dtype", "scale"), [(torch.float64, 1e-160), (torch.float64, 1e-308), (torch.float32, 3e-45)]
 )
-def test_what_underflows_is_covered_by_the_bound(dtype: torch.dtype, scale: float) -> None:
+def test_underflow_is_covered_by_the_bound(dtype: torch.dtype, scale: float) -> None:
     x = (scale * (1 + torch.rand(20, 3, 2))).to(dtype)
     with denormals_flushed():
         y = x + 0.5 * x
@@ -259,7 +259,7 @@ def test_the_error_says_how_many_failed_how_badly_and_what_to_try() -> None:
 
 
 @pytest.mark.parametrize("constant", [1.0, math.nan, -0.1])
-def test_a_constant_that_is_none_is_refused_and_no_constant_gives_no_bound(constant: float) -> None:
+def test_constants_outside_zero_to_one_are_refused_and_none_gives_no_bound(constant: float) -> None:
     solve = partial(invert_residual, lambda z: 0.5 * z, torch.ones(2, 3), norm="token_max")
     with pytest.raises(ValueError, match=r"must be in \[0, 1\)"):
         solve(lipschitz_bound=constant)
@@ -276,7 +276,7 @@ def test_a_constant_that_is_none_is_refused_and_no_constant_gives_no_bound(const
         (torch.zeros(2, 3), lambda z: z[..., :1], "must keep dtype and shape"),
     ],
 )
-def test_what_cannot_be_inverted_is_refused_in_one_line(
+def test_tensors_that_cannot_be_inverted_are_refused_in_one_line(
     y: Tensor, f: Callable[[Tensor], Tensor], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -110,7 +110,7 @@ def test_the_rounded_up_forms_are_above_the_truth_and_close() -> None:
             assert gap <= upper <= gap * (1 + mpmath.mpf(1e-12)) + 1e-300
 
 
-def test_what_is_not_finite_gets_an_infinite_bound_and_nobody_else_the_least_one() -> None:
+def test_nan_and_infinity_get_an_infinite_bound_and_no_mass_the_least_one() -> None:
     for unknown in (math.inf, math.nan):
         assert phi_inverse_upper(unknown) == causal_gain_upper(unknown) == math.inf
     assert (phi_inverse_upper(-math.inf), causal_gain_upper(-math.inf)) == (0, 1)

@@ -136,6 +136,6 @@ def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) ->
 @pytest.mark.parametrize(
     "wrong", [torch.zeros(3), torch.zeros(2, 0), torch.zeros(2, 2, dtype=torch.int64)]
 )
-def test_what_is_no_matrix_is_refused(wrong: Tensor) -> None:
+def test_tensors_that_are_not_matrices_are_refused(wrong: Tensor) -> None:
     with pytest.raises(ValueError, match="real matrix"):
         spectral_norm_bound(wrong)

@@ -74,6 +74,6 @@ def test_any_nested_state_comes_back(tree: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [{1}, b"x", object(), {(1,): 1}, 1j])
-def test_what_is_not_plain_is_refused_when_it_is_saved(value: Any) -> None:
+def test_values_that_are_not_plain_are_refused_when_they_are_saved(value: Any) -> None:
     with pytest.raises(TypeError, match="a checkpoint h"):
         pack({"deep": [value]})

@@ -154,7 +154,7 @@ def test_a_console_without_a_character_shows_its_number() -> None:
     os.close(reader)
 
 
-def test_what_an_error_or_a_warning_quotes_sends_a_terminal_no_commands(
+def test_errors_and_warnings_send_a_terminal_no_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def work() -> None:

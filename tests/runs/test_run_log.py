@@ -103,7 +103,7 @@ def test_rows_that_are_missing_before_the_step_a_run_continues_from_are_told(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/x")])
-def test_a_metrics_file_that_is_none_is_a_storage_error(tmp_path: Path, make: Any) -> None:
+def test_metrics_in_no_regular_file_are_a_storage_error(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be read"):
         JsonLinesLogger(tmp_path / "metrics.jsonl")

@@ -110,7 +110,7 @@ def test_the_verdict_follows_who_failed_beyond_ten_layers(
     assert verdict(failed)[0].startswith(outcome)
 
 
-def test_what_a_batch_keeps_grows_with_depth_and_leaves_weights_out() -> None:
+def test_activations_kept_by_a_batch_grow_with_depth_and_leave_weights_out() -> None:
     few, many = (measure(tiny_case("dot_product", n, "num_steps=1"), CPU) for n in (2, 4))
     per_block = (many.kept_mebibytes - few.kept_mebibytes) / 2
     # Two inputs of LayerNorm, their two outputs, q, k, v, attention's output, hidden units twice.

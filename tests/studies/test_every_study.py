@@ -128,7 +128,7 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
     ],
 )
-def test_what_cannot_be_asked_for_is_one_line(
+def test_impossible_options_are_refused_in_one_line(
     name: str, words: str, code: int, message: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip

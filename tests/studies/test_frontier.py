@@ -54,7 +54,7 @@ def only(*words: str) -> Case:
     return case
 
 
-def test_what_would_be_the_same_training_stands_in_the_grid_once() -> None:
+def test_equal_trainings_stand_in_the_grid_once() -> None:
     found = grid(
         "certificates=[token_max, causal]",
         "lipschitz_targets=[0.5, 0.9]",

@@ -29,7 +29,7 @@ def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
     assert entry_max <= ours <= entry_max_bound(w_q, w_v, w_o, log_mass)
 
 
-def test_what_is_not_finite_gets_an_infinite_bound() -> None:
+def test_weights_that_are_not_finite_get_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
     w_q[0, 1, 1] = math.nan
     assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf

@@ -289,7 +289,7 @@ def test_few_round_values_of_a_logarithmic_axis_are_its_ticks(
         ([False, None], "not reproduced"),
     ],
 )  # fmt: skip
-def test_what_is_no_claim_reproduces_nothing(held: list[bool | None], outcome: str) -> None:
+def test_a_study_without_a_claim_reproduces_nothing(held: list[bool | None], outcome: str) -> None:
     assert outcome_of((holds, "words") for holds in held) == outcome
 
 

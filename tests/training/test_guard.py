@@ -104,7 +104,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_where_nobody_waits_for_the_device_the_update_is_skipped_and_refused_later(
+def test_without_waiting_for_the_device_an_update_is_skipped_and_refused_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
     monkeypatch.setattr(CharLanguageModel, "refuses_at_once", lambda _: False)
@@ -205,7 +205,7 @@ def test_the_guards_norm_is_that_of_clipping_to_the_last_bit() -> None:
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True))
 
 
-def test_what_was_skipped_is_never_saved(folder: Path) -> None:
+def test_skipped_updates_are_never_saved(folder: Path) -> None:
     run = run_of(folder, *DROPOUT)
     refuse: Callable[[dict], None] = run.module.on_save_checkpoint
     inspect(run.module.guard, 4, NAN, *(0.5 for _ in run.module.model.parameters()))
