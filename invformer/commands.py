@@ -75,7 +75,9 @@ def train(config: TrainConfig) -> None:
         end_with_launcher()
     elif config.trainer.devices > 1:
         from invformer.runs.launcher import launch
+        from invformer.runs.machine import refuse_missing_devices
 
+        refuse_missing_devices(config.trainer)
         launch(config.trainer.devices)
         return
     else:

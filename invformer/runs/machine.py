@@ -12,6 +12,7 @@ import torch
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.host import compiler_complaint
+from invformer.runs.ranks import usable_cores
 
 if TYPE_CHECKING:  # benchmarks ask for the commit, and load no configuration
     from invformer.config.schema import TrainConfig, TrainerConfig
@@ -32,19 +33,27 @@ def pick_device(name: str, key: str) -> torch.device:
     return device
 
 
+def refuse_missing_devices(config: "TrainerConfig") -> None:
+    """Raise ConfigurationError if there are fewer devices than asked for.
+
+    A processor counts as one device a core; two are always there, to try things out.
+    """
+    cuda, cores = torch.cuda.device_count(), max(2, usable_cores())
+    present = {"cuda": cuda, "gpu": cuda, "cpu": cores, "auto": cuda or cores}[config.accelerator]
+    if config.devices > present:
+        raise ConfigurationError(
+            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
+            f"for, {present} are here; lower trainer.devices or try trainer.accelerator=cpu"
+        )
+
+
 def refuse_missing_requirements(config: "TrainConfig") -> None:
     """Raise ConfigurationError if this machine cannot train as asked.
 
     Checked are the number of devices, the attention kernel, the compiler and the loggers.
     """
     trainer = config.trainer
-    cuda = torch.cuda.device_count()
-    present = {"cuda": cuda, "gpu": cuda, "auto": cuda or trainer.devices}
-    if trainer.devices > present.get(trainer.accelerator, trainer.devices):
-        raise ConfigurationError(
-            f"trainer.accelerator: {trainer.devices} devices of kind {trainer.accelerator} are "
-            f"asked for, {present[trainer.accelerator]} are here; try trainer.accelerator=cpu"
-        )
+    refuse_missing_devices(trainer)
     device = training_device(trainer)
     if config.model.attention_kernel == "native":
         missing = native.complaint() if device.type == "cpu" else "it is for the CPU"

@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from invformer import commands
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import ConfigurationError
-from invformer.runs import machine
+from invformer.runs import launcher, machine
 from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device
 from invformer.runs.ranks import usable_cores
 
@@ -23,6 +24,19 @@ def test_devices_that_are_not_there_are_a_configuration_error(
     with pytest.raises(ConfigurationError, match=r"trainer\.accelerator: 2 devices"):
         refuse_missing_requirements(config)
     refuse_missing_requirements(load_config(["trainer.accelerator=cpu", "trainer.devices=2"]))
+
+
+def test_more_processes_than_cores_are_refused_before_one_is_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    started: list[int] = []
+    monkeypatch.setattr(launcher, "launch", started.append)
+    words = ["trainer.accelerator=cpu", "data.batch_size=20"]
+    commands.train(load_config([*words, "trainer.devices=4"]))
+    with pytest.raises(ConfigurationError, match=r"5 devices of kind cpu .* 4 are here; lower"):
+        commands.train(load_config([*words, "trainer.devices=5"]))
+    assert started == [4]
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
