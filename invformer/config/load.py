@@ -136,10 +136,8 @@ def command_line(config: Root) -> str:
 def help_text(schema: type[Root] = TrainConfig) -> str:
     """Usage, presets by group, and every field with type, interval, default and meaning."""
     presets = "[group=preset ...] " if schema.groups else ""
-    usage = (
-        f"{shlex.join(typed(schema.program))} {presets}[key=value ...] [--print-config] [--debug]"
-    )
-    lines = [f"usage: {usage} [--help]", "", schema.__doc__ or ""]
+    words = f"{presets}[key=value ...] [--print-config] [--debug] [--help]"
+    lines = [f"usage: {shlex.join(typed(schema.program))} {words}", "", schema.__doc__ or ""]
     lines += ["", "presets (group=name):"] if schema.groups else []
     for group in schema.groups:
         names = ", ".join(_presets(group)) or "none found"
