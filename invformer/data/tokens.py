@@ -15,8 +15,7 @@ from invformer.data.corpus import SPLITS, Corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
 from invformer.kernels.host import cache_folder
-from invformer.runs.files import PARTIAL
-from invformer.runs.run_lock import wait_for_lock
+from invformer.runs.files import PARTIAL, wait_for_lock
 
 MAPPED_BYTES = 64 << 20  # corpora with more tokens are mapped
 

@@ -13,8 +13,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 
 from invformer.errors import StorageError
-from invformer.runs.files import open_kept, read_regular, replace_file
-from invformer.runs.run_lock import require_lock
+from invformer.runs.files import open_kept, read_regular, replace_file, require_lock
 from invformer.runs.run_log import read_row
 
 DAMAGED = "metrics.damaged"  # beside metrics.jsonl: the lines of it that are no rows

@@ -9,10 +9,9 @@ from invformer.config import load_config, typed
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
-from invformer.runs.files import PARTIAL, read_regular
+from invformer.runs.files import LOCK, PARTIAL, lock_run, read_regular
 from invformer.runs.launcher import from_first_rank
 from invformer.runs.ranks import is_rank, launcher_value
-from invformer.runs.run_lock import LOCK, lock_run
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 BEFORE_TRAINING = {LOCK, CONFIG, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
@@ -40,12 +39,8 @@ def directory_of(config: TrainConfig) -> RunDirectory:
     """The run's folder, opened by the first process, which tells the others."""
     if not is_first_process():
         return RunDirectory(Path(from_first_rank(None)))
-    directory = open_run(
-        expand_home(config.run.root),
-        config.run.name,
-        f"{config.model.name}-{config.data.name}",
-        config.run.resume,
-    )
+    run, default_name = config.run, f"{config.model.name}-{config.data.name}"
+    directory = open_run(expand_home(run.root), run.name, default_name, run.resume)
     sweep(directory.path)
     sweep(directory.checkpoints)
     if is_rank():

@@ -24,9 +24,9 @@ from invformer.runs.checkpoint import (
     write_part,
 )
 from invformer.runs.contained import in_background
+from invformer.runs.files import require_lock
 from invformer.runs.ranks import launcher_value
 from invformer.runs.resume import DATA, follow_schedule, require_own_state
-from invformer.runs.run_lock import require_lock
 
 GRACE = 60.0  # seconds for writing the last checkpoint of a run that fails
 METADATA = "invformer"  # where a run puts what ``model.json`` says
