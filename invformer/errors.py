@@ -36,6 +36,12 @@ class NonFiniteError(InvformerError):
 
     exit_code = 5
 
+    @classmethod
+    def at(cls, step: int, what: str) -> "NonFiniteError":
+        """The error that ends a run at a step: what is wrong, and what to do."""
+        advice = "lower optim.lr and optim.muon_lr (the last good checkpoint is kept)"
+        return cls(f"step {step}: {what}; {advice}")
+
 
 class CertificateViolation(InvformerError):
     """An estimate exceeded a bound in the same norm, or a bound its target: a bug, never noise."""

@@ -22,7 +22,7 @@ from invformer.runs.collective import largest_of_processes
 from invformer.runs.saving import METADATA
 from invformer.runs.sharding import is_sharded
 from invformer.training.module import CharLanguageModel
-from invformer.training.rows import Numbers, is_step_boundary, log_table, non_finite, record
+from invformer.training.rows import Numbers, is_step_boundary, log_table, record
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class CertificateKeeper(L.Callback):
             self.certificate = enforce(pl_module.model, self.dtype)
             self.certified_at = trainer.global_step
         except NonFiniteError as error:
-            raise non_finite(pl_module.step, str(error)) from None
+            raise NonFiniteError.at(pl_module.step, str(error)) from None
         if not self.certificate.holds:
             raise CertificateViolation(
                 f"step {pl_module.step}: certified {self.certificate.norm} bound "

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import window_nats
 from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.nn.spectral import refresh_normalisers
@@ -22,7 +23,7 @@ from invformer.runs.saving import METADATA
 from invformer.runs.sharding import clip, gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
-from invformer.training.rows import non_finite, record
+from invformer.training.rows import record
 from invformer.training.weight_average import WeightAverage
 
 LN2 = math.log(2)
@@ -144,7 +145,7 @@ class CharLanguageModel(L.LightningModule):
         step, what = culprit
         data = getattr(self.trainer, "datamodule", None)
         where = f" in windows {data.windows_of(step)}" if data is not None else ""
-        raise non_finite(step, f"{what}{where}; the update was not made")
+        raise NonFiniteError.at(step, f"{what}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""
@@ -201,7 +202,7 @@ class CharLanguageModel(L.LightningModule):
         nats, count = mean_of_processes(self.scored)
         bpc = nats / count / LN2
         if not math.isfinite(bpc.item()):
-            raise non_finite(self.step, f"validation bits per character are {bpc.item()}")
+            raise NonFiniteError.at(self.step, f"validation bits per character are {bpc.item()}")
         step = torch.tensor(self.step, dtype=torch.float64)  # where Lightning looks for the step
         self.log_dict({"val/bpc": bpc, "val/nats": bpc * LN2, "step": step}, sync_dist=False)
 

@@ -11,7 +11,7 @@ from jaxtyping import Integer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor, cat
 
-from invformer.errors import CertificateViolation, NonFiniteError
+from invformer.errors import CertificateViolation
 from invformer.evaluation.lipschitz import require_sandwich
 from invformer.runs.files import replace_file
 from invformer.runs.run_log import Row, by_branch
@@ -152,10 +152,3 @@ def is_step_boundary(trainer: L.Trainer) -> bool:
     """Whether the batch that just ended also ended an optimiser step."""
     num_batches = trainer.fit_loop.epoch_loop.batch_idx + 1
     return num_batches % trainer.accumulate_grad_batches == 0 or trainer.is_last_batch
-
-
-def non_finite(step: int, what: str) -> NonFiniteError:
-    """The error that ends a run whose numbers are lost: where, what, and what to do."""
-    return NonFiniteError(
-        f"step {step}: {what}; lower optim.lr and optim.muon_lr (the last good checkpoint is kept)"
-    )
