@@ -33,9 +33,7 @@ from invformer.training.progress import percent
 ALERTS = {5: "not finite", 6: "certificate violated", 9: "rank lost"}  # by exit code
 NGRAM_AT_ONCE = 1_000_000  # characters; evaluate.py counts longer texts
 # While a state is restored they mean that it is none of this run.
-REFUSALS = (
-    CheckpointError, KeyError, IndexError, AttributeError, TypeError, ValueError, RuntimeError,
-)  # fmt: skip
+REFUSALS = (CheckpointError, LookupError, AttributeError, TypeError, ValueError, RuntimeError)
 
 
 @dataclass(frozen=True)
