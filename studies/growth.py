@@ -34,7 +34,6 @@ from invformer.config.section import option
 from invformer.data.corpora import Corpus, read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.lipschitz.power_iteration import operator_norm
 from invformer.nn.attention import TiedL2Attention
 from invformer.nn.kim_attention import paper_output_map
@@ -42,6 +41,7 @@ from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import LinearMap, linearise
+from invformer.runs.checkpoint import read_checkpoint
 from studies import castin
 from studies.layer_bounds import jacobian_of, project, tied_attention
 from studies.power_law import Fit, fit

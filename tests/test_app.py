@@ -16,8 +16,7 @@ import torch
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CheckpointError
-from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
 from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit

@@ -19,11 +19,10 @@ from invformer.config.schema import TrainConfig
 from invformer.config.trained import is_hub_name
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, CheckpointError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.proof import certify
 from invformer.nn.quantised import unpacked
 from invformer.nn.transformer import CharTransformer
-from invformer.runs.checkpoint import PREFIX, Checkpoint, checked_metadata
+from invformer.runs.checkpoint import PREFIX, Checkpoint, checked_metadata, read_checkpoint
 from invformer.runs.contained import one_line
 
 FIRST_BLOCK = "stack.blocks.0."

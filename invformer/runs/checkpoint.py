@@ -10,6 +10,7 @@ read only after it was verified.
 """
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -59,6 +60,8 @@ STATE_KEYS = {"epoch", "loops", "callbacks", "optimizer_states", "lr_schedulers"
 LEARNING = "learning_weights"  # beside saved weights that are their average
 EVALUATION = "evaluation.json"
 PREFIX = "model."  # of the language model's weights in the module that was trained
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -198,10 +201,7 @@ def encode(
     parts = {n: t.to_local() for n, t in sharded.items()}
     tensors = {n: t for n, t in found.items() if n not in parts}
     if name := first_non_finite({**weights, **must_be_finite({**tensors, **parts})}):
-        raise NonFiniteError(
-            f"step {metadata['step']}: {name} is not finite and is not saved; lower optim.lr "
-            "and optim.muon_lr (the last good checkpoint is kept)"
-        )
+        raise NonFiniteError.at(metadata["step"], f"{name} is not finite and is not saved")
     own = {PART.format(rank): to_bytes(parts)} if parts else {}
     if rank:
         return own
@@ -311,6 +311,47 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     if refused:
         raise CheckpointError(f"{refused[0]}; no other checkpoint in {folder} is whole")
     return None, []
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """Open one checkpoint, or the best of a run folder (else the newest), and run no code in it.
+
+    A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
+
+    Raises:
+        CheckpointError: it is missing, damaged or foreign.
+    """
+    folder = Path(os.path.expanduser(path))
+    try:
+        if folder.is_file() or (folder / MANIFEST).exists():
+            return open_checkpoint(folder)
+        newest, refused = newest_checkpoint(folder / CHECKPOINTS)
+        if newest is None:
+            wanted = "holds no checkpoint" if folder.is_dir() else "does not exist"
+            raise CheckpointError(f"{folder} {wanted}: name a run folder or a checkpoint in it")
+        found = best_checkpoint(newest)
+    except OSError as error:  # a name too long, a folder that may not be entered
+        raise CheckpointError(f"{path:.200}: cannot be read ({error.strerror})") from None
+    for reason in refused:
+        log.warning("%s; taking %s", reason, found.path.name)
+    return found
+
+
+def best_checkpoint(newest: Checkpoint) -> Checkpoint:
+    """The best checkpoint, which the newest names; with a warning the newest if it is lost."""
+    name, folder = newest.metadata.get("best"), newest.path.parent
+    if name in (None, newest.path.name):
+        return newest
+    path = folder / str(name)
+    try:
+        if path not in saved_in(folder):
+            raise CheckpointError(f"{folder}: the best checkpoint is not there any more")
+        best = open_checkpoint(path)
+        best.verify()
+        return best
+    except CheckpointError as error:
+        log.warning("%s; taking %s, the newest, not the best", error, newest.path.name)
+        return newest
 
 
 def saved_in(folder: Path) -> list[Path]:

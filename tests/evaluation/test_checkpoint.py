@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from invformer.errors import CheckpointError
-from invformer.evaluation.checkpoint import read_checkpoint
-from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS
+from invformer.runs.checkpoint import MANIFEST, MODEL, STATE_TENSORS, WEIGHTS, read_checkpoint
 from tests.runs.hostile import edit_json
 from tests.saved_runs import NO_STATE, write_checkpoint
 

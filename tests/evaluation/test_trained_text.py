@@ -12,10 +12,9 @@ from invformer.config.schema import DataConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, DataError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.report import print_table
-from invformer.runs.checkpoint import MODEL
+from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
 from tests.evaluation.test_evaluate import QUICK, TEXT_FILE, Saved
 from tests.runs.hostile import edit_json

@@ -18,7 +18,6 @@ from invformer.assemble.trained import load_model
 from invformer.config import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.nn.transformer import CharTransformer
 from invformer.runs import checkpoint as directory
 from invformer.runs.checkpoint import (
@@ -32,6 +31,7 @@ from invformer.runs.checkpoint import (
     name_for,
     newest_checkpoint,
     open_checkpoint,
+    read_checkpoint,
     saved_in,
     sweep,
     write_directory,

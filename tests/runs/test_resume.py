@@ -19,7 +19,6 @@ from omegaconf import OmegaConf
 from invformer.assemble.run import build_run
 from invformer.config import load_config
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
-from invformer.evaluation.checkpoint import read_checkpoint
 from invformer.runs.checkpoint import (
     LEARNING,
     MODEL,
@@ -27,6 +26,7 @@ from invformer.runs.checkpoint import (
     WEIGHTS,
     Checkpoint,
     newest_checkpoint,
+    read_checkpoint,
 )
 from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
