@@ -59,15 +59,7 @@ print(model.generate("The ", length=200))
 
 
 def write_export(folder: Path, model: "TrainedModel", name: str | None, bits: int | None) -> None:
-    """Write the folder, which must not exist yet or be empty.
-
-    ``name`` is what the model card loads it by; None for the folder's own name. With ``bits`` the
-    matrices are rounded first; the certificate is of the rounded ones, and the evaluation is lost.
-
-    Raises:
-        ConfigurationError: there is no rounding to so many bits.
-        StorageError: it holds something, or cannot be written.
-    """
+    """Write the folder as :meth:`.TrainedModel.export` says; with ``bits`` without evaluation."""
     matrices = {}
     if bits is not None:
         network, matrices = quantised(model.network, bits)

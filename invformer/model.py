@@ -125,13 +125,7 @@ class TrainedModel:
     ) -> Iterator[str]:
         """The characters that continue a prompt, one after the other.
 
-        Args:
-            prompt: at least one character.
-            length: number of characters to add.
-            temperature: 0 takes the likeliest character, 1 samples the model's distribution.
-            top_k: sample among this many likeliest characters; None among all.
-            top_p: sample among the fewest likeliest characters with this probability together.
-            seed: of the sampling.
+        The options are those of :meth:`.CharTransformer.stream`; ``seed`` is of the sampling.
         """
         tokens = self._tokens(prompt)
         generator = torch.Generator(device=self.device).manual_seed(seed)

@@ -25,21 +25,19 @@ TOKENS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class LipschitzEstimate:
-    """‖Jx‖/‖x‖ ≤ ‖J‖ in ``norm`` for each sample, with the vector that proves it.
+    """‖Jx‖/‖x‖ ≤ ‖J‖ for each sample, with the vector that proves it.
 
     Attributes:
         value: gain of ``vector``, a lower bound of the operator norm up to the product's rounding.
         residual: how far ``vector`` is from stationary, relative to ``value``: ‖JᵀJx/σ² − x‖ in
             ``frobenius``, otherwise what another step adds to the gain at least.
         converged: residual ≤ rtol. A stationary point need not be the largest; NaN never converges.
-        norm: the norm of input and output.
         vector: the x of norm one.
     """
 
     value: Float[Tensor, "*batch"]
     residual: Float[Tensor, "*batch"]
     converged: Bool[Tensor, "*batch"]
-    norm: Norm
     vector: Float[Tensor, "*batch tokens width"]
 
 
@@ -78,7 +76,7 @@ def operator_norm(
         w = jacobian.vjp(dual_vector(o, norm))
         residual = stationarity(x, w, gain, norm)
         if step == num_steps - 1 or bool((residual <= rtol).all()):
-            return LipschitzEstimate(gain, residual, residual <= rtol, norm, x)
+            return LipschitzEstimate(gain, residual, residual <= rtol, x)
         further = unit(w, norm)
         if norm == "frobenius":
             further, further_o, before = best_in_span(jacobian, x, o, further, before)
