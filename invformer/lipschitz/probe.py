@@ -8,16 +8,15 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
-from torch import Tensor, nn
+from torch import Tensor
 
 from invformer.lipschitz import compiled
 from invformer.lipschitz.jacobians import StackedBranches, stacked_class
 from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, Step
-from invformer.nn.branch import LipschitzBranch
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.residual import ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights, full_name
-from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormBranch
+from invformer.nn.transformer import CharTransformer, PreNormBlock
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import changed
 
@@ -81,7 +80,7 @@ class LipschitzProbe:
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
             norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.
-            per_token = acts_per_token(branches[0])
+            per_token = branches[0].is_token_wise
             alone = per_token and self.measured == "frobenius"
             if self.measured != "diagonal_block" and not alone:
                 norm = self.measured
@@ -200,13 +199,6 @@ class LipschitzProbe:
 def lowered(gains: Tensor) -> float:
     """1 − 16 ε: a float32 gain may exceed the exact one by its rounding, 0.3 ε in measurements."""
     return 1 - ROUNDINGS * torch.finfo(gains.dtype).eps
-
-
-def acts_per_token(branch: nn.Module) -> bool:
-    """True if f maps every token by itself."""
-    if isinstance(branch, LipschitzBranch):
-        return branch.is_token_wise
-    return isinstance(branch, PreNormBranch) and getattr(branch.inner, "kernel", 0) == 1
 
 
 def certified_in(model: CharTransformer) -> Measured:

@@ -49,10 +49,8 @@ def rounded(weight: Tensor, bits: int, input_dim: int) -> Rounded:
         tried = tried.round().clamp(-max_integer, max_integer)
         error = (tried * scale - weight).square().sum(input_dim, keepdim=True)
         is_better = error < least_error
-        integers, scales = (
-            torch.where(is_better, tried, integers),
-            torch.where(is_better, scale, scales),
-        )
+        integers = torch.where(is_better, tried, integers)
+        scales = torch.where(is_better, scale, scales)
         least_error = torch.minimum(error, least_error)
     return Rounded(integers.to(torch.int8), scales.half(), bits)
 
