@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
@@ -72,12 +71,6 @@ def norms_of_whole(norms: Tensor) -> Tensor:
     squares = norms.double().square()
     dist.all_reduce(squares)
     return squares.sqrt().to(norms)
-
-
-def clip(gradients: Iterable[Tensor], limit: float, norm: Tensor) -> None:
-    """``clip_grads_with_norm_`` for gradients, or parts of them, that have this norm together."""
-    coefficient = (limit / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(list(gradients), coefficient)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class ShardedStrategy(ModelParallelStrategy):

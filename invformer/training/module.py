@@ -8,6 +8,7 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils import clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,7 +21,7 @@ from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
 from invformer.runs.collective import mean_of_processes
 from invformer.runs.saving import METADATA
-from invformer.runs.sharding import clip, gather, is_sharded, local_part, norms_of_whole, shard
+from invformer.runs.sharding import gather, is_sharded, local_part, norms_of_whole, shard
 from invformer.training.guard import UpdateGuard
 from invformer.training.optimizers import learning_rates
 from invformer.training.rows import record
@@ -135,7 +136,7 @@ class CharLanguageModel(L.LightningModule):
             assert self.guard.lost is not None
             optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
         if self.grad_clip is not None:
-            clip(gradients.values(), self.grad_clip, norm)
+            clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:
         """Raise NonFiniteError if an update so far was not finite; waits for the device."""
