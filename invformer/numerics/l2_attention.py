@@ -6,8 +6,7 @@ Per head, with keys, queries and values the same tensor q ∈ R^{N×d} (rows are
 
 In every function q are the queries, p their attention weights, and a bias is added to the logits:
 −∞ hides (i, j), which (i, i) never is. Any leading dimensions are batch dimensions; memory is O(N²)
-per head. Products with the Jacobian use P only: a mask never meets an arithmetic operation, and no
-derivative rule of a fused kernel is needed.
+per head.
 """
 
 import math
