@@ -54,12 +54,12 @@ class VisibilityMask(nn.Module):
 
     def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
         """The additive bias for sequences of ``num_tokens`` (one head: it broadcasts)."""
-        hidden = self.hidden[:num_tokens, :num_tokens]
-        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[None]
+        return self.last_rows(num_tokens, num_tokens)
 
     def last_rows(self, num_rows: int, num_tokens: int) -> Float[Tensor, "heads rows tokens"]:
         """The last rows of the bias for sequences of ``num_tokens``."""
-        return self(num_tokens)[:, num_tokens - num_rows :]
+        hidden = self.hidden[num_tokens - num_rows : num_tokens, :num_tokens]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[None]
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
         """The bias in every form that attention kernels take."""
@@ -96,20 +96,16 @@ class CausalMask(VisibilityMask):
         Raises:
             ValueError: that is more than ``seq_len``, beyond which no constant has been proven.
         """
-        self.require(num_tokens)
-        return self.origin.expand(1, num_tokens)
-
-    def require(self, num_tokens: int) -> None:
-        """Raise ValueError for sequences longer than ``seq_len``."""
         if num_tokens > self.seq_len:
             raise ValueError(f"{num_tokens} tokens are more than the seq_len of {self.seq_len}")
+        return self.lags()[:, :num_tokens]
 
-    def forward(self, num_tokens: int) -> Float[Tensor, "heads tokens tokens"]:
-        """The additive bias b_h(i − j), −∞ above the diagonal, for sequences of ``num_tokens``."""
-        return toeplitz(self.by_lag(num_tokens), num_tokens)
+    def lags(self) -> Float[Tensor, "heads seq_len"]:
+        """b_h at every lag."""
+        return self.origin.expand(1, self.seq_len)
 
     def last_rows(self, num_rows: int, num_tokens: int) -> Float[Tensor, "heads rows tokens"]:
-        """The last rows of the bias for sequences of ``num_tokens``."""
+        """The last rows of b_h(i − j), −∞ above the diagonal, for sequences of ``num_tokens``."""
         return toeplitz(self.by_lag(num_tokens), num_rows)
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
@@ -119,11 +115,11 @@ class CausalMask(VisibilityMask):
 
     def log_mass(self) -> Float[Tensor, "heads"]:
         """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
-        return self.by_lag(self.seq_len)[:, 1:].logsumexp(-1)
+        return self.lags()[:, 1:].logsumexp(-1)
 
     def log_mass_per_row(self) -> Float[Tensor, "heads tokens"]:
         """log n_hi of every row i: the mass of the lags that row can see, in float64."""
-        cumulative = self.by_lag(self.seq_len)[:, 1:].double().logcumsumexp(-1)
+        cumulative = self.lags()[:, 1:].double().logcumsumexp(-1)
         return nn.functional.pad(cumulative, (1, 0), value=-math.inf)
 
 
@@ -147,10 +143,9 @@ class RelativePositionBias(CausalMask):
         first = torch.full_like(slopes, NEAREST) if sees_itself else -slopes
         self.table = nn.Parameter(first - slopes * torch.arange(seq_len - 1))
 
-    def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
+    def lags(self) -> Float[Tensor, "heads seq_len"]:
         """The table, after a zero."""
-        self.require(num_tokens)
-        return nn.functional.pad(self.table, (1, 0))[:, :num_tokens]
+        return nn.functional.pad(self.table, (1, 0))
 
 
 # Those whose mass is known to be that of their biases.
