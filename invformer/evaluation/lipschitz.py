@@ -68,8 +68,8 @@ def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
     Raises:
         CertificateViolation: naming both numbers. It is a bug, never noise.
     """
-    known = [(key, row.get(key)) for key in ("estimate", "local_bound", "bound", "target")]
-    present = [(key, value) for key, value in known if value is not None]
+    keys = ("estimate", "local_bound", "bound", "target")
+    present = [(key, value) for key in keys if (value := row.get(key)) is not None]
     for (low, below), (high, above) in pairwise(present):
         if below > above * (1 + ROUNDING):
             raise CertificateViolation(f"{where}: {low} {below} exceeds {high} {above}")
