@@ -84,7 +84,7 @@ def measure(case: Case, device: torch.device) -> Result:
     return Result(
         broken=entry_max_norm(lambda x: broken_attention(x, w, case.variant), x),
         tied=entry_max_norm(lambda x: tied_attention(x, w.w_q, g), x),
-        bound=kim.entry_max_bound(w.w_q, w.w_v, w.w_o.flatten(0, 1), len(x)),
+        bound=kim.entry_max_bound(w.w_q, w.w_v, w.w_o.flatten(0, 1), kim.log_mass_of(len(x))),
     )
 
 

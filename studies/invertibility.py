@@ -151,9 +151,9 @@ def random_attention(case: Case) -> tuple[nn.Module, float]:
     factor = 1.0
     if isinstance(module, L2Attention) and case.map == "contractive_kim":
         w_o = module.w_o.flatten(0, 1)
-        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, case.seq_len)
+        factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, kim.log_mass_of(case.seq_len))
     elif isinstance(module, L2Attention) and case.map == "contractive":
-        factor = 1 / contractive.token_max_bound(*module.weights(), case.seq_len)
+        factor = 1 / contractive.token_max_bound(*module.weights(), kim.log_mass_of(case.seq_len))
     return module, factor
 
 

@@ -5,24 +5,30 @@
 
 The tie W^K = W^Q, a visible self token and the factor A_h = W^Q_h W^Q_hᵀ/√d in the value path are
 assumptions: without any one of them the map is not Lipschitz. u is the largest φ⁻¹(n_h) of the
-heads (``bounds/contractive.py``, also for ``visible``); the paper has no bias, and n = N − 1. ‖·‖_∞
+heads (``bounds/contractive.py``); the paper has no bias, and n = N − 1. ‖·‖_∞
 is the largest absolute row sum. Results are Python floats, proven, rounding included.
 """
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.contractive import Visible, mean_gaps
+from invformer.bounds.contractive import mean_gaps
 from invformer.bounds.heads import InputMaps
 from invformer.bounds.layers import row_sum_bound
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
 
 
+def log_mass_of(num_tokens: int) -> Float[Tensor, "one"]:
+    """log(N − 1), in float64: without a bias."""
+    return torch.tensor([num_tokens - 1.0], dtype=torch.float64).log()
+
+
 def entry_max_bound(
-    w_q: InputMaps, w_v: InputMaps, w_o: Float[Tensor, "width width_out"], visible: Visible
+    w_q: InputMaps, w_v: InputMaps, w_o: Float[Tensor, "width width_out"], log_mass: Tensor
 ) -> float:
     """Lip(F) in entry_max ≤ (4u + 1/√d) ‖W^Oᵀ‖_∞ max_h(‖W^Q_h‖_∞‖W^Q_hᵀ‖_∞) max_h‖W^V_hᵀ‖_∞."""
-    u = max(mean_gaps(visible, len(w_q)))
+    u = max(mean_gaps(log_mass, len(w_q)))
     bracket = sum_up(product_up(4, u), sqrt_up(quotient_up(1, w_q.shape[-1])))
     query = max(product_up(row_sum_bound(w), row_sum_bound(w.mT)) for w in w_q)
     value = max(row_sum_bound(w.mT) for w in w_v)

@@ -64,7 +64,10 @@ def measure(case: Case, device: torch.device) -> Result:
     """Ascend from every start and evaluate the bound."""
     reached = ascend(case, starts(case).to(device))
     one = torch.ones(1, 1, 1, dtype=torch.float64)
-    return Result(reached.max().item(), kim.entry_max_bound(one, one, one[0], case.num_tokens))
+    return Result(
+        reached.max().item(),
+        kim.entry_max_bound(one, one, one[0], kim.log_mass_of(case.num_tokens)),
+    )
 
 
 def starts(case: Case) -> Float[Tensor, "starts tokens"]:

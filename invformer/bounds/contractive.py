@@ -18,12 +18,10 @@ A layer is F(X)_i = Σ_h Y_i^h G_h with q^h = X W_h and σ_h = ‖W_h‖₂. Arg
 
     w_q      W_h as (heads, width, d_head)
     g        output maps G_h as (heads, d_head, width), every constant folded in
-    visible  n + 1, the number of tokens in the fullest row, or log n_h per head (or one for all)
+    log_mass log n_h of the fullest row of each head, or one for all, in float64
 
 Results are Python floats, proven, rounding included.
 """
-
-import math
 
 import torch
 from jaxtyping import Float
@@ -35,33 +33,31 @@ from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
 from invformer.numerics.rounding import product_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
-Visible = int | Tensor
-
 # Added to log masses, which come from a float64 logsumexp: far above its rounding.
 LOG_MASS_SLACK = 1e-9
 
 
-def mean_gaps(visible: Visible, num_heads: int) -> list[float]:
+def mean_gaps(log_mass: Tensor, num_heads: int) -> list[float]:
     """u = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head."""
-    return [phi_inverse_upper(log_n) for log_n in _log_masses(visible, num_heads)]
+    return [phi_inverse_upper(log_n) for log_n in _log_masses(log_mass, num_heads)]
 
 
-def head_gains(visible: Visible, num_heads: int) -> list[float]:
+def head_gains(log_mass: Tensor, num_heads: int) -> list[float]:
     """4 φ⁻¹(n) + 1 ≥ Σ_j ‖∂Y_i/∂q_j‖₂ of every head."""
-    return [sum_up(product_up(4, u), 1) for u in mean_gaps(visible, num_heads)]
+    return [sum_up(product_up(4, u), 1) for u in mean_gaps(log_mass, num_heads)]
 
 
-def diagonal_gains(visible: Visible, num_heads: int) -> list[float]:
+def diagonal_gains(log_mass: Tensor, num_heads: int) -> list[float]:
     """1 + 2 W₀(n e^{−3/2}) ≥ ‖∂Y_i/∂q_i‖₂ of every head."""
-    return [causal_gain_upper(log_n) for log_n in _log_masses(visible, num_heads)]
+    return [causal_gain_upper(log_n) for log_n in _log_masses(log_mass, num_heads)]
 
 
-def token_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
+def token_max_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
     """Lip(F) in token_max ≤ min_w ‖[κ_h σ_h G_h/w_h]_h‖₂ √(Σ_h w_h²), κ_h = 4 φ⁻¹(n_h) + 1.
 
     This is at most √H ‖Ĝ‖₂ where G_h = Ĝ_h/(κ_h σ_h), at any number of tokens.
     """
-    kappas, sigmas = head_gains(visible, len(w_q)), spectral_norm_bound(w_q).tolist()
+    kappas, sigmas = head_gains(log_mass, len(w_q)), spectral_norm_bound(w_q).tolist()
     return separate_inputs(list(map(product_up, kappas, sigmas)), g)
 
 
@@ -80,14 +76,14 @@ def frobenius_bound(
     return shared_input(gains, w_q, g)
 
 
-def entry_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
+def entry_max_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
     """Lip(F) in entry_max ≤ max_k Σ_h (4 √d u_h + 1) ‖W_hᵀ‖_∞ Σ_m |G_h|_mk, u_h = φ⁻¹(n_h).
 
     From the proof of Kim et al. 2021, Theorem 3.2, with each head's product kept together, output
     channel by output channel. Never above the printed form, typically two orders of magnitude
     below it.
     """
-    gaps = mean_gaps(visible, len(w_q))
+    gaps = mean_gaps(log_mass, len(w_q))
     brackets = (sum_up(product_up(4, sqrt_up(w_q.shape[-1]), u), 1) for u in gaps)
     gains = [product_up(a, row_sum_bound(w.mT)) for a, w in zip(brackets, w_q, strict=True)]
     scale = torch.tensor(gains, dtype=torch.float64)[:, None, None]
@@ -96,25 +92,20 @@ def entry_max_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
     return round_up(weighted.sum((0, 1)).amax().item(), weighted.shape[0] * weighted.shape[1] + 1)
 
 
-def causal_bound(w_q: InputMaps, g: OutputMaps, visible: Visible) -> float:
+def causal_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
     """sup ‖∂F_i/∂x_i‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(κ_h/s_h) W_h]_h‖₂, κ_h = 1 + 2 W₀(n_h e^{−3/2}).
 
     The diagonal blocks of a causal Jacobian. If they are below one, x + F(x) can be inverted token
     by token. It is *not* a Lipschitz constant of F in any norm.
     """
-    return shared_input(diagonal_gains(visible, len(w_q)), w_q, g)
+    return shared_input(diagonal_gains(log_mass, len(w_q)), w_q, g)
 
 
-def _log_masses(visible: Visible, num_heads: int) -> list[float]:
+def _log_masses(log_mass: Tensor, num_heads: int) -> list[float]:
     """log n of every head, lifted above the rounding that it comes with."""
-    if isinstance(visible, int):
-        if visible < 1:
-            raise ValueError(f"a token always sees itself: got {visible} visible tokens")
-        log_n = -math.inf if visible == 1 else math.nextafter(math.log(visible - 1), math.inf)
-        return [log_n] * num_heads
-    if visible.dtype != torch.float64 or visible.shape not in {(1,), (num_heads,)}:
+    if log_mass.dtype != torch.float64 or log_mass.shape not in {(1,), (num_heads,)}:
         raise ValueError(
             f"a certificate needs log masses in float64, one or {num_heads} of them, "
-            f"got {visible.dtype} of shape {tuple(visible.shape)}"
+            f"got {log_mass.dtype} of shape {tuple(log_mass.shape)}"
         )
-    return [log_n + LOG_MASS_SLACK for log_n in visible.detach().expand(num_heads).tolist()]
+    return [log_n + LOG_MASS_SLACK for log_n in log_mass.detach().expand(num_heads).tolist()]

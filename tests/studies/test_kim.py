@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from invformer.bounds import contractive
 from invformer.nn.kim_attention import paper_output_map
-from studies.kim import entry_max_bound
+from studies.kim import entry_max_bound, log_mass_of
 from tests.problems import (
     AttentionProblem,
     attention_problems,
@@ -32,4 +32,4 @@ def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
 def test_weights_that_are_not_finite_get_an_infinite_bound() -> None:
     w_q, w_v, w_o = torch.randn(2, 4, 2), torch.randn(2, 4, 2), torch.randn(4, 4)
     w_q[0, 1, 1] = math.nan
-    assert entry_max_bound(w_q, w_v, w_o, 5) == math.inf
+    assert entry_max_bound(w_q, w_v, w_o, log_mass_of(5)) == math.inf

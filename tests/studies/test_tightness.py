@@ -42,8 +42,8 @@ def test_the_closed_form_and_both_bounds_have_the_known_values(num_tokens: int) 
     one = torch.ones(1, 1, 1)
     assert worst_row_sum(num_tokens) == pytest.approx(REFERENCE[num_tokens], rel=3e-4)
     for bound in (
-        kim.entry_max_bound(one, one, one[0], num_tokens),
-        contractive.entry_max_bound(one, one, num_tokens),
+        kim.entry_max_bound(one, one, one[0], kim.log_mass_of(num_tokens)),
+        contractive.entry_max_bound(one, one, kim.log_mass_of(num_tokens)),
     ):
         assert bound == pytest.approx(UPPER[num_tokens], abs=1e-3)
 
