@@ -19,6 +19,6 @@ def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: st
 
 
 def test_a_process_begins_at_a_peak_of_its_own_and_not_at_its_parents() -> None:
-    large = torch.ones(2**27, dtype=torch.uint8).float()
+    large = torch.ones(2**28, dtype=torch.float32)
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(memory.resident) < large.nbytes / 2**20 <= memory.resident()
