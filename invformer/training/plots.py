@@ -136,7 +136,7 @@ def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
         if f"lipschitz/{key}" in curves:
             steps, values = curves[f"lipschitz/{key}"]
             axes.plot(steps, values, style, color="black", label=key.replace("_", " "))
-    axes.set(xlabel="optimiser step", ylabel="worst branch")
+    axes.set(xlabel="optimiser step", ylabel="Lipschitz constant, worst branch")
     axes.set_ylim(bottom=0)
     if axes.lines:
         axes.legend(**LEGEND)
@@ -149,9 +149,9 @@ def in_words(curves: Mapping[str, Series], sample: str) -> str:
         last = {key: values[-1] for key, (_, values) in curves.items()}
         lines += [
             "From the top of the network back to the text:",
-            f"  characters recovered  {100 * last['inverse/characters_recovered']:.1f} %",
-            f"  largest error         {last['inverse/reconstruction_max']:.1e}",
-            f"  solver steps a layer  {last['inverse/num_steps_mean']:.1f}",
+            f"  characters recovered    {100 * last['inverse/characters_recovered']:.1f} %",
+            f"  largest error of x      {last['inverse/reconstruction_max']:.1e}",
+            f"  solver steps in a layer {last['inverse/num_steps_mean']:.1f}",
             "",
         ]
     if sample:
