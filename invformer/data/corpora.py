@@ -16,7 +16,7 @@ from functools import partial
 from importlib.util import decode_source
 from pathlib import Path
 
-from invformer.config.schema import DataConfig, Split
+from invformer.config.schema import DataConfig, SavedPath, Split
 from invformer.data import hub
 from invformer.data.corpus import SPLITS, Corpus, by_split
 from invformer.data.files import chunks, files_below, require_texts
@@ -221,7 +221,8 @@ def text_files(name: str, path: str) -> list[Path]:
     """The file of a path, the texts of a folder, or the files that a pattern matches; sorted."""
     file = Path(path)
     if not os.path.isdir(path):  # False also for a name that is too long
-        is_name = os.path.lexists(path)
+        # A checkpoint names no tree of folders: with links in it, it may have no end.
+        is_name = os.path.lexists(path) or (isinstance(path, SavedPath) and "**" in path)
         found = [] if is_name else sorted(map(Path, glob.glob(path, recursive=True)))
         return [match for match in found if not match.is_dir()] or [file]
     known = [file / named for named in (name, f"{name}.zip") if (file / named).is_file()]

@@ -53,8 +53,8 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
         numbers = np.memmap(file, vocabulary.dtype, "r", shape=corpus.total)
     except OSError as error:
         raise StorageError(
-            f"the cache of tokens cannot be written ({error.strerror}); free {num_bytes:,} bytes, "
-            "or set XDG_CACHE_HOME to a folder that has them"
+            f"{error.filename or 'the cache'}: tokens cannot be written ({error.strerror}); free "
+            f"{num_bytes:,} bytes, or set XDG_CACHE_HOME to a folder that has them"
         ) from error
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")

@@ -6,6 +6,7 @@ import re
 import time
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +258,8 @@ def inverted(
     proof = trip.proof()
     seconds = {"proof": time.perf_counter() - start, **trip.seconds()}
     decoded = ([vocabulary.decode(t) for t in batch.cpu()] for batch in (sequences, trip.decoded))
-    texts = map(partial(readable, vocabulary), *decoded, proof.proven.tolist())
+    symbols = zip(*decoded, proof.proven.tolist(), strict=True)
+    texts = starmap(partial(readable, vocabulary), symbols)
     return {
         **trip.numbers(),
         "characters_proven": proof.proven.double().mean().item(),

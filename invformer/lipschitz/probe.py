@@ -78,6 +78,8 @@ class LipschitzProbe:
         for index, part in enumerate(PARTS):
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
+            if len({type(branch).forward for branch in branches}) > 1:
+                raise ValueError(f"{part} layers with different forward passes are not stacked")
             norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.
             per_token = branches[0].is_token_wise

@@ -21,8 +21,6 @@ from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.token_shift import delay
 
-# Of queries, keys and values: three times (*batch, H, N, d).
-
 # β and τ at initialisation; both are learned per head.
 INITIAL_SHARPNESS = 0.5
 INITIAL_TEMPERATURE = 2.0
@@ -158,7 +156,7 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         return merge_heads(logits.softmax(-1) @ v) @ weights.g.flatten(-3, -2)
 
     def in_ball(self, x: Tokens, weights: BoundedWeights) -> tuple[Tensor, ...]:
-        """ψ(X W) of every head, each token's own."""
+        """Queries, keys and values ψ(X W), each (*batch, H, N, d), each token's own."""
         z = affine(x, merge_heads(weights.w_qkv.flatten(0, 1)))  # (*batch, N, 3 H d)
         return into_ball(split_heads(z, 3 * self.num_heads), 1.0).chunk(3, dim=-3)
 

@@ -115,11 +115,11 @@ class CausalMask(VisibilityMask):
 
     def log_mass(self) -> Float[Tensor, "heads"]:
         """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
-        return self.lags()[:, 1:].logsumexp(-1)
+        return self.by_lag(self.seq_len)[:, 1:].logsumexp(-1)
 
     def log_mass_per_row(self) -> Float[Tensor, "heads tokens"]:
         """log n_hi of every row i: the mass of the lags that row can see, in float64."""
-        cumulative = self.lags()[:, 1:].double().logcumsumexp(-1)
+        cumulative = self.by_lag(self.seq_len)[:, 1:].double().logcumsumexp(-1)
         return nn.functional.pad(cumulative, (1, 0), value=-math.inf)
 
 

@@ -164,8 +164,6 @@ class InvertibleResidual(nn.Module):
         if lipschitz_bound is None:
             kind: Kind = options.get("kind", "global")
             lipschitz_bound = self.proven_bound(norm, kind, weights=weights.branch)
-            if not lipschitz_bound < 1:
-                raise ValueError(f"no inverse: f has the bound {lipschitz_bound:.3g} ≥ 1 in {norm}")
         solution, steps = self.solve(y, weights, lipschitz_bound, norm, **options)
         if weights.scaling is None:
             return solution
@@ -182,6 +180,8 @@ class InvertibleResidual(nn.Module):
     ) -> tuple[FixedPointSolution, list[ErrorStep]]:
         """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
         weights.require_plain()
+        if not lipschitz_bound < 1:
+            raise ValueError(f"no inverse: the bound of f is {lipschitz_bound:.3g} ≥ 1 in {norm}")
         exact = None
         if options.get("evidence", True):
             in_double = (w.detach().double() for w in weights.branch)

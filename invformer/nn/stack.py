@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float
@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
-from invformer.nn.position_bias import POSITIONS, VisibilityMask
+from invformer.nn.position_bias import POSITIONS
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, Kind
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import NORMS, Norm, unknown_norm
 
 # The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
 StackWeights = dict[str, Any]
@@ -141,7 +141,17 @@ class InvertibleStack(nn.Module):
 
         Raises:
             NoCertificateError: nothing is known of a branch in this norm or of this kind.
+            ValueError: there is no such norm or kind.
         """
+        if norm not in NORMS:
+            raise unknown_norm(norm)
+        if kind not in get_args(Kind):
+            raise ValueError(f"unknown kind {kind!r}: choose one of {', '.join(get_args(Kind))}")
+        if kind == "causal" and norm != "token_max":
+            raise NoCertificateError(
+                f"diagonal blocks are bounded in the Euclidean norm of a token, not in {norm}: "
+                "certify them in token_max"
+            )
         bounds: dict[str, float] = {}
         for name, layer in self.residual_layers():
             weights[name].require_plain()
@@ -177,9 +187,8 @@ class InvertibleStack(nn.Module):
             own = original_class(layer.branch)
             require_type(name, layer.branch, (own,) if vars(own).get("is_proven") else ())
             require_type(name, layer.scaling, (DiagonalScaling, type(None)))
-            for part in layer.branch.modules():
-                if isinstance(part, VisibilityMask):  # whose mass enters the bound
-                    require_type(name, part, POSITIONS)
+            if isinstance(position := getattr(layer.branch, "position", None), nn.Module):
+                require_type(name, position, POSITIONS)  # whose mass enters the bound
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:

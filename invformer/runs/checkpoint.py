@@ -253,7 +253,8 @@ def write_part(target: Path, files: Mapping[str, bytes]) -> None:
             replace_file(partial / name, content)
     except (OSError, StorageError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise StorageError(str(error)) from error
+        why = getattr(error, "strerror", error)
+        raise StorageError(f"{target}: a part cannot be written ({why})") from error
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

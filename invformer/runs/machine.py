@@ -42,8 +42,8 @@ def refuse_missing_devices(config: "TrainerConfig") -> None:
     present = {"cuda": cuda, "gpu": cuda, "cpu": cores, "auto": cuda or cores}[config.accelerator]
     if config.devices > present:
         raise ConfigurationError(
-            f"trainer.accelerator: {config.devices} devices of kind {config.accelerator} are asked "
-            f"for, {present} are here; lower trainer.devices or try trainer.accelerator=cpu"
+            f"trainer.devices: {config.devices} of kind {config.accelerator} are asked for, "
+            f"{present} are here (a processor has one a core); ask for fewer or for another kind"
         )
 
 

@@ -101,8 +101,9 @@ def test_a_folder_or_a_pattern_is_its_files_in_sorted_order(tmp_path: Path) -> N
     assert whole(corpus_at(tmp_path / "**" / "*.md")) == "[1].md\r\nc/e.md\r\n"
     assert whole(corpus_at(tmp_path / "[1].md")) == "[1].md\r\n"  # a name, not a pattern
     assert whole(corpus_at(SavedPath(tmp_path / "c" / "*.md"))) == "c/e.md\r\n"
-    with pytest.raises(DataError, match="no such file or folder"):
-        corpus_at(tmp_path / "*.rst")
+    for path in (tmp_path / "*.rst", SavedPath(tmp_path / "**" / "*.md")):
+        with pytest.raises(DataError, match="no such file or folder"):
+            corpus_at(path)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,13 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: j.detach().view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH) for n, j in found.items()}
 
 
+def test_blocks_with_different_forward_passes_are_refused() -> None:
+    model = louder_model()
+    model.stack.blocks[0].feed_forward.branch.__class__ = ContractiveFeedForward
+    with pytest.raises(ValueError, match="feed_forward layers with different forward passes"):
+        LipschitzProbe(model, random_tokens(1))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> None:
     model = trained_a_little(MODELS[name]())

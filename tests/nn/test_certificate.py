@@ -140,6 +140,10 @@ def biased(model: CharTransformer) -> None:
     model.stack.blocks[1].attention.branch.position = Nearer(SEQ_LEN)
 
 
+def unmasked(model: CharTransformer) -> None:
+    model.stack.blocks[0].attention.branch.position = torch.nn.Identity()
+
+
 def rescaled(model: CharTransformer) -> None:
     model.stack.blocks[1].attention.scaling = torch.nn.Linear(WIDTH, WIDTH)
 
@@ -165,6 +169,7 @@ def foreign(model: CharTransformer) -> None:
         (replaced, "blocks.1: a forward hook, or a forward of its own"),
         (normalised, "block_01/norm: no proof is known for LayerNorm"),
         (biased, "block_01/attention: no proof is known for Nearer"),
+        (unmasked, "block_00/attention: no proof is known for Identity"),
         (rescaled, "block_01/attention: no proof is known for Linear"),
         (unknown, "block_01/feed_forward: no proof is known for Linear"),
         (foreign, "block_01: no proof is known for Linear"),
@@ -185,6 +190,13 @@ def test_diagonal_blocks_of_a_mask_that_sees_ahead_are_refused_by_name() -> None
     model.stack.blocks[0].attention.branch.position = see_all
     with pytest.raises(NoCertificateError, match="block_00/attention: the causal certificate"):
         certify(model, kind="causal")
+
+
+def test_diagonal_blocks_are_bounded_in_no_other_norm_of_an_inverse_either() -> None:
+    stack = InvertibleStack([InvertibleBlock(Tanh(0.6), Tanh(0.6))], 4, "frobenius", "causal")
+    for use in (certify, lambda stack: stack.inverse(torch.zeros(1, 4, 3))):
+        with pytest.raises(NoCertificateError, match="not in frobenius"):
+            use(stack)
 
 
 @pytest.mark.parametrize("build", [contractive_model, scaled_model])

@@ -182,7 +182,7 @@ def test_weights_for_training_are_not_inverted_with() -> None:
 
 def test_a_branch_that_does_not_contract_is_not_inverted() -> None:
     layer = InvertibleResidual(L2Attention(WIDTH, 3, CausalMask(SEQ_LEN)))
-    with pytest.raises(ValueError, match=r"no inverse: f has the bound \d.* ≥ 1 in token_max"):
+    with pytest.raises(ValueError, match=r"no inverse: the bound of f is \d.* ≥ 1 in token_max"):
         layer.inverse(torch.zeros(1, SEQ_LEN, WIDTH))
 
 
