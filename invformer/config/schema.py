@@ -301,12 +301,9 @@ class TrainConfig(Root):
         batch, devices = self.data.batch_size, self.trainer.devices
         why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
         self.refuse_if(batch % devices, "data.batch_size", why)
-        if self.trainer.strategy == "fsdp":
-            for wrong, why in (
-                (self.trainer.devices == 1, "shards over several devices: set trainer.devices=2"),
-                (self.trainer.precision == "64-true", "trains in 32-true or bf16-mixed: pick ddp"),
-            ):
-                self.refuse_if(wrong, "trainer.strategy", f"fsdp {why}")
+        is_double = self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true"
+        why = "fsdp trains in 32-true or bf16-mixed: pick ddp"
+        self.refuse_if(is_double, "trainer.strategy", why)
 
     def ignored(self) -> dict[str, str]:
         """Keys that another model, init_from or another optimiser would read."""

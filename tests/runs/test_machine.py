@@ -39,6 +39,16 @@ def test_more_processes_than_cores_are_refused_before_one_is_started(
     assert started == [4]
 
 
+def test_one_process_is_not_sharded_unless_a_launcher_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config(["trainer.strategy=fsdp"])
+    with pytest.raises(ConfigurationError, match=r"trainer\.strategy: fsdp shards over several"):
+        refuse_missing_requirements(config)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    refuse_missing_requirements(config)
+
+
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
