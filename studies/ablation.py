@@ -74,9 +74,9 @@ class Options(StudyOptions):
     def check(self) -> None:
         """Every variant exists."""
         for name in self.only:
-            near = difflib.get_close_matches(name, VARIANTS, 1, 0.0)
-            why = f"no variant {name!r}: did you mean {near[0]!r}?"
-            self.refuse_if(name not in VARIANTS, "only", why)
+            if name not in VARIANTS:
+                near = difflib.get_close_matches(name, VARIANTS, 1, 0.0)
+                self.refuse("only", f"no variant {name!r}: did you mean {near[0]!r}?")
 
 
 @dataclass(frozen=True)

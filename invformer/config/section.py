@@ -49,16 +49,15 @@ class Section:
         for f in fields(self):
             value = getattr(self, f.name)
             for item in value if isinstance(value, list) else [value]:
-                self.refuse_if(item == "", f.name, "is empty; give at least one character")
-                unusable = f"{shown(item)} cannot be used as a value"
-                self.refuse_if(not is_plain(item), f.name, unusable)
-                if item is None:
-                    continue
+                if item == "":
+                    self.refuse(f.name, "is empty; give at least one character")
+                if not is_plain(item):
+                    self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 within, pattern = f.metadata.get("within"), f.metadata.get("pattern")
-                outside = within and not contains(within, item)
-                self.refuse_if(outside, f.name, f"{shown(item)} is not in {within}")
-                other = pattern and not pattern.fullmatch(item)
-                self.refuse_if(other, f.name, f"{shown(item)} is not {f.metadata.get('help')}")
+                if item is not None and within and not contains(within, item):
+                    self.refuse(f.name, f"{shown(item)} is not in {within}")
+                if item is not None and pattern and not pattern.fullmatch(item):
+                    self.refuse(f.name, f"{shown(item)} is not {f.metadata['help']}")
         self.check()
 
     def check(self) -> None:
@@ -67,7 +66,11 @@ class Section:
     def refuse_if(self, wrong: object, name: str, why: str) -> None:
         """Raise the error for one of this section's fields if something is wrong."""
         if wrong:
-            refuse(f"{self.key}.{name}" if self.key else name, why)
+            self.refuse(name, why)
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        """Raise the error for one of this section's fields."""
+        refuse(f"{self.key}.{name}" if self.key else name, why)
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from invformer.config.schema import MANY_CHARACTERS, SEED, SIZE, CorpusName, ScoredSplit, Unknown
-from invformer.config.section import Root, Section, option, refuse, section
+from invformer.config.section import Root, Section, option, section
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -98,8 +98,8 @@ class InvertConfig(Root):
     def check(self) -> None:
         """There is one source of the text."""
         given = [name for name in ("text", "file", "states") if getattr(self, name) is not None]
-        if len(given) > 1:
-            refuse(given[1], "give one of text, file and states")
+        for name in given[1:]:
+            self.refuse(name, "give one of text, file and states")
 
 
 @dataclass(kw_only=True)
