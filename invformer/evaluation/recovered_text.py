@@ -26,8 +26,10 @@ def perturb(
         generator = torch.Generator().manual_seed(seed)
         size = noise * z.square().mean().sqrt()
         z = z + size * torch.randn(z.shape, generator=generator).to(z)
-    if bits is not None and (step := (z.max() - z.min()) / (2**bits - 1)) > 0:
-        z = z.min() + ((z - z.min()) / step).round() * step
+    if bits is not None:
+        least, largest = z.aminmax()
+        step = (largest - least) / (2**bits - 1)
+        z = least + ((z - least) / step).round() * step if step > 0 else z
     return z
 
 
