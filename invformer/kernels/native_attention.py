@@ -53,7 +53,7 @@ def native_attention_backward(
     l2 = k is None
     gradients = [_token_by_token(q) for _ in range(1 if l2 else 3)]
     dbias = torch.empty_like(log_mass)
-    given = [dy, *_seen(q, k, v)]
+    given = [_with_channels_together(dy), *_seen(q, k, v)]
     to = [*map(_heads, gradients), *[NOTHING] * (3 - len(gradients))]
     made_of = (pointer(by_lag), *PLAIN, pointer(log_mass))
     _call("backward", q, *map(_heads, given), *made_of, *to, pointer(dbias), None, l2=l2)
@@ -88,7 +88,7 @@ def native_ball_attention_backward(
     q, k, v = _parts(z, heads)
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
-    given = map(_heads, (dy, q, k, v))
+    given = map(_heads, (_with_channels_together(dy), q, k, v))
     made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict), pointer(log_mass))
     to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
     _call("backward", q, *given, *made_of, *to, l2=False)
@@ -109,15 +109,19 @@ def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
 
 def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Tensor]:
     """Queries, keys and values as the compiled code takes them."""
-    return [q, *(q if t is None else t for t in (k, v))]
+    q = _with_channels_together(q)
+    return [q, *(q if t is None else _with_channels_together(t) for t in (k, v))]
 
 
 def _heads(t: Tensor) -> _Heads:
-    """The tensor, or a copy: channels of gradients of sums and broadcasts may lie apart."""
-    t = t if t.stride(-1) == 1 else t.contiguous()
     heads = _Heads(t.data_ptr(), *t.stride()[:3])
     heads.tensor = t  # a copy made for the call has to outlive it
     return heads
+
+
+def _with_channels_together(t: Tensor) -> Tensor:
+    """The tensor, or a copy: channels of gradients of sums and broadcasts may lie apart."""
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
