@@ -157,51 +157,17 @@ def invert_residual(
         ValueError: an argument is impossible.
     """
     require_invertible(y, lipschitz_bound)
-    samples = y.detach().reshape(-1, *y.shape[-2:])
-    fx = f(samples)
-    if fx.shape != samples.shape or fx.dtype != y.dtype:
-        advice = "; call it outside torch.autocast" if fx.dtype != y.dtype else ""
-        raise ValueError(
-            f"f maps {y.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
-            f"it must keep dtype and shape{advice}"
-        )
     exact = residual_map if evidence and y.dtype != torch.float64 else None
     measured_in = (y.dtype if exact is None else torch.float64) if evidence else None
     rounding = RoundingModel(y.shape[-2], y.shape[-1], inner_size, y.dtype, measured_in)
-    c = lipschitz_bound or 0.0
-    least_rtol = (RESIDUAL_FLOOR[y.dtype] + 3 * rounding.relative) / (1 - c)
-    rtol = comfortable_rtol(least_rtol, c) if rtol is None else rtol
-    global_bound = lipschitz_bound if kind == "global" else None
-    eq = _Equation(exact, rounding, norm, 1 - c, global_bound, atol, rtol)
-    length = eq.size(samples)
-    least = least_rtol * length + rounding.relative * inner_size / (1 - c)
-    unreachable = atol + rtol * length < least
-    tokens_apart = token_wise and norm != "frobenius"
-    rows = _Rows(f, eq, samples, fx, unreachable, tokens_apart, max_steps)
-    # The residual, its rounding, and the rounding of y.
-    errors = torch.zeros(3, len(samples), dtype=torch.float64, device=y.device)
-    num_measurements = torch.ones(len(samples), dtype=torch.long, device=y.device)
-    unverified = torch.ones_like(num_measurements, dtype=torch.bool)
-    while bool(unverified.any()):
-        while bool((running := rows.status == RUNNING).any()):
-            rows.step(running)  # in y's format
-        x, fx = rows.x.view_as(samples), rows.fx.view_as(samples)
-        chosen = slice(None) if bool(unverified.all()) else unverified
-        errors[:, chosen] = eq.measure(samples[chosen], x[chosen], fx[chosen])  # in float64
-        num_measurements += unverified & (exact is not None)
-        # A residual that is small in y's format may be larger in float64: such samples go on.
-        too_large = ~eq.within_tolerance(errors[:2].sum(0), eq.size(x))
-        unverified = rows.resume(unverified & too_large)
-    status, num_steps = rows.by_sample(rows.status), rows.by_sample(rows.num_steps)
-    solution = FixedPointSolution(
-        value=rows.x.reshape(y.shape),
-        residual=errors[0].reshape(y.shape[:-2]),
-        error_bound=eq.error_bound(errors.sum(0), status).reshape(y.shape[:-2]),
-        num_steps=num_steps.reshape(y.shape[:-2]),
-        num_evaluations=(num_steps + num_measurements).reshape(y.shape[:-2]),
-        status=status.reshape(y.shape[:-2]),
-        norm=norm,
-    )
+    eq = _Equation(exact, rounding, norm, kind, lipschitz_bound, atol, rtol)
+    samples = y.detach().reshape(-1, *y.shape[-2:])
+    rows = _Rows(f, eq, samples, token_wise and norm != "frobenius", max_steps)
+    while bool(rows.unverified.any()):
+        while bool(rows.running.any()):
+            rows.step()  # x ← y − f(x), in y's format
+        rows.verify()  # in float64
+    solution = rows.solution(y.shape)
     if throw and not bool(solution.converged.all()):
         raise FixedPointError(solution)
     return solution
@@ -220,6 +186,16 @@ def require_invertible(y: Tensor, lipschitz_bound: float | None) -> None:
         )
 
 
+def require_same_format(x: Tensor, fx: Tensor) -> None:
+    """Raise ValueError unless f keeps the dtype and the shape of its argument."""
+    if fx.shape != x.shape or fx.dtype != x.dtype:
+        advice = "; call it outside torch.autocast" if fx.dtype != x.dtype else ""
+        raise ValueError(
+            f"f maps {x.dtype} {tuple(x.shape)} to {fx.dtype} {tuple(fx.shape)}: "
+            f"it must keep dtype and shape{advice}"
+        )
+
+
 class _Rows:
     """Rows that converge independently: samples, or single tokens of a token-wise f."""
 
@@ -227,30 +203,42 @@ class _Rows:
         self,
         f: SequenceMap,
         eq: "_Equation",
-        y: Tensor,
-        fy: Tensor,
-        unreachable: Tensor,
+        samples: Tensor,
         tokens_apart: bool,
         max_steps: int | None,
     ) -> None:
-        """Start at x = y; no answer meets the tolerance for ``unreachable`` samples."""
-        self.f, self.eq = f, eq
-        self.per_sample = y.shape[-2] if tokens_apart else 1
-        self.y = self.x = y.reshape(len(y) * self.per_sample, -1, y.shape[-1])
-        self.fx = fy.reshape(self.y.shape)
+        """Start at x = y."""
+        self.f, self.eq, self.samples = f, eq, samples
+        self.per_sample = samples.shape[-2] if tokens_apart else 1
+        self.y = self.x = samples.reshape(len(samples) * self.per_sample, -1, samples.shape[-1])
+        self.fx = f(samples)
+        require_same_format(samples, self.fx)
+        self.fx = self.fx.reshape(self.y.shape)
+        length = eq.size(samples)
+        unreachable = eq.unreachable(length)
         status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
         self.status = status.repeat_interleave(self.per_sample)
-        self.length = eq.size(y).repeat_interleave(self.per_sample)
+        self.length = length.repeat_interleave(self.per_sample)
         self.residual, self.num_steps = eq.size(self.fx), torch.zeros_like(self.status)
         limit = eq.predicted_steps(self.residual, self.length) if max_steps is None else max_steps
         self.limit = torch.zeros_like(self.status) + limit
+        # Of every sample: the residual, its rounding, and the rounding of y.
+        self.errors = torch.zeros(3, len(samples), dtype=torch.float64, device=samples.device)
+        self.num_measurements = torch.ones_like(status)
+        self.unverified = torch.ones_like(unreachable)
+
+    @property
+    def running(self) -> Tensor:
+        """Which rows go on."""
+        return self.status == RUNNING
 
     def by_sample(self, rows: Tensor) -> Tensor:
         """The largest entry of every sample's rows."""
         return rows.view(-1, self.per_sample).amax(1)
 
-    def step(self, running: Tensor) -> None:
+    def step(self) -> None:
         """x ← y − f(x) in the running rows, and their verdicts."""
+        running = self.running
         everything, index = bool(running.all()), running.nonzero().squeeze(-1)
         rows = slice(None) if everything else index
         fx_before = self.fx[rows]
@@ -273,27 +261,68 @@ class _Rows:
             verdict = verdict.masked_fill(applies, outcome)
         self.status[rows] = verdict
 
-    def resume(self, samples: Tensor) -> Tensor:
-        """Let converged samples go on, or say that their steps ran out; returns which go on."""
+    def verify(self) -> None:
+        """Measure the residuals of unverified samples; let those go on where it is too large.
+
+        A residual that is small in y's format may be larger in float64.
+        """
+        x, fx = self.x.view_as(self.samples), self.fx.view_as(self.samples)
+        chosen = slice(None) if bool(self.unverified.all()) else self.unverified
+        self.errors[:, chosen] = self.eq.measure(self.samples[chosen], x[chosen], fx[chosen])
+        self.num_measurements += self.unverified & (self.eq.exact is not None)
+        accurate = self.eq.within_tolerance(self.errors[:2].sum(0), self.eq.size(x))
         status = self.status.view(-1, self.per_sample)
-        samples = samples & (status == InversionStatus.CONVERGED).all(1)
+        inaccurate = self.unverified & ~accurate & (status == InversionStatus.CONVERGED).all(1)
         out_of_steps = (self.num_steps >= self.limit).view_as(status).any(1)
-        status[samples & out_of_steps] = InversionStatus.MAX_STEPS
-        status[samples & ~out_of_steps] = RUNNING
-        return samples & ~out_of_steps
+        status[inaccurate & out_of_steps] = InversionStatus.MAX_STEPS
+        self.unverified = inaccurate & ~out_of_steps
+        status[self.unverified] = RUNNING
+
+    def solution(self, shape: torch.Size) -> FixedPointSolution:
+        """The answer and its evidence, for a y of this shape."""
+        status, num_steps = self.by_sample(self.status), self.by_sample(self.num_steps)
+        batch = shape[:-2]
+        return FixedPointSolution(
+            value=self.x.reshape(shape),
+            residual=self.errors[0].reshape(batch),
+            error_bound=self.eq.error_bound(self.errors.sum(0), status).reshape(batch),
+            num_steps=num_steps.reshape(batch),
+            num_evaluations=(num_steps + self.num_measurements).reshape(batch),
+            status=status.reshape(batch),
+            norm=self.eq.norm,
+        )
 
 
-@dataclass(frozen=True)
 class _Equation:
-    """y = x + f(x): the constant of f, and the tolerance."""
+    """y = x + f(x): the constant of f, and the tolerance.
 
-    exact: SequenceMap | None  # f in float64, where y is in less
-    rounding: RoundingModel
-    norm: Norm
-    one_minus_c: float  # one if nothing is proven: error = residual / (1 − c)
-    global_bound: float | None  # c, if it is one of whole steps
-    atol: float
-    rtol: float
+    ``exact`` is f in float64 where y is in less; the other arguments are those of
+    :func:`invert_residual`.
+    """
+
+    def __init__(
+        self,
+        exact: SequenceMap | None,
+        rounding: RoundingModel,
+        norm: Norm,
+        kind: Kind,
+        lipschitz_bound: float | None,
+        atol: float,
+        rtol: float | None,
+    ) -> None:
+        self.exact, self.rounding, self.atol = exact, rounding, atol
+        self.norm: Norm = norm
+        c = lipschitz_bound or 0.0
+        self.one_minus_c = 1 - c  # one if nothing is proven: error = residual / (1 − c)
+        self.global_bound = lipschitz_bound if kind == "global" else None  # c of whole steps
+        floor = RESIDUAL_FLOOR[rounding.working] + 3 * rounding.relative
+        self.least_rtol = floor / self.one_minus_c
+        self.rtol = comfortable_rtol(self.least_rtol, c) if rtol is None else rtol
+
+    def unreachable(self, length: Tensor) -> Tensor:
+        """True if no answer in the format of y can meet the tolerance, from ‖y‖."""
+        inner = self.rounding.relative * self.rounding.inner_size / self.one_minus_c
+        return self.atol + self.rtol * length < self.least_rtol * length + inner
 
     def size(self, x: Tensor) -> Tensor:
         """‖x‖ of every row."""
