@@ -71,7 +71,7 @@ def read_corpus(config: DataConfig) -> Corpus:
     else:
         corpus = read_hub(config)
     if config.name == "ptb":
-        texts = (words_to_characters("".join(part)) for _, part in corpus.parts())
+        texts = (words_to_characters("".join(corpus.read(split))) for split in SPLITS)
         corpus = Corpus.of_texts(config.name, corpus.source, *texts)
     if config.max_characters is not None and config.max_characters < corpus.total:
         corpus = corpus.shortened(config.max_characters)

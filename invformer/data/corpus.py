@@ -5,6 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from invformer.config.schema import Split
@@ -30,19 +32,22 @@ class Corpus:
         """A corpus in memory: training, validation and test text."""
         return cls(name, source, lambda: texts, by_split(map(len, texts)))
 
-    def parts(self) -> Iterator[tuple[Split, Iterator[str]]]:
-        """Each split and its text in pieces, to be read before the next split is asked for."""
-        stream = Stream(self.pieces())
-        for split in SPLITS:
-            part = stream.take(self.sizes[split])
-            yield split, part
-            deque(part, maxlen=0)  # pass over what was not read
+    def labelled(self) -> Iterator[tuple[Split, str]]:
+        """All texts in pieces, each beside its split; the first piece of a split is empty."""
+        pieces, rest = iter(self.pieces()), ""
+        for split, count in self.sizes.items():
+            yield split, ""
+            while count:
+                piece = rest or next(pieces, None)
+                if piece is None:
+                    raise DataError("the text became shorter while it was read; start again")
+                part, rest = piece[:count], piece[count:]
+                count -= len(part)
+                yield split, part
 
     def read(self, *splits: Split) -> Iterator[str]:
         """The texts of some splits, in pieces."""
-        for split, part in self.parts():
-            if split in splits:
-                yield from part
+        return (piece for split, piece in self.labelled() if split in splits)
 
     def split(self, name: Split) -> str:
         """The text of one split in memory, or a DataError if there is none."""
@@ -78,9 +83,9 @@ class Corpus:
     def hashed(self, sha: Any) -> Iterator[str]:
         """All texts in pieces, each of which updates the hash that becomes :attr:`sha256`."""
         encoding = "latin-1" if self.unit == "bytes" else "utf-8"
-        for split, part in self.parts():
+        for split, pairs in groupby(self.labelled(), itemgetter(0)):
             sha.update(f"{split} {self.sizes[split]}\n".encode())
-            for piece in part:
+            for _, piece in pairs:
                 sha.update(piece.encode(encoding))
                 yield piece
 
@@ -89,8 +94,10 @@ class Corpus:
         sizes = {s: size * max_characters // self.total for s, size in self.sizes.items()}
 
         def pieces() -> Iterator[str]:
-            for split, part in self.parts():
-                yield from Stream(part).take(sizes[split])
+            left = sizes.copy()
+            for split, piece in self.labelled():
+                yield piece[: left[split]]
+                left[split] = max(0, left[split] - len(piece))
 
         return replace(self, pieces=pieces, sizes=sizes)
 
@@ -98,27 +105,11 @@ class Corpus:
         """The same texts with a character chr(b) for every byte b of their UTF-8."""
         if self.unit == "bytes":
             return self
-        sizes = {split: sum(len(p.encode()) for p in part) for split, part in self.parts()}
+        sizes = dict.fromkeys(SPLITS, 0)
+        for split, piece in self.labelled():
+            sizes[split] += len(piece.encode())
         pieces = lambda: map(as_bytes, self.pieces())  # noqa: E731
         return replace(self, pieces=pieces, sizes=sizes, unit="bytes")
-
-
-class Stream:
-    """The characters of a text, taken in order."""
-
-    def __init__(self, pieces: Iterable[str]) -> None:
-        self.pieces = iter(pieces)
-        self.rest = ""
-
-    def take(self, count: int) -> Iterator[str]:
-        """The next ``count`` characters, in pieces."""
-        while count:
-            piece = self.rest or next(self.pieces, None)
-            if piece is None:
-                raise DataError("the text became shorter while it was read; start again")
-            part, self.rest = piece[:count], piece[count:]
-            count -= len(part)
-            yield part
 
 
 def by_split(sizes: Iterable[int]) -> dict[Split, int]:
