@@ -298,12 +298,16 @@ class TrainConfig(Root):
         """The schedule fits the run, batches the devices, and sharding the optimiser."""
         why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
         self.refuse_if(self.warmup_steps > self.trainer.max_steps, "optim.warmup_steps", why)
-        batch, devices = self.data.batch_size, self.trainer.devices
-        why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
-        self.refuse_if(batch % devices, "data.batch_size", why)
+        self.require_equal_shares(self.trainer.devices)
         is_double = self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true"
         why = "fsdp trains in 32-true or bf16-mixed: pick ddp"
         self.refuse_if(is_double, "trainer.strategy", why)
+
+    def require_equal_shares(self, devices: int) -> None:
+        """Refuse a batch that so many devices cannot share."""
+        batch = self.data.batch_size
+        why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
+        self.refuse_if(batch % devices, "data.batch_size", why)
 
     def ignored(self) -> dict[str, str]:
         """Keys that another model, init_from or another optimiser would read."""

@@ -12,7 +12,7 @@ from invformer.data.corpus import Corpus, Split
 from invformer.data.tokens import Tokens, tokens_of, unknown_rate
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import Batch, EvaluationWindows, TrainingWindows, first_sequences
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import DataError
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class TextDataModule(L.LightningDataModule):
     vocabulary: Vocabulary
     _: KW_ONLY
     seq_len: int  # N, characters that a window reads
-    batch_size: int  # windows per batch, all processes together
+    batch_size: int  # windows per batch, all processes together; a multiple of their number
     eval_batch_size: int = 64  # windows per batch and process in an evaluation
     seed: int = 0  # of the order
     max_val_characters: int | None = None  # of the validation split, its beginning
@@ -87,11 +87,6 @@ class TextDataModule(L.LightningDataModule):
         """Training batches from where the checkpoint stopped, without end."""
         self._realign_progress()
         rank, num_processes = self._process
-        if self.batch_size % num_processes:
-            raise ConfigurationError(
-                f"data.batch_size: {self.batch_size} windows cannot be shared by {num_processes} "
-                "processes; choose a multiple of their number"
-            )
         order = self.seq_len, self.batch_size // num_processes, self.seed, self._first_batch()
         return TrainingWindows(self.tokens("train"), *order, rank, num_processes)
 

@@ -4,7 +4,6 @@ import itertools
 import logging
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -17,7 +16,7 @@ from invformer.config import load_config
 from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import DataError
 
 SEQ_LEN = 8
 
@@ -122,10 +121,3 @@ def test_unknown_characters_are_counted_and_reported(caplog: pytest.LogCaptureFi
         "made_up: 20 % of the validation text is not in the vocabulary and counts as the unknown "
         "symbol"
     ]
-
-
-def test_a_batch_that_the_processes_cannot_share_is_refused_in_one_line() -> None:
-    data = make_data(batch_size=4)
-    data.trainer = Mock(world_size=3, global_step=0, accumulate_grad_batches=1)
-    with pytest.raises(ConfigurationError, match=r"4 windows cannot be shared by 3 processes"):
-        data.train_dataloader()

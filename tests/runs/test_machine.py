@@ -45,8 +45,20 @@ def test_one_process_is_not_sharded_unless_a_launcher_started_it(
     config = load_config(["trainer.strategy=fsdp"])
     with pytest.raises(ConfigurationError, match=r"trainer\.strategy: fsdp shards over several"):
         refuse_missing_requirements(config)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     refuse_missing_requirements(config)
+
+
+def test_a_batch_that_torchruns_processes_cannot_share_is_refused_before_there_is_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    config = load_config(["data.batch_size=8", f"run.root={tmp_path / 'runs'}"])
+    with pytest.raises(ConfigurationError, match=r"data\.batch_size: 8 windows .* by 3 devices"):
+        build_run(config)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
