@@ -25,16 +25,7 @@ from torch import Tensor, cat
 from invformer.config import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
-from invformer.runs.encoding import (
-    described,
-    dump,
-    first_non_finite,
-    from_bytes,
-    pack,
-    parse,
-    to_bytes,
-    unpack,
-)
+from invformer.runs import encoding
 from invformer.runs.files import (
     PARTIAL,
     make_folder,
@@ -90,11 +81,7 @@ class Checkpoint:
         return resolved.with_name(f"{resolved.name}.{EVALUATION}")
 
     def configuration(self, **instead: Any) -> TrainConfig:
-        """The configuration of its training, with the sections given ``instead``.
-
-        Raises:
-            CheckpointError: this program does not know such a configuration.
-        """
+        """The configuration of its training, with sections ``instead``; raises CheckpointError."""
         try:
             config = from_dict({**self.metadata["config"], **instead})
         except ConfigurationError as error:
@@ -106,10 +93,11 @@ class Checkpoint:
             config.data.path = SavedPath(config.data.path)
         return config
 
-    def verify(self) -> None:
-        """Compare every file with its hash; raises CheckpointError."""
+    def verified(self) -> "Checkpoint":
+        """The same once every file was compared with its hash; raises CheckpointError."""
         for name in self.files:
             self.read(name)
+        return self
 
     def read(self, name: str) -> bytes:
         """The content of a file, verified; raises CheckpointError."""
@@ -136,35 +124,31 @@ class Checkpoint:
         have = (self.path / WEIGHTS).stat().st_size
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
-        weights = from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
-        found, asked = described(weights), described(wanted)
+        weights = encoding.from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
+        found, asked = encoding.described(weights), encoding.described(wanted)
         for name in {**asked, **found}:
             if found.get(name) != asked.get(name):
                 raise CheckpointError(
                     f"{where}: {name!r:.80} is {found.get(name, 'absent')}, the model has "
                     f"{asked.get(name, 'none')}"
                 )
-        if name := first_non_finite(weights):
+        if name := encoding.first_non_finite(weights):
             raise CheckpointError(f"{self.path / WEIGHTS}: weight {name} is not finite")
         return weights
 
     def read_state(self) -> dict[str, Any]:
-        """Where training continues: plain values and tensors on the CPU.
-
-        Raises:
-            CheckpointError: it is damaged, not finite, or no state of a training run.
-        """
+        """Where training continues: plain values and CPU tensors; raises CheckpointError."""
         where, beside = str(self.path / STATE), str(self.path / STATE_TENSORS)
-        tensors = from_bytes(self.read(STATE_TENSORS), beside)
+        tensors = encoding.from_bytes(self.read(STATE_TENSORS), beside)
         parts = [
-            from_bytes(self.read(name), str(self.path / name))
+            encoding.from_bytes(self.read(name), str(self.path / name))
             for name in sorted(filter(PARTS.fullmatch, self.files))
         ]
         for name in parts[0] if parts else ():
             tensors[name] = cat([part[name] for part in parts])  # along the first axis
-        if name := first_non_finite(must_be_finite(tensors)):
+        if name := encoding.first_non_finite(must_be_finite(tensors)):
             raise CheckpointError(f"{beside}: {name} is not finite")
-        state = unpack(parse(self.read(STATE), where), tensors, where)
+        state = encoding.unpack(encoding.parse(self.read(STATE), where), tensors, where)
         if not isinstance(state, dict) or state.keys() - {LEARNING} != STATE_KEYS:
             raise CheckpointError(f"{where}: not the state of a training run")
         return state
@@ -196,26 +180,28 @@ def encode(
     Raises:
         NonFiniteError: a weight or the optimiser's state is not finite.
     """
-    plain, found = pack(state)
+    plain, found = encoding.pack(state)
     sharded: dict[str, Any] = {n: t for n, t in found.items() if hasattr(t, "to_local")}
     parts = {n: t.to_local() for n, t in sharded.items()}
     tensors = {n: t for n, t in found.items() if n not in parts}
-    if name := first_non_finite({**weights, **must_be_finite({**tensors, **parts})}):
+    if name := encoding.first_non_finite({**weights, **must_be_finite({**tensors, **parts})}):
         raise NonFiniteError.at(metadata["step"], f"{name} is not finite and is not saved")
-    own = {PART.format(rank): to_bytes(parts)} if parts else {}
+    own = {PART.format(rank): encoding.to_bytes(parts)} if parts else {}
     if rank:
         return own
-    contents = (dump(metadata), to_bytes(weights), dump(plain), to_bytes(tensors))
-    return dict(zip(FILES, contents, strict=True)) | own
+    return {
+        MODEL: encoding.dump(metadata),
+        WEIGHTS: encoding.to_bytes(weights),
+        STATE: encoding.dump(plain),
+        STATE_TENSORS: encoding.to_bytes(tensors),
+        **own,
+    }
 
 
 def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[str] = ()) -> None:
-    """Make a directory of files with a manifest: complete and on the disk, or not at all.
+    """Make a directory of files with a manifest, on the disk; a StorageError leaves nothing of it.
 
     It waits for the ``others``, files that other processes add by :func:`write_part`.
-
-    Raises:
-        StorageError: it cannot be written; nothing is left of it.
     """
     partial = target.with_name(PARTIAL + target.name)
     try:
@@ -228,7 +214,7 @@ def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[s
             time.sleep(POLL)
         everything = {**files, **{name: (partial / name).read_bytes() for name in others}}
         records = {name: record_of(content) for name, content in everything.items()}
-        manifest = dump({"format": "invformer checkpoint", "version": 1, "files": records})
+        manifest = encoding.dump({"format": "invformer checkpoint", "version": 1, "files": records})
         write_new(partial / MANIFEST, manifest)
         sync_folder(partial)
         os.rename(partial, target)
@@ -243,8 +229,7 @@ def write_directory(target: Path, files: Mapping[str, bytes], others: Sequence[s
 def write_part(target: Path, files: Mapping[str, bytes]) -> None:
     """Add files, each complete under its name, to a directory that another process makes.
 
-    Raises:
-        StorageError: they cannot be written; nothing is left of the directory.
+    A StorageError leaves nothing of the directory.
     """
     partial = target.with_name(PARTIAL + target.name)
     try:
@@ -269,7 +254,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
-    match parse(content, str(path / MANIFEST)):
+    match encoding.parse(content, str(path / MANIFEST)):
         case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
             checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
         case _:
@@ -279,7 +264,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path}: not a checkpoint, {min(differing)!r:.80} is missing or does not belong there"
         )
-    metadata = parse(checkpoint.read(MODEL), str(path / MODEL))
+    metadata = encoding.parse(checkpoint.read(MODEL), str(path / MODEL))
     return replace(checkpoint, metadata=checked_metadata(metadata, path / MODEL))
 
 
@@ -298,15 +283,12 @@ def checked_metadata(metadata: Any, path: Path) -> dict[str, Any]:
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest whole checkpoint of a folder, and why newer ones were refused.
 
-    Raises:
-        CheckpointError: there are checkpoints, none of them whole.
+    None if there are no checkpoints; a CheckpointError if there are, but none is whole.
     """
     refused: list[str] = []
     for path in saved_in(folder):
         try:
-            checkpoint = open_checkpoint(path)
-            checkpoint.verify()
-            return checkpoint, refused
+            return open_checkpoint(path).verified(), refused
         except CheckpointError as error:
             refused.append(str(error))
     if refused:
@@ -318,9 +300,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Open one checkpoint, or the best of a run folder (else the newest), and run no code in it.
 
     A damaged one in a run folder is passed over with a warning; so is a best one that is gone.
-
-    Raises:
-        CheckpointError: it is missing, damaged or foreign.
+    If nothing is left, CheckpointError is raised.
     """
     folder = Path(os.path.expanduser(path))
     try:
@@ -347,9 +327,7 @@ def best_checkpoint(newest: Checkpoint) -> Checkpoint:
     try:
         if path not in saved_in(folder):
             raise CheckpointError(f"{folder}: the best checkpoint is not there any more")
-        best = open_checkpoint(path)
-        best.verify()
-        return best
+        return open_checkpoint(path).verified()
     except CheckpointError as error:
         log.warning("%s; taking %s, the newest, not the best", error, newest.path.name)
         return newest

@@ -24,8 +24,7 @@ _held: dict[Path, int] = {}  # by run folder, descriptors that keep its lock
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file under another name, wait until it is on the disk, and give it its name.
 
-    Raises:
-        StorageError: the folder cannot be written; what was there is unchanged.
+    Otherwise what was there is unchanged, and StorageError is raised.
     """
     partial = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}")
     try:
@@ -58,11 +57,7 @@ def read_regular(path: Path) -> bytes:
 
 
 def _open(path: Path, flags: int, mode: str) -> BinaryIO:
-    """Open a regular file.
-
-    Raises:
-        OSError: the path is a link, a pipe, a device or a folder, or cannot be opened.
-    """
+    """Open a regular file; raises OSError for a link, a pipe, a device or a folder."""
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # a pipe blocks
     except OSError as error:
@@ -104,11 +99,8 @@ def lock_run(path: Path) -> None:
     """Keep other processes out of a run's folder until this one ends.
 
     The operating system releases the lock, even after kill -9; the file stays. A file system
-    without locks keeps nobody out.
-
-    Raises:
-        CheckpointError: another process has it.
-        StorageError: the folder takes no file.
+    without locks keeps nobody out. Raises CheckpointError if another process has it, and
+    StorageError if the folder takes no file.
     """
     if path.resolve() in _held:
         return
@@ -135,17 +127,13 @@ def lock_run(path: Path) -> None:
 def require_lock(path: Path) -> None:
     """Raise CheckpointError if the lock that this process took was deleted or replaced."""
     held = _held.get(path.resolve())
-    if held is None:
-        return
-    try:
-        found = os.lstat(path / LOCK)
-    except OSError:
-        found = None
-    if found is None or not os.path.samestat(found, os.fstat(held)):
-        raise CheckpointError(
-            f"{path / LOCK} was deleted or replaced while this run was on, so another process may "
-            "use its folder; nothing more is written, the same command continues"
-        )
+    with suppress(OSError):
+        if held is None or os.path.samestat(os.lstat(path / LOCK), os.fstat(held)):
+            return
+    raise CheckpointError(
+        f"{path / LOCK} was deleted or replaced while this run was on, so another process may use "
+        "its folder; nothing more is written, the same command continues"
+    )
 
 
 @contextmanager

@@ -173,7 +173,7 @@ class DirectoryCheckpointIO(CheckpointIO):
             count = launcher_value("WORLD_SIZE", 1) if PART.format(0) in files else 1
             write_directory(Path(path), files, [PART.format(n) for n in range(1, count)])
             try:
-                open_checkpoint(Path(path)).verify()
+                open_checkpoint(Path(path)).verified()
                 if storage_options is not None:
                     keep_only(Path(path).parent, storage_options)
             except CheckpointError as error:

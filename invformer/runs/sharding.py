@@ -92,6 +92,10 @@ class ShardedStrategy(ModelParallelStrategy):
             timeout=timeout,
         )
 
+    # As without shards: every process reads a checkpoint, and saves its own part of the state.
+    load_checkpoint = Strategy.load_checkpoint
+    optimizer_state = Strategy.optimizer_state
+
     @property
     def lightning_restore_optimizer(self) -> bool:
         """Lightning hands over what a checkpoint holds of the optimiser."""
@@ -117,10 +121,6 @@ class ShardedStrategy(ModelParallelStrategy):
         }
         self.lightning_module.load_state_dict(weights, strict=strict)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Its state in parts."""
-        return Strategy.optimizer_state(self, optimizer)
-
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Every process takes its parts."""
         states: list[dict[str, Any]] = checkpoint["optimizer_states"]
@@ -132,10 +132,6 @@ class ShardedStrategy(ModelParallelStrategy):
     ) -> None:
         """Through the run's own IO, in every process."""
         self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Through the run's own IO, in every process."""
-        return self.checkpoint_io.load_checkpoint(checkpoint_path)
 
 
 def in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
