@@ -25,7 +25,7 @@ from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
-    scaled_weights,
+    normalised_weights,
     sigmas,
     write_to,
 )
@@ -123,7 +123,9 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
 
 
 class ContractiveL2Attention(TiedL2Attention):
-    """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  ‖Ĝ‖₂ ≤ 1, σ_h ≥ ‖W^Q_h‖₂.
+    """f(X)_i = (c/√H) Σ_h (P^h q^h)_i Ĝ_h / (κ_h σ_h),  σ_h ≥ ‖W^Q_h‖₂.
+
+    Ĝ = W^G/σ̄(W^G) is a matrix of norm ≤ 1 that has the Ĝ_h one above the other.
 
     ``token_max``: κ_h = 4 φ⁻¹(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
     ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks by c; that is
@@ -177,17 +179,12 @@ class ContractiveL2Attention(TiedL2Attention):
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
         log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
-        log_mass = log_mass.to(branches[0].w_q.weight)
-        # κ of training; bounds/contractive.py has the proven one, rounded up.
-        if branches[0].certificate == "causal":
-            kappa = causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
-        else:
-            kappa = 4 * phi_inverse_from_log(log_mass) + 1  # 4 φ⁻¹(n) + 1
+        kappa = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
-        g = scaled_weights(
-            [b.w_g for b in branches],  # Ĝ, the Ĝ_h one above the other: L times (H d, D)
+        g = normalised_weights(  # Ĝ per_head D⁻¹, with the Ĝ_h one above the other: (H d, D)
+            [b.w_g for b in branches],
             per_head.repeat_interleave(d_head, dim=-1)[..., None],  # (L, H d, 1)
             None if scalings is None else scalings.inverse[:, None, :],
         )
@@ -198,6 +195,13 @@ class ContractiveL2Attention(TiedL2Attention):
             L2Weights(in_one_matrix(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
+
+
+def head_gain(log_mass: Tensor, certificate: AttentionCertificate) -> Tensor:
+    """κ of training, differentiable; bounds/contractive.py has the proven one, rounded up."""
+    if certificate == "causal":
+        return causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
+    return 4 * phi_inverse_from_log(log_mass) + 1  # 4 φ⁻¹(n) + 1
 
 
 def in_one_matrix(w: InputMaps) -> InputMaps:

@@ -15,7 +15,7 @@ from invformer.nn.attention import AttentionCertificate
 from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
-from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, scaled_weights, write_to
+from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, normalised_weights, write_to
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm, unknown_norm
@@ -120,9 +120,9 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
             factors = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
         w_qkv = [
             split_heads(merge_heads(w.flatten(0, 1)), 3 * num_heads).unflatten(0, (3, -1))
-            for w in scaled_weights([b.w_qkv for b in branches], factors, rows)
+            for w in normalised_weights([b.w_qkv for b in branches], factors, rows)
         ]
-        w_g = scaled_weights([b.w_g for b in branches], scale[..., None], columns)
+        w_g = normalised_weights([b.w_g for b in branches], scale[..., None], columns)
         return [
             BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
             for w, t, g in zip(w_qkv, temperature, w_g, strict=True)

@@ -66,6 +66,14 @@ class Certificate:
         """True if every branch is proven to be at or below its own target."""
         return all(bound <= self.targets[name] for name, bound in self.per_branch.items())
 
+    def require(self, norm: Norm, kind: Kind) -> None:
+        """Raise ValueError unless the bounds are in this norm and of this kind."""
+        if (self.norm, self.kind) != (norm, kind):
+            raise ValueError(
+                f"the certificate is {self.kind} in {self.norm}, the stack's targets are {kind} "
+                f"in {norm}: certify the stack without a kind or norm"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """A plain dict for JSON."""
         return asdict(self)

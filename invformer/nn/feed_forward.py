@@ -16,8 +16,8 @@ from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
+    normalised_weights,
     row_sums,
-    scaled_weights,
     sigmas,
     write_to,
 )
@@ -182,11 +182,11 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         scale = torch.stack(per_slope)[:, None] / sharpness
         rows = None if scalings is None else scalings.scale[:, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
-        w_in = scaled_weights([b.w_in for b in branches], sharpness[:, None, :], rows, sizes)
+        w_in = normalised_weights([b.w_in for b in branches], sharpness[:, None, :], rows, sizes)
         if first.kernel > 1:
             w_in = [torch.cat([w, b.w_past]) for w, b in zip(w_in, branches, strict=True)]
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
-        w_out = scaled_weights([b.w_out for b in branches], scale[:, :, None], columns, sizes)
+        w_out = normalised_weights([b.w_out for b in branches], scale[:, :, None], columns, sizes)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: FeedForwardWeights) -> float:

@@ -91,13 +91,16 @@ def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *bat
     return bound + (norm - norm.detach())
 
 
-def scaled_weights(
+def normalised_weights(
     weights: Sequence[SpectralNormalised],
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
     sizes: Callable[[Sequence[SpectralNormalised]], Tensor] = sigmas,
 ) -> list[Float[Tensor, "*batch rows columns"]]:
-    """W / size · factor (· further) of several weights of one shape; factors by row or column."""
+    """Ŵ · factor (· further) of several weights of one shape; factors by row or column.
+
+    Ŵ = W / σ̄(W), unless ``sizes`` is another measure than :func:`sigmas`.
+    """
     scales = factors / sizes(weights)[..., None, None]
     scaled = [w.weight * scale for w, scale in zip(weights, scales, strict=True)]
     return scaled if further is None else [w * f for w, f in zip(scaled, further, strict=True)]

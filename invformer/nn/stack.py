@@ -222,18 +222,13 @@ class InvertibleStack(nn.Module):
             ValueError: the certificate is of another kind or norm than this stack's targets, or of
                 shorter sequences.
         """
-        if certificate is None:
-            self.require_proven()
+        self.require_proven()
         weights = weights or self.weights()
         if certificate is None:
             bounds, longest = self.bounds(self.norm, self.kind, z.dtype, weights), self.seq_len
-        elif (certificate.kind, certificate.norm) == (self.kind, self.norm):
-            bounds, longest = certificate.per_branch, certificate.seq_len
         else:
-            raise ValueError(
-                f"the certificate is {certificate.kind} in {certificate.norm}, the stack's targets "
-                f"are {self.kind} in {self.norm}: certify the stack without a kind or norm"
-            )
+            certificate.require(self.norm, self.kind)
+            bounds, longest = certificate.per_branch, certificate.seq_len
         if z.shape[-2] > longest:
             raise ValueError(f"the certificate holds up to {longest} tokens")
         solutions: dict[str, FixedPointSolution] = {}

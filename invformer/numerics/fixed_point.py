@@ -186,16 +186,6 @@ def require_invertible(y: Tensor, lipschitz_bound: float | None) -> None:
         )
 
 
-def require_same_format(x: Tensor, fx: Tensor) -> None:
-    """Raise ValueError unless f keeps the dtype and the shape of its argument."""
-    if fx.shape != x.shape or fx.dtype != x.dtype:
-        advice = "; call it outside torch.autocast" if fx.dtype != x.dtype else ""
-        raise ValueError(
-            f"f maps {x.dtype} {tuple(x.shape)} to {fx.dtype} {tuple(fx.shape)}: "
-            f"it must keep dtype and shape{advice}"
-        )
-
-
 class _Rows:
     """Rows that converge independently: samples, or single tokens of a token-wise f."""
 
@@ -210,10 +200,15 @@ class _Rows:
         """Start at x = y."""
         self.f, self.eq, self.samples = f, eq, samples
         self.per_sample = samples.shape[-2] if tokens_apart else 1
-        self.y = self.x = samples.reshape(len(samples) * self.per_sample, -1, samples.shape[-1])
-        self.fx = f(samples)
-        require_same_format(samples, self.fx)
-        self.fx = self.fx.reshape(self.y.shape)
+        self.y = samples.reshape(len(samples) * self.per_sample, -1, samples.shape[-1])
+        fx = f(samples)
+        if fx.shape != samples.shape or fx.dtype != samples.dtype:
+            advice = "; call it outside torch.autocast" if fx.dtype != samples.dtype else ""
+            raise ValueError(
+                f"f maps {samples.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
+                f"it must keep dtype and shape{advice}"
+            )
+        self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape).clone()
         length = eq.size(samples)
         unreachable = eq.unreachable(length)
         status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
@@ -239,17 +234,20 @@ class _Rows:
     def step(self) -> None:
         """x ← y − f(x) in the running rows, and their verdicts."""
         running = self.running
-        everything, index = bool(running.all()), running.nonzero().squeeze(-1)
-        rows = slice(None) if everything else index
+        rows = slice(None) if bool(running.all()) else running.nonzero().squeeze(-1)
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
         residual = self.eq.size(fx - fx_before)  # ‖y − x − f(x)‖, as long as the next step
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
-        self.x = x if everything else self.x.index_copy(0, index, x)
-        self.fx = fx if everything else self.fx.index_copy(0, index, fx)
+        self.x[rows], self.fx[rows] = x, fx
         self.residual[rows], self.length[rows] = residual, self.eq.size(x)
         self.num_steps[rows] += 1
+        self.judge(rows, disproved)
+
+    def judge(self, rows: slice | Tensor, disproved: Tensor) -> None:
+        """The status of some rows after a step; ``disproved`` says where c is."""
+        residual = self.residual[rows]
         longest = self.by_sample(self.length).repeat_interleave(self.per_sample)[rows]
         verdict = self.status[rows]
         for outcome, applies in (  # of several the last one counts

@@ -69,7 +69,8 @@ def _row_weights(
     """Rows of P, from queries and from keys with their lengths, relative to one origin."""
     with without_autocast(queries.device):
         scale = 2 / math.sqrt(queries.shape[-1])
-        logits = F.pad(scale * queries.to(keys.dtype), (0, 1), value=1.0) @ keys.mT
+        queries = F.pad(scale * queries.to(keys.dtype), (0, 1), value=1.0)  # [2 q_i/√d, 1]
+        logits = queries @ keys.mT  # 2 q_i·k_j/√d − ‖k_j‖²/√d
         return (logits if bias is None else logits + bias).softmax(-1)
 
 

@@ -54,7 +54,7 @@ def causal_gain_upper(log_n: float) -> float:
 
 
 def _omega(y: Tensor) -> Tensor:
-    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, twice more at the solution for the derivatives."""
+    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, and twice more for three orders of derivatives."""
     y = y.clamp(min=LOWEST_LOG)
     with torch.no_grad():
         z = _newton(y, torch.minimum(y, y.clamp(min=1).log()), NUM_STEPS)
