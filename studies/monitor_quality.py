@@ -55,7 +55,7 @@ def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:
     found: dict[str, float] = {}
     probe = LipschitzProbe(model, tokens)
     for part, at in zip(probe.parts, probe.stacked(), strict=True):
-        for name, branch, u in zip(probe.names[part.at], part.branches, at.inputs, strict=True):
+        for name, branch, u in zip(part.names, part.branches, at.inputs, strict=True):
             found[name] = max(norm(torch.func.jacrev(branch)(one)) for one in at.seen(u))
     return found
 

@@ -64,27 +64,24 @@ class StackedBranches:
         self.input_radius = residual[0].input_radius if residual else None
         self.layer_weights, self.weights = weights, [layer.branch for layer in weights]
         self.num_tokens = num_tokens
-        self.inputs: list[Tensor] = []  # D x + b of each, or x where D is folded in
+        self.inputs: list[Tensor] = []  # D x + b of each
         self.points: list[tuple[Tensor, ...]] = []
-        # D⁻¹ f(D ·) with D folded in has the Jacobian D⁻¹ J D.
-        self.scale = self.centre = None
-        if centres := [layer.centre for layer in weights if layer.centre is not None]:
+        # D, (branches, 1, width), if it is folded in: these weights have the Jacobian D⁻¹ J D.
+        self.scale = None
+        if weights[0].centre is not None:
             scalings = [layer.scaling for layer in residual if layer.scaling is not None]
             self.scale = torch.stack([scaling.log_scale for scaling in scalings]).exp().unsqueeze(1)
-            self.centre = torch.stack(centres).unsqueeze(1)
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
         index, u = len(self.inputs), self.enter(x)
         if isinstance(self.branches[index], PreNormBranch):
             return self.branches[index](u)
-        u = u if self.centre is None else u + self.centre[index]
         return x + self.layer_weights[index].leave(self.branches[index](u, self.weights[index]))
 
     def enter(self, x: Tensor) -> Tensor:
-        """The next branch's input; without the centre m if D is folded in."""
-        scaling = self.layer_weights[len(self.inputs)].scaling
-        self.inputs.append(x if scaling is None else scaling.apply(x))
+        """The next branch's input."""
+        self.inputs.append(self.layer_weights[len(self.inputs)].enter(x))
         return self.seen(self.inputs[-1])
 
     def seen(self, u: Tensor) -> Tensor:
@@ -97,9 +94,7 @@ class StackedBranches:
 
     def whole(self, num_vectors: int = 1) -> Products:
         """J of every sequence, so many times, by automatic differentiation."""
-        u = torch.stack(self.inputs)
-        u = u if self.centre is None else u + self.centre.unsqueeze(1)
-        u = u.repeat_interleave(num_vectors, 1)
+        u = torch.stack(self.inputs).repeat_interleave(num_vectors, 1)
         with only("math"):  # fused attention has no second derivative
             j = linearise(self.together, u)
         if self.scale is None:
@@ -145,10 +140,8 @@ class StackedMaps(StackedBranches):
         super().__init__(*arguments)
         maps = map(self.maps, self.weights)
         self.w, self.v, *b = (torch.stack(kind) for kind in zip(*maps, strict=True))
-        self.b = b[0].unsqueeze(1) if b else self.w.new_zeros(1, 1, 1)
-        if self.centre is not None:
-            self.b = torch.baddbmm(self.b, self.centre, self.w)
-        self.each = list(zip(self.w, self.b.expand(len(self.w), 1, -1), self.v, strict=True))
+        b = b[0].unsqueeze(1) if b else self.w.new_zeros(len(self.w), 1, 1)
+        self.each = list(zip(self.w, b, self.v, strict=True))
 
     @staticmethod
     def maps(weights: Any) -> tuple[Tensor, ...]:
@@ -168,21 +161,18 @@ class StackedMaps(StackedBranches):
         raise NotImplementedError
 
     def of_maps(self, inner: Products, w: Tensor | None = None) -> Products:
-        """D V h′ W D⁻¹ from h′, D if it is folded in; W may be a part."""
-        w, v, d = self.w if w is None else w, self.v, self.scale
-        inverse, count = None if d is None else d.reciprocal(), len(v)
+        """V h′ W from h′; W may be a part."""
+        w, v = self.w if w is None else w, self.v
+        if self.scale is not None:
+            w, v = w / self.scale.mT, v * self.scale
 
-        # In place where that can be: new memory, not yet in the cache, costs more than arithmetic.
         def push(dx: Tensor) -> Tensor:
-            rows = dx.view(count, -1, dx.shape[-1])
-            dz = torch.bmm(rows if inverse is None else rows.mul_(inverse), w)
-            dy = torch.bmm(inner.push(dz.view(*dx.shape[:-1], -1)), v)
-            return dy if d is None else dy.mul_(d)
+            dz = torch.bmm(dx.flatten(1, 2), w).view(*dx.shape[:-1], -1)
+            return torch.bmm(inner.push(dz), v)
 
         def pull(dy: Tensor) -> Tensor:
-            dz = inner.pull(torch.bmm(dy if d is None else dy * d, v.mT))
-            dx = torch.bmm(dz.view(count, -1, dz.shape[-1]), w.mT)
-            return (dx if inverse is None else dx.mul_(inverse)).view(*dz.shape[:-1], -1)
+            dz = inner.pull(torch.bmm(dy, v.mT))
+            return torch.bmm(dz.flatten(1, 2), w.mT).view(*dz.shape[:-1], -1)
 
         return Products(push, pull)
 
@@ -302,11 +292,6 @@ class StackedL2Attention(StackedAttention):
 class StackedBoundedAttention(StackedAttention):
     """[P_h v_h]_h G; queries, keys and values are in the unit ball."""
 
-    @property
-    def is_late(self) -> bool:
-        """Whether keys and values are those of the token before."""
-        return self.branches[0].strictly_causal
-
     @staticmethod
     def maps(weights: Any) -> tuple[Tensor, ...]:
         """W of queries, keys and values, and G, of all heads."""
@@ -315,7 +300,7 @@ class StackedBoundedAttention(StackedAttention):
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """P v; the points in the ball and P are kept."""
         q, k, v = split_heads(z, 3 * self.num_heads).chunk(3, dim=-3)
-        if self.is_late:
+        if self.branches[0].strictly_causal:
             k, v = delay(k), delay(v)
         at = attention_point(q, k, v, self.weights[index].temperature, self.bias[index])
         self.points.append(at)
@@ -330,6 +315,7 @@ class StackedBoundedAttention(StackedAttention):
         """dY_i = Σ_j (P_ij dv_j + dP_ij v_j) for each head, with
         dP_i = τ (diag P_i − P_i P_iᵀ) a_i, a_ij = dq_i·k_j + q_i·dk_j.
         """
+        is_late = self.branches[0].strictly_causal  # keys and values are of the token before
         *points, p, temperature = super().evidence()
         q, q_rho, *others = (t.transpose(2, 3) for t in points)
         at_q = BallPoint(*(take(t, chosen).flatten(1, 2) for t in (q, q_rho)))
@@ -344,7 +330,7 @@ class StackedBoundedAttention(StackedAttention):
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = dz.chunk(3, -1)
-            if self.is_late:
+            if is_late:
                 dk, dv = delay(dk), delay(dv)
             dq, dk, dv = map(self.heads, (at_chosen(dq, chosen).squeeze(2), dk, dv))
             dq, dk, dv = at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)
@@ -357,7 +343,7 @@ class StackedBoundedAttention(StackedAttention):
             dq = here * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
             dk = at_k.derivative(da * q).flatten(-2)
             dv = at_v.derivative(weight * dy).flatten(-2)
-            if self.is_late:
+            if is_late:
                 dk, dv = advance(dk), advance(dv)
             return torch.cat([dq, dk, dv], -1)
 

@@ -35,11 +35,8 @@ def local_bounds(probe: LipschitzProbe, tight: bool = False) -> Float[Tensor, "b
     many launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
     matrices per token, branch by branch, unless that takes too long.
     """
-    like = {"dtype": torch.float64, "device": probe.tokens.device}
-    bounds = torch.full((len(probe.names),), torch.inf, **like)
-    for part, at_text in zip(probe.parts, probe.stacked(), strict=True):
-        bounds[part.at] = bounds_of(at_text, probe.measured, tight)
-    return bounds
+    bounds = [bounds_of(at_text, probe.measured, tight).double() for at_text in probe.stacked()]
+    return torch.stack(bounds, -1).flatten()
 
 
 def local_bound(
@@ -59,7 +56,8 @@ def local_bound(
 
 def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
     """The local bounds of stacked branches, the largest over the sequences."""
-    diagonal, unknown = measured == "diagonal_block", torch.full((len(at.inputs),), torch.inf)
+    diagonal = measured == "diagonal_block"
+    unknown = at.inputs[0].new_full((len(at.inputs),), torch.inf)
     if measured == "entry_max":
         return unknown
 

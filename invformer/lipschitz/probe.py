@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ ROUNDINGS = 16
 class Part(NamedTuple):
     """The attentions or the feed-forwards of all blocks, and the iteration that follows them."""
 
-    at: slice
+    names: list[str]
     layers: list[Any]
     branches: list[Any]
     iteration: PowerIteration
@@ -70,12 +71,12 @@ class LipschitzProbe:
         self.model, self.tokens = model, tokens
         self.measured: Measured = measured or certified_in(model)
         blocks = list(model.stack.blocks)
-        self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
         like = {"dtype": model.embedding.position.dtype, "device": tokens.device}
         streams = 2 if isinstance(model.stack, CouplingStack) else 1
         shape = torch.Size((len(blocks), *tokens.shape, model.head.in_features // streams))
         self.parts: list[Part] = []
-        for index, part in enumerate(PARTS):
+        for part in PARTS:
+            names = [full_name(i, part) for i in range(len(blocks))]
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
             if len({type(branch).forward for branch in branches}) > 1:
@@ -89,8 +90,8 @@ class LipschitzProbe:
             many = thorough and (per_token or self.measured == "diagonal_block")
             at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
             iteration = PowerIteration(shape, norm, seed=seed, at_once=at_once, **like)
-            at = slice(index, None, len(PARTS))
-            self.parts.append(Part(at, layers, branches, iteration))
+            self.parts.append(Part(names, layers, branches, iteration))
+        self.names = list(chain(*zip(*(part.names for part in self.parts), strict=True)))
         self.branches = [branch for part in self.parts for branch in part.branches]
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
@@ -102,8 +103,8 @@ class LipschitzProbe:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
         stack, parts = self.model.stack, []
-        for at, layers, branches, _ in self.parts:
-            own = [ResidualWeights(None) if weights is None else weights[n] for n in self.names[at]]
+        for names, layers, branches, _ in self.parts:
+            own = [ResidualWeights(None) if weights is None else weights[n] for n in names]
             parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1]))
         of_layer = {f: at for part, at in zip(self.parts, parts, strict=True) for f in part.layers}
         x = self.model.embedding(self.tokens)
@@ -160,7 +161,7 @@ class LipschitzProbe:
         for part, (gains, residual) in zip(self.parts, self.steps(num_steps), strict=True):
             best = gains.argmax(-1, keepdim=True)
             each = (t.gather(2, best).squeeze(2) for t in (gains * lowered(gains), residual()))
-            found |= zip(self.names[part.at], zip(*each, strict=True), strict=True)
+            found |= zip(part.names, zip(*each, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
     @contextmanager

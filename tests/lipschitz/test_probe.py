@@ -122,7 +122,7 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
     chosen = torch.tensor([0, 4, SEQ_LEN - 1])
     for part, stacked in zip(probe.parts, probe.stacked(), strict=True):
         count = len(part.branches)
-        j = torch.stack([true[branch] for branch in probe.names[part.at]])
+        j = torch.stack([true[branch] for branch in part.names])
         v = torch.randn(count, len(chosen), SEQ_LEN, WIDTH)
         k = chosen.expand(count, 1, -1)
         cases = [(stacked.rows(k), "bkdje,bkje->bkd", j[:, chosen], v)]
