@@ -5,13 +5,12 @@ heads of an attention are one matrix: a step of a small model takes one core fiv
 the batched products here, and longer than the model itself.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.optim import Optimizer
 
 from invformer.kernels import native_matrices
 from invformer.runs.sharding import part_like, whole
@@ -19,61 +18,40 @@ from invformer.runs.sharding import part_like, whole
 # The quintic that pulls singular values towards one, a few of them quickly (Jordan et al. 2024).
 QUINTIC = (3.4445, -4.7750, 2.0315)
 NUM_STEPS = 5
+MOMENTUM = 0.95
 # An update of rms 0.2, about that of AdamW (Liu et al. 2025).
 UPDATE_RMS = 0.2
 
 
-class Muon(Optimizer):
+def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> None:
     """W ← (1 − ηλ)W − 0.2 η √max(m, n) · UVᵀ, where UΣVᵀ is the Nesterov momentum of the gradient.
 
     UVᵀ is what :func:`orthogonalised` makes of it: all its singular values are near one. Source:
     Jordan et al. 2024, *Muon*; the size of a step after Liu et al. 2025, arXiv 2502.16982.
 
     Args:
-        params: matrices, or stacks of them (:func:`as_matrices`). A group may have ``parts``: how
-            many matrices of equal height its matrices consist of, such as three for queries, keys
-            and values.
-        lr: η.
-        weight_decay: λ.
-        momentum: of the gradient.
+        group: ``params``, which are matrices or stacks of them (:func:`as_matrices`); ``lr``, η;
+            ``weight_decay``, λ; ``momentum``; and ``parts``, how many matrices of equal height the
+            matrices consist of, such as three for queries, keys and values.
+        memory: of each parameter, where its momentum is kept.
     """
+    momenta = [
+        (p, as_matrices(nesterov(p.grad, p, memory[p], group["momentum"]), group["parts"]))
+        for p in group["params"]
+        if p.grad is not None
+    ]
+    directions = orthogonalised_together([matrices for _, matrices in momenta])
+    for (p, _), direction in zip(momenta, directions, strict=True):
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(part_like(as_parameter(direction, p.shape), p), alpha=group["lr"])
 
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float,
-        weight_decay: float = 0.0,
-        momentum: float = 0.95,
-    ) -> None:
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
-        super().__init__(params, defaults)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        """One update of every parameter that has a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            momenta = [
-                (p, as_matrices(self._momentum(p, p.grad, group["momentum"]), group["parts"]))
-                for p in group["params"]
-                if p.grad is not None
-            ]
-            directions = orthogonalised_together([matrices for _, matrices in momenta])
-            for (p, _), direction in zip(momenta, directions, strict=True):
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(part_like(as_parameter(direction, p.shape), p), alpha=group["lr"])
-        return loss
-
-    def _momentum(self, p: Tensor, gradient: Tensor, momentum: float) -> Tensor:
-        """Nesterov's momentum of a parameter, whole if FSDP2 keeps it in parts."""
-        state = self.state[p]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(p)
-        memory = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return whole(gradient.lerp(memory, momentum))
+def nesterov(gradient: Tensor, p: Tensor, memory: dict[str, Any], momentum: float) -> Tensor:
+    """Nesterov's momentum of a parameter, whole if FSDP2 keeps it in parts."""
+    if not memory:
+        memory["momentum_buffer"] = torch.zeros_like(p)
+    average = memory["momentum_buffer"].lerp_(gradient, 1 - momentum)
+    return whole(gradient.lerp(average, momentum))
 
 
 def as_matrices(p: Tensor, parts: int = 1) -> Float[Tensor, "matrices rows columns"]:

@@ -9,18 +9,18 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from invformer.config.schema import OptimConfig
-from invformer.training.muon import Muon
+from invformer.training import muon
 
 
 class MuonWithAdamW(Optimizer):
-    """:class:`.muon.Muon` for weight matrices, AdamW for everything else: an ordinary optimiser.
+    """Muon (:func:`.muon.update`) for groups of matrices, AdamW for everything else.
 
-    Both work on its groups, those of Muon first, and keep their memory in its state.
+    An ordinary optimiser, whose first groups are Muon's. Both keep their memory in its state.
     """
 
-    def __init__(self, muon: Muon, adamw: AdamW) -> None:
-        self.muon, self.adamw = muon, adamw
-        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+    def __init__(self, matrices: list[dict[str, Any]], adamw: AdamW) -> None:
+        self.adamw = adamw
+        super().__init__([*matrices, *adamw.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -34,19 +34,21 @@ class MuonWithAdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # Muon's groups, and only these, have a momentum.
-        self.muon.param_groups = [g for g in self.param_groups if "momentum" in g]
+        of_muon = [g for g in self.param_groups if "momentum" in g]
         self.adamw.param_groups = [g for g in self.param_groups if "momentum" not in g]
-        self.muon.state = self.adamw.state = self.state
+        self.adamw.state = self.state
         skip: torch.Tensor | None = getattr(self, "found_inf", None)
         self.adamw.found_inf = skip  # type: ignore[attr-defined]  # its fused kernel looks at it
         self.adamw.step()
         if skip is None:
-            self.muon.step()
+            for group in of_muon:
+                muon.update(group, self.state)
             return loss
-        matrices = [p for group in self.muon.param_groups for p in group["params"]]
+        matrices = [p for group in of_muon for p in group["params"]]
         held = matrices + [m for p in matrices for m in self.state[p].values()]
         before = torch.cat([t.flatten() for t in held])  # in one vector: one launch for all
-        self.muon.step()
+        for group in of_muon:
+            muon.update(group, self.state)
         after = torch.cat([t.flatten() for t in held])
         chosen = torch.where(skip.bool(), before, after).split([t.numel() for t in held])
         values = [c.view_as(t) for c, t in zip(chosen, held, strict=True)]
@@ -85,12 +87,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "fused": True}
     if config.name == "muon":
         fused = {id(p) for name, p in model.named_parameters() if name.endswith("qkv.weight")}
+        how = {"lr": config.muon_lr, "weight_decay": decay, "momentum": muon.MOMENTUM}
         groups = [
             {"params": [p for p in matrices if (id(p) in fused) == (parts == 3)], "parts": parts}
             for parts in (1, 3)
         ]
-        muon = Muon([g for g in groups if g["params"]], config.muon_lr, decay)
-        return MuonWithAdamW(muon, AdamW(others, weight_decay=0.0, **adamw))
+        of_muon = [group | how for group in groups if group["params"]]
+        return MuonWithAdamW(of_muon, AdamW(others, weight_decay=0.0, **adamw))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     return AdamW(groups, **adamw)
 

@@ -1,5 +1,7 @@
 """Muon against singular values, PyTorch's own and one matrix at a time."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,22 +11,24 @@ from invformer.kernels import native
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.position_bias import RelativePositionBias
 from invformer.training.muon import (
+    MOMENTUM,
     UPDATE_RMS,
-    Muon,
     as_matrices,
     as_parameter,
     orthogonalised,
     orthogonalised_together,
+    update,
 )
 from invformer.training.optimizers import build_optimizer
 
 
 def stepped(parameters: list[Tensor], gradients: list[list[Tensor]], **options: float) -> None:
-    optimizer = Muon(parameters, **options)
+    defaults = {"weight_decay": 0.0, "momentum": MOMENTUM, "parts": 1}
+    group, memory = {"params": parameters, **defaults, **options}, defaultdict(dict)
     for of_step in gradients:
         for parameter, gradient in zip(parameters, of_step, strict=True):
             parameter.grad = gradient.clone()
-        optimizer.step()
+        update(group, memory)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (6, 20), (20, 6), (3, 5, 9)])
