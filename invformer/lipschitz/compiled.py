@@ -73,7 +73,8 @@ def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> b
 
 
 def estimates(
-    branches: Sequence[Parts],
+    stack: InvertibleStack,
+    weights: StackWeights,
     x: Float[Tensor, "sequences tokens width"],
     iterations: Sequence[PowerIteration],
     num_steps: int,
@@ -82,23 +83,17 @@ def estimates(
 ) -> Float[Tensor, "branches"]:
     """The largest gain of every branch after some steps; the iterations go on from there.
 
-    Args:
-        branches: those of :func:`branches_of`, attentions and feed-forwards in turn; the vectors
-            of the iterations are added to them.
-        x: the input of the first branch.
-        iterations: of the attentions, and of the feed-forwards.
-        num_steps: of the iterations.
-        diagonal: whether only the diagonal blocks ∂f_i/∂x_i are meant.
-        threads: at most.
+    ``iterations`` are of the attentions and of the feed-forwards, x is the input of the first
+    branch. ``diagonal`` means only the diagonal blocks ∂f_i/∂x_i. It takes ``threads`` at most.
     """
+    branches = branches_of(stack, weights)
     values = x.new_empty(len(branches))
     for first, iteration in enumerate(iterations):
-        at_once = iteration.others.shape[-1]
         own = branches[first :: len(iterations)], values[first :: len(iterations)]
         vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
         for part, value, left, lengths in vectors:
             part |= {"left": left, "lengths": lengths, "estimate": value}
-            part |= {"at_once": at_once, "turn": iteration.turn}
+            part |= {"at_once": iteration.others.shape[-1], "turn": iteration.turn}
     each = [
         _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
         for branch in branches

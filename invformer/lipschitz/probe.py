@@ -143,10 +143,10 @@ class LipschitzProbe:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
         is_short, stack = self.tokens.numel() <= SHORT, self.model.stack
         if self.is_compiled and isinstance(stack, InvertibleStack):
-            branches = compiled.branches_of(stack, weights or stack.weights())
+            weights = weights or stack.weights()
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
-            threads = 1 if is_short else torch.get_num_threads()
-            values = compiled.estimates(branches, x, self.iterations, num_steps, diagonal, threads)
+            how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
+            values = compiled.estimates(stack, weights, x, *how)
             return values.mul_(lowered(values))
         # On a CPU small operations lose more by waiting for a second thread than it computes.
         one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
