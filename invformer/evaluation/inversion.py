@@ -101,17 +101,11 @@ class RoundTrip:
 
 @torch.no_grad()
 def round_trip(
-    model: CharTransformer,
-    tokens: Text,
-    certificate: Certificate,
-    *,
-    dtype: torch.dtype = torch.float32,
-    max_steps: int | None = None,
+    model: CharTransformer, tokens: Text, certificate: Certificate, dtype: torch.dtype
 ) -> RoundTrip:
     """Push a text up an invertible stack in eval mode, and bring it back down.
 
-    Both happen in ``dtype``; a certificate for another one is made anew. ``max_steps`` is that of
-    :func:`.invert_residual`.
+    Both happen in ``dtype``; a certificate for another one is made anew.
     """
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
@@ -120,7 +114,7 @@ def round_trip(
         certificate = certify(stack, dtype=dtype)
     x, weights = model.embedding(tokens), stack.weights()
     z = stack(x, weights)
-    solution = stack.inverse(z, weights, certificate, max_steps=max_steps, throw=False)
+    solution = stack.inverse(z, weights, certificate, throw=False)
     decoded = model.embedding.nearest_tokens(solution.value)
     return RoundTrip(model, weights, certificate, tokens, x, z, solution, decoded)
 

@@ -28,13 +28,9 @@ class UpdateGuard:
         gradients: Mapping[str, Tensor],
         combine: Callable[[Tensor], Tensor] | None = None,
     ) -> Float[Tensor, ""]:
-        """Look at one update; returns the Euclidean norm of all gradients together.
+        """Look at the update of a step; returns the Euclidean norm of all gradients together.
 
-        Args:
-            step: its optimiser step.
-            loss: the mean over the batches of the step.
-            gradients: by the names of the parameters.
-            combine: computes norms of whole gradients from norms of parts, if these are parts.
+        ``combine`` computes norms of whole gradients from norms of parts, if these are parts.
         """
         each = torch._foreach_norm(list(gradients.values()))  # pyright: ignore[reportPrivateImportUsage]
         norms = torch.stack(each) if combine is None else combine(torch.stack(each))

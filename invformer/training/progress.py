@@ -32,6 +32,7 @@ class Progress(L.Callback):
         self.has_bar = bar and sys.stderr.isatty()
         self.row: Row = {}  # the newest number of every key
         self.recent: deque[float] = deque(maxlen=SMOOTHED)
+        self.bar = tqdm(disable=True)  # until training begins
         for row in read_rows(metrics) if metrics.exists() else []:
             self.take(row["step"], row)
 
@@ -73,14 +74,11 @@ class Progress(L.Callback):
             words.append(f"recovered {percent(self.row['inverse/characters_recovered'])}")
         self.say(*words, self.pace())
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         """Take the bar away."""
         self.bar.close()
 
-    def on_exception(self, *_: Any, **__: Any) -> None:
-        """Take the bar away, if training has begun."""
-        if hasattr(self, "bar"):
-            self.bar.close()
+    on_exception = on_train_end
 
     def loss(self) -> str:
         """Bits per character of the last steps."""
