@@ -17,6 +17,7 @@ from invformer.evaluation.report import (
     certificate_sentences,
     comparison,
     details,
+    full_name,
     headlines,
     names_of,
     worst_constants,
@@ -80,7 +81,10 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         *(f"<p>{shown(sentence)}" for sentence in certificate_sentences(report["certificate"])),
         "<div class=two>",
         *(
-            table(branch_cells(rows), (norm, "estimate ≤", "local bound ≤", "bound"))
+            table(
+                branch_cells(rows),
+                (full_name(norm, report["certificate"]), "estimate ≤", "local bound ≤", "bound"),
+            )
             for norm, rows in report["local_lipschitz"].items()
         ),
         "</div>",

@@ -35,7 +35,8 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
     blocks = [columns(headlines(report)), columns(details(report))]
     norms = list(report["local_lipschitz"].items())
     for norm, rows in norms if verbose else norms[:1]:
-        blocks.append([f"  {norm:<24}   estimate ≤ local bound ≤      bound"])
+        name_of_norm = full_name(norm, report["certificate"])
+        blocks.append([f"  {name_of_norm:<24}   estimate ≤ local bound ≤      bound"])
         for name, estimate, local, bound in branch_cells(rows):
             row = rows[name]
             note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"
@@ -85,7 +86,8 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("inversion", f"{recovered}, {proven} proven{more}"))
     if measured := report["local_lipschitz"].get("token_max"):
         worst, name = max((row["estimate"], name) for name, row in measured.items())
-        lines.append(("largest local estimate", f"{worst:.4f} in token_max ({name})"))
+        norm = full_name("token_max", certificate)
+        lines.append(("largest local estimate", f"{worst:.4f} in {norm} ({name})"))
     words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
     words["generate_32_texts"] = "in 32 texts at once"
     rates = [
@@ -186,8 +188,13 @@ def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
 def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
     """The largest bound with its norm and target, on one line."""
     diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
-    norm = f"{'weighted ' if certificate['conditions'] else ''}{certificate['norm']}{diagonal}"
+    norm = full_name(certificate["norm"], certificate) + diagonal
     return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
+
+
+def full_name(norm: str, certificate: Mapping[str, Any] | None) -> str:
+    """The norm, and whether it is weighted by learned scalings of the channels."""
+    return f"weighted {norm}" if certificate and certificate["conditions"] else norm
 
 
 def shares(inversion: Mapping[str, Any]) -> list[str]:

@@ -195,7 +195,7 @@ def test_the_table_opens_with_the_result_and_says_which_numbers_say_nothing(
     assert short.count("1.00e+06, not informative") == 2
     assert "frobenius" not in short
     print_table(report, verbose=True)
-    assert "\n  frobenius " in capsys.readouterr().out
+    assert "\n  weighted frobenius " in capsys.readouterr().out
 
 
 def test_a_bound_stands_beside_the_estimate_of_its_own_branch() -> None:
