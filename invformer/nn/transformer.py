@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -210,7 +211,7 @@ class CharTransformer(nn.Module):
     def extend(
         self,
         tokens: Integer[Tensor, "*batch new"],
-        past: dict[nn.Module, AttentionCache],
+        past: dict[int, AttentionCache],
         weights: StackWeights | None = None,
     ) -> Float[Tensor, "*batch new vocab"]:
         """Logits for the symbols after those in ``past``, to which the new ones are added.
@@ -218,14 +219,15 @@ class CharTransformer(nn.Module):
         Args:
             tokens: the new symbols; with those before at most ``seq_len``.
             past: one cache per branch, empty for one that sees no earlier tokens; an empty dict at
-                the beginning of a text.
+                the beginning of a text. Blocks may share a branch, but no cache.
             weights: of the stack; None computes them.
         """
         start = max((cache.length for cache in past.values()), default=0)
         x = self.embedding(tokens, start)
+        places = count()
 
         def next_outputs(branch: Any, x: Tensor, *weights: Any) -> Tensor:
-            cache = past.setdefault(branch, AttentionCache(self.seq_len))
+            cache = past.setdefault(next(places), AttentionCache(self.seq_len))
             return branch.next_outputs(x, cache, *weights)
 
         if isinstance(self.stack, InvertibleStack):
@@ -282,7 +284,7 @@ class CharTransformer(nn.Module):
         if length < 0 or not temperature >= 0:  # nor NaN
             raise ValueError(f"negative: length {length} or temperature {temperature}")
         text = prompt[..., -self.seq_len :]
-        past: dict[nn.Module, AttentionCache] = {}
+        past: dict[int, AttentionCache] = {}
         new, in_view = text, 0
         with evaluating(self):
             weights = self.weights()

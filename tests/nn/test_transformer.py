@@ -1,12 +1,13 @@
 """The language model: embedding, causality, generation."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
-from invformer.nn import CharEmbedding, certify
+from invformer.nn import CharEmbedding, CharTransformer, certify
 from invformer.nn.spectral import set_manual_refresh
 from invformer.nn.transformer import sampled
 from invformer.numerics.precision import denormals_flushed
@@ -123,7 +124,19 @@ def test_together_prompts_are_sampled_apart_and_repeat_with_the_same_seed() -> N
     assert len(first.unique(dim=0)) > 1
 
 
-@pytest.mark.parametrize("build", [*SEQUENTIAL, partial(contractive_model, input_radius=2.0)])
+def tied(build: Callable[[], CharTransformer]) -> CharTransformer:
+    """A model that applies its first block twice."""
+    model = build()
+    model.stack.blocks[1] = model.stack.blocks[0]
+    return model
+
+
+TIED = [partial(tied, contractive_model), partial(tied, baseline)]
+
+
+@pytest.mark.parametrize(
+    "build", [*SEQUENTIAL, *TIED, partial(contractive_model, input_radius=2.0)]
+)
 def test_symbols_one_at_a_time_have_the_logits_of_all_at_once(build) -> None:
     model = trained_a_little(build())
     tokens = random_tokens(3)
