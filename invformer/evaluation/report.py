@@ -258,4 +258,4 @@ def proof(inversion: Mapping[str, Any]) -> str:
     if inversion["radius"] <= inversion["distance"]:
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
-    return f"no other text has all its states within {inversion['radius']:.3g} ({numbers})"
+    return f"no other symbols have all their states within {inversion['radius']:.3g} ({numbers})"
