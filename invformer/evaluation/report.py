@@ -255,7 +255,7 @@ def proof(inversion: Mapping[str, Any]) -> str:
         f"least margin {inversion['margin']:.3g}, after an arithmetic error of at most "
         f"{inversion['arithmetic_error']:.2g}"
     )
-    if inversion["radius"] <= inversion["distance"]:
+    if not inversion["radius"] > inversion["distance"]:  # NaN is no radius
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
     return f"no other symbols have all their states within {inversion['radius']:.3g} ({numbers})"

@@ -1,5 +1,6 @@
 """The page of an evaluation: everything is in it, and it needs nothing else."""
 
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -133,6 +134,13 @@ def test_several_models_stand_in_one_table_and_one_figure(
     path = keep_comparison([report, report], tmp_path)  # names that are not unique
     assert path.read_text(encoding="utf-8").count(report["checkpoint"]) > 2
     keep_comparison([baseline, baseline], tmp_path)  # a figure without constants
+
+
+def test_margins_that_are_not_finite_prove_nothing(report: dict) -> None:
+    inversion = {**report["inversion"], "radius": math.nan, "distance": math.nan}
+    text = Elements(page({**report, "inversion": inversion}, {})).text
+    assert "not of every character" in text
+    assert "no other symbols" not in text
 
 
 def test_a_summary_says_what_an_evaluation_found(report: dict) -> None:
