@@ -77,17 +77,16 @@ class TextDataModule(L.LightningDataModule):
 
     def windows_of(self, step: int) -> str:
         """Numbers of the windows that an optimiser step reads, in the endless training order."""
-        assert self.trainer is not None
-        accumulate = self.trainer.accumulate_grad_batches
-        batch = self._first_batch() + (step - self._saved["global_step"]) * accumulate
-        first = batch * self.batch_size
-        return f"{first}–{first + accumulate * self.batch_size - 1}"
+        first, after = (self._batch_at(s) * self.batch_size for s in (step, step + 1))
+        return f"{first}–{after - 1}"
 
     def train_dataloader(self) -> TrainingWindows:
         """Training batches from where the checkpoint stopped, without end."""
-        self._realign_progress()
+        if self.trainer is not None:
+            count_whole_steps(self.trainer)
         rank, num_processes = self._process
-        order = self.seq_len, self.batch_size // num_processes, self.seed, self._first_batch()
+        start = self._batch_at(self._saved["global_step"])
+        order = self.seq_len, self.batch_size // num_processes, self.seed, start
         return TrainingWindows(self.tokens("train"), *order, rank, num_processes)
 
     def val_dataloader(self) -> EvaluationWindows:
@@ -106,12 +105,8 @@ class TextDataModule(L.LightningDataModule):
         """Where training continues: the batch after the last completed optimiser step."""
         if self.trainer is None:
             return dict(self._saved)
-        steps = self.trainer.global_step - self._saved["global_step"]
-        return {
-            "next_batch": self._first_batch() + steps * self.trainer.accumulate_grad_batches,
-            "global_step": self.trainer.global_step,
-            "windows_per_batch": self.batch_size,
-        }
+        step, count = self.trainer.global_step, self.batch_size
+        return {"next_batch": self._batch_at(step), "global_step": step, "windows_per_batch": count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where a checkpoint stopped, with another batch size at the same window."""
@@ -122,21 +117,20 @@ class TextDataModule(L.LightningDataModule):
         """Rank, and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
 
-    def _first_batch(self) -> int:
-        saved = self._saved
-        return saved["next_batch"] * saved["windows_per_batch"] // self.batch_size
+    def _batch_at(self, step: int) -> int:
+        """Number of the first batch that an optimiser step reads."""
+        saved, accumulate = self._saved, self.trainer.accumulate_grad_batches if self.trainer else 1
+        first = saved["next_batch"] * saved["windows_per_batch"] // self.batch_size
+        return first + (step - saved["global_step"]) * accumulate
 
-    def _realign_progress(self) -> None:
-        """Count completed steps only, in Lightning's own batch counters too.
 
-        A checkpoint that was written between two batches of one step, or by an exception within a
-        step, counts batches whose gradient is lost. Left alone, the first step after resuming would
-        accumulate too few batches, and validation would be early from then on.
-        """
-        if self.trainer is None:
-            return
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress
-        batches = self.trainer.global_step * self.trainer.accumulate_grad_batches
-        if progress.total.ready != batches:
-            for counter in (progress.total, progress.current):
-                counter.load_state_dict(dict.fromkeys(vars(counter), batches))
+def count_whole_steps(trainer: L.Trainer) -> None:
+    """Let Lightning count the batches of completed optimiser steps only.
+
+    A checkpoint that was written within a step counts batches whose gradient is lost. Left alone,
+    the first step after resuming would accumulate too few, and validation would be early.
+    """
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    batches = trainer.global_step * trainer.accumulate_grad_batches
+    for counter in (progress.total, progress.current):
+        counter.load_state_dict(dict.fromkeys(vars(counter), batches))
