@@ -85,8 +85,7 @@ def parse_or_exit(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Co
 def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
     """The validated dataclasses that ``group=name`` and ``key=value`` words ask for.
 
-    Raises:
-        ConfigurationError: one line that names the key, and the nearest one if it is unknown.
+    A ConfigurationError names the key, and the nearest one if it is unknown.
     """
     words = [_parse_word(word, schema) for word in argv]
     chosen = {word.key: word.value for word in words if word.key in schema.groups}
@@ -104,8 +103,7 @@ def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Conf
 def from_dict(values: Mapping[str, Any], schema: type[Config] = TrainConfig) -> Config:
     """A configuration from plain values, such as a checkpoint's; absent keys take their defaults.
 
-    Raises:
-        ConfigurationError: an unknown key, a value of the wrong type, or one out of range.
+    An unknown key and a value of the wrong type or out of range are a ConfigurationError.
     """
     return _build(_flatten(values, "", schema, ""), schema)
 

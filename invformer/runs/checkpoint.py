@@ -1,12 +1,6 @@
 """A checkpoint: a directory of files and their manifest, complete under its name or not there.
 
-``model.json`` and ``weights.safetensors`` are the model: what evaluating needs. ``state.json`` and
-``state.safetensors`` are where training continues: optimiser, schedule, random generators, loop and
-sampler positions, the callbacks' memory. If the optimiser's memory is sharded, each process writes
-its part, ``state-00001.safetensors``. ``MANIFEST.json`` holds the size and SHA-256 of each file.
-
-A checkpoint is written beside its final place, file by file, the manifest last, and renamed. It is
-read only after it was verified.
+docs/reliability.md says what each file holds, and how checkpoints are written and read.
 """
 
 import hashlib

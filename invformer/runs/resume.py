@@ -170,10 +170,7 @@ def follow_schedule(optimizer: Optimizer, schedule: LRScheduler) -> None:
     ended with a rate of zero.
     """
     assert isinstance(schedule, LambdaLR)
-    rates = [
-        base * factor(schedule.last_epoch)
-        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    schedule._last_lr = rates
+    groups = optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        group["lr"] = base * factor(schedule.last_epoch)
+    schedule._last_lr = [group["lr"] for group in groups]

@@ -37,8 +37,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def sharded(model: nn.Module) -> list[FSDPModule]:
     """The modules that :func:`shard` was applied to."""
-    modules = model.modules() if is_sharded(model) else ()
-    return [module for module in modules if isinstance(module, FSDPModule)]
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def gather(model: nn.Module) -> None:
@@ -115,10 +114,8 @@ class ShardedStrategy(ModelParallelStrategy):
         """Every process takes its parts."""
         assert self.lightning_module is not None
         present = self.lightning_module.state_dict()
-        weights = {
-            name: part_like(value, present[name]) if name in present else value
-            for name, value in checkpoint["state_dict"].items()
-        }
+        saved = checkpoint["state_dict"].items()
+        weights = {name: part_like(value, present[name]) for name, value in saved}
         self.lightning_module.load_state_dict(weights, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
