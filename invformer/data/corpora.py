@@ -29,7 +29,6 @@ SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
     "test": ("test",),
 }
 SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw", "{}-*.parquet")
-BYTE_ORDER_MARK = "\ufeff"
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such a file begins
 # Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
 HUNDRED_MILLION = ("text8", "enwik8")
@@ -236,25 +235,25 @@ def text_files(name: str, path: str) -> list[Path]:
 
 def read_files(name: str, path: str, files: list[Path]) -> Iterator[str]:
     """The texts of plain files, of the one file in a .zip, or of tables, in pieces."""
+    encoding = "latin-1" if name == "enwik8" else "utf-8-sig"  # without a byte order mark
     for file in files:
         if file.suffix == ".parquet":
             yield hub.read_parquet(name, file)
         else:
-            yield from decoded(file, chunks(file, path), "latin-1" if name == "enwik8" else "utf-8")
+            yield from decoded(file, chunks(file, path), encoding)
 
 
 def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str]:
-    """The text of a file's content without its mark; a DataError says where it is not UTF-8."""
+    """The text of a file's content; a DataError says where it is not UTF-8."""
     decoder = codecs.getincrementaldecoder(encoding)()
     num_read = 0
     try:
         for chunk in content:
-            text = decoder.decode(chunk)
-            yield text if num_read else text.removeprefix(BYTE_ORDER_MARK)
             num_read += len(chunk)
+            yield decoder.decode(chunk)
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        offset = num_read - len(decoder.getstate()[0]) + error.start
+        offset = num_read - len(error.object) + error.start
         is_utf_16 = error.object[:2] in UTF_16 and offset == 0
         encoding = "utf-16" if is_utf_16 else "latin1"
         hint = f"convert the file, for example with iconv -f {encoding} -t utf-8"
