@@ -79,8 +79,8 @@ class LipschitzProbe:
             names = [full_name(i, part) for i in range(len(blocks))]
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
-            if len({type(branch).forward for branch in branches}) > 1:
-                raise ValueError(f"{part} layers with different forward passes are not stacked")
+            if len({(type(f).forward, *(w.shape for w in f.parameters())) for f in branches}) > 1:
+                raise ValueError(f"{part} layers of different kinds or shapes have no estimates")
             norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.
             per_token = branches[0].is_token_wise

@@ -106,11 +106,13 @@ def dense(model, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {n: j.detach().view(SEQ_LEN, WIDTH, SEQ_LEN, WIDTH) for n, j in found.items()}
 
 
-def test_blocks_with_different_forward_passes_are_refused() -> None:
-    model = louder_model()
-    model.stack.blocks[0].feed_forward.branch.__class__ = ContractiveFeedForward
-    with pytest.raises(ValueError, match="feed_forward layers with different forward passes"):
-        LipschitzProbe(model, random_tokens(1))
+def test_blocks_that_are_not_alike_are_refused() -> None:
+    kind, shape = louder_model(), contractive_model()
+    kind.stack.blocks[0].feed_forward.branch.__class__ = ContractiveFeedForward
+    shape.stack.blocks[0].feed_forward.branch = ContractiveFeedForward(WIDTH, 5, 0.7)
+    for model in (kind, shape):
+        with pytest.raises(ValueError, match="feed_forward layers of different kinds or shapes"):
+            LipschitzProbe(model, random_tokens(1))
 
 
 @pytest.mark.parametrize("name", MODELS)
