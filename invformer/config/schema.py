@@ -82,8 +82,7 @@ class ModelConfig(Section):
 
     def check(self) -> None:
         """Widths fit each other; a contractive model has a certificate that covers its options."""
-        name, bound = self.name, self.certificate
-        refuse, contractive = self.refuse_if, self.is_contractive
+        name, bound, refuse = self.name, self.certificate, self.refuse_if
         heads = f"{self.num_heads} heads do not divide d_model={self.d_model}"
         refuse(self.d_model % self.num_heads, "num_heads", heads)
         for key in ("d_embedding", "written_channels"):
@@ -92,8 +91,7 @@ class ModelConfig(Section):
         if name != "contractive_bounded":
             refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
             refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")
-        if not contractive:
-            refuse(self.input_radius, "input_radius", f"{name} normalises its inputs already")
+        if not self.is_contractive:
             why = f"{name} has none: pick model={name}, or set model.certificate=null"
             refuse(bound, "certificate", why)
             return

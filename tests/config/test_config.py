@@ -205,9 +205,10 @@ def test_an_override_that_the_chosen_model_ignores_is_refused(words: str) -> Non
 
 
 def test_settings_of_a_file_for_another_model_are_ignored_and_not_repeated(tmp_path: Path) -> None:
-    text = "model: {name: l2, certificate: null, lipschitz_target: 0.9}"
+    text = "model: {name: l2, certificate: null, lipschitz_target: 0.9, input_radius: 2}"
     (tmp_path / "mine.yaml").write_text(text)
-    assert "lipschitz_target" not in command_line(train(f"experiment={tmp_path}/mine.yaml"))
+    command = command_line(train(f"experiment={tmp_path}/mine.yaml"))
+    assert command == "python train.py model.name=l2 model.certificate=null"
 
 
 def test_evaluation_takes_the_presets_of_the_data_and_needs_a_checkpoint() -> None:
