@@ -12,7 +12,6 @@ from typing import Any, Literal
 from invformer.config.schema import Split
 from invformer.errors import DataError
 
-Unit = Literal["characters", "bytes"]
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
 
 
@@ -25,7 +24,7 @@ class Corpus:
     # Begins to read the three texts, one after the other.
     pieces: Callable[[], Iterable[str]] = field(repr=False, compare=False)
     sizes: dict[Split, int]  # characters of each
-    unit: Unit = "characters"
+    unit: Literal["characters", "bytes"] = "characters"
 
     @classmethod
     def of_texts(cls, name: str, source: str, *texts: str) -> "Corpus":

@@ -16,7 +16,6 @@ LISTED_WINDOWS = 1 << 24  # the order of more windows is computed, not kept as a
 SPREAD = 0x5851F42D  # an odd number below 2³¹ whose bits look random
 Windows = Integer[Tensor, "batch seq_len"]
 Batch = tuple[Windows, Windows]
-ScoredBatch = tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]
 
 
 def first_sequences(tokens: Tokens, seq_len: int, count: int) -> Windows:
@@ -136,7 +135,7 @@ class EvaluationWindows:
         """Batches per process, the same for all."""
         return -(-self.num_windows // (self.batch_size * self.world_size))
 
-    def __iter__(self) -> Iterator[ScoredBatch]:
+    def __iter__(self) -> Iterator[tuple[Windows, Windows, Bool[Tensor, "batch seq_len"]]]:
         """Yield (inputs, targets, scored): int64, int64, and True where a target is scored."""
         for batch in range(len(self)):
             first = (batch * self.world_size + self.rank) * self.batch_size
