@@ -11,7 +11,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 
-from invformer.errors import CheckpointError
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
@@ -66,10 +65,7 @@ class LipschitzMonitor(L.Callback):
         columns = ("estimate", "local_bound", "bound")
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
-            try:
-                self.probe.load_state_dict(self.restored)
-            except ValueError as error:
-                raise CheckpointError(f"the Lipschitz monitor: {error}") from None
+            self.probe.load_state_dict(self.restored)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any

@@ -1,12 +1,10 @@
 """An exponential moving average of the weights, kept beside those that learn."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import LEARNING, PREFIX
 
 
@@ -61,16 +59,8 @@ class WeightAverage:
         checkpoint[LEARNING] = {name: w.clone() for name, w in learning.items()}
 
     def take_from(self, checkpoint: dict[str, Any]) -> None:
-        """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn.
-
-        Raises:
-            CheckpointError: it holds no weights that learn, or others than this model's.
-        """
-        learning: Mapping[str, Tensor] = checkpoint.get(LEARNING, {})
-        for name, parameter in self.parameters.items():
-            saved = learning.get(name)
-            if not isinstance(saved, Tensor) or saved.shape != parameter.shape:
-                raise CheckpointError(f"{LEARNING}: {name} is missing or of another shape")
-        self.kept = {name: checkpoint["state_dict"][PREFIX + name] for name in self.parameters}
-        weights = {PREFIX + name: learning[name] for name in self.parameters}
-        checkpoint["state_dict"] = checkpoint["state_dict"] | weights
+        """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn."""
+        average = checkpoint["state_dict"]
+        self.kept = {name: average[PREFIX + name] for name in self.parameters}
+        learning = {PREFIX + name: checkpoint[LEARNING][name] for name in self.parameters}
+        checkpoint["state_dict"] = average | learning
