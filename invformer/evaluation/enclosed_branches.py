@@ -119,12 +119,6 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
 class AttentionBranch(Branch):
     """Σ_h (Σ_j P_ij v_j) G_h. Rows see the text before them: themselves, or a null token, as well.
 
-    Args:
-        reads: what the projections multiply by.
-        position: mask or bias.
-        output: G of all heads, (H d, D).
-        length: tokens of a text.
-
     Raises:
         NotEnclosed: the mask is not causal.
     """

@@ -44,12 +44,8 @@ class Network:
     and diagonal scalings make of them, A x + B, is made where a branch reads them. What a branch's
     inner numbers may be off is kept number by number: an error e of them is e V A⁻¹ in the channels
     and e (V A⁻¹ A′ W) where a later branch reads, and the one matrix is smaller than the product of
-    the moduli of its factors.
-
-    Args:
-        model: with the weights it has now.
-        length: tokens of a text.
-        split: whether products are more accurate than float64's own, which takes longer.
+    the moduli of its factors. If ``split``, products are more accurate than float64's own, which
+    takes longer.
 
     Raises:
         NotEnclosed: the model has a layer whose rounding is not bounded here.

@@ -44,13 +44,9 @@ class Products(NamedTuple):
 class StackedBranches:
     """Branches f of one kind, each at an input of its own: their outputs, then their Jacobians.
 
-    :meth:`forward` is called for one layer after the other. This class differentiates any branches
-    automatically; the others know the products of theirs.
-
-    Args:
-        layers: residual layers of one kind and shape, or branches of baselines.
-        weights: of the layers.
-        num_tokens: N.
+    They are those of residual layers of one kind and shape, or of baselines. :meth:`forward` is
+    called for one layer after the other. This class differentiates any branches automatically; the
+    others know the products of theirs.
     """
 
     def __init__(
@@ -160,30 +156,26 @@ class StackedMaps(StackedBranches):
         """h(z) of a branch."""
         raise NotImplementedError
 
-    def of_maps(self, inner: Products, w: Tensor | None = None) -> Products:
-        """V h′ W from h′; W may be a part."""
-        w, v = self.w if w is None else w, self.v
+    def of_maps(self, inner: Products, chosen: Chosen, alone: bool = False) -> Products:
+        """V h′ W ψ_R′ from h′, of rows, or of their own tokens alone."""
+        w, v = self.w[:, : self.v.shape[-1]] if alone else self.w, self.v
         if self.scale is not None:
             w, v = w / self.scale.mT, v * self.scale
+        in_ball: Callable[[Tensor], Tensor] = lambda dx: dx  # noqa: E731
+        if self.input_radius is not None:
+            u = torch.stack(self.inputs) / self.input_radius
+            u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
+            in_ball = to_ball(u).derivative
 
         def push(dx: Tensor) -> Tensor:
-            dz = torch.bmm(dx.flatten(1, 2), w).view(*dx.shape[:-1], -1)
+            dz = torch.bmm(in_ball(dx).flatten(1, 2), w).view(*dx.shape[:-1], -1)
             return torch.bmm(inner.push(dz), v)
 
         def pull(dy: Tensor) -> Tensor:
             dz = inner.pull(torch.bmm(dy, v.mT))
-            return torch.bmm(dz.flatten(1, 2), w.mT).view(*dz.shape[:-1], -1)
+            return in_ball(torch.bmm(dz.flatten(1, 2), w.mT).view(*dz.shape[:-1], -1))
 
         return Products(push, pull)
-
-    def of_inputs(self, products: Products, chosen: Chosen, alone: bool = False) -> Products:
-        """The Jacobian of f ∘ ψ_R at the inputs from that of f, of rows or of tokens alone."""
-        if self.input_radius is None:
-            return products
-        u = torch.stack(self.inputs) / self.input_radius
-        u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
-        inner = to_ball(u).derivative
-        return Products(lambda dx: products.push(inner(dx)), lambda dy: inner(products.pull(dy)))
 
 
 class StackedFeedForward(StackedMaps):
@@ -218,8 +210,7 @@ class StackedFeedForward(StackedMaps):
         inner = Products(
             lambda dz: dz.squeeze(2).mul_(slope), lambda dh: dh.mul_(slope).unsqueeze(2)
         )
-        own_token = self.of_maps(inner, self.w[:, : self.v.shape[-1]])
-        return self.of_inputs(own_token, chosen, alone=True)
+        return self.of_maps(inner, chosen, alone=True)
 
 
 class StackedAttention(StackedMaps):
@@ -286,7 +277,7 @@ class StackedL2Attention(StackedAttention):
             dq.addcmul_(weight, a).addcmul_(here, others, value=-1)
             return dq.flatten(-2)
 
-        return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
+        return self.of_maps(Products(push, pull), chosen)
 
 
 class StackedBoundedAttention(StackedAttention):
@@ -347,7 +338,7 @@ class StackedBoundedAttention(StackedAttention):
                 dk, dv = advance(dk), advance(dv)
             return torch.cat([dq, dk, dv], -1)
 
-        return self.of_inputs(self.of_maps(Products(push, pull)), chosen)
+        return self.of_maps(Products(push, pull), chosen)
 
 
 def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:

@@ -147,11 +147,7 @@ class PowerIteration:
     maximum, 10 to 40 % too low. A step advances ``at_once`` tokens: the one that was largest when
     last visited, and others in turn. In frobenius there is one left vector for each sequence.
 
-    Args:
-        shape: of J, (branches, sequences, N, D).
-        norm: of input and output.
-        seed: of the first left vectors.
-        at_once: tokens that a step advances.
+    J has the ``shape`` (branches, sequences, N, D); the first left vectors are drawn by ``seed``.
     """
 
     def __init__(

@@ -135,9 +135,7 @@ class LipschitzProbe:
     ) -> Float[Tensor, "branches"]:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
-        Args:
-            num_steps: steps of power iteration; the first estimate takes ``FIRST_STEPS`` at least.
-            weights: of the stack, where a training step has them already.
+        The first one takes ``FIRST_STEPS`` at least. ``weights`` are those of a training step.
         """
         if not self.has_started:
             self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
@@ -190,9 +188,9 @@ class LipschitzProbe:
         held = self.state_dict()
         for name, given in state.items():
             if name not in held:
-                raise ValueError(f"{name:.60} is unknown")
+                raise ValueError(f"the Lipschitz probe: {name:.60} is unknown")
             if (given.shape, given.dtype) != (held[name].shape, held[name].dtype):
-                raise ValueError(f"{name} does not fit the model")
+                raise ValueError(f"the Lipschitz probe: {name} does not fit the model")
             # A vector of zeros, as earlier versions have them in entry_max, would stay zero.
             given = given.to(held[name])
             held[name].copy_(torch.where(given.any(-1, keepdim=True), given, held[name]))
