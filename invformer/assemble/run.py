@@ -186,16 +186,15 @@ def build_callbacks(
     """Certify, measure, then send the rows that were recorded, then save checkpoints."""
     monitor, how = config.monitor, config.trainer
     callbacks: list[L.Callback] = [RandomState()]
-    probe = keeper = None
-    if module.model.is_invertible:
-        keeper = CertificateKeeper(directory.certificate, FORWARD_DTYPE[how.precision])
-        callbacks.append(keeper)
+    probe, is_invertible = None, module.model.is_invertible
+    if is_invertible:
+        callbacks.append(CertificateKeeper(directory.certificate, FORWARD_DTYPE[how.precision]))
     if monitor.enabled:
         probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
         callbacks.append(LipschitzMonitor(probe, every=monitor.every, seed=config.run.seed))
-        if keeper and monitor.inversion:
+        if is_invertible and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
-            callbacks.append(InversionMonitor(text, keeper, data.vocabulary.text))
+            callbacks.append(InversionMonitor(text, data.vocabulary.text))
     if length := how.sample_length:
         prompt = data.probe("val", 1)[0, :16]
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))

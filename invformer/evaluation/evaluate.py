@@ -147,7 +147,7 @@ def evaluate(
     if certificate is not None and measure.inversion_sequences:
         sequences = first_sequences(tokens, seq_len, measure.inversion_sequences).to(device)
         with shown_at_work("inversion and proof"):
-            inversion = inverted(model, vocabulary, sequences, certificate, measure)
+            inversion = inverted(model, vocabulary, sequences, measure)
         report["inversion"] = inversion
         rate = inversion["num_characters"] / inversion["seconds_inverse"]
         report["perf"]["inverse_characters_per_second"] = rate
@@ -245,15 +245,10 @@ def certify_model(
 
 
 def inverted(
-    model: CharTransformer,
-    vocabulary: Vocabulary,
-    sequences: Tensor,
-    certificate: Certificate,
-    measure: MeasureConfig,
+    model: CharTransformer, vocabulary: Vocabulary, sequences: Tensor, measure: MeasureConfig
 ) -> dict[str, Any]:
     """Round trip of some sequences: the report's numbers, and each text beside the recovered."""
-    dtype = getattr(torch, measure.inversion_dtype)
-    trip = round_trip(model, sequences, certificate, dtype=dtype)
+    trip = round_trip(model, sequences, getattr(torch, measure.inversion_dtype))
     start = time.perf_counter()
     proof = trip.proof()
     seconds = {"proof": time.perf_counter() - start, **trip.seconds()}

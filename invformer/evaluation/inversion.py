@@ -100,19 +100,13 @@ class RoundTrip:
 
 
 @torch.no_grad()
-def round_trip(
-    model: CharTransformer, tokens: Text, certificate: Certificate, dtype: torch.dtype
-) -> RoundTrip:
-    """Push a text up an invertible stack in eval mode, and bring it back down.
-
-    Both happen in ``dtype``; a certificate for another one is made anew.
-    """
+def round_trip(model: CharTransformer, tokens: Text, dtype: torch.dtype) -> RoundTrip:
+    """Push a text up an invertible stack in eval mode and bring it back down, both in ``dtype``."""
     if next(model.parameters()).dtype != dtype:
         model = copy.deepcopy(model).to(dtype)
     stack = invertible_stack(model)
-    if getattr(torch, certificate.dtype) != dtype:
-        certificate = certify(stack, dtype=dtype)
     x, weights = model.embedding(tokens), stack.weights()
+    certificate = certify(stack, weights=weights)
     z = stack(x, weights)
     solution = stack.inverse(z, weights, certificate, throw=False)
     decoded = model.embedding.nearest_tokens(solution.value)

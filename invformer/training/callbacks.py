@@ -16,7 +16,7 @@ from invformer.errors import CertificateViolation, NonFiniteError
 from invformer.evaluation.inversion import round_trip
 from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate
-from invformer.nn.proof import certify, enforce
+from invformer.nn.proof import enforce
 from invformer.numerics.precision import without_autocast
 from invformer.runs.collective import largest_of_processes
 from invformer.runs.saving import METADATA
@@ -105,18 +105,16 @@ class InversionMonitor(L.Callback):
     """
 
     tokens: Integer[Tensor, "sequences tokens"]  # the text to invert
-    keeper: CertificateKeeper | None = None  # has the certificate; without one it is proven anew
     decode: Callable[[Tensor], str] | None = None  # makes text of tokens, to show it
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the errors of the recovered text, and show it."""
         assert isinstance(pl_module, CharLanguageModel)
-        certificate = (self.keeper and self.keeper.certificate) or certify(pl_module.model)
         weight = next(pl_module.parameters())
         dtype = weight.dtype if is_sharded(pl_module.model) else torch.float64
         with without_autocast(pl_module.device):
             tokens = self.tokens.to(pl_module.device)
-            trip = round_trip(pl_module.model, tokens, certificate, dtype=dtype)
+            trip = round_trip(pl_module.model, tokens, dtype)
             found = trip.numbers()
         row: Numbers = {
             "inverse/residual_max": found["residual"],

@@ -21,7 +21,7 @@ def test_every_character_is_proven_whatever_an_error_bound_says(
 ) -> None:
     model = trained_a_little(contractive_model(0.7, certificate, bounded=bounded)).eval()
     tokens = named_tokens(4)
-    trip = round_trip(model, tokens, certify(model), dtype=dtype)
+    trip = round_trip(model, tokens, dtype)
     assert trip.certificate.dtype == trip.numbers()["dtype"] == str(dtype)[6:]
     assert torch.equal(trip.decoded, tokens)
     proof = trip.proof()
@@ -42,7 +42,7 @@ def test_a_text_with_one_wrong_symbol_is_proven_up_to_there(place: int) -> None:
     tokens = named_tokens(4)
     wrong = tokens.clone()
     wrong[:2, place] = wrong[:2, place] % (VOCAB - 1) + 1
-    trip = round_trip(model.double(), tokens, certify(model), dtype=torch.float64)
+    trip = round_trip(model.double(), tokens, torch.float64)
     trip = replace(trip, decoded=wrong)
     assert trip.numbers()["characters_recovered"] == 1 - 2 / tokens.numel()
     assert trip.proof().proven.double().mean() == pytest.approx((1 + place / SEQ_LEN) / 2)
@@ -53,7 +53,7 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
     tokens = named_tokens(2)
     wrong = tokens.clone()
     wrong[1, 3] = wrong[1, 3] % (VOCAB - 1) + 1
-    trip = round_trip(model, wrong, certify(model), dtype=torch.float64)
+    trip = round_trip(model, wrong, torch.float64)
     with pytest.raises(CertificateViolation, match="character 3 of sequence 1"):
         replace(trip, tokens=tokens).proof()
 
@@ -61,7 +61,7 @@ def test_a_proven_character_that_is_wrong_is_a_violated_certificate() -> None:
 def test_samples_that_do_not_converge_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained_a_little(contractive_model(0.97)).eval()
     monkeypatch.setattr(model.stack, "inverse", partial(model.stack.inverse, max_steps=1))
-    trip = round_trip(model, named_tokens(4), certify(model), dtype=torch.float64)
+    trip = round_trip(model, named_tokens(4), torch.float64)
     assert trip.numbers()["converged_fraction"] < 1
 
 
@@ -78,4 +78,4 @@ def test_diagonal_blocks_of_a_stack_held_in_token_max_have_a_certificate_too(bou
 def test_no_text_is_nothing_to_invert() -> None:
     model = contractive_model().eval()
     with pytest.raises(ValueError, match="not empty"):
-        round_trip(model, random_tokens(2)[:0], certify(model), dtype=torch.float64)
+        round_trip(model, random_tokens(2)[:0], torch.float64)
