@@ -223,12 +223,13 @@ class BoundedAttentionBranch(AttentionBranch):
         self.num_reads = 3 if self.sees_itself else 1
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
-        """Means of every row, keys and values."""
+        """Means of every row, keys, and values relative to their mean."""
         per_head = (part.map(lambda t: split_heads(t, len(self.factor))) for part in z)
         q, *kv = (into_ball(part, 1.0) for part in per_head)
         if past is None:
             k, v = kv if self.sees_itself else (part.map(delay) for part in kv)
-            past = k, v, v.middle.mean(-2, keepdim=True)
+            origin = v.middle.mean(-2, keepdim=True)
+            past = k, add(v, constant(-origin)), origin
         *text, origin = past
         keys, values = (part.map(lambda t: t[:, : int(places.max()) + 1]) for part in text)
         logits = matmul(q, matrix(keys.map(lambda t: t.mT), self.split))
@@ -237,7 +238,6 @@ class BoundedAttentionBranch(AttentionBranch):
             k, v = kv
             own_logits = sum_last(multiply(q, k)).map(lambda t: t.unsqueeze(-1))
             own = own_logits, add(v, constant(-origin))
-        values = add(values, constant(-origin))
         return self.attended(logits, values, own, places, origin), past
 
 
