@@ -19,8 +19,8 @@ from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights
 
-# Of one branch, by the names of ``_Branch``; tensors of one format, without gaps.
-Parts = dict[str, Tensor | float]
+# Of one branch, by the names of ``_Branch``: tensors of one format, without gaps.
+Fields = dict[str, Tensor | float]
 
 MASKS = (CausalMask, RelativePositionBias)
 FORMATS = (torch.float32, torch.float64)
@@ -91,9 +91,9 @@ def estimates(
     for first, iteration in enumerate(iterations):
         own = branches[first :: len(iterations)], values[first :: len(iterations)]
         vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
-        for part, value, left, lengths in vectors:
-            part |= {"left": left, "lengths": lengths, "estimate": value}
-            part |= {"at_once": iteration.others.shape[-1], "turn": iteration.turn}
+        for branch, value, left, lengths in vectors:
+            branch |= {"left": left, "lengths": lengths, "estimate": value}
+            branch |= {"at_once": iteration.others.shape[-1], "turn": iteration.turn}
     each = [
         _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
         for branch in branches
@@ -106,38 +106,38 @@ def estimates(
     return values
 
 
-def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Parts]:
+def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Fields]:
     """Every residual layer, with the ActivationNorm that follows it."""
-    parts: list[Parts] = []
+    found: list[Fields] = []
     for name, layer in stack.layers():
         if isinstance(layer, InvertibleResidual):
-            parts.append(part_of(layer, weights[name]))
+            found.append(fields_of(layer, weights[name]))
         else:
             norm = weights[name]
-            parts[-1] |= {"norm_scale": norm.scale, "norm_shift": norm.shift}
-    return parts
+            found[-1] |= {"norm_scale": norm.scale, "norm_shift": norm.shift}
+    return found
 
 
-def part_of(layer: InvertibleResidual, weights: ResidualWeights) -> Parts:
+def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
     """Maps and scalings of a layer, and what its branch is."""
     branch: Any = layer.branch
     kind: Any = stacked_class(branch)
     w, v, *biases = kind.maps(weights.branch)
-    part: Parts = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
-    part["radius"] = layer.input_radius or 0.0
+    own: Fields = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
+    own["radius"] = layer.input_radius or 0.0
     if weights.centre is not None and layer.scaling is not None:  # D is folded in
-        part |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
+        own |= {"shift": weights.centre, "log_scale": layer.scaling.log_scale}
     elif weights.scaling is not None:
         scaling = weights.scaling
-        part |= {"scale": scaling.scale, "inverse": scaling.inverse, "shift": scaling.shift}
+        own |= {"scale": scaling.scale, "inverse": scaling.inverse, "shift": scaling.shift}
     if biases:
         kernel, activation = weights.branch.kernel, ACTIVATION_NUMBERS[branch.activation]
-        return part | {"b": biases[0], "kernel": kernel, "activation": activation}
-    part |= {"heads": len(weights.branch.g), "kernel": 1}
+        return own | {"b": biases[0], "kernel": kernel, "activation": activation}
+    own |= {"heads": len(weights.branch.g), "kernel": 1}
     if isinstance(branch.position, RelativePositionBias):
         table = branch.position.table
-        part |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
+        own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
     if kind is StackedBoundedAttention:
         late, temperatures = branch.strictly_causal, weights.branch.temperature
-        part |= {"temperatures": temperatures, "late": late}
-    return part
+        own |= {"temperatures": temperatures, "late": late}
+    return own
