@@ -165,12 +165,10 @@ class LipschitzProbe:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Estimate inside without moving the vectors that the next estimate starts from."""
-        vectors, started = self.state_dict(), self.has_started
-        before = {name: vector.clone() for name, vector in vectors.items()}
+        before = {name: vector.clone() for name, vector in self.state_dict().items()}
         yield
-        for name, vector in vectors.items():
+        for name, vector in self.state_dict().items():
             vector.copy_(before[name])
-        self.has_started = started
 
     def state_dict(self) -> dict[str, Tensor]:
         """The vectors that the next estimate starts from, which are changed in place."""
