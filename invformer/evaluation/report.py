@@ -171,13 +171,16 @@ def comparison(reports: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
-    """Print :func:`comparison`, numbers to the right."""
+    """Print :func:`comparison`, numbers to the right, and whether the texts differ."""
     rows = comparison(reports)
     print()
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
+    texts = {(r["data"]["sha256"], r["data"]["split"], r["num_characters"]) for r in reports}
+    if len(texts) > 1:
+        print("the texts are not the same: their bits per character do not compare")
 
 
 def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:

@@ -127,6 +127,8 @@ def test_several_models_stand_in_one_table_and_one_figure(
     path = keep_comparison(reports, tmp_path)
     assert "-plain-" in path.name
     on_test = [{**one, "data": {**one["data"], "split": "test"}} for one in reports]
+    print_comparison([report, on_test[1]])
+    assert "bits per character do not compare" in capsys.readouterr().out
     assert len({path, keep_comparison(reports, tmp_path), keep_comparison(on_test, tmp_path)}) == 2
     elements = Elements(path.read_text(encoding="utf-8"))
     assert elements.tags.count("img") == 1
