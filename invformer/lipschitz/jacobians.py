@@ -84,8 +84,8 @@ class StackedBranches:
         """ψ_R(u)."""
         return u if self.input_radius is None else into_ball(u, self.input_radius)
 
-    def evidence(self) -> list[Tensor]:
-        """The tensors that derivatives and local bounds are made of, branches first."""
+    def stacked_points(self) -> list[Tensor]:
+        """What was kept of every branch, which derivatives and local bounds are made of."""
         return [torch.stack(each) for each in zip(*self.points, strict=True)]
 
     def whole(self, num_vectors: int = 1) -> Products:
@@ -195,17 +195,11 @@ class StackedFeedForward(StackedMaps):
         self.points.append((z,))
         return ACTIVATIONS[self.branches[0].activation](z)
 
-    def evidence(self) -> list[Tensor]:
-        """φ′ of every hidden unit, and the weights."""
-        (z,) = super().evidence()
-        slope = activation_slope(self.branches[0].activation, z)
-        return [slope, *(torch.stack(each) for each in zip(*self.weights, strict=True))]
-
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
         """Of the token alone, unless hidden units see others that count: then automatically."""
         if self.weights[0].kernel > 1 and not diagonal:
             return super().rows(chosen)
-        (z,) = super().evidence()
+        (z,) = self.stacked_points()
         slope = activation_slope(self.branches[0].activation, take(z, chosen).flatten(1, 2))
         inner = Products(
             lambda dz: dz.squeeze(2).mul_(slope), lambda dh: dh.mul_(slope).unsqueeze(2)
@@ -246,17 +240,11 @@ class StackedL2Attention(StackedAttention):
         self.points.append((z, p))
         return merge_heads(p @ q)
 
-    def evidence(self) -> list[Tensor]:
-        """q relative to the first token, P, W and G."""
-        z, p = super().evidence()
-        w_q, g = (torch.stack(each) for each in zip(*self.weights, strict=True))
-        return [split_heads(z - z[..., :1, :], self.num_heads), p, w_q, g]
-
     def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
         """dY_i = Σ_j P_ij dq_j − s_ij e_ij with s = C_i (e_ij·(dq_j − dq_i)) for each head,
         e_ij = q_i − q_j and C_i = (2/√d)(diag P_i − P_i P_iᵀ).
         """
-        z, p = super().evidence()
+        z, p = self.stacked_points()
         e = self.heads((take(z, chosen).unsqueeze(3) - z.unsqueeze(2)).flatten(1, 2))
         p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)  # (branches, R, tokens, heads)
         minus, weight = p * (-2 / math.sqrt(e.shape[-1])), p.unsqueeze(-1)
@@ -297,17 +285,12 @@ class StackedBoundedAttention(StackedAttention):
         self.points.append(at)
         return merge_heads(at.p @ at.v)
 
-    def evidence(self) -> list[Tensor]:
-        """Points, P, τ, W and G."""
-        w_qkv, _, g = (torch.stack(each) for each in zip(*self.weights, strict=True))
-        return [*super().evidence(), w_qkv, g]
-
     def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
         """dY_i = Σ_j (P_ij dv_j + dP_ij v_j) for each head, with
         dP_i = τ (diag P_i − P_i P_iᵀ) a_i, a_ij = dq_i·k_j + q_i·dk_j.
         """
         is_late = self.branches[0].strictly_causal  # keys and values are of the token before
-        *points, p, temperature = super().evidence()
+        *points, p, temperature = self.stacked_points()
         q, q_rho, *others = (t.transpose(2, 3) for t in points)
         at_q = BallPoint(*(take(t, chosen).flatten(1, 2) for t in (q, q_rho)))
         k, k_rho, v, v_rho = (by_row(t, chosen) for t in others)

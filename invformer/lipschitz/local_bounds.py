@@ -16,9 +16,10 @@ from invformer.lipschitz.jacobians import (
 )
 from invformer.lipschitz.probe import LipschitzProbe, Measured
 from invformer.nn.branch import LipschitzBranch
-from invformer.nn.feed_forward import FeedForwardWeights, without_sharpness
+from invformer.nn.feed_forward import FeedForwardWeights, activation_slope, without_sharpness
 from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.numerics.ball import AttentionPoint
+from invformer.numerics.l2_attention import split_heads
 
 # Multiplications in float64 that a tight bound of one branch may take: some seconds.
 MOST_TIGHT = 2e11
@@ -61,7 +62,8 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
     if measured == "entry_max":
         return unknown
 
-    def of_l2(q: Tensor, p: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
+    def of_l2(z: Tensor, p: Tensor, w_q: Tensor, g: Tensor) -> Tensor:
+        q = split_heads(z - z[..., :1, :], len(g))  # relative to the first token
         if measured != "frobenius":
             return local.token_max_local_bound(q, p, w_q, g, diagonal)
         work = NORMS_PER_TOKEN * PER_SPECTRAL_NORM * g.shape[-1] ** 3
@@ -69,11 +71,12 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
         return bound(q, p, w_q, g)
 
     def of_bounded(*evidence: Tensor) -> Tensor:
-        *point, w_qkv, g = evidence
+        *point, w_qkv, _, g = evidence
         strict = at.branches[0].strictly_causal
         return bounded.local_bound(AttentionPoint(*point), w_qkv, g, measured, strict, tight)
 
-    def of_feed_forward(slope: Tensor, *weights: Tensor) -> Tensor:
+    def of_feed_forward(z: Tensor, *weights: Tensor) -> Tensor:
+        slope = activation_slope(at.branches[0].activation, z)
         by_lag, w_out = without_sharpness(FeedForwardWeights(*weights))
         lags = by_lag[:1] if diagonal else by_lag
         hidden, width = w_out.shape
@@ -93,6 +96,7 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
     bound = of_kind.get(type(at))
     if bound is None:
         return unknown
+    evidence = at.stacked_points() + [torch.stack(each) for each in zip(*at.weights, strict=True)]
     if tight:
-        return torch.stack([bound(*each) for each in zip(*at.evidence(), strict=True)]).amax(-1)
-    return torch.vmap(bound)(*at.evidence()).amax(-1)
+        return torch.stack([bound(*each) for each in zip(*evidence, strict=True)]).amax(-1)
+    return torch.vmap(bound)(*evidence).amax(-1)
