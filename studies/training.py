@@ -162,8 +162,8 @@ class ModelOptions(StudyOptions):
 
     def check(self) -> None:
         """Heads divide the width."""
-        why = f"{self.num_heads} heads do not divide d_model={self.d_model}"
-        self.refuse_if(self.d_model % self.num_heads, "num_heads", why)
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
 
 
 @dataclass(kw_only=True)

@@ -82,33 +82,38 @@ class ModelConfig(Section):
 
     def check(self) -> None:
         """Widths fit each other; a contractive model has a certificate that covers its options."""
-        name, bound, refuse = self.name, self.certificate, self.refuse_if
-        heads = f"{self.num_heads} heads do not divide d_model={self.d_model}"
-        refuse(self.d_model % self.num_heads, "num_heads", heads)
+        name, bound, proven = self.name, self.certificate, ATTENTIONS[self.name]
+        if self.d_model % self.num_heads:
+            self.refuse("num_heads", f"{self.num_heads} heads do not divide d_model={self.d_model}")
         for key in ("d_embedding", "written_channels"):
-            channels = getattr(self, key) or 0
-            refuse(channels > self.d_model, key, f"{channels} is more than d_model={self.d_model}")
-        if name != "contractive_bounded":
-            refuse(self.d_head, "d_head", f"{name} has heads of d_model // num_heads channels")
-            refuse(self.strictly_causal, "strictly_causal", f"tokens of {name} see themselves")
-        if not self.is_contractive:
-            why = f"{name} has none: pick model={name}, or set model.certificate=null"
-            refuse(bound, "certificate", why)
+            if (channels := getattr(self, key) or 0) > self.d_model:
+                self.refuse(key, f"{channels} is more than d_model={self.d_model}")
+        if name != "contractive_bounded" and self.d_head:
+            self.refuse("d_head", f"{name} has heads of d_model // num_heads channels")
+        if name != "contractive_bounded" and self.strictly_causal:
+            self.refuse("strictly_causal", f"tokens of {name} see themselves")
+        if not proven and bound:
+            advice = f"pick model={name}, or set model.certificate=null"
+            self.refuse("certificate", f"{name} has none: {advice}")
+        if not proven:
             return
-        refuse(bound is None, "certificate", f"{name} needs one, such as token_max")
-        proven = ATTENTIONS[name]
-        why = f"{bound} is no theorem about {name}: pick {' or '.join(proven)}"
-        refuse(bound not in proven, "certificate", why)
-        why = f"{self.feed_forward_kernel} tokens need model.certificate=causal"
-        many = self.feed_forward_kernel > 1
-        refuse(many and bound != "causal", "feed_forward_kernel", why)
-        inexact = self.input_radius is not None and bound == "kim_entry_max"
-        refuse(inexact, "input_radius", "kim_entry_max proves nothing about it")
-        why = "needs model.diagonal_scaling=false, which takes its place"
-        refuse(self.activation_norm and self.diagonal_scaling, "activation_norm", why)
-        why = "needs model.diagonal_scaling=true"
-        refuse(self.written_channels and not self.diagonal_scaling, "written_channels", why)
-        refuse(self.dropout > 0, "dropout", f"{self.dropout} would void the certificate of {name}")
+        if bound is None:
+            self.refuse("certificate", f"{name} needs one, such as token_max")
+        if bound not in proven:
+            advice = f"pick {' or '.join(proven)}"
+            self.refuse("certificate", f"{bound} is no theorem about {name}: {advice}")
+        if self.feed_forward_kernel > 1 and bound != "causal":
+            why = f"{self.feed_forward_kernel} tokens need model.certificate=causal"
+            self.refuse("feed_forward_kernel", why)
+        if self.input_radius is not None and bound == "kim_entry_max":
+            self.refuse("input_radius", "kim_entry_max proves nothing about it")
+        if self.activation_norm and self.diagonal_scaling:
+            why = "needs model.diagonal_scaling=false, which takes its place"
+            self.refuse("activation_norm", why)
+        if self.written_channels and not self.diagonal_scaling:
+            self.refuse("written_channels", "needs model.diagonal_scaling=true")
+        if self.dropout > 0:
+            self.refuse("dropout", f"{self.dropout} would void the certificate of {name}")
 
     @property
     def is_contractive(self) -> bool:
@@ -159,11 +164,11 @@ class DataConfig(Section):
 
     def check(self) -> None:
         """Something is left to train on, and a local corpus says where it is."""
-        total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
-        rest = 1 - self.val_fraction - self.test_fraction
-        self.refuse_if(rest <= 0, "val_fraction", f"{total} leaves no text for training")
-        why = "text_file needs one: data.path=FILE or data.path=FOLDER"
-        self.refuse_if(self.name == "text_file" and self.path is None, "path", why)
+        if 1 - self.val_fraction - self.test_fraction <= 0:
+            total = f"{self.val_fraction} + test_fraction {self.test_fraction}"
+            self.refuse("val_fraction", f"{total} leaves no text for training")
+        if self.name == "text_file" and self.path is None:
+            self.refuse("path", "text_file needs one: data.path=FILE or data.path=FOLDER")
 
 
 @dataclass(kw_only=True)
@@ -185,7 +190,8 @@ class OptimConfig(Section):
 
     def check(self) -> None:
         """AdamW has two decay rates."""
-        self.refuse_if(len(self.betas) != 2, "betas", f"{shown(self.betas)} is not two numbers")
+        if len(self.betas) != 2:
+            self.refuse("betas", f"{shown(self.betas)} is not two numbers")
 
 
 @dataclass(kw_only=True)
@@ -236,11 +242,11 @@ class LoggerConfig(Section):
 
     def check(self) -> None:
         """Refuse what W&B would refuse, but only after the run has started."""
-        wrong = len(self.project) > 128 or any(c in "/\\#?%:" for c in self.project)
-        why = rf"{shown(self.project)} is over 128 characters or has one of /\#?%:"
-        self.refuse_if(wrong, "project", why)
-        longest = max(self.tags, key=len, default="")
-        self.refuse_if(len(longest) > 64, "tags", f"{shown(longest)} is over 64 characters")
+        if len(self.project) > 128 or any(c in "/\\#?%:" for c in self.project):
+            why = r"is over 128 characters or has one of /\#?%:"
+            self.refuse("project", f"{shown(self.project)} {why}")
+        if len(longest := max(self.tags, key=len, default="")) > 64:
+            self.refuse("tags", f"{shown(longest)} is over 64 characters")
 
 
 @dataclass(kw_only=True)
@@ -270,9 +276,9 @@ class RunConfig(Section):
 
     def check(self) -> None:
         """The name is one safe folder."""
-        why = "is not a folder name: use up to 100 letters, digits, '_', later also '-' and '.'"
-        wrong = self.name and not RUN_NAME.fullmatch(self.name)
-        self.refuse_if(wrong, "name", f"{shown(self.name)} {why}")
+        if self.name and not RUN_NAME.fullmatch(self.name):
+            why = "is not a folder name: use up to 100 letters, digits, '_', later also '-' and '.'"
+            self.refuse("name", f"{shown(self.name)} {why}")
 
 
 @dataclass(kw_only=True)
@@ -294,18 +300,18 @@ class TrainConfig(Root):
 
     def check(self) -> None:
         """The schedule fits the run, batches the devices, and sharding the optimiser."""
-        why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
-        self.refuse_if(self.warmup_steps > self.trainer.max_steps, "optim.warmup_steps", why)
+        if self.warmup_steps > self.trainer.max_steps:
+            why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
+            self.refuse("optim.warmup_steps", why)
         self.require_equal_shares(self.trainer.devices)
-        is_double = self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true"
-        why = "fsdp trains in 32-true or bf16-mixed: pick ddp"
-        self.refuse_if(is_double, "trainer.strategy", why)
+        if self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true":
+            self.refuse("trainer.strategy", "fsdp trains in 32-true or bf16-mixed: pick ddp")
 
     def require_equal_shares(self, devices: int) -> None:
         """Refuse a batch that so many devices cannot share."""
-        batch = self.data.batch_size
-        why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
-        self.refuse_if(batch % devices, "data.batch_size", why)
+        if (batch := self.data.batch_size) % devices:
+            why = f"{batch} windows cannot be shared by {devices} devices; choose a multiple"
+            self.refuse("data.batch_size", why)
 
     def ignored(self) -> dict[str, str]:
         """Keys that another model, init_from or another optimiser would read."""

@@ -63,11 +63,6 @@ class Section:
     def check(self) -> None:
         """Refuse combinations of fields that make no sense."""
 
-    def refuse_if(self, wrong: object, name: str, why: str) -> None:
-        """Raise the error for one of this section's fields if something is wrong."""
-        if wrong:
-            self.refuse(name, why)
-
     def refuse(self, name: str, why: str) -> NoReturn:
         """Raise the error for one of this section's fields."""
         refuse(f"{self.key}.{name}" if self.key else name, why)
