@@ -24,7 +24,7 @@ _held: dict[Path, int] = {}  # by run folder, descriptors that keep its lock
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write a file under another name, wait until it is on the disk, and give it its name.
 
-    Otherwise what was there is unchanged, and StorageError is raised.
+    If that fails, what was there is unchanged, and StorageError is raised.
     """
     partial = path.with_name(f"{PARTIAL}{path.name}-{os.getpid()}")
     try:
