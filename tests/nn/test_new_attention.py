@@ -41,6 +41,11 @@ def test_the_new_attention_trains_and_is_certified_at_its_target(model: CharTran
     assert 0.49 < certificate.per_branch["block_01/attention"] <= 0.5
 
 
+def test_no_token_sees_a_later_one(model: CharTransformer) -> None:
+    tokens = random_tokens(1)
+    torch.testing.assert_close(model(tokens)[:, :3], model(tokens[:, :3]), rtol=0, atol=1e-12)
+
+
 def test_the_new_attention_is_inverted_and_its_error_is_bounded(model: CharTransformer) -> None:
     x = model.embedding(random_tokens(3)).detach()
     solution = model.stack.inverse(model.stack(x))
@@ -75,7 +80,7 @@ def test_a_subclass_has_no_certificate_until_it_says_so(model: CharTransformer) 
 
 
 @pytest.mark.parametrize(("key", "value"), [("certificate", "causal"), ("d_head", 4)])
-def test_options_that_the_new_attention_does_not_read_are_refused(
+def test_options_of_other_attentions_are_refused(
     key: str, value: Any, model: CharTransformer
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"model.{key}: .*position"):
