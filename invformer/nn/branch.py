@@ -49,9 +49,9 @@ class AttentionCache:
 class LipschitzBranch(nn.Module, Generic[Weights]):
     """A map f on sequences with a certified Lipschitz constant and a known Jacobian.
 
-    The weights of f are a value, a named tuple of tensors with every constant multiplied in, () if
-    there are none. :meth:`weights` computes it. All other methods take it, or compute it if it is
-    None.
+    The weights of f are passed as one named tuple of tensors with every constant multiplied in, ()
+    if there are none. :meth:`weights` computes it. All other methods take it, or compute it if it
+    is None.
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).

@@ -182,16 +182,16 @@ class InvertibleResidual(nn.Module):
         weights.require_plain()
         if not lipschitz_bound < 1:
             raise ValueError(f"no inverse: the bound of f is {lipschitz_bound:.3g} ≥ 1 in {norm}")
-        exact = None
+        f_in_double = None
         if options.get("evidence", True):
             in_double = (w.detach().double() for w in weights.branch)
-            exact = partial(self.f, weights=type(weights.branch)(*in_double))
+            f_in_double = partial(self.f, weights=type(weights.branch)(*in_double))
         solution = invert_residual(  # v = D y + b = u + f(u)
             partial(self.f, weights=weights.branch),
             weights.enter(y),
             lipschitz_bound=lipschitz_bound,
             norm=norm,
-            residual_map=exact,
+            residual_map=f_in_double,
             inner_size=self.branch.inner_size(norm, y.shape[-2], weights.branch),
             token_wise=self.branch.is_token_wise,
             **options,
@@ -201,8 +201,8 @@ class InvertibleResidual(nn.Module):
             return solution, [inner]
         u = solution.value
         log_scale, _, inverse, shift = weights.scaling
-        leave = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
-        steps = [leave, inner, scale_step(u, log_scale, shift, norm)]
+        outer = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
+        steps = [outer, inner, scale_step(u, log_scale, shift, norm)]  # u = D x + b, undone
         return replace(solution, value=weights.scaling.undo(u)), steps
 
     @torch.no_grad()

@@ -26,11 +26,11 @@ from invformer.training.rows import Numbers, record
 class LipschitzMonitor(L.Callback):
     """Local Lipschitz constants during training: of our models at every step, of others rarely.
 
-    Of a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
-    weights before the step's update. A row with a validation has estimates of the validated weights
-    instead, and local bounds and bounds, which are proven, if there are theorems. Of any other
-    module it measures the submodules (:func:`.local_constants`), which takes far longer: choose
-    ``every``.
+    For a :class:`.CharLanguageModel` it estimates every branch at every optimiser step, with the
+    weights before the step's update. The row of a step with a validation has estimates of the
+    validated weights instead, and local bounds and bounds, which are proven, if there are theorems.
+    For any other module it measures the submodules (:func:`.local_constants`), which takes far
+    longer: choose ``every``.
 
     The monitor reads weights and writes metrics and its own buffers; training with and without it
     is bit-identical, it draws no random number outside a generator of its own, and no clock decides
