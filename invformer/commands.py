@@ -191,7 +191,7 @@ def invert(config: InvertConfig) -> None:
     why = f" (none: {found.unproven})" if found.unproven else ""
     print(f"{sum(found.proven)} of {count} proven{why}")
     if found.radius > 0:
-        print(f"no other symbols have all their states within {found.radius:.3g} of these")
+        print(f"other symbols would have a state farther than {found.radius:.3g} from these")
     print(f"error {found.residual:.2g} at the embedding{solver}")
     print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 

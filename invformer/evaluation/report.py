@@ -261,4 +261,5 @@ def proof(inversion: Mapping[str, Any]) -> str:
     if not inversion["radius"] > inversion["distance"]:  # NaN is no radius
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
-    return f"no other symbols have all their states within {inversion['radius']:.3g} ({numbers})"
+    radius = f"{inversion['radius']:.3g}"
+    return f"other symbols would have a state farther than {radius} from these ({numbers})"

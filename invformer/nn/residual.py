@@ -13,12 +13,7 @@ from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
-from invformer.numerics.error_bound import (
-    ErrorStep,
-    residual_step,
-    scale_step,
-    stack_error_bound,
-)
+from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, Kind, invert_residual
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
@@ -146,64 +141,56 @@ class InvertibleResidual(nn.Module):
         *,
         lipschitz_bound: float | None = None,
         norm: Norm = "token_max",
+        kind: Kind = "global",
         **options: Any,
     ) -> FixedPointSolution:
         """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
+
+        Solves u + f(u) = v for v = D y + b, and x = D⁻¹(u − b).
 
         Args:
             y: the output of the layer.
             weights: of the layer; None computes them.
             lipschitz_bound: proven c in ``norm``; None proves it.
             norm: of c and of every length.
+            kind: of c.
             options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
 
         Returns:
             The solution; ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
         """
         weights = weights or self.weights()
-        if lipschitz_bound is None:
-            kind: Kind = options.get("kind", "global")
-            lipschitz_bound = self.proven_bound(norm, kind, weights=weights.branch)
-        solution, steps = self.solve(y, weights, lipschitz_bound, norm, **options)
-        if weights.scaling is None:
-            return solution
-        error = stack_error_bound(steps).to(y.device).expand(y.shape[:-2])
-        return replace(solution, error_bound=error)
-
-    def solve(
-        self,
-        y: Tokens,
-        weights: ResidualWeights,
-        lipschitz_bound: float,
-        norm: Norm,
-        **options: Any,
-    ) -> tuple[FixedPointSolution, list[ErrorStep]]:
-        """:meth:`inverse` with the error bound of u, and how the layer passes errors of y on."""
         weights.require_plain()
-        if not lipschitz_bound < 1:
-            raise ValueError(f"no inverse: the bound of f is {lipschitz_bound:.3g} ≥ 1 in {norm}")
+        c = lipschitz_bound
+        if c is None:
+            c = self.proven_bound(norm, kind, weights=weights.branch)
+        if not c < 1:
+            raise ValueError(f"no inverse: the bound of f is {c:.3g} ≥ 1 in {norm}")
         f_in_double = None
         if options.get("evidence", True):
             in_double = (w.detach().double() for w in weights.branch)
             f_in_double = partial(self.f, weights=type(weights.branch)(*in_double))
-        solution = invert_residual(  # v = D y + b = u + f(u)
+        solution = invert_residual(
             partial(self.f, weights=weights.branch),
             weights.enter(y),
-            lipschitz_bound=lipschitz_bound,
+            lipschitz_bound=c,
             norm=norm,
+            kind=kind,
             residual_map=f_in_double,
             inner_size=self.branch.inner_size(norm, y.shape[-2], weights.branch),
             token_wise=self.branch.is_token_wise,
             **options,
         )
-        inner = residual_step(solution.error_bound, lipschitz_bound)
+        steps = (residual_step(solution.error_bound, c),)
         if weights.scaling is None:
-            return solution, [inner]
+            return replace(solution, error_steps=steps)
         u = solution.value
         log_scale, _, inverse, shift = weights.scaling
         outer = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
-        steps = [outer, inner, scale_step(u, log_scale, shift, norm)]  # u = D x + b, undone
-        return replace(solution, value=weights.scaling.undo(u)), steps
+        steps = (outer, *steps, scale_step(u, log_scale, shift, norm))  # u = D x + b, undone
+        error = stack_error_bound(steps).to(y.device).expand(y.shape[:-2])
+        x = weights.scaling.undo(u)
+        return replace(solution, value=x, error_bound=error, error_steps=steps)
 
     @torch.no_grad()
     def initialise(self, x: Tokens) -> None:

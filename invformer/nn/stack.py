@@ -239,16 +239,16 @@ class InvertibleStack(nn.Module):
                 steps.append(scale_step(z, scaling.log_scale, scaling.shift, self.norm))
                 z = scaling.undo(z)
                 continue
-            solutions[name], of_layer = layer.solve(
+            solution = layer.inverse(
                 z,
                 weights[name],
-                bounds[name],
-                self.norm,
+                lipschitz_bound=bounds[name],
+                norm=self.norm,
                 kind=self.kind,
                 **options,
             )
-            z = solutions[name].value
-            steps.extend(of_layer)
+            solutions[name], z = solution, solution.value
+            steps.extend(solution.error_steps)
         error = stack_error_bound(steps).to(z.device).expand(z.shape[:-2])
         if self.kind == "causal":
             error = torch.full_like(error, torch.inf)

@@ -6,7 +6,7 @@ Source: Behrmann et al. 2019, arXiv 1811.00995, Algorithm 1 and Theorem 1.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from invformer.numerics.error_bound import (
     FROM_POINT_TO_POINT,
+    ErrorStep,
     RoundingModel,
     contraction_error_bound,
 )
@@ -70,6 +71,7 @@ class FixedPointSolution:
         num_evaluations: evaluations of f, measurement included.
         status: an :class:`InversionStatus`.
         norm: the norm of residual, bound and tolerance.
+        error_steps: how a layer's inverse passes errors on, for :func:`.stack_error_bound`.
     """
 
     value: Float[Tensor, "*batch tokens width"]
@@ -79,6 +81,7 @@ class FixedPointSolution:
     num_evaluations: Int[Tensor, "*batch"]
     status: Int[Tensor, "*batch"]
     norm: Norm
+    error_steps: tuple[ErrorStep, ...] = field(default=(), repr=False)
 
     @property
     def converged(self) -> Tensor:

@@ -160,123 +160,165 @@ void forward(const Branch<T>& f, Matrix<T> x, Matrix<T> u, Matrix<T> y, const Po
   });
 }
 
-// One step for K rows of one branch and sequence; the largest gain.
+// The rows J_i of K chosen tokens of one branch and sequence, with room for vectors on both sides.
 template <typename T>
-T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn, const Call& call,
-       Room<T> room) {
+struct ChosenRows {
+  const Branch<T>& f;
+  const Point<T>& at;
+  const Call& call;
   const int64_t width = call.width, row = at.z.row, K = f.at_once;
-  const int64_t blocks = call.diagonal ? 1 : f.kernel, stride = round_up(K, LANES<T>);
-  const double least = double(call.tokens * width) * std::numeric_limits<T>::min();
-  const double shortest = 1024 * std::sqrt(least);
-  // The token of each row, and its first column.
-  int64_t *const chosen = reinterpret_cast<int64_t*>(room.take(4 * K)), *const first = chosen + K;
-  const bool some = K < call.tokens;
-  int64_t columns = 0;
-  for (int64_t r = 0; r < K; ++r) {
-    chosen[r] = some ? (r + turn) % call.tokens : r;
-    if (some && r == 0)
-      chosen[r] = std::max_element(lengths, lengths + call.tokens, is_less<T>) - lengths;
-    first[r] = columns;
-    columns += f.heads ? chosen[r] + 1 : 1;
+  const int64_t lags = call.diagonal ? 1 : f.kernel, stride = round_up(K, LANES<T>);
+  const bool some = K < call.tokens;  // not all
+  const double shortest =
+      1024 * std::sqrt(double(call.tokens * width) * std::numeric_limits<T>::min());
+  int64_t *chosen, *first;  // the token of each row, and its first column of z and x
+  int64_t wide;             // columns of z and x
+  Matrix<T> g, a, z, x;     // vectors of outputs; before V; before h; of inputs, one lag after another
+  T *p, *s;                 // P of every row and head, and room for one row
+  double* factors;
+
+  ChosenRows(const Branch<T>& f, const Point<T>& at, const Call& call, const T* lengths,
+             int64_t turn, Room<T>& room)
+      : f(f), at(at), call(call) {
+    chosen = reinterpret_cast<int64_t*>(room.take(4 * K));
+    first = chosen + K;
+    int64_t columns = 0;
+    for (int64_t r = 0; r < K; ++r) {
+      chosen[r] = some ? (r + turn) % call.tokens : r;
+      if (some && r == 0)
+        chosen[r] = std::max_element(lengths, lengths + call.tokens, is_less<T>) - lengths;
+      first[r] = columns;
+      columns += f.heads ? chosen[r] + 1 : 1;
+    }
+    wide = odd_vectors<T>(columns);
+    g = {room.take(width * stride), stride};
+    a = {room.take(f.outer * stride), stride};
+    z = {room.take(f.inner * wide), wide};
+    x = {room.take(lags * width * wide), wide};
+    p = room.take(K * f.heads * row);
+    s = room.take(row);
+    factors = reinterpret_cast<double*>(room.take(2 * wide));
   }
-  const int64_t wide = odd_vectors<T>(columns);
-  const Matrix<T> g{room.take(width * stride), stride}, a{room.take(f.outer * stride), stride};
-  const Matrix<T> z{room.take(f.inner * wide), wide}, x{room.take(blocks * width * wide), wide};
-  T *const p = room.take(K * f.heads * row), *const s = room.take(row);
-  double* const factors = reinterpret_cast<double*>(room.take(2 * wide));
-  auto scaled = [&](Matrix<T> m, int64_t count, T sign) {  // by D or D⁻¹, if it is folded
+
+  // Channels times D or D⁻¹, if D is folded into the weights.
+  void scale(Matrix<T> m, int64_t count, T sign) const {
     for (int64_t c = 0; f.log_scale && c < width; ++c) {
       const T factor = std::exp(sign * f.log_scale[c]);
       for (int64_t j = 0; j < count; ++j) *m.at(c, j) *= factor;
     }
-  };
-  auto of_radius = [&](Matrix<T> m, int64_t lag) {
+  }
+
+  // By the derivative of ψ_R, which is symmetric.
+  void through_radius(Matrix<T> m, int64_t lag) const {
     for (int64_t r = 0; f.radius > 0 && r < K; ++r) {
       const int64_t token = f.heads ? 0 : chosen[r] - lag, count = f.heads ? chosen[r] + 1 : 1;
       if (token >= 0)
         ball_derivative<T>({m.at(0, first[r]), wide}, {at.u.at(0, token), row}, at.u_rho + token,
                            width, count, T(f.radius), s);
     }
-  };
-  auto of_head = [&](int64_t r, int64_t h) {
-    const int64_t d = f.head_channels();
-    T* const p_i = p + (r * f.heads + h) * row;
-    const int64_t keys = chosen[r] + 1 - f.late;
+  }
+
+  Head<T> head_of(int64_t r, int64_t h) const {
+    const int64_t d = f.head_channels(), keys = chosen[r] + 1 - f.late;
     const Matrix<const T> q{at.z.at(h * d), row}, k = f.temperatures ? q.from(f.outer) : q;
     const T tau = f.temperatures ? f.temperatures[h] : -2 / std::sqrt(T(d));
-    return Head<T>{p_i, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row, q, k,
-                   f.temperatures ? k.from(f.outer) : q, f.temperatures != nullptr};
-  };
+    return {p + (r * f.heads + h) * row, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row,
+            q, k, f.temperatures ? k.from(f.outer) : q, f.temperatures != nullptr};
+  }
 
-  // The left vectors g of the chosen tokens.
-  std::fill_n(g.data, width * stride, T(0));
-  for (int64_t r = 0; r < K; ++r)
-    for (int64_t c = 0; c < width; ++c) *g.at(c, r) = left[chosen[r] * width + c];
-  scaled(g, K, 1);
-  // w = Jᵀ g, in x: through the output map, the middle and the input map.
-  multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
-  std::fill_n(z.data, f.inner * wide, T(0));
-  for (int64_t r = 0; r < K; ++r) {
-    for (int64_t h = 0; h < f.heads; ++h) {
-      const Head<T> head = of_head(r, h);
-      const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-      softmax<T>(f, at, call.tokens, h, chosen[r], p + (r * f.heads + h) * row);
-      head.pull(dz, a.at(h * head.channels, r), stride, s);
-      if (head.in_ball) head.derive(dz, s);
-    }
-    for (int64_t c = 0; !f.heads && c < f.inner; ++c)
-      *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
-  }
-  multiply<T>(x, {f.w, f.inner, 1}, {z.data, wide}, blocks * width, f.inner, wide, false);
-  for (int64_t lag = 0; lag < blocks; ++lag) {
-    const Matrix<T> m = x.from(lag * width);
-    scaled(m, wide, -1);
-    of_radius(m, lag);
-    // Every token of x at length one, or its signs in entry_max.
-    std::fill_n(factors, wide, 0.0);
-    for (int64_t c = 0; c < width; ++c)
-      for (int64_t j = 0; j < wide; ++j) factors[j] += double(*m.at(c, j)) * *m.at(c, j);
-    for (int64_t j = 0; j < wide; ++j) factors[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
+  // x = Jᵀ g.
+  void pull() {
+    scale(g, K, 1);
+    multiply<T>(a, {f.v, width, 1}, {g.data, stride}, f.outer, width, stride, false);
+    std::fill_n(z.data, f.inner * wide, T(0));
     for (int64_t r = 0; r < K; ++r) {
-      if (!f.heads && chosen[r] < lag) factors[r] = 0;
-      for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j) factors[first[r] + j] = 0;
-    }
-    for (int64_t c = 0; c < width; ++c)
-      for (int64_t j = 0; j < wide; ++j) {
-        T& w = *m.at(c, j);
-        w = call.entries ? T((factors[j] > 0) * ((w > 0) - (w < 0))) : w * T(factors[j]);
+      for (int64_t h = 0; h < f.heads; ++h) {
+        const Head<T> head = head_of(r, h);
+        const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
+        softmax<T>(f, at, call.tokens, h, chosen[r], p + (r * f.heads + h) * row);
+        head.pull(dz, a.at(h * head.channels, r), stride, s);
+        if (head.in_ball) head.derive(dz, s);
       }
-    of_radius(m, lag);
-    scaled(m, wide, -1);
-  }
-  // g = J x.
-  multiply<T>(z, {f.w, 1, f.inner}, {x.data, wide}, f.inner, blocks * width, wide, false);
-  for (int64_t r = 0; r < K; ++r) {
-    for (int64_t h = 0; h < f.heads; ++h) {
-      const Head<T> head = of_head(r, h);
-      const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
-      if (head.in_ball) head.derive(dz, s);
-      head.push(a.at(h * head.channels, r), stride, {dz.data, wide}, s);
+      for (int64_t c = 0; !f.heads && c < f.inner; ++c)
+        *z.at(c, r) = *a.at(c, r) * *at.z.at(c, chosen[r]);
     }
-    for (int64_t c = 0; !f.heads && c < f.inner; ++c)
-      *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
+    multiply<T>(x, {f.w, f.inner, 1}, {z.data, wide}, lags * width, f.inner, wide, false);
+    for (int64_t lag = 0; lag < lags; ++lag) {
+      scale(x.from(lag * width), wide, -1);
+      through_radius(x.from(lag * width), lag);
+    }
   }
-  multiply<T>(g, {f.v, 1, width}, {a.data, stride}, width, f.outer, stride, false);
-  scaled(g, K, 1);
+
+  // Every token of x at length one, or its signs in entry_max.
+  void normalise() {
+    for (int64_t lag = 0; lag < lags; ++lag) {
+      const Matrix<T> m = x.from(lag * width);
+      std::fill_n(factors, wide, 0.0);
+      for (int64_t c = 0; c < width; ++c)
+        for (int64_t j = 0; j < wide; ++j) factors[j] += double(*m.at(c, j)) * *m.at(c, j);
+      for (int64_t j = 0; j < wide; ++j) factors[j] = 1 / std::max(std::sqrt(factors[j]), shortest);
+      for (int64_t r = 0; r < K; ++r) {
+        if (!f.heads && chosen[r] < lag) factors[r] = 0;
+        for (int64_t j = 0; f.heads && call.diagonal && j < chosen[r]; ++j)
+          factors[first[r] + j] = 0;
+      }
+      for (int64_t c = 0; c < width; ++c)
+        for (int64_t j = 0; j < wide; ++j) {
+          T& w = *m.at(c, j);
+          w = call.entries ? T((factors[j] > 0) * ((w > 0) - (w < 0))) : w * T(factors[j]);
+        }
+    }
+  }
+
+  // g = J x, with the P of the pull before.
+  void push() {
+    for (int64_t lag = 0; lag < lags; ++lag) {
+      through_radius(x.from(lag * width), lag);
+      scale(x.from(lag * width), wide, -1);
+    }
+    multiply<T>(z, {f.w, 1, f.inner}, {x.data, wide}, f.inner, lags * width, wide, false);
+    for (int64_t r = 0; r < K; ++r) {
+      for (int64_t h = 0; h < f.heads; ++h) {
+        const Head<T> head = head_of(r, h);
+        const Matrix<T> dz{z.at(h * head.channels, first[r]), wide};
+        if (head.in_ball) head.derive(dz, s);
+        head.push(a.at(h * head.channels, r), stride, {dz.data, wide}, s);
+      }
+      for (int64_t c = 0; !f.heads && c < f.inner; ++c)
+        *a.at(c, r) = *z.at(c, r) * *at.z.at(c, chosen[r]);
+    }
+    multiply<T>(g, {f.v, 1, width}, {a.data, stride}, width, f.outer, stride, false);
+    scale(g, K, 1);
+  }
+};
+
+// One step for K rows of one branch and sequence; the largest gain.
+template <typename T>
+T step(const Branch<T>& f, const Point<T>& at, T* left, T* lengths, int64_t turn, const Call& call,
+       Room<T> room) {
+  ChosenRows<T> rows(f, at, call, lengths, turn, room);
+  const Matrix<T> g = rows.g;
+  std::fill_n(g.data, rows.width * rows.stride, T(0));
+  for (int64_t r = 0; r < rows.K; ++r)
+    for (int64_t c = 0; c < rows.width; ++c) *g.at(c, r) = left[rows.chosen[r] * rows.width + c];
+  rows.pull();
+  rows.normalise();
+  rows.push();
   // The gain ‖g‖ of every token, and g/‖g‖ for the next step.
   T largest = 0;
-  for (int64_t r = 0; r < K; ++r) {
+  for (int64_t r = 0; r < rows.K; ++r) {
     double square = 0;
     int64_t most = 0;
-    for (int64_t c = 0; c < width; ++c) {
+    for (int64_t c = 0; c < rows.width; ++c) {
       square += double(*g.at(c, r)) * *g.at(c, r);
       if (is_less(std::abs(*g.at(most, r)), std::abs(*g.at(c, r)))) most = c;
     }
     const double gain = call.entries ? std::abs(*g.at(most, r)) : std::sqrt(square);
     if (is_less<T>(largest, gain)) largest = gain;
-    if (some) lengths[chosen[r]] = gain;
-    for (int64_t c = 0; gain > shortest && c < width; ++c)
-      left[chosen[r] * width + c] = call.entries && c != most ? 0 : *g.at(c, r) / gain;
+    if (rows.some) lengths[rows.chosen[r]] = gain;
+    for (int64_t c = 0; gain > rows.shortest && c < rows.width; ++c)
+      left[rows.chosen[r] * rows.width + c] =
+          call.entries && c != most ? 0 : *g.at(c, r) / gain;
   }
   return largest;
 }
