@@ -17,8 +17,8 @@ from invformer.evaluation.report import (
     certificate_sentences,
     comparison,
     details,
-    full_name,
     headlines,
+    name_of_norm,
     names_of,
     worst_constants,
 )
@@ -83,7 +83,7 @@ def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
         *(
             table(
                 branch_cells(rows),
-                (full_name(norm, report["certificate"]), "estimate ≤", "local bound ≤", "bound"),
+                (name_of_norm(norm, report["certificate"]), "estimate ≤", "local bound ≤", "bound"),
             )
             for norm, rows in report["local_lipschitz"].items()
         ),

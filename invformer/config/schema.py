@@ -153,7 +153,7 @@ class DataConfig(Section):
     val_fraction: float = option(0.05, "share for validation, without own splits", "(0, 1)")
     test_fraction: float = option(0.05, "share for the test, without own splits", "[0, 1)")
     vocabulary: Literal["characters", "bytes"] = option(
-        "characters", "symbols: characters of the training text, or (counted as such) UTF-8 bytes"
+        "characters", "symbols: characters of the training text, or its UTF-8 bytes"
     )
     unknown: Unknown = option("symbol", "a new character in val or test: one symbol, or an error")
     split: Split = option("val", "split that evaluate.py scores")

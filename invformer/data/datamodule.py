@@ -85,6 +85,8 @@ class TextDataModule(L.LightningDataModule):
         if self.trainer is not None:
             count_whole_steps(self.trainer)
         rank, num_processes = self._process
+        if self.batch_size % num_processes:
+            raise ValueError(f"{num_processes} processes cannot share {self.batch_size} windows")
         start = self._batch_at(self._saved["global_step"])
         order = self.seq_len, self.batch_size // num_processes, self.seed, start
         return TrainingWindows(self.tokens("train"), *order, rank, num_processes)
@@ -131,6 +133,6 @@ def count_whole_steps(trainer: L.Trainer) -> None:
     the first step after resuming would accumulate too few, and validation would be early.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
-    batches = trainer.global_step * trainer.accumulate_grad_batches
+    lost = progress.total.ready - trainer.global_step * trainer.accumulate_grad_batches
     for counter in (progress.total, progress.current):
-        counter.load_state_dict(dict.fromkeys(vars(counter), batches))
+        counter.load_state_dict(dict.fromkeys(vars(counter), counter.ready - lost))

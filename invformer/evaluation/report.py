@@ -35,8 +35,8 @@ def print_table(report: Mapping[str, Any], verbose: bool = False) -> None:
     blocks = [columns(headlines(report)), columns(details(report))]
     norms = list(report["local_lipschitz"].items())
     for norm, rows in norms if verbose else norms[:1]:
-        name_of_norm = full_name(norm, report["certificate"])
-        blocks.append([f"  {name_of_norm:<24}   estimate ≤ local bound ≤      bound"])
+        heading = name_of_norm(norm, report["certificate"])
+        blocks.append([f"  {heading:<24}   estimate ≤ local bound ≤      bound"])
         for name, estimate, local, bound in branch_cells(rows):
             row = rows[name]
             note = "" if row["converged"] else f"   (residual {row['residual']:.1e})"
@@ -86,7 +86,7 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("inversion", f"{recovered}, {proven} proven{more}"))
     if measured := report["local_lipschitz"].get("token_max"):
         worst, name = max((row["estimate"], name) for name, row in measured.items())
-        norm = full_name("token_max", certificate)
+        norm = name_of_norm("token_max", certificate)
         lines.append(("largest local estimate", f"{worst:.4f} in {norm} ({name})"))
     words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
     words["generate_32_texts"] = "in 32 texts at once"
@@ -180,7 +180,7 @@ def print_comparison(reports: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join([row[0].ljust(widths[0]), row[1].ljust(widths[1]), *list(cells)[2:]]))
     texts = {(r["data"]["sha256"], r["data"]["split"], r["num_characters"]) for r in reports}
     if len(texts) > 1:
-        print("the texts are not the same: their bits per character do not compare")
+        print("the texts or their units differ: bits per character do not compare")
 
 
 def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
@@ -191,11 +191,11 @@ def largest_bound(certificate: Mapping[str, Any], digits: int = 6) -> str:
 def largest_proven(certificate: Mapping[str, Any], digits: int = 6) -> str:
     """The largest bound with its norm and target, on one line."""
     diagonal = "" if certificate["kind"] == "global" else ", diagonal blocks of the Jacobian"
-    norm = full_name(certificate["norm"], certificate) + diagonal
+    norm = name_of_norm(certificate["norm"], certificate) + diagonal
     return f"≤ {largest_bound(certificate, digits)} in {norm} (target {certificate['target']})"
 
 
-def full_name(norm: str, certificate: Mapping[str, Any] | None) -> str:
+def name_of_norm(norm: str, certificate: Mapping[str, Any] | None) -> str:
     """The norm, and whether it is weighted by learned scalings of the channels."""
     return f"weighted {norm}" if certificate and certificate["conditions"] else norm
 

@@ -166,7 +166,9 @@ class LipschitzProbe:
     def unchanged(self) -> Iterator[None]:
         """Estimate inside without moving the vectors that the next estimate starts from."""
         before = {name: vector.clone() for name, vector in self.state_dict().items()}
+        has_started = self.has_started
         yield
+        self.has_started = has_started
         for name, vector in self.state_dict().items():
             vector.copy_(before[name])
 

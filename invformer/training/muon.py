@@ -23,6 +23,7 @@ MOMENTUM = 0.95
 UPDATE_RMS = 0.2
 
 
+@torch.no_grad()
 def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> None:
     """W ← (1 − ηλ)W − 0.2 η √max(m, n) · UVᵀ, where UΣVᵀ is the Nesterov momentum of the gradient.
 
@@ -48,10 +49,15 @@ def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> No
 
 def nesterov(gradient: Tensor, p: Tensor, memory: dict[str, Any], momentum: float) -> Tensor:
     """Nesterov's momentum of a parameter, whole if FSDP2 keeps it in parts."""
+    average = average_of(p, memory).lerp_(gradient, 1 - momentum)
+    return whole(gradient.lerp(average, momentum))
+
+
+def average_of(p: Tensor, memory: dict[str, Any]) -> Tensor:
+    """The average of a parameter's gradients; zero at first."""
     if not memory:
         memory["momentum_buffer"] = torch.zeros_like(p)
-    average = memory["momentum_buffer"].lerp_(gradient, 1 - momentum)
-    return whole(gradient.lerp(average, momentum))
+    return memory["momentum_buffer"]
 
 
 def as_matrices(p: Tensor, parts: int = 1) -> Float[Tensor, "matrices rows columns"]:

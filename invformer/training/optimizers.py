@@ -44,8 +44,8 @@ class MuonWithAdamW(Optimizer):
             for group in of_muon:
                 muon.update(group, self.state)
             return loss
-        matrices = [p for group in of_muon for p in group["params"]]
-        held = matrices + [m for p in matrices for m in self.state[p].values()]
+        matrices = [p for group in of_muon for p in group["params"] if p.grad is not None]
+        held = matrices + [muon.average_of(p, self.state[p]) for p in matrices]
         before = torch.cat([t.flatten() for t in held])  # in one vector: one launch for all
         for group in of_muon:
             muon.update(group, self.state)

@@ -18,6 +18,10 @@ from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 
+pytestmark = [  # Lightning's calls into PyTorch, and its advice
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
+]
 SEQ_LEN = 8
 
 
@@ -52,21 +56,40 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # Lightning's calls into PyTorch
-@pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning")
+def own_trainer(folder: Path, every: int, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu", logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
+        enable_model_summary=False, **options,
+        callbacks=[ModelCheckpoint(folder, "saved", every_n_train_steps=every)],
+    )  # fmt: skip
+
+
 def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_path: Path) -> None:
     def batches(max_steps: int, checkpoint: Path | None = None) -> list[list]:
         module = Recorder()
-        trainer = L.Trainer(
-            max_steps=max_steps, accumulate_grad_batches=2, accelerator="cpu", logger=False,
-            num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[ModelCheckpoint(tmp_path, "fifth", every_n_train_steps=5)],
-        )  # fmt: skip
+        trainer = own_trainer(tmp_path, 5, max_steps=max_steps, accumulate_grad_batches=2)
         trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
         return module.batches
 
     first = batches(5)
-    assert first + batches(9, tmp_path / "fifth.ckpt") == batches(9)
+    assert first + batches(9, tmp_path / "saved.ckpt") == batches(9)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming")
+def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -> None:
+    def num_steps(checkpoint: Path | None = None) -> int:
+        trainer = own_trainer(tmp_path, 7, max_epochs=4, limit_train_batches=5)
+        trainer.fit(Recorder(), make_data(), ckpt_path=checkpoint, weights_only=True)
+        return trainer.global_step
+
+    assert num_steps() == 20
+    assert num_steps(tmp_path / "saved.ckpt") == 20
+
+
+def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TextDataModule, "_process", (0, 3))
+    with pytest.raises(ValueError, match="3 processes cannot share 4 windows"):
+        make_data().train_dataloader()
 
 
 def test_the_state_is_plain_and_survives_without_a_trainer() -> None:

@@ -159,6 +159,11 @@ def test_an_optimiser_leaves_everything_as_it_is_while_the_guard_says_so(name: s
         optimizer.found_inf = None if skip is None else torch.tensor(skip)  # type: ignore[attr-defined]
         optimizer.step()
 
+    weights = copy.deepcopy(model.state_dict())
+    step(NAN, 1.0)  # the first one, which makes the memory
+    require_same(weights, dict(model.state_dict()))
+    states = optimizer.state.values()
+    assert all(t.isfinite().all() for state in states for t in state.values())
     step(0.5, None)
     weights, memory = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     step(NAN, 1.0)
