@@ -78,7 +78,7 @@ def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_p
 @pytest.mark.filterwarnings("ignore:You're resuming")
 def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -> None:
     def num_steps(checkpoint: Path | None = None) -> int:
-        trainer = own_trainer(tmp_path, 7, max_epochs=4, limit_train_batches=5)
+        trainer = own_trainer(tmp_path, 12, max_epochs=4, limit_train_batches=5)
         trainer.fit(Recorder(), make_data(), ckpt_path=checkpoint, weights_only=True)
         return trainer.global_step
 
