@@ -172,7 +172,10 @@ class PowerIteration:
         self.others = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
 
     def step(self, products: Callable[[Tensor], Products]) -> Step:
-        """One step of every branch and sequence; ``products`` are those of chosen tokens' rows."""
+        """One step of every branch and sequence; ``products`` are those of chosen tokens' rows.
+
+        x = Jᵀa/‖Jᵀa‖, the gain is ‖Jx‖, and Jx/‖Jx‖ the next a, up to the norm (:meth:`_improve`).
+        """
         if self.norm == "frobenius":
             new_left, step = self._improve(self.left, products(self.others))
             self.left.copy_(new_left)

@@ -146,7 +146,7 @@ class InvertibleResidual(nn.Module):
     ) -> FixedPointSolution:
         """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
 
-        Solves u + f(u) = v for v = D y + b, and x = D⁻¹(u − b).
+        u ← v − f(u) for v = D y + b, until v − u − f(u) is within tolerance; then x = D⁻¹(u − b).
 
         Args:
             y: the output of the layer.

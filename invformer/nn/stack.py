@@ -205,7 +205,7 @@ class InvertibleStack(nn.Module):
         certificate: Certificate | None = None,
         **options: Any,
     ) -> StackSolution:
-        """Undo the layers from the top down.
+        """Undo the layers from the top down: residual ones by their inverse, scalings directly.
 
         ``error_bound`` is the :func:`.stack_error_bound` of the layers; it is infinite for causal
         constants, which bound no error (docs/numerics.md).

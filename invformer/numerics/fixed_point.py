@@ -129,7 +129,7 @@ def invert_residual(
     evidence: bool = True,
     throw: bool = True,
 ) -> FixedPointSolution:
-    """x̂ ≈ x* with x* + f(x*) = y, sample by sample, with a bound on ‖x̂ − x*‖.
+    """x̂ ≈ x* with x* + f(x*) = y, by x ← y − f(x) from x = y, with a bound on ‖x̂ − x*‖.
 
     A sample leaves the batch with its verdict, so its answer does not depend on the others beyond
     the rounding of f itself. Nothing is recorded for gradients.
