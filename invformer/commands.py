@@ -25,6 +25,7 @@ from invformer.config.trained import (
     is_hub_name,
 )
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
+from invformer.numerics.rounding import shortened_down
 from invformer.runs.console import outlive_console, printable
 from invformer.runs.exit import guarded, stop_on_signals
 from invformer.runs.ranks import end_with_launcher, is_rank
@@ -191,7 +192,8 @@ def invert(config: InvertConfig) -> None:
     why = f" (none: {found.unproven})" if found.unproven else ""
     print(f"{sum(found.proven)} of {count} proven{why}")
     if found.radius > 0:
-        print(f"other symbols would have a state farther than {found.radius:.3g} from these")
+        radius = shortened_down(found.radius)
+        print(f"any other symbols would have a state farther than {radius} from the given")
     print(f"error {found.residual:.2g} at the embedding{solver}")
     print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 

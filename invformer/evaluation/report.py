@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from invformer.numerics.rounding import downwards, upwards
+from invformer.numerics.rounding import downwards, shortened_down, upwards
 from invformer.runs.checkpoint import CHECKPOINTS
 from invformer.runs.files import make_folder, replace_file
 
@@ -261,5 +261,5 @@ def proof(inversion: Mapping[str, Any]) -> str:
     if not inversion["radius"] > inversion["distance"]:  # NaN is no radius
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
-    radius = f"{inversion['radius']:.3g}"
-    return f"other symbols would have a state farther than {radius} from these ({numbers})"
+    radius = shortened_down(inversion["radius"])
+    return f"any other symbols would have a state farther than {radius} from the given ({numbers})"

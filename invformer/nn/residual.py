@@ -52,7 +52,7 @@ class InvertibleResidual(nn.Module):
     """y = x + D⁻¹ f(D x + b) with Lip(f) ≤ c < 1: a bijection (Behrmann et al. 2019, Theorem 1).
 
     Its inverse solves u + f(u) = D y + b for u, and x = D⁻¹(u − b). The layer contracts in the
-    weighted norm ‖D x‖, in which c, the error and the residual of a solution are stated.
+    weighted norm ‖D x‖, in which c and the residual of a solution are stated.
 
     With a radius R the branch sees ψ_R(u) = u/√(1 + ‖u‖²/R²) of every token instead of u. ψ_R is
     1-Lipschitz, so every constant of f still holds, and the output of the branch is bounded
@@ -158,6 +158,10 @@ class InvertibleResidual(nn.Module):
 
         Returns:
             The solution; ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
+
+        Raises:
+            FixedPointError: the solver failed, unless ``throw=False``.
+            ValueError: c is not below one, or D is folded into the weights.
         """
         weights = weights or self.weights()
         weights.require_plain()

@@ -8,6 +8,7 @@ the smallest normal number is returned. Overflow and NaN give inf.
 
 import math
 import struct
+from decimal import ROUND_FLOOR, Context
 
 # Unit roundoff of float64: fl(a ∘ b) = (a ∘ b)(1 + δ), |δ| ≤ 2⁻⁵³.
 UNIT_ROUNDOFF = 2.0**-53
@@ -81,6 +82,11 @@ def upwards(bound: float, digits: int) -> str:
     """A proven bound with some digits after the point, none of them rounded down."""
     scaled = bound * 10**digits
     return f"{math.ceil(scaled) / 10**digits if math.isfinite(scaled) else bound:.{digits}f}"
+
+
+def shortened_down(length: float, digits: int = 3) -> str:
+    """A proven distance with so many significant digits, rounded down."""
+    return f"{float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(length)):g}"
 
 
 def downwards(share: float, digits: int) -> float:

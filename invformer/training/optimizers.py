@@ -44,8 +44,9 @@ class MuonWithAdamW(Optimizer):
             for group in of_muon:
                 muon.update(group, self.state)
             return loss
-        matrices = [p for group in of_muon for p in group["params"] if p.grad is not None]
-        held = matrices + [muon.average_of(p, self.state[p]) for p in matrices]
+        matrices = [p for group in of_muon for p in group["params"]]
+        moved = (p for p in matrices if p.grad is not None)
+        held = matrices + [muon.average_of(p, self.state[p]) for p in moved]
         before = torch.cat([t.flatten() for t in held])  # in one vector: one launch for all
         for group in of_muon:
             muon.update(group, self.state)

@@ -193,6 +193,14 @@ def test_measuring_leaves_model_and_random_numbers_alone_and_repeats(name: str) 
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_an_estimate_that_leaves_a_probe_unchanged_does_not_start_it() -> None:
+    model, tokens = trained_a_little(contractive_model()), random_tokens(1)
+    probe, fresh = LipschitzProbe(model, tokens), LipschitzProbe(model, tokens)
+    with probe.unchanged():
+        probe.values()
+    assert torch.equal(probe.values(), fresh.values())
+
+
 def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
     model = trained_a_little(scaled_model())
     probe, other = (LipschitzProbe(model, random_tokens(1)) for _ in range(2))

@@ -11,6 +11,7 @@ from invformer.numerics.rounding import (
     product_up,
     quotient_up,
     round_up,
+    shortened_down,
     sqrt_up,
     sum_up,
     upwards,
@@ -58,6 +59,13 @@ def test_exact_results_stay_exact_and_the_unknown_becomes_infinite() -> None:
 def test_a_shown_bound_is_not_below_the_bound(bound: float) -> None:
     assert float(upwards(bound, 6)) >= bound * (1 - 2**-52)
     assert upwards(math.inf, 6) == "inf"
+
+
+@given(st.floats(min_value=1e-30, max_value=1e30))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_a_shown_distance_is_not_above_the_distance(length: float) -> None:
+    assert length * (1 - 1e-2) <= float(shortened_down(length)) <= length * (1 + 2**-52)
+    assert (shortened_down(7.656), shortened_down(math.inf)) == ("7.65", "inf")
 
 
 def test_a_shown_share_is_one_only_if_nothing_is_missing() -> None:

@@ -177,6 +177,15 @@ def test_an_optimiser_leaves_everything_as_it_is_while_the_guard_says_so(name: s
     require_same(guarded, model.state_dict())
 
 
+def test_an_update_of_the_head_alone_may_be_skipped() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 3)})
+    optimizer = build_optimizer(model, OptimConfig(name="muon"))
+    model["head"].weight.grad = torch.ones(3, 4)
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert model["a"].weight not in optimizer.state
+
+
 def inspect(guard: UpdateGuard, step: int, loss: float, *gradients: float) -> Tensor:
     parameters = {f"weight_{i}": torch.full((2,), g) for i, g in enumerate(gradients)}
     return guard.inspect(step, torch.tensor(loss), parameters)
