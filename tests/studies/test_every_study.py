@@ -37,12 +37,12 @@ SMALL = {
     "damage": "models=[CERTIFIED,TWIN] bits=[12,4] noise=[2] dropped=[1] num_windows=2",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
     "data.val_characters=200",
-    "equal_time": f"kinds=[nanogpt,certified] minutes=[1e-6] num_turns=1 overrides=[{RUN},"
-    "model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
+    "equal_time": "kinds=[nanogpt,nanogpt_tuned] adam_rates=[1e-3] minutes=[1e-6] num_turns=1 "
+    f"overrides=[{RUN},model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
     "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
     "models=[l2,dot_product,contractive_bounded]",
-    "growth": "text=TEXT sizes=[4,8,12] num_sequences=2 attack_sizes=[7,15,31]",
+    "growth": "text=TEXT sizes=[4,8] num_sequences=2 attack_sizes=[7,15]",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
