@@ -70,8 +70,11 @@ def read_corpus(config: DataConfig) -> Corpus:
     else:
         corpus = read_hub(config)
     if config.name == "ptb":
-        texts = (words_to_characters("".join(corpus.read(split))) for split in SPLITS)
-        corpus = Corpus.of_texts(config.name, corpus.source, *texts)
+        texts = dict.fromkeys(SPLITS, "")
+        for split, piece in corpus.labelled():
+            texts[split] += piece
+        characters = map(words_to_characters, texts.values())
+        corpus = Corpus.of_texts(config.name, corpus.source, *characters)
     if config.max_characters is not None and config.max_characters < corpus.total:
         corpus = corpus.shortened(config.max_characters)
     if config.vocabulary == "bytes":
