@@ -70,15 +70,19 @@ def as_matrices(p: Tensor, parts: int = 1) -> Float[Tensor, "matrices rows colum
     if p.dim() == 2:
         return p.unflatten(0, (parts, -1))
     heads = p.flatten(0, -4) if p.dim() > 3 else p.unsqueeze(0)
-    is_tall = p.shape[-2] >= p.shape[-1]
-    return heads.transpose(1, 2).flatten(2) if is_tall else heads.flatten(1, 2)
+    return heads.transpose(1, 2).flatten(2) if joins_columns(p.shape) else heads.flatten(1, 2)
 
 
 def as_parameter(matrices: Float[Tensor, "matrices rows columns"], shape: torch.Size) -> Tensor:
     """The inverse of :func:`as_matrices`, for a parameter of this shape."""
-    if len(shape) > 2 and shape[-2] >= shape[-1]:  # joined side by side
+    if len(shape) > 2 and joins_columns(shape):
         matrices = matrices.unflatten(2, (-1, shape[-1])).transpose(1, 2)
     return matrices.reshape(shape)
+
+
+def joins_columns(shape: torch.Size) -> bool:
+    """Whether the matrices of a stack are joined by columns."""
+    return shape[-2] >= shape[-1]
 
 
 def orthogonalised_together(batches: list[Tensor]) -> list[Tensor]:
