@@ -32,8 +32,12 @@ SINGLE_BY_DEFAULT = {  # unless they are given a dtype
 WIDEST = {"addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "tensordot",
           "scatter_add", "grid_sample"}
 # fmt: on
-# Where the code asks whether it may look at numbers, and whether there is C++ for them.
-LOOKS = ["invformer.kernels.native_matrices.can_take", "invformer.kernels.native.is_available"]
+# Where the code asks whether it may look at numbers, and what a processor does better.
+LOOKS = [
+    "invformer.kernels.native_matrices.can_take",
+    "invformer.kernels.native.is_available",
+    "invformer.numerics.spectral_norm.eigenvalues_are_cheap",
+]
 if find_spec("lightning"):  # a wheel that may be missing
     LOOKS.append("invformer.training.module.CharLanguageModel.refuses_at_once")
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import mpmath
 import pytest
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor
 
 from invformer.numerics.spectral_norm import _gram_bound, _residual_bound, spectral_norm_bound
+from tests.gpu.emulation import cuda_rules
 from tests.problems import matrix_with, trained_like
+
+
+@pytest.fixture(params=[nullcontext, cuda_rules])
+def either_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """With eigenvalues, and with as many squarings as a GPU takes."""
+    with request.param():
+        yield
 
 
 def true_norm(weight: Tensor) -> mpmath.mpf:
@@ -44,6 +53,7 @@ def small_matrices(number: int, largest: int) -> Iterator[Tensor]:
                 yield gaussian.to(torch.float32 if seed % 2 else torch.bfloat16)
 
 
+@pytest.mark.usefixtures("either_device")
 def test_the_certified_norm_is_never_below_the_true_one() -> None:
     """The certificate is close, too; each of its two halves alone is above."""
     for weight in small_matrices(70, largest=8):
@@ -65,6 +75,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_the_excess_is_below_a_billionth_for_every_spectrum(spectrum: str) -> None:
     """Gram iteration alone is up to 1 % off where the leading singular values are close."""
@@ -102,6 +113,7 @@ def test_any_factor_whatever_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
         assert truth <= _residual_bound(weight) < 1.1 * truth
 
 
+@pytest.mark.usefixtures("either_device")
 def test_a_batch_gives_what_each_matrix_gives() -> None:
     weights = torch.stack([trained_like(12, 7, seed) for seed in range(6)]).unflatten(0, (2, 3))
     bounds = spectral_norm_bound(weights)
@@ -113,6 +125,7 @@ def test_a_batch_gives_what_each_matrix_gives() -> None:
             )
 
 
+@pytest.mark.usefixtures("either_device")
 def test_zero_is_certified_as_zero_and_the_unknown_as_infinite() -> None:
     weights = torch.zeros(4, 3, 2)
     weights[1, 0, 0] = math.nan
@@ -124,6 +137,7 @@ def test_zero_is_certified_as_zero_and_the_unknown_as_infinite() -> None:
     assert spectral_norm_bound(weights)[0] == 0
 
 
+@pytest.mark.usefixtures("either_device")
 @pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1e200, 1e307])
 def test_neither_underflow_nor_overflow_makes_a_bound_too_small(scale: float) -> None:
     weight = scale * torch.tensor([[3.0, 0.0], [4.0, 0.0]])
