@@ -81,7 +81,7 @@ class RoundingModel:
 
 
 class ErrorStep(NamedTuple):
-    """How one inverse layer passes an error on: E ↦ amplification · E + added."""
+    """How one inverse layer passes an error on: E ↦ amplification · E + added; on the processor."""
 
     amplification: float  # constant of the inverse layer in the norm of the bound
     added: Tensor | float  # error of the layer's own inverse, per sample
@@ -94,7 +94,7 @@ def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
     if not lipschitz_bound < 1:
         return ErrorStep(math.inf, math.inf)
     amplification = (1 + 2.0**-50) / (1 - lipschitz_bound)
-    return ErrorStep(amplification, error_bound, lipschitz_bound=lipschitz_bound)
+    return ErrorStep(amplification, error_bound.cpu(), lipschitz_bound=lipschitz_bound)
 
 
 def scale_step(
@@ -108,10 +108,11 @@ def scale_step(
     True in each of the three norms. Both directions together round six times, the exponentials to
     within two units, hence 16 u (‖y‖ + ‖b‖) on top.
     """
-    amplification = float(log_scale.min().double().neg().exp()) * (1 + 2.0**-20)
+    scales = log_scale.detach().double().cpu()
+    amplification = float(scales.min().neg().exp()) * (1 + 2.0**-20)
     size = norm_upper(at_least_single(y).abs() + shift.abs(), norm)
     rounded = 16 * unit_roundoff(log_scale.dtype) * size
-    return ErrorStep(amplification, amplification * rounded, log_scale.detach().double())
+    return ErrorStep(amplification, (amplification * rounded).cpu(), scales)
 
 
 def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
@@ -131,7 +132,7 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         One bound per sample (a scalar tensor for an empty stack: 0).
     """
     error = torch.zeros((), dtype=torch.float64)
-    scales = torch.zeros((), dtype=torch.float64)  # relative to those at the top
+    scales = torch.zeros(1, dtype=torch.float64)  # relative to those at the top
     parts: list[tuple[Tensor, Tensor]] = []  # (S, r): a part d with ‖e^S d‖ ≤ r
     outward = 1 + 2.0**-40  # of exponentials and sums of parts
     for step in steps:
@@ -143,8 +144,10 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
             # Its rounding is relative to each channel of y, so in the scales of y.
             parts.append((scales, added / step.amplification))
             scales = scales - step.log_scale
-            lengths = ((scales - s).max().exp() * radius for s, radius in parts)
-            in_parts = sum(lengths, torch.zeros_like(error))
+            at, radii = (
+                torch.stack(torch.broadcast_tensors(*of)) for of in zip(*parts, strict=True)
+            )
+            in_parts = torch.tensordot((scales - at).amax(-1).exp(), radii, 1)
             error = torch.fmin(carried + added, in_parts * outward)
         else:
             error = carried + added

@@ -11,6 +11,7 @@ from invformer.numerics.error_bound import (
     scale_step,
     stack_error_bound,
 )
+from tests.launches import Launches
 
 
 def test_the_stack_bound_is_the_recursion_written_out() -> None:
@@ -51,3 +52,13 @@ def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(consta
         assert (contraction_error_bound(residual, constant) == math.inf).all()
         steps = [residual_step(residual, constant), residual_step(torch.zeros(3), 0.5)]
         assert (stack_error_bound(steps) == math.inf).all()
+
+
+def test_twice_the_layers_take_twice_the_operations() -> None:
+    step = scale_step(torch.zeros(1, 1, 2), torch.ones(2), torch.zeros(2), "token_max")
+    counts = []
+    for num_layers in (8, 16):
+        with Launches() as launches:
+            stack_error_bound([step] * num_layers)
+        counts.append(launches.count)
+    assert counts[1] <= 2 * counts[0]
