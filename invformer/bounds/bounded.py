@@ -42,7 +42,7 @@ def head_gains(w_qkv: Projections, temperature: Temperatures) -> list[float]:
 
 def token_max_bound(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> float:
     """Lip(F) in token_max, for any mask, bias and number of tokens."""
-    return separate_inputs(head_gains(w_qkv, temperature), g)
+    return separate_inputs(head_gains(w_qkv, temperature), g, spectral_norm_bound(g).tolist())
 
 
 def causal_bound(

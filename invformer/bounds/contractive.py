@@ -57,8 +57,9 @@ def token_max_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
 
     This is at most √H ‖Ĝ‖₂ where G_h = Ĝ_h/(κ_h σ_h), at any number of tokens.
     """
-    kappas, sigmas = head_gains(log_mass, len(w_q)), spectral_norm_bound(w_q).tolist()
-    return separate_inputs(list(map(product_up, kappas, sigmas)), g)
+    kappas = head_gains(log_mass, len(w_q))
+    sigmas, outputs = spectral_norm_bound(torch.stack([w_q.mT, g])).tolist()
+    return separate_inputs(list(map(product_up, kappas, sigmas)), g, outputs)
 
 
 def frobenius_bound(

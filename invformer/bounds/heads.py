@@ -16,20 +16,17 @@ InputMaps = Float[Tensor, "heads width d_head"]
 OutputMaps = Float[Tensor, "heads d_head width"]
 
 
-def separate_inputs(gains: list[float], g: Tensor) -> float:
+def separate_inputs(gains: list[float], g: Tensor, sizes: list[float]) -> float:
     """‖Σ_h G_hᵀ y_h‖ ≤ min_w ‖[a_h G_h/w_h]_h‖₂ √(Σ_h w_h²) for all y_h with ‖y_h‖ ≤ a_h.
 
     Heads may move independently, because they may attend to different tokens. w_h = 1 gives
-    √H ‖[a_h G_h]_h‖₂; w_h² = a_h ‖G_h‖₂ gives no more than Σ_h a_h ‖G_h‖₂.
+    √H ‖[a_h G_h]_h‖₂; w_h² = a_h ‖G_h‖₂, the ``sizes``, gives no more than Σ_h a_h ‖G_h‖₂.
     """
-    heads = zip(gains, spectral_norm_bound(g).tolist(), strict=True)
-    by_size = [math.sqrt(a * out) for a, out in heads]
-    bounds = []
-    for weights in (_usable([1.0] * len(gains)), _usable(by_size)):
-        scales = [quotient_up(a, w) for a, w in zip(gains, weights, strict=True)]
-        total = sqrt_up(sum_up(*(product_up(w, w) for w in weights)))
-        bounds.append(product_up(_stacked_norm(scales, g, dim=-2), total))
-    return min(bounds)
+    by_size = [math.sqrt(a * out) for a, out in zip(gains, sizes, strict=True)]
+    choices = [_usable([1.0] * len(gains)), _usable(by_size)]
+    scales = [list(map(quotient_up, gains, weights)) for weights in choices]
+    totals = [sqrt_up(sum_up(*map(product_up, weights, weights))) for weights in choices]
+    return min(map(product_up, _stacked_norms(scales, g, dim=-2), totals))
 
 
 def shared_input(
@@ -49,24 +46,22 @@ def shared_input(
     before = [a * q for a, q in zip(gains, sizes, strict=True)]
     heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
     by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]
-    bounds = []
-    for weights in (before, by_size, *([] if known is None else [known])):
-        usable = _usable(weights)
-        scales = [quotient_up(a, s) for a, s in zip(gains, usable, strict=True)]
-        after, stacked = _stacked_norm(usable, g, dim=-2), _stacked_norm(scales, w, dim=-1)
-        bounds.append(product_up(after, stacked))
-    return min(bounds)
+    choices = [_usable(s) for s in (before, by_size, *([] if known is None else [known]))]
+    scales = [list(map(quotient_up, gains, s)) for s in choices]
+    after, stacked = _stacked_norms(choices, g, dim=-2), _stacked_norms(scales, w, dim=-1)
+    return min(map(product_up, after, stacked))
 
 
-def _stacked_norm(scales: list[float], blocks: Tensor, dim: int) -> float:
-    """‖[a_h W_h]_h‖₂ from above, side by side (dim = −1) or on top of each other (−2).
+def _stacked_norms(choices: list[list[float]], blocks: Tensor, dim: int) -> list[float]:
+    """‖[a_h W_h]_h‖₂ from above for several a, side by side (dim = −1) or one on the other (−2).
 
     Scaling rounds every entry by at most 2⁻⁵³ of itself, so it moves ‖·‖₂ by at most 2⁻⁵³ ‖·‖_F,
     which is at most 2⁻⁵³ √rank ‖·‖₂.
     """
-    scale = blocks.new_tensor(scales, dtype=torch.float64)[:, None, None]
-    joined = torch.cat((blocks.detach().to(torch.float64) * scale).unbind(0), dim=dim)
-    return round_up(spectral_norm_bound(joined).item(), 1 + math.isqrt(min(joined.shape)))
+    scale = blocks.new_tensor(choices, dtype=torch.float64)[..., None, None]
+    joined = torch.cat((blocks.detach().to(torch.float64) * scale).unbind(1), dim=dim)
+    operations = 1 + math.isqrt(min(joined.shape[-2:]))
+    return [round_up(norm, operations) for norm in spectral_norm_bound(joined).tolist()]
 
 
 def _usable(weights: list[float]) -> list[float]:
