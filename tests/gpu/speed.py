@@ -116,9 +116,11 @@ def validation(machine: Machine) -> Iterator[Row]:
     from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
     from invformer.nn import certify
+    from invformer.nn.spectral import set_manual_refresh
 
     case = case_of(machine, LENGTHS[0])
     model: Any = build("contractive_l2", case, machine.device)
+    set_manual_refresh(model)  # as in training
     text = windows(case, machine.device)[0]
     probe, evaluation = LipschitzProbe(model, text[:1, :8]), Evaluation(model, case, "bf16")
     batches = 100_000 // case.characters if machine.is_gpu else 1
