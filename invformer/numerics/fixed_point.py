@@ -167,8 +167,8 @@ def invert_residual(
     samples = y.detach().reshape(-1, *y.shape[-2:])
     rows = _Rows(f, eq, samples, token_wise and norm != "frobenius", max_steps)
     while bool(rows.unverified.any()):
-        while bool(rows.running.any()):
-            rows.step()  # x ← y − f(x), in y's format
+        while count := int(rows.running.sum()):
+            rows.step(count)  # x ← y − f(x), in y's format
         rows.verify()  # in float64
     solution = rows.solution(y.shape)
     if throw and not bool(solution.converged.all()):
@@ -234,10 +234,9 @@ class _Rows:
         """The largest entry of every sample's rows."""
         return rows.view(-1, self.per_sample).amax(1)
 
-    def step(self) -> None:
-        """x ← y − f(x) in the running rows, and their verdicts."""
-        running = self.running
-        rows = slice(None) if bool(running.all()) else running.nonzero().squeeze(-1)
+    def step(self, count: int) -> None:
+        """x ← y − f(x) in the running rows, which are ``count``, and their verdicts."""
+        rows = slice(None) if count == len(self.x) else self.running.nonzero().squeeze(-1)
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
@@ -257,7 +256,7 @@ class _Rows:
             (InversionStatus.MAX_STEPS, self.num_steps[rows] >= self.limit[rows]),
             (InversionStatus.CONVERGED, self.eq.within_tolerance(residual, longest)),
             (InversionStatus.NOT_CONTRACTIVE, disproved),
-            (InversionStatus.NONFINITE, ~(residual + longest).isfinite()),
+            (InversionStatus.NONFINITE, ~(residual + longest < math.inf)),
         ):
             verdict = verdict.masked_fill(applies, outcome)
         self.status[rows] = verdict
