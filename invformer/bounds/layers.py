@@ -20,25 +20,23 @@ ACTIVATION_SLOPE = {"relu": 1.0, "tanh": 1.0, "gelu": 1.1289042, "silu": 1.09983
 
 def feed_forward_bound(
     w_in: Float[Tensor, "width hidden"],
-    w_out: Float[Tensor, "hidden width_out"],
+    w_out: Float[Tensor, "hidden width"],
     activation: str,
     norm: Norm,
 ) -> float:
     """Lip(x ↦ φ(x W₁ + b₁) W₂ + b₂) ≤ sup |φ′| · Lip(x ↦ x W₁) · Lip(x ↦ x W₂).
 
-    A sharpness β > 0 per hidden unit, φ(βh)/β, leaves it unchanged.
+    Lip(x ↦ x W) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max. A sharpness β > 0 per
+    hidden unit, φ(βh)/β, leaves the bound unchanged.
     """
-    return product_up(ACTIVATION_SLOPE[activation], *(linear_bound(w, norm) for w in (w_in, w_out)))
-
-
-def linear_bound(weight: Float[Tensor, "width width_out"], norm: Norm) -> float:
-    """Lip(x ↦ x W + b) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max."""
     match norm:
         case "token_max" | "frobenius":
-            return spectral_norm_bound(weight).item()
+            maps = spectral_norm_bound(torch.stack([w_in, w_out.mT])).tolist()
         case "entry_max":
-            return row_sum_bound(weight.mT)
-    raise unknown_norm(norm)
+            maps = [row_sum_bound(w_in.mT), row_sum_bound(w_out.mT)]
+        case _:
+            raise unknown_norm(norm)
+    return product_up(ACTIVATION_SLOPE[activation], *maps)
 
 
 def row_sum_bound(w: Float[Tensor, "m n"]) -> float:
