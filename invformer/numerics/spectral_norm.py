@@ -17,8 +17,8 @@ RESIDUAL_SHIFT = 1e-12
 LARGEST_EXPONENT = 1022
 # K without the second bound: the excess is then below that of the second.
 STEPS_ALONE = 40
-# Steps from one scaling to the next. Lengths between 1/2 and √(m n) become 2⁻³² to (m n)¹⁶.
-STEPS_PER_SCALING = 5
+# Steps from one scaling to the next. Norms between 1/2 and n become at least 2⁻⁶⁴, at most n⁶⁴.
+STEPS_PER_SCALING = 6
 
 
 def spectral_norm_bound(
@@ -26,16 +26,16 @@ def spectral_norm_bound(
 ) -> Float[Tensor, "*batch"]:
     """A proven upper bound on ‖W‖₂ of every matrix: the smaller of two, both in float64.
 
-        ‖G‖₂² ≤ ‖fl(GᵀG)‖₂/(1 − c γ)   (Gram iteration),    γ = r u/(1 − r u), u = 2⁻⁵³, G is r × c
-        ‖G‖₂² ≤ b + ‖fl(bI − GᵀG − RᵀR)‖_F + rounding   (Cholesky residual)
+        ‖W‖₂² ≤ λ₁(G) + γ ‖W‖_F²,  G = fl(WᵀW),  γ = m u/(1 − m u),  u = 2⁻⁵³,  and for λ₁(G)
+        ‖X‖₂² ≤ ‖fl(XᵀX)‖₂/(1 − n γ) from X = G on   (Gram iteration)
+        λ₁(G) ≤ b + ‖fl(bI − G − RᵀR)‖_F + rounding   (Cholesky residual)
 
-    b is just above the computed λ₁(GᵀG), and R the Cholesky factor of bI − GᵀG. Scales are powers
-    of two, everything is rounded up, and denormal entries count even where they are flushed to
-    zero. The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second by about
+    b is just above the computed λ₁(G), and R the Cholesky factor of bI − G. Scales are powers of
+    two, everything is rounded up, and denormal entries count even where they are flushed to zero.
+    The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second by about
     5e-13 min(m, n) for every spectrum; if the factorisation fails, the first stands alone. Cost:
-    two products of W with itself, and num_steps products and one eigenvalue problem of size
-    min(m, n). On a GPU, where eigenvalues take longer than products, the first stands alone with
-    K = 40.
+    a product of W with itself, and num_steps products and one eigenvalue problem of size min(m, n).
+    On a GPU, where eigenvalues take longer than products, the first stands alone with K = 40.
 
     Args:
         weight: any floating dtype; certify weights *after* the cast they run in.
@@ -54,12 +54,13 @@ def spectral_norm_bound(
     weight = weight.detach()
     g = tall_side(weight.to(torch.float64))
     finite = g.isfinite().all(-1).all(-1)
-    g = torch.where(finite[..., None, None], g, 0.0)
+    g, scale = _scaled(torch.where(finite[..., None, None], g, 0.0))
+    gram = g.mT @ g
     if eigenvalues_are_cheap(g.device):
-        bound = torch.minimum(_gram_bound(g, num_steps), _residual_bound(g))
+        squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(gram))
     else:
-        bound = _gram_bound(g, STEPS_ALONE)
-    bound = bound + _flushed(weight)
+        squared = _gram_bound(gram, STEPS_ALONE - 1)
+    bound = _up((squared + _product_error(g)).sqrt(), 2) * scale + _flushed(weight)
     bound = torch.where(bound > 0, bound.nextafter(torch.full_like(bound, torch.inf)), bound)
     return torch.where(finite, bound, torch.inf)
 
@@ -99,34 +100,30 @@ def _up(value: Tensor, operations: int) -> Tensor:
     return value * (1 + (operations + 2) * 2 * UNIT_ROUNDOFF)
 
 
-def _gram_bound(g: Tensor, num_steps: int) -> Tensor:
-    """‖G‖₂ ≤ s √(‖fl(G̃ᵀG̃)‖₂/(1 − c γ)), G̃ = G/s, ‖·‖₂ by the same again, at last by ‖·‖_F."""
+def _gram_bound(x: Tensor, num_steps: int) -> Tensor:
+    """‖X‖₂ ≤ s √(‖fl(X̃ᵀX̃)‖₂/(1 − n γ)), X̃ = X/s, ‖·‖₂ by the same again, at last by ‖·‖_F."""
     if num_steps == 0:
-        return _frobenius_up(g)
-    g, scale = _scaled(g)
-    rows, columns = g.shape[-2:]
+        return _frobenius_up(x)
+    x, scale = _scaled(x)
     steps = min(num_steps, STEPS_PER_SCALING)
     for _ in range(steps):
-        g = g.mT @ g
-    bound = _gram_bound(g, num_steps - steps) ** 0.5**steps
-    # c γ/2 of the first product, and less than (c² + 2 c) u/2 of all others; 4 for the root.
-    return _up(bound, rows * columns + 4) * scale
+        x = x.mT @ x
+    bound = _gram_bound(x, num_steps - steps) ** 0.5**steps
+    # n γ/2 of the first product, half as much of the next and so on; 4 for the root.
+    return _up(bound, x.shape[-1] ** 2 + 4) * scale
 
 
-def _residual_bound(g: Tensor) -> Tensor:
-    """‖G‖₂ ≤ s √(b + ‖E‖_F), E = bI − G̃ᵀG̃ − RᵀR, G̃ = G/s: ∞ if the factorisation gave no number."""
-    g, scale = _scaled(g)
-    gram = g.mT @ g
+def _residual_bound(gram: Tensor) -> Tensor:
+    """λ₁(G) ≤ b + ‖E‖_F, E = bI − G − RᵀR: ∞ if the factorisation gave no number."""
     size = gram.shape[-1]
     b = torch.linalg.eigvalsh(gram)[..., -1] * (1 + RESIDUAL_SHIFT * size)
     shifted = torch.diag_embed(b.unsqueeze(-1).expand(*b.shape, size)) - gram
     r = torch.linalg.cholesky_ex(shifted).L.mT
     residual = shifted - r.mT @ r
-    # The exact E differs from the residual by the rounding of two products and two differences.
-    rounding = _product_error(g) + _product_error(r)
-    rounding = rounding + 2 * UNIT_ROUNDOFF * (_frobenius_up(shifted) + _frobenius_up(residual))
-    squared = b.clamp(min=0) + _frobenius_up(residual) + _up(rounding, 4)
-    bound = _up(squared.sqrt(), 3) * scale
+    # The exact E differs from the residual by the rounding of a product and two differences.
+    rounding = 2 * UNIT_ROUNDOFF * (_frobenius_up(shifted) + _frobenius_up(residual))
+    rounding = rounding + _product_error(r)
+    bound = _up(b.clamp(min=0) + _frobenius_up(residual) + _up(rounding, 4), 2)
     return torch.where(bound.isnan(), torch.inf, bound)
 
 

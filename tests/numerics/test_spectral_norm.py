@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.numerics.spectral_norm import _gram_bound, _residual_bound, spectral_norm_bound
+from invformer.numerics.spectral_norm import (
+    _gram_bound,
+    _product_error,
+    _residual_bound,
+    _scaled,
+    spectral_norm_bound,
+    tall_side,
+)
 from tests.gpu.emulation import cuda_rules
 from tests.problems import matrix_with, trained_like
 
@@ -59,11 +66,13 @@ def test_the_certified_norm_is_never_below_the_true_one() -> None:
     for weight in small_matrices(70, largest=8):
         truth, size = true_norm(weight), min(weight.shape)
         assert truth <= spectral_norm_bound(weight).item() <= truth * (1 + 1e-12 * size)
-        tall = weight.double() if weight.shape[0] >= weight.shape[1] else weight.double().mT
-        assert truth <= _residual_bound(tall).item()
+        g, scale = _scaled(tall_side(weight.double()))
+        gram, unscaled = g.mT @ g, (truth / scale.item()) ** 2
+        least = unscaled - _product_error(g).item()
+        assert least <= _residual_bound(gram).item()
         for num_steps in (0, 1, 3, 8):
-            bound = _gram_bound(tall, num_steps).item()
-            assert truth <= bound <= truth * (size**0.5 ** (num_steps + 1) + 1e-12)
+            bound = _gram_bound(gram, num_steps).item()
+            assert least <= bound <= unscaled * (size**0.5 ** (num_steps + 1) + 1e-12)
 
 
 SPECTRA = {
@@ -108,9 +117,9 @@ def test_any_factor_whatever_gives_a_bound(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.linalg, "cholesky_ex", distorted)
     for _ in range(20):
-        weight = torch.randn(9, 6)
-        truth = torch.linalg.matrix_norm(weight, 2)
-        assert truth <= _residual_bound(weight) < 1.1 * truth
+        gram = torch.cov(torch.randn(6, 9))
+        truth = torch.linalg.matrix_norm(gram, 2)
+        assert truth <= _residual_bound(gram) < 1.2 * truth
 
 
 @pytest.mark.usefixtures("either_device")
