@@ -32,8 +32,8 @@ PER_SPECTRAL_NORM, NORMS_PER_TOKEN = 10, 6
 def local_bounds(probe: LipschitzProbe, tight: bool = False) -> Float[Tensor, "branches"]:
     """Upper bounds on what the probe estimates, the largest over the sequences, in float64.
 
-    inf where none is known. Cost: eigenvalue problems of the size of a head for every token, in as
-    many launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
+    inf where none is known. Cost: a spectral norm of the size of a head for every token, in as many
+    launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
     matrices per token, branch by branch, unless that takes too long.
     """
     bounds = [bounds_of(at_text, probe.measured, tight).double() for at_text in probe.stacked()]

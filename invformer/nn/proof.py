@@ -145,5 +145,5 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
 
 def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
     """max_k e^{s_k}, rounded up, for s as it is kept and as cast: both formats are computed in."""
-    logs = (log_scale, log_scale.to(dtype))
+    logs = {log_scale, log_scale.to(dtype)}  # one tensor if it has the format
     return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)
