@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.models import Case, windows
+from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, InvertibleStack, certify
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
@@ -20,6 +22,8 @@ GENERATED = 64
 
 class Training:
     """A training step: forward, backward, clipping, fused AdamW, constants refreshed.
+
+    On a GPU passes and constants are replayed as CUDA graphs, as :class:`.CharLanguageModel` does.
 
     Args:
         model: what is trained; its constants are refreshed once per step.
@@ -37,6 +41,12 @@ class Training:
         self.inputs, self.targets = windows(case, self.device)
         self.precision = precision
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        self.of_batch: Callable[..., Tensor] = self.loss
+        self.refresh: Callable[[], None] = partial(refresh_normalisers, model)
+        if self.device.type == "cuda":
+            with arithmetic(self.device, self.precision):
+                self.of_batch = with_gradients(self.loss, model, self.inputs, self.targets)
+            self.refresh = Replayed(self.refresh)
         self.probe = None
         if probe_length is not None:
             assert isinstance(model, CharTransformer)
@@ -46,14 +56,17 @@ class Training:
         """One step."""
         self.optimizer.zero_grad(set_to_none=True)
         with arithmetic(self.device, self.precision):
-            logits = self.model(self.inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), self.targets.flatten())
+            loss = self.of_batch(self.inputs, self.targets)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
         self.optimizer.step()
-        refresh_normalisers(self.model)
+        self.refresh()
         if self.probe is not None:
             self.probe.values()
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Mean nats of the batch."""
+        return F.cross_entropy(self.model(inputs).flatten(0, 1).float(), targets.flatten())
 
 
 class Normalisation:

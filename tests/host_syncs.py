@@ -66,4 +66,4 @@ def waits(device: torch.device | str = "cpu") -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
+    found += [f"{w.filename}:{w.lineno}" for w in caught if "called a sync" in str(w.message)]

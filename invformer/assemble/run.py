@@ -156,6 +156,7 @@ def build_module(
         optim.grad_clip,
         optim.ema_decay,
         config.run.seed,
+        trainer.cuda_graph,
     )
 
 

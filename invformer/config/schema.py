@@ -209,6 +209,7 @@ class TrainerConfig(Section):
     strategy: Literal["ddp", "fsdp"] = option("ddp", "fsdp shards gradients and optimiser")
     precision: Literal["32-true", "bf16-mixed", "64-true"] = option("32-true", "arithmetic")
     compile: bool = option(False, "torch.compile each block")
+    cuda_graph: bool = option(True, "on one GPU, replay each step as CUDA graphs")
     accumulate: int = option(1, "batches per optimiser step", SIZE)
     checkpoint_activations: bool = option(False, "save memory: compute blocks again in backward")
     rank_timeout: float = option(300.0, "seconds to wait for a process that hangs", SIZE)

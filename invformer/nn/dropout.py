@@ -43,8 +43,8 @@ def set_sample_keys(model: nn.Module, keys: Int32[Tensor, "batch"] | None) -> No
     Layers have different masks: they are numbered in the order of the model's modules.
     """
     for number, layer in enumerate(m for m in model.modules() if isinstance(m, Dropout)):
-        salt = hashed(torch.tensor(number, dtype=torch.int32))
-        layer.keys = None if keys is None else hashed(keys ^ salt.to(keys.device))
+        salt = int(hashed(torch.tensor(number, dtype=torch.int32)))
+        layer.keys = None if keys is None else hashed(keys ^ salt)
 
 
 def hashed(x: Int32[Tensor, "*shape"]) -> Int32[Tensor, "*shape"]:

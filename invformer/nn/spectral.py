@@ -56,12 +56,12 @@ def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
 
 
 def refresh_normalisers(model: nn.Module) -> None:
-    """Compute every σ̄ of a model, for forward passes until the next refresh."""
+    """Compute every σ̄ of a model, in place, for forward passes until the next refresh."""
     modules = normalised(model)
-    with torch.inference_mode(False):  # gradients could not pass through tensors made in it
-        for module, constants in zip(modules, compute_constants(modules), strict=True):
-            # Past nn.Module's own assignment, which is slow for many small weights.
-            module._buffers.update(zip(("sigma_bound", "u", "v"), constants, strict=True))
+    held = [t for module in modules for t in (module.sigma_bound, module.u, module.v)]
+    found = [t for constants in compute_constants(modules) for t in constants]
+    if held:
+        torch._foreach_copy_(held, found)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def normalised(model: nn.Module) -> list[SpectralNormalised]:

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import window_nats
+from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
-from invformer.nn.spectral import refresh_normalisers
+from invformer.nn.spectral import normalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.precision import at_least_single
@@ -46,6 +47,8 @@ class CharLanguageModel(L.LightningModule):
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
         seed: of the dropout.
+        cuda_graph: on one GPU, replay the passes of every step as CUDA graphs. Forward hooks, and
+            Python numbers that change during training, are without effect then.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class CharLanguageModel(L.LightningModule):
         grad_clip: float | None = 1.0,
         ema_decay: float | None = None,
         seed: int = 0,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -65,12 +69,15 @@ class CharLanguageModel(L.LightningModule):
         self.metadata = metadata or {}
         self.grad_clip = grad_clip
         self.seed = seed
+        self.cuda_graph = cuda_graph
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.scored: Tensor  # nats and number of the characters that a validation has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for the monitor
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
+        self._replayed_loss: Callable[..., Tensor] | None = None
+        self._refresh: Callable[[], None] = self.refresh
 
     def configure_model(self) -> None:
         """Shard the model if the strategy does that."""
@@ -97,23 +104,38 @@ class CharLanguageModel(L.LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
-        inputs, targets = batch
-        if self.has_dropout:
-            self.number_samples(len(inputs))
+        arguments = (*batch, *([self.keys_of(len(batch[0]))] if self.has_dropout else ()))
+        if self.replays and self._replayed_loss is None:
+            self._replayed_loss = with_gradients(self.loss, self.model, *arguments)
+        loss = (self._replayed_loss or self.loss)(*arguments)
+        self._losses.append(loss.detach())
+        return loss
+
+    def loss(self, inputs: Tensor, targets: Tensor, keys: Tensor | None = None) -> Tensor:
+        """Mean nats per character of windows; dropout has the masks of these keys."""
+        if keys is not None:
+            set_sample_keys(self.model, keys)
         stack = self.model.stack
         in_blocks = isinstance(stack, InvertibleStack) and stack.blocks_compute_weights()
         self.weights = None if in_blocks else self.model.weights()
         logits = at_least_single(self.model(inputs, self.weights))
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        self._losses.append(loss.detach())
-        return loss
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def number_samples(self, count: int) -> None:
-        """Number the samples, so that masks of dropout are the same for any number of processes."""
+    def keys_of(self, count: int) -> Tensor:
+        """Keys of the batch's samples, which are numbered alike for any number of processes."""
         trainer = self.trainer
         batch = trainer.global_step * trainer.accumulate_grad_batches + len(self._losses)
         first = (batch * trainer.world_size + trainer.global_rank) * count
-        set_sample_keys(self.model, sample_keys(self.seed, first, count).to(self.device))
+        return sample_keys(self.seed, first, count).to(self.device)
+
+    @property
+    def replays(self) -> bool:
+        """True if the passes of a step are CUDA graphs."""
+        if not self.cuda_graph or self.device.type != "cuda":
+            return False
+        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+        recomputes = getattr(self.model.stack, "checkpoint_activations", False)
+        return alone and not recomputes and self.trainer.accumulate_grad_batches == 1
 
     def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
         """Record the loss and the gradient's norm, and clip the gradient.
@@ -151,17 +173,24 @@ class CharLanguageModel(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
-        self.weights = None
+        if self._replayed_loss is None:
+            self.weights = None
         gather(self.model)
         if self.average is not None:
             self.average.update(self.trainer.global_step)
+        self._refresh()
+
+    def refresh(self) -> None:
+        """Compute the constants that normalise the present weights."""
         refresh_normalisers(self.model)
 
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
         gather(self.model)
-        refresh_normalisers(self.model)
+        self.refresh()
+        if self.replays and normalised(self.model):
+            self._refresh = Replayed(self.refresh)
         if self.average is not None:
             self.average.follow()
 
@@ -178,6 +207,7 @@ class CharLanguageModel(L.LightningModule):
         """Leave whole weights behind, and the average if there is one."""
         gather(self.model)
         set_sample_keys(self.model, None)
+        self._replayed_loss, self._refresh, self.weights = None, self.refresh, None
         self.swap_average()
 
     def swap_average(self) -> None:

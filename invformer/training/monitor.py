@@ -17,7 +17,7 @@ from invformer.lipschitz.submodules import local_constants
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.stack import StackWeights
-from invformer.runs.sharding import gathered
+from invformer.runs.sharding import gathered, is_sharded
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, record
 
@@ -53,19 +53,36 @@ class LipschitzMonitor(L.Callback):
     probe: LipschitzProbe | None = field(default=None, init=False)
     skipped: dict[str, str] = field(default_factory=dict, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
+    # On a GPU: where estimates run beside the backward pass, and the row until the step's update.
+    beside: torch.cuda.Stream | None = field(default=None, init=False)
+    early: Numbers = field(default_factory=dict, init=False)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""
         self.inputs = move_data_to_device(self.inputs, pl_module.device)
         self.watch = Stopwatch(pl_module.device)
+        self.beside, self.early = None, {}
         if not isinstance(pl_module, CharLanguageModel):
             return
-        self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed)
+        if replays := pl_module.device.type == "cuda" and not is_sharded(pl_module.model):
+            self.beside = torch.cuda.Stream()
+        self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed, replays=replays)
         places = [*(f"lipschitz_branches/{name}" for name in self.probe.names), "lipschitz"]
         columns = ("estimate", "local_bound", "bound")
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
             self.probe.load_state_dict(self.restored)
+
+    def on_before_backward(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
+    ) -> None:
+        """On a GPU, estimate beside the backward pass, which changes no weight."""
+        if self.beside is None or self.early or trainer.global_step % self.every:
+            return
+        if isinstance(pl_module, CharLanguageModel):
+            self.beside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.beside), self.watch:
+                self.early = self.row(pl_module.weights)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any
@@ -76,6 +93,10 @@ class LipschitzMonitor(L.Callback):
             return
         if not isinstance(pl_module, CharLanguageModel):
             record(trainer, step, self.of_submodules(pl_module))
+        elif self.early and self.beside is not None:
+            torch.cuda.current_stream().wait_stream(self.beside)
+            record(trainer, step, self.early)
+            self.early = {}
         else:
             with self.watch, gathered(pl_module.model):
                 record(trainer, step, self.row(pl_module.weights))

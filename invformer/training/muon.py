@@ -36,21 +36,20 @@ def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> No
             matrices consist of, such as three for queries, keys and values.
         memory: of each parameter, where its momentum is kept.
     """
-    momenta = [
-        (p, as_matrices(nesterov(p.grad, p, memory[p], group["momentum"]), group["parts"]))
-        for p in group["params"]
-        if p.grad is not None
+    params = [p for p in group["params"] if p.grad is not None]
+    if not params:
+        return
+    gradients, averages = [p.grad for p in params], [average_of(p, memory[p]) for p in params]
+    together: Any = torch  # whose functions of lists have private names
+    together._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+    momenta = together._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
+    matrices = [as_matrices(whole(m), group["parts"]) for m in momenta]
+    directions = [
+        part_like(as_parameter(d, p.shape), p)
+        for d, p in zip(orthogonalised_together(matrices), params, strict=True)
     ]
-    directions = orthogonalised_together([matrices for _, matrices in momenta])
-    for (p, _), direction in zip(momenta, directions, strict=True):
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.sub_(part_like(as_parameter(direction, p.shape), p), alpha=group["lr"])
-
-
-def nesterov(gradient: Tensor, p: Tensor, memory: dict[str, Any], momentum: float) -> Tensor:
-    """Nesterov's momentum of a parameter, whole if FSDP2 keeps it in parts."""
-    average = average_of(p, memory).lerp_(gradient, 1 - momentum)
-    return whole(gradient.lerp(average, momentum))
+    together._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    together._foreach_sub_(params, directions, alpha=group["lr"])
 
 
 def average_of(p: Tensor, memory: dict[str, Any]) -> Tensor:

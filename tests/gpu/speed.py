@@ -1,5 +1,7 @@
-"""How fast: steps, attention alone, the monitor, a validation."""
+"""How fast: steps, attention alone, whole runs and the monitor in them, a validation."""
 
+import statistics
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,7 +33,7 @@ def operations(parameters: int, case: Any) -> float:
 
 
 def steps(machine: Machine) -> Iterator[Row]:
-    """Training steps under bf16: rates, utilisation, launches, memory; the monitor beside them."""
+    """Training steps under bf16: rates, utilisation, launches, memory."""
     from benchmarks.models import build
     from benchmarks.tasks import Training
     from tests.launches import Launches
@@ -56,21 +58,61 @@ def steps(machine: Machine) -> Iterator[Row]:
                     yield Row("peak memory", f"{name}, {case.name}", peak, note="GiB")
             except Exception as error:
                 yield failed("step", f"{name}, {case.name}", error)
-        watched = build("contractive_l2", case, machine.device)
-        work["contractive_l2+monitor"] = Training(watched, case, "bf16", probe_length=8)
         with machine.rules():
             found = machine.seconds(work)
         for name, seconds in found.items():
             rate = case.characters / seconds
             yield Row("characters per second", f"{name}, {case.name}", rate)
-            if machine.is_gpu and name in VARIANTS:
+            if machine.is_gpu:
                 weights = sum(p.numel() for p in work[name].model.parameters())  # type: ignore
                 share = operations(weights, case) / seconds / PEAK
                 yield Row("model FLOP utilisation", f"{name}, {case.name}", share)
-        overhead = found["contractive_l2+monitor"] / found["contractive_l2"] - 1
-        yield judged(machine, "monitor's overhead", case.name, overhead, 0.03)
         ratio = found["contractive_l2"] / found["dot_product"]
         yield judged(machine, "contractive_l2 over dot_product", case.name, ratio, 1.0)
+
+
+def monitor(machine: Machine) -> Iterator[Row]:
+    """Runs of nanoGPT's GPU size, in which the monitor is on and off in turns."""
+    import lightning as L
+
+    from invformer.training.monitor import LipschitzMonitor
+    from tests.gpu.checks import training, weights_after
+
+    span, turns = (40, 7) if machine.is_gpu else (2, 3)
+
+    class Turns(L.Callback):
+        """Seconds a step of spans with the monitor at every step, and without it."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step % span:
+                return
+            machine.finish()
+            now = time.perf_counter()
+            self.seconds.append((now - getattr(self, "began", now)) / span)
+            watch = next(c for c in trainer.callbacks if isinstance(c, LipschitzMonitor))
+            watch.every = 1 if watch.every > 1 else 10**9
+            self.began = time.perf_counter()
+
+    steps = span * (turns + 1)
+    words = [f"trainer.max_steps={steps}", f"trainer.val_every={steps}"]
+    if machine.is_gpu:
+        words += [
+            "trainer.precision=bf16-mixed", "model.d_model=384", "model.num_layers=6",
+            "model.num_heads=6", "data.seq_len=256", "data.batch_size=64",
+            "data.max_characters=1000000",
+        ]  # fmt: skip
+    for name in ("contractive_l2", "dot_product"):
+        watch = Turns()
+        with machine.rules():
+            weights_after(training(machine, f"{name}-turns", f"model={name}", *words), watch)
+        # The first span, with the monitor, warms up.
+        off, on = (statistics.median(watch.seconds[first::2]) for first in (1, 2))
+        yield Row("a step of train.py", f"{name}, monitored", 1e3 * on, note="ms")
+        yield Row("a step of train.py", name, 1e3 * off, note="ms")
+        yield judged(machine, "monitor's overhead", name, on / off - 1, 0.03)
 
 
 def judged(machine: Machine, check: str, case: str, value: float, limit: float) -> Row:

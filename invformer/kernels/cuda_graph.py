@@ -1,0 +1,79 @@
+"""CUDA graphs: the launches of a computation, recorded once and then sent to the GPU as one.
+
+A step of a small model is a thousand launches of a few microseconds each, more than a host can send
+in the time that a GPU takes for them. What is recorded reads and writes the same memory each time,
+and runs no Python.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Replayed:
+    """A function of tensors that is recorded at its first call here and replayed at the others.
+
+    Parameters and whatever else it reads beside its arguments have to stay where they are. It has
+    run before, so that nothing is left to set up.
+
+    Args:
+        function: of containers of tensors; no gradients pass through it.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    @torch.no_grad()
+    def __call__(self, *arguments: Any) -> Any:
+        """The result, which the next call overwrites, as it does the first call's arguments."""
+        if self.graph is None:
+            self.graph, self.arguments = torch.cuda.CUDAGraph(), list(tensors_in(arguments))
+            with torch.cuda.graph(self.graph):
+                self.result = self.function(*arguments)
+        pairs = zip(self.arguments, tensors_in(arguments), strict=True)
+        if moved := [(held, given) for held, given in pairs if held is not given]:
+            held, given = map(list, zip(*moved, strict=True))
+            torch._foreach_copy_(held, given)  # pyright: ignore[reportPrivateImportUsage]
+        self.graph.replay()
+        return self.result
+
+
+def tensors_in(x: Any) -> Iterator[Tensor]:
+    """The tensors in containers of containers."""
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, Mapping | tuple | list):
+        for part in x.values() if isinstance(x, Mapping) else x:
+            yield from tensors_in(part)
+
+
+class Function(nn.Module):
+    """A function as a module, which knows the parameters in it."""
+
+    def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
+        super().__init__()
+        self.function, self.model = function, model
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The function's."""
+        return self.function(*inputs)
+
+
+def with_gradients(
+    function: Callable[..., Tensor], model: nn.Module, *inputs: Tensor
+) -> Callable[..., Tensor]:
+    """A function of inputs of these shapes and of a model's parameters, with their gradients.
+
+    The forward pass is one graph, the backward pass another; autocast is as it is now. Gradients
+    are the graph's own memory, so that those of several backward passes do not add up.
+    """
+    # Parameters are seen first on the stream that records, and not again.
+    torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+    dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
+    # A weight that was cast before and kept would be recorded as it is now.
+    with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+        graph: Any = torch.cuda.make_graphed_callables
+        return graph(Function(function, model), inputs, allow_unused_input=True).forward
