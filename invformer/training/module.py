@@ -71,7 +71,8 @@ class CharLanguageModel(L.LightningModule):
         self.seed = seed
         self.cuda_graph = cuda_graph
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
-        self.scored: Tensor  # nats and number of the characters that a validation has scored
+        self.validated: StackWeights | None = None  # weights, while a validation runs
+        self.scored: Tensor  # nats and number of the characters that it has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for the monitor
@@ -115,11 +116,15 @@ class CharLanguageModel(L.LightningModule):
         """Mean nats per character of windows; dropout has the masks of these keys."""
         if keys is not None:
             set_sample_keys(self.model, keys)
-        stack = self.model.stack
-        in_blocks = isinstance(stack, InvertibleStack) and stack.blocks_compute_weights()
-        self.weights = None if in_blocks else self.model.weights()
+        self.weights = self.weights_at_once()
         logits = at_least_single(self.model(inputs, self.weights))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def weights_at_once(self) -> StackWeights | None:
+        """The weights of the whole stack, unless its blocks compute their own or are free."""
+        stack = self.model.stack
+        in_blocks = isinstance(stack, InvertibleStack) and stack.blocks_compute_weights()
+        return None if in_blocks else self.model.weights()
 
     def keys_of(self, count: int) -> Tensor:
         """Keys of the batch's samples, which are numbered alike for any number of processes."""
@@ -218,6 +223,7 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Charge the split's first character, which has no context, at ln V nats."""
+        self.validated = self.weights_at_once()
         first = math.log(self.model.head.out_features), 1
         once = first if self.trainer.is_global_zero else (0, 0)
         self.scored = torch.tensor(once, dtype=torch.float64, device=self.device)
@@ -226,10 +232,12 @@ class CharLanguageModel(L.LightningModule):
         """Add the code length of one batch: windows, their targets, and which of these to score."""
         inputs, targets, *mask = batch
         scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
-        self.scored += torch.stack([window_nats(self(inputs), targets, scored), scored.sum()])
+        logits = self.model(inputs, self.validated)
+        self.scored += torch.stack([window_nats(logits, targets, scored), scored.sum()])
 
     def on_validation_epoch_end(self) -> None:
         """Log bits per character of the whole split, in the row of the last step."""
+        self.validated = None
         nats, count = mean_of_processes(self.scored)
         bpc = nats / count / LN2
         if not math.isfinite(bpc.item()):
