@@ -35,7 +35,7 @@ CorpusName = Literal[
     "tiny_shakespeare", "ptb", "text8", "enwik8", "wikitext2",
 ]  # fmt: skip
 LoggerName = Literal["wandb", "csv", "tensorboard", "none"]
-Kernel = Literal["auto", "math", "native", "blocked", "sdpa"]
+Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
 Unknown = Literal["symbol", "refuse"]
 Split = Literal["val", "test", "train"]
 ScoredSplit = Literal["val", "test", "train", "all"]

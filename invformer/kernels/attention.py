@@ -9,6 +9,7 @@
 | ``native`` | O(N) | causal, any bias of the lag | CPU, with a C++ compiler | first, reverse |
 | ``blocked`` | O(N · block) | causal, any bias of the lag | any | first, reverse |
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
+| ``triton`` | O(N) | causal, any bias of the lag | NVIDIA GPU, with Triton | first, reverse |
 
 L2 logits are computed in float32 or more by every kernel, because their expansion
 (2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. −‖q_j‖² is one more channel of the keys,
@@ -26,7 +27,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.kernels import native
+from invformer.kernels import native, triton_attention
 from invformer.kernels.blocked import blocked_attention
 from invformer.kernels.native_attention import native_attention, native_ball_attention
 from invformer.numerics.ball import into_ball
@@ -34,7 +35,7 @@ from invformer.numerics.l2_attention import PerHead, l2_attention, with_lengths
 from invformer.numerics.precision import at_least_single, without_autocast
 from invformer.numerics.token_shift import delay
 
-Kernel = Literal["auto", "math", "native", "blocked", "sdpa"]
+Kernel = Literal["auto", "math", "native", "blocked", "sdpa", "triton"]
 
 # Up to this length a product of N² is cheaper than the bookkeeping of any other kernel.
 SHORT = 32
@@ -70,6 +71,10 @@ def attend(q: PerHead, k: PerHead, v: PerHead, bias: LogitBias, kernel: Kernel =
     if kernel == "sdpa":
         return F.scaled_dot_product_attention(q, k, v, **_mask(bias, q.dtype))
     shape, dtype = q.shape, q.dtype
+    if kernel == "triton":  # products of half precision as they are
+        q, k, v = (t.reshape(-1, *t.shape[-3:]) for t in (q, k, v))
+        by_lag = None if bias.is_zero else _by_lag(bias, q)
+        return triton_attention.triton_attention(q, k, v, by_lag)[0].view(shape)
     with without_autocast(q.device):
         q, k, v = _batched(q), _batched(k), _batched(v)
         if kernel == "native":
@@ -121,6 +126,10 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         centre = q[..., :1, :].detach()
+        if kernel == "triton":
+            by_lag = None if bias.is_zero else _by_lag(bias, q)
+            y = triton_attention.triton_attention(q, None, None, by_lag)[0]
+            return (y + centre).view(shape).to(dtype)
         k = q - centre
         # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
@@ -142,8 +151,9 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
 
     ``auto`` is ``math`` for gradients in float64, for short sequences, for masks that are not
     causal and under torch.func; otherwise, on a CPU, ``native`` if it can be compiled and there are
-    enough pairs of sample and head for the threads; otherwise ``sdpa`` (with distances or a bias on
-    accelerators only, and up to 2,048 tokens if there is a bias), and ``blocked``.
+    enough pairs of sample and head for the threads, and on a GPU, with distances or a bias,
+    ``triton`` if it can be; otherwise ``sdpa`` (with distances or a bias on accelerators only, and
+    up to 2,048 tokens if there is a bias), and ``blocked``.
 
     Raises:
         ValueError: the kernel cannot do this, why, and what to choose.
@@ -158,6 +168,8 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
             return "native"
+        if not is_plain and triton_attention.can_take(q):
+            return "triton"
         fits = is_plain or (not on_cpu and (bias.is_zero or q.shape[-2] <= LONGEST_MASK))
         return "sdpa" if fits else "blocked"
     if kernel not in get_args(Kernel):
@@ -169,7 +181,13 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         why = f"is for the CPU, not {q.device.type}: choose 'auto'"
     elif kernel == "native" and not native.is_available():
         why = f"could not be compiled: {native.complaint()}; choose 'auto'"
-    elif kernel == "sdpa" and not q.numel():
+    elif kernel == "triton" and not triton_attention.is_available(q.device):
+        why = f"cannot run here: {triton_attention.complaint(q.device)}; choose 'auto'"
+    elif kernel == "triton" and q.dtype == torch.float64:
+        return "blocked"  # inverses of a model are computed in float64
+    elif kernel == "triton" and not triton_attention.can_take(q):
+        why = f"takes at most {triton_attention.MOST_CHANNELS} channels a head: choose 'auto'"
+    elif kernel in ("sdpa", "triton") and not q.numel():
         return "math"  # PyTorch's own give no gradient to the bias of nothing
     if why:
         raise ValueError(f"attention kernel {kernel!r} {why}")
@@ -188,9 +206,10 @@ def only(kernel: Kernel) -> Iterator[None]:
 
 
 def _by_lag(bias: LogitBias, q: Tensor) -> Tensor:
-    """b at every lag, for every head of q and in its precision."""
+    """b at every lag, for every head of q and in its precision, in float32 at least."""
     assert bias.by_lag is not None
-    return bias.by_lag.to(q.dtype).expand(q.shape[-3], -1).contiguous()
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return bias.by_lag.to(dtype).expand(q.shape[-3], -1).contiguous()
 
 
 def _batched(x: Tensor) -> Tensor:

@@ -51,9 +51,9 @@ def native_attention_backward(
 ) -> list[Tensor]:
     """Gradients of by_lag and q, and of k and v if there are any."""
     l2 = k is None
-    gradients = [_token_by_token(q) for _ in range(1 if l2 else 3)]
+    gradients = [token_by_token(q) for _ in range(1 if l2 else 3)]
     dbias = torch.empty_like(log_mass)
-    given = [_with_channels_together(dy), *_seen(q, k, v)]
+    given = [with_channels_together(dy), *_seen(q, k, v)]
     to = [*map(_heads, gradients), *[NOTHING] * (3 - len(gradients))]
     made_of = (pointer(by_lag), *PLAIN, pointer(log_mass))
     _call("backward", q, *map(_heads, given), *made_of, *to, pointer(dbias), None, l2=l2)
@@ -88,7 +88,7 @@ def native_ball_attention_backward(
     q, k, v = _parts(z, heads)
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
-    given = map(_heads, (_with_channels_together(dy), q, k, v))
+    given = map(_heads, (with_channels_together(dy), q, k, v))
     made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict), pointer(log_mass))
     to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
     _call("backward", q, *given, *made_of, *to, l2=False)
@@ -109,8 +109,8 @@ def _call(direction: str, q: Tensor, *arguments: Any, l2: bool) -> None:
 
 def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> list[Tensor]:
     """Queries, keys and values as the compiled code takes them."""
-    q = _with_channels_together(q)
-    return [q, *(q if t is None else _with_channels_together(t) for t in (k, v))]
+    q = with_channels_together(q)
+    return [q, *(q if t is None else with_channels_together(t) for t in (k, v))]
 
 
 def _heads(t: Tensor) -> _Heads:
@@ -119,17 +119,17 @@ def _heads(t: Tensor) -> _Heads:
     return heads
 
 
-def _with_channels_together(t: Tensor) -> Tensor:
+def with_channels_together(t: Tensor) -> Tensor:
     """The tensor, or a copy: channels of gradients of sums and broadcasts may lie apart."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _results(q: Tensor) -> tuple[Tensor, Tensor]:
     """Room for Y and log Σ_j exp S_ij."""
-    return _token_by_token(q), q.new_empty(q.shape[:-1])
+    return token_by_token(q), q.new_empty(q.shape[:-1])
 
 
-def _token_by_token(x: Tensor) -> Tensor:
+def token_by_token(x: Tensor) -> Tensor:
     """Room for (B, H, N, d), in memory (B, N, H, d): as the tokens that heads are parts of."""
     batch, heads, tokens, d_head = x.shape
     return x.new_empty(batch, tokens, heads, d_head).transpose(1, 2)
@@ -142,7 +142,7 @@ def _(q, k, v, by_lag):
 
 @native_attention_backward.register_fake
 def _(dy, q, k, v, by_lag, log_mass):
-    return [torch.empty_like(by_lag), *(_token_by_token(q) for t in (q, k, v) if t is not None)]
+    return [torch.empty_like(by_lag), *(token_by_token(q) for t in (q, k, v) if t is not None)]
 
 
 def _keep(ctx, inputs, output) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from invformer.errors import ConfigurationError
-from invformer.kernels import native
+from invformer.kernels import native, triton_attention
 from invformer.kernels.host import compiler_complaint
 from invformer.runs.ranks import is_rank, launcher_value, usable_cores
 
@@ -62,12 +62,13 @@ def refuse_missing_requirements(config: "TrainConfig") -> None:
             "with torchrun"
         )
     device = training_device(trainer)
-    if config.model.attention_kernel == "native":
+    kernel, missing = config.model.attention_kernel, None
+    if kernel == "native":
         missing = native.complaint() if device.type == "cpu" else "it is for the CPU"
-        if missing is not None:
-            raise ConfigurationError(
-                f"model.attention_kernel: no native here ({missing}); pick auto"
-            )
+    elif kernel == "triton":
+        missing = triton_attention.complaint(device)
+    if missing is not None:
+        raise ConfigurationError(f"model.attention_kernel: no {kernel} here ({missing}); pick auto")
     if trainer.compile and (complaint := compiler_complaint(device)) is not None:
         raise ConfigurationError(
             f"trainer.compile: torch.compile does not work here ({complaint:.200}): install what "

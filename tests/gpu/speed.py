@@ -137,7 +137,7 @@ def attention(machine: Machine) -> Iterator[Row]:
                 def call(kernel: Any, q: Any = q, bias: Any = bias) -> None:
                     attend_l2(q, bias.logit_bias(q.shape[-2]), kernel).sum().backward()
 
-                for kernel in ("math", "blocked", "sdpa"):
+                for kernel in ("math", "blocked", "sdpa", "triton"):
                     where = f"{type(bias).__name__}, {dtype}, {tokens}, {kernel}"
                     where = where.replace("torch.", "")
                     try:

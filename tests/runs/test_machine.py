@@ -70,6 +70,9 @@ def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_
     with pytest.raises(ConfigurationError, match=r"model.attention_kernel: .*CPU.*; pick auto"):
         build_run(config)
     assert not (tmp_path / "runs").exists()
+    config = load_config(["trainer.accelerator=cpu", "model.attention_kernel=triton"])
+    with pytest.raises(ConfigurationError, match=r"no triton here .*NVIDIA GPUs.*; pick auto"):
+        refuse_missing_requirements(config)
     for fine in ("auto", "blocked", "math", "sdpa"):
         refuse_missing_requirements(load_config([*words[:1], f"model.attention_kernel={fine}"]))
 
