@@ -12,7 +12,7 @@ from benchmarks.models import Case, windows
 from invformer.kernels.cuda_graph import Replayed, with_gradients
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn import CharTransformer, InvertibleStack, certify
-from invformer.nn.spectral import refresh_normalisers, set_manual_refresh
+from invformer.nn.spectral import normalised, refresh_normalisers, set_manual_refresh
 
 Work = Callable[[], object]
 PROMPT = 8
@@ -46,7 +46,7 @@ class Training:
         if self.device.type == "cuda":
             with arithmetic(self.device, self.precision):
                 self.of_batch = with_gradients(self.loss, model, self.inputs, self.targets)
-            self.refresh = Replayed(self.refresh)
+            self.refresh = Replayed(self.refresh) if normalised(model) else self.refresh
         self.probe = None
         if probe_length is not None:
             assert isinstance(model, CharTransformer)

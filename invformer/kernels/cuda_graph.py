@@ -5,6 +5,7 @@ in the time that a GPU takes for them. What is recorded reads and writes the sam
 and runs no Python.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,6 +31,7 @@ class Replayed:
     def __call__(self, *arguments: Any) -> Any:
         """The result, which the next call overwrites, as it does the first call's arguments."""
         if self.graph is None:
+            gc.collect()  # a graph that is freed while another is recorded spoils it
             self.graph, self.arguments = torch.cuda.CUDAGraph(), list(tensors_in(arguments))
             with torch.cuda.graph(self.graph):
                 self.result = self.function(*arguments)
@@ -70,6 +72,7 @@ def with_gradients(
     The forward pass is one graph, the backward pass another; autocast is as it is now. Gradients
     are the graph's own memory, so that those of several backward passes do not add up.
     """
+    gc.collect()
     # Parameters are seen first on the stream that records, and not again.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from tests.gpu.machine import Machine, Row, at_most, failed
 
@@ -153,7 +154,7 @@ def attention(machine: Machine) -> Iterator[Row]:
 def validation(machine: Machine) -> Iterator[Row]:
     """Certificate, local bounds, an inversion and 100,000 characters, beside 250 steps."""
     from benchmarks.models import build, windows
-    from benchmarks.tasks import Evaluation, Training
+    from benchmarks.tasks import Training, arithmetic
     from invformer.evaluation.inversion import round_trip
     from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
@@ -163,16 +164,18 @@ def validation(machine: Machine) -> Iterator[Row]:
     case = case_of(machine, LENGTHS[0])
     model: Any = build("contractive_l2", case, machine.device)
     set_manual_refresh(model)  # as in training
-    text = windows(case, machine.device)[0]
-    probe, evaluation = LipschitzProbe(model, text[:1, :8]), Evaluation(model, case, "bf16")
+    text, targets = windows(case, machine.device)
+    probe = LipschitzProbe(model, text[:1, :8])
     batches = 100_000 // case.characters if machine.is_gpu else 1
 
     def validate() -> None:
         certify(model)
         local_bounds(probe)
         round_trip(model, text[:4], torch.float64).numbers()
-        for _ in range(batches):
-            evaluation()
+        with torch.no_grad(), arithmetic(machine.device, "bf16"):
+            weights = model.weights()
+            for _ in range(batches):
+                F.cross_entropy(model(text, weights).flatten(0, 1), targets.flatten())
 
     step = Training(build("contractive_l2", case, machine.device), case, "bf16")
     with machine.rules():
