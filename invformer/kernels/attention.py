@@ -11,9 +11,10 @@
 | ``sdpa`` | O(N), with a bias O(N²) once for all samples | causal | any | first, reverse |
 | ``triton`` | O(N) | causal, any bias of the lag | NVIDIA GPU, with Triton | first, reverse |
 
-L2 logits are computed in float32 or more by every kernel, because their expansion
-(2 q_i·q_j − ‖q_j‖²)/√d cancels badly in half precision. −‖q_j‖² is one more channel of the keys,
-multiplied by a one in the queries; three bfloat16 channels for it spoil gradients (docs/log.md).
+L2 logits are computed in float32 or more, because their expansion (2 q_i·q_j − ‖q_j‖²)/√d cancels
+badly in half precision. −‖q_j‖² is one more channel of the keys, multiplied by a one in the
+queries; three bfloat16 channels for it spoil gradients (docs/log.md). ``triton`` rounds q_i − q_0
+to the precision given, and has the distances of what is rounded in float32.
 """
 
 import math
@@ -122,14 +123,15 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         return l2_attention(q, bias.dense())
     shape, dtype = q.shape, q.dtype
     with without_autocast(q.device):
+        if kernel == "triton":
+            q = q.reshape(-1, *q.shape[-3:])
+            by_lag = None if bias.is_zero else _by_lag(bias, q)
+            y = triton_attention.triton_attention(q, None, None, by_lag)[0]
+            return (y + q[..., :1, :].detach()).view(shape)
         q = _batched(q)
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
         centre = q[..., :1, :].detach()
-        if kernel == "triton":
-            by_lag = None if bias.is_zero else _by_lag(bias, q)
-            y = triton_attention.triton_attention(q, None, None, by_lag)[0]
-            return (y + centre).view(shape).to(dtype)
         k = q - centre
         # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)

@@ -63,8 +63,9 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(S) v and log Σ_j exp S_ij of every query; causal, all (B, H, N, d), of one format.
 
-    Of L2, q is in float32, the first is relative to q_0 (whose gradient cancels), and of the logits
-    −‖q_i − q_0‖²/√d is left out in the second. The bias is (H, N) in float32.
+    Of L2 the first is relative to q_0 (whose gradient cancels), and of the logits −‖q_i − q_0‖²/√d
+    is left out in the second. In half precision q − q_0 is rounded; distances are those of what is
+    rounded, in float32. The bias is (H, N) in float32.
     """
     y, log_mass = _results(q)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)

@@ -51,6 +51,7 @@ def _first_row(start, D: tl.constexpr, WIDTH: tl.constexpr):
 def _lengths(keys, scale, TIED: tl.constexpr):
     """What distances subtract from the logits of each key: scale ‖k_j‖²/2; else zero."""
     if TIED:
+        keys = keys.to(tl.float32)
         return tl.sum(keys * keys, 1) * (0.5 * scale)
     else:
         return tl.zeros([keys.shape[0]], tl.float32)
@@ -115,7 +116,10 @@ def backward_queries(
     TIED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """δ_i = ⟨dY_i, Y_i⟩ and scale · dS K of a block of queries, dS = P∘(dY Vᵀ − δ)."""
+    """δ_i = ⟨dY_i, Y_i⟩ and scale · dS K of a block of queries, dS = P∘(dY Vᵀ − δ).
+
+    If TIED, of keys relative to their query: rows of dS sum to zero, rounded ones nearly.
+    """
     pair, first = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK
     sample, head = tl.cast(pair // heads, tl.int64), pair % heads
     q += sample * q_sample + head * q_head
@@ -137,6 +141,7 @@ def backward_queries(
     masses = tl.load(log_mass + first + i, mask=first + i < tokens, other=float("inf"))
     queries = _tile(q, first, q_token, centre, tokens, D, WIDTH, BLOCK)
     total = tl.zeros([BLOCK, WIDTH], tl.float32)
+    row_sums = tl.zeros([BLOCK], tl.float32)
     for start in range(0, first + BLOCK, STEP):
         keys = _tile(k, start, k_token, centre, tokens, D, WIDTH, STEP)
         values = keys
@@ -146,8 +151,12 @@ def backward_queries(
         s -= _lengths(keys, scale, TIED)[None, :]
         s = _biased(s, i[:, None], j[None, :], first - start, bias, length, BLOCK)
         dp = tl.dot(outer, tl.trans(values), input_precision=PRECISION)
-        ds = tl.exp(s - masses[:, None]) * (dp - means[:, None])
-        total = tl.dot(ds.to(keys.dtype), keys, total, input_precision=PRECISION)
+        ds = (tl.exp(s - masses[:, None]) * (dp - means[:, None])).to(keys.dtype)
+        total = tl.dot(ds, keys, total, input_precision=PRECISION)
+        if TIED:
+            row_sums += tl.sum(ds.to(tl.float32), 1)
+    if TIED:
+        total -= row_sums[:, None] * queries.to(tl.float32)
     _write(dq, first, heads * D, scale * total, tokens, D, WIDTH, BLOCK)
 
 
@@ -189,14 +198,15 @@ def backward_keys(
         s = _biased(s, i[None, :], j[:, None], start - first, bias, length, BLOCK)
         p = tl.exp(s - masses[None, :])
         of_values = tl.dot(p.to(outer.dtype), outer, of_values, input_precision=PRECISION)
-        ds = p * (tl.dot(values, tl.trans(outer), input_precision=PRECISION) - means[None, :])
-        of_keys = tl.dot(ds.to(queries.dtype), queries, of_keys, input_precision=PRECISION)
+        dp = tl.dot(values, tl.trans(outer), input_precision=PRECISION)
+        ds = (p * (dp - means[None, :])).to(queries.dtype)
+        of_keys = tl.dot(ds, queries, of_keys, input_precision=PRECISION)
         if TIED:
-            of_lengths += tl.sum(ds, 1)
+            of_lengths += tl.sum(ds.to(tl.float32), 1)
     here = (sample * tokens * heads + head) * D
     if TIED:
-        total = of_values + scale * (of_keys - of_lengths[:, None] * keys)
-        total += _tile(dq + here, first, heads * D, None, tokens, D, WIDTH, BLOCK)
+        total = of_values + scale * (of_keys - of_lengths[:, None] * keys.to(tl.float32))
+        total += _tile(dq + here, first, heads * D, None, tokens, D, WIDTH, BLOCK).to(tl.float32)
         _write(dq + here, first, heads * D, total, tokens, D, WIDTH, BLOCK)
     else:
         _write(dk + here, first, heads * D, scale * of_keys, tokens, D, WIDTH, BLOCK)
