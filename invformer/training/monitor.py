@@ -81,7 +81,7 @@ class LipschitzMonitor(L.Callback):
             return
         if isinstance(pl_module, CharLanguageModel):
             self.beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.beside), self.watch:
+            with torch.cuda.stream(self.beside):
                 self.early = self.row(pl_module.weights)
 
     def on_before_optimizer_step(
@@ -94,7 +94,8 @@ class LipschitzMonitor(L.Callback):
         if not isinstance(pl_module, CharLanguageModel):
             record(trainer, step, self.of_submodules(pl_module))
         elif self.early and self.beside is not None:
-            torch.cuda.current_stream().wait_stream(self.beside)
+            with self.watch:  # how long training waits for it
+                torch.cuda.current_stream().wait_stream(self.beside)
             record(trainer, step, self.early)
             self.early = {}
         else:
