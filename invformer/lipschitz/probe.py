@@ -150,7 +150,7 @@ class LipschitzProbe:
             x, diagonal = self.model.embedding(self.tokens), self.measured == "diagonal_block"
             how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
             values = compiled.estimates(stack, weights, x, *how)
-            return values.mul_(lowered(values))
+            return values.mul_(rounding_factor(values))
         if self.replayed is not None and num_steps == 1:
             return self.replayed[weights is None](weights)
         # On a CPU small operations lose more by waiting for a second thread than it computes.
@@ -163,7 +163,7 @@ class LipschitzProbe:
     ) -> Float[Tensor, "branches"]:
         """The estimates by operations of PyTorch."""
         parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
-        return torch.stack(parts, -1).flatten() * lowered(parts[0])
+        return torch.stack(parts, -1).flatten() * rounding_factor(parts[0])
 
     @torch.no_grad()
     def estimate(self, num_steps: int = 1) -> dict[str, tuple[Tensor, Tensor]]:
@@ -171,7 +171,9 @@ class LipschitzProbe:
         found = {}
         for part, (gains, residual) in zip(self.parts, self.steps(num_steps), strict=True):
             best = gains.argmax(-1, keepdim=True)
-            each = (t.gather(2, best).squeeze(2) for t in (gains * lowered(gains), residual()))
+            each = (
+                t.gather(2, best).squeeze(2) for t in (gains * rounding_factor(gains), residual())
+            )
             found |= zip(part.names, zip(*each, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
@@ -210,7 +212,7 @@ class LipschitzProbe:
         self.has_started = True
 
 
-def lowered(gains: Tensor) -> float:
+def rounding_factor(gains: Tensor) -> float:
     """1 − 16 ε: a float32 gain may exceed the exact one by its rounding, 0.3 ε in measurements."""
     return 1 - ROUNDINGS * torch.finfo(gains.dtype).eps
 

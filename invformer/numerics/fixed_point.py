@@ -240,7 +240,7 @@ class _Rows:
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
-        residual = self.eq.size(fx - fx_before)  # ‖y − x − f(x)‖, as long as the next step
+        residual = self.eq.size(fx - fx_before)  # ‖y − x − f(x)‖, the length of the next step
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
         self.x[rows], self.fx[rows] = x, fx
         self.residual[rows], self.length[rows] = residual, self.eq.size(x)
