@@ -16,8 +16,8 @@ from torch import Tensor, nn
 class Replayed:
     """A function of tensors that is recorded at its first call here and replayed at the others.
 
-    Parameters and whatever else it reads beside its arguments have to stay where they are. It has
-    run before, so that nothing is left to set up.
+    Parameters and whatever else it reads beside its arguments have to stay at their addresses. Call
+    it once before, so that libraries and kernels are loaded.
 
     Args:
         function: of containers of tensors; no gradients pass through it.
@@ -52,7 +52,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-class Function(nn.Module):
+class WithParameters(nn.Module):
     """A function as a module, which knows the parameters in it."""
 
     def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
@@ -73,10 +73,10 @@ def with_gradients(
     are the graph's own memory, so that those of several backward passes do not add up.
     """
     gc.collect()
-    # Parameters are seen first on the stream that records, and not again.
+    # Gradients come from the stream that recorded and are added on another, as PyTorch would warn.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
     # A weight that was cast before and kept would be recorded as it is now.
     with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
         graph: Any = torch.cuda.make_graphed_callables
-        return graph(Function(function, model), inputs, allow_unused_input=True).forward
+        return graph(WithParameters(function, model), inputs, allow_unused_input=True).forward

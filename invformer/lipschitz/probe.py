@@ -59,7 +59,8 @@ class LipschitzProbe:
             certificate is about, and token_max for baselines.
         seed: of the start vectors.
         thorough: whether a step advances all tokens, not eight, of maps that do not mix tokens.
-        replays: on a GPU, replay estimates as CUDA graphs; parameters stay where they are.
+        replays: on a GPU, replay estimates as CUDA graphs; parameters have to stay at their
+            addresses.
     """
 
     def __init__(

@@ -56,11 +56,18 @@ def set_manual_refresh(model: nn.Module, manual: bool = True) -> None:
 
 
 def refresh_normalisers(model: nn.Module) -> None:
-    """Compute every σ̄ of a model, in place, for forward passes until the next refresh."""
+    """Compute every σ̄ of a model, for forward passes until the next refresh.
+
+    In place, where CUDA graphs read them, unless the weights have another device or format now.
+    """
     modules = normalised(model)
+    constants = compute_constants(modules)
     held = [t for module in modules for t in (module.sigma_bound, module.u, module.v)]
-    found = [t for constants in compute_constants(modules) for t in constants]
-    if held:
+    found = [t for each in constants for t in each]
+    if any(h.device != f.device or h.dtype != f.dtype for h, f in zip(held, found, strict=True)):
+        for module, each in zip(modules, constants, strict=True):
+            module.sigma_bound, module.u, module.v = each
+    elif held:
         torch._foreach_copy_(held, found)  # pyright: ignore[reportPrivateImportUsage]
 
 

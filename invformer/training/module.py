@@ -40,15 +40,16 @@ class CharLanguageModel(L.LightningModule):
 
     Args:
         model: the language model.
-        make_optimizer: of the model.
+        make_optimizer: of the model; on a GPU one that takes ``found_inf``, such as fused AdamW.
         make_schedule: of learning rates, of the optimiser; None keeps the rate.
         metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
         grad_clip: largest gradient norm; None leaves gradients alone.
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
         seed: of the dropout.
-        cuda_graph: on one GPU, replay the passes of every step as CUDA graphs. Forward hooks, and
-            Python numbers that change during training, are without effect then.
+        cuda_graph: on one GPU, replay the passes of every step as CUDA graphs. Batches have one
+            shape then. Forward hooks, and Python numbers and ``requires_grad`` that change after
+            the first step, are without effect.
     """
 
     def __init__(
@@ -77,8 +78,7 @@ class CharLanguageModel(L.LightningModule):
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.weights: StackWeights | None = None  # of the present step, for the monitor
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
-        self._replayed_loss: Callable[..., Tensor] | None = None
-        self._refresh: Callable[[], None] = self.refresh
+        self.launch_again()
 
     def configure_model(self) -> None:
         """Shard the model if the strategy does that."""
@@ -106,9 +106,12 @@ class CharLanguageModel(L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Mean nats per character of one batch of windows."""
         arguments = (*batch, *([self.keys_of(len(batch[0]))] if self.has_dropout else ()))
-        if self.replays and self._replayed_loss is None:
-            self._replayed_loss = with_gradients(self.loss, self.model, *arguments)
-        loss = (self._replayed_loss or self.loss)(*arguments)
+        of_batch = self.loss
+        if self.replays:
+            if self._replayed_loss is None:
+                self._replayed_loss = with_gradients(self.loss, self.model, *arguments)
+            of_batch = self._replayed_loss
+        loss = of_batch(*arguments)
         self._losses.append(loss.detach())
         return loss
 
@@ -178,24 +181,31 @@ class CharLanguageModel(L.LightningModule):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Update the weights, then the constants that normalise them."""
         super().optimizer_step(*args, **kwargs)
-        if self._replayed_loss is None:
+        if not self.replays:
             self.weights = None
         gather(self.model)
         if self.average is not None:
             self.average.update(self.trainer.global_step)
-        self._refresh()
+        (self._replayed_refresh or self.refresh)()
 
     def refresh(self) -> None:
         """Compute the constants that normalise the present weights."""
         refresh_normalisers(self.model)
 
+    def launch_again(self) -> None:
+        """Forget what was recorded, which reads the memory that parameters had then."""
+        self._replayed_loss: Callable[..., Tensor] | None = None
+        self._replayed_refresh: Replayed | None = None
+        self.weights = None
+
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
+        self.launch_again()
         gather(self.model)
         self.refresh()
         if self.replays and normalised(self.model):
-            self._refresh = Replayed(self.refresh)
+            self._replayed_refresh = Replayed(self.refresh)
         if self.average is not None:
             self.average.follow()
 
@@ -212,7 +222,7 @@ class CharLanguageModel(L.LightningModule):
         """Leave whole weights behind, and the average if there is one."""
         gather(self.model)
         set_sample_keys(self.model, None)
-        self._replayed_loss, self._refresh, self.weights = None, self.refresh, None
+        self.launch_again()
         self.swap_average()
 
     def swap_average(self) -> None:

@@ -57,6 +57,11 @@ class LipschitzMonitor(L.Callback):
     beside: torch.cuda.Stream | None = field(default=None, init=False)
     early: Numbers = field(default_factory=dict, init=False)
 
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Forget what an earlier loop recorded, which reads the memory that parameters had then."""
+        if self.probe is not None:
+            self.probe.replayed = None
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""
         self.inputs = move_data_to_device(self.inputs, pl_module.device)
@@ -72,17 +77,21 @@ class LipschitzMonitor(L.Callback):
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
             self.probe.load_state_dict(self.restored)
+            if replays:
+                with self.probe.unchanged():  # before it is recorded it has to have run
+                    self.probe.launched(None)
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
         """On a GPU, estimate beside the backward pass, which changes no weight."""
-        if self.beside is None or self.early or trainer.global_step % self.every:
+        one_pass = trainer.accumulate_grad_batches == 1
+        if self.beside is None or not one_pass or trainer.global_step % self.every:
             return
-        if isinstance(pl_module, CharLanguageModel):
-            self.beside.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.beside):
-                self.early = self.row(pl_module.weights)
+        assert isinstance(pl_module, CharLanguageModel)
+        self.beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.beside):
+            self.early = self.row(pl_module.weights)
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any

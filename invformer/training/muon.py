@@ -40,16 +40,16 @@ def update(group: dict[str, Any], memory: Mapping[Tensor, dict[str, Any]]) -> No
     if not params:
         return
     gradients, averages = [p.grad for p in params], [average_of(p, memory[p]) for p in params]
-    together: Any = torch  # whose functions of lists have private names
-    together._foreach_lerp_(averages, gradients, 1 - group["momentum"])
-    momenta = together._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
+    private: Any = torch  # the names of its functions of lists are
+    private._foreach_lerp_(averages, gradients, 1 - group["momentum"])
+    momenta = private._foreach_lerp(gradients, averages, group["momentum"])  # Nesterov's
     matrices = [as_matrices(whole(m), group["parts"]) for m in momenta]
     directions = [
         part_like(as_parameter(d, p.shape), p)
         for d, p in zip(orthogonalised_together(matrices), params, strict=True)
     ]
-    together._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-    together._foreach_sub_(params, directions, alpha=group["lr"])
+    private._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+    private._foreach_sub_(params, directions, alpha=group["lr"])
 
 
 def average_of(p: Tensor, memory: dict[str, Any]) -> Tensor:

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 class NotedGraph:
@@ -44,7 +44,9 @@ class Noting(TorchDispatchMode):
                 self.before += [(t, t.clone()) for t in tree_leaves(value)]
         result = func(*args, **(kwargs or {}))
         tensors = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
-        self.graph.notes.append((func, args, kwargs or {}, tensors))
+        # A graph knows addresses, not tensors, which may get other memory later.
+        noted = tree_map_only(Tensor, Tensor.detach, (args, kwargs or {}, tensors))
+        self.graph.notes.append((func, *noted))
         return result
 
 

@@ -3,17 +3,23 @@
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch.utils.data import DataLoader, TensorDataset
 
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
 from invformer.lipschitz.probe import LipschitzProbe
+from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import train
 from invformer.training.module import CharLanguageModel
+from invformer.training.monitor import LipschitzMonitor
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
+from tests.nn.builders import contractive_model, random_tokens
 from tests.small_runs import options
 
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
@@ -35,19 +41,107 @@ def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], l
     return [p.detach() for p in run.module.model.parameters()], kept
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_replayed_step_changes_weights_and_rows_in_nothing(
-    model: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (f"model={model}", *MODELS[model])
-    weights, rows = trained(folder, "launched", *words)
-    monkeypatch.setattr(CharLanguageModel, "replays", True)
+@pytest.fixture
+def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules and probes replay, as on a GPU."""
+    one_pass = property(lambda self: self.trainer.accumulate_grad_batches == 1)
+    monkeypatch.setattr(CharLanguageModel, "replays", one_pass)
     build = LipschitzProbe.__init__
 
     def build_probe(self: LipschitzProbe, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs | {"replays": True})
 
     monkeypatch.setattr(LipschitzProbe, "__init__", build_probe)
+
+
+def module() -> CharLanguageModel:
+    """A small model and a plain optimiser."""
+    torch.manual_seed(0)
+    model = contractive_model()
+    set_manual_refresh(model)
+    return CharLanguageModel(model, lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True))
+
+
+def trainer(*callbacks: L.Callback) -> L.Trainer:
+    """Four epochs of two steps."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    how: Any = quiet | {"max_epochs": 4, "enable_model_summary": False, "accelerator": "cpu"}
+    return L.Trainer(callbacks=list(callbacks), **how)
+
+
+def text() -> DataLoader:
+    """Two batches."""
+    torch.manual_seed(1)
+    tokens = random_tokens(8)
+    return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=4)
+
+
+def move(model: CharLanguageModel) -> CharLanguageModel:
+    """Give a model other memory, as going to a device does; what it had becomes NaN."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        before, tensor.data = tensor.data, tensor.data.clone()
+        before.fill_(torch.nan if before.is_floating_point() else 0)
+    return model
+
+
+class Fails(L.Callback):
+    """Ends a loop after a backward pass."""
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.global_step == 3:
+            raise RuntimeError("out of memory")
+
+
+def weights_of(model: CharLanguageModel) -> list[torch.Tensor]:
+    """Detached."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def after_a_failure() -> list[torch.Tensor]:
+    """The weights after a loop that failed and another one."""
+    model = module()
+    with pytest.raises(RuntimeError, match="out of memory"), cuda_rules():
+        trainer(Fails()).fit(model, text(), text())
+    with cuda_rules():
+        trainer().fit(move(model), text(), text())
+    return weights_of(model)
+
+
+def with_more_batches_a_step() -> list[torch.Tensor]:
+    """The weights after two epochs of single batches and two with pairs of them."""
+    model = module()
+    with cuda_rules():
+        trainer(GradientAccumulationScheduler({0: 1, 2: 2})).fit(model, text(), text())
+    return weights_of(model)
+
+
+def validated_later() -> list[torch.Tensor]:
+    """The estimates of a validation after a training."""
+    model, monitor = module(), LipschitzMonitor(random_tokens(1)[:, :8])
+    with cuda_rules():
+        trainer(monitor).fit(model, text(), text())
+        trainer(monitor).validate(move(model), text(), verbose=False)
+    assert monitor.probe is not None
+    return [monitor.probe.values(weights=None)]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("way", [after_a_failure, with_more_batches_a_step, validated_later])
+def test_no_graph_is_replayed_that_does_not_fit(way: Any, request: pytest.FixtureRequest) -> None:
+    expected = way()
+    request.getfixturevalue("replaying")
+    with noted_graphs():
+        found = way()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_replayed_step_changes_weights_and_rows_in_nothing(
+    model: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    words = (f"model={model}", *MODELS[model])
+    weights, rows = trained(folder, "launched", *words)
+    request.getfixturevalue("replaying")
     with noted_graphs():
         replayed, same_rows = trained(folder, "replayed", *words)
     assert same_rows == rows
