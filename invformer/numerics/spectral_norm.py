@@ -27,7 +27,7 @@ def spectral_norm_bound(
     """A proven upper bound on ‖W‖₂ of every matrix: the smaller of two, both in float64.
 
         ‖W‖₂² ≤ λ₁(G) + γ ‖W‖_F²,  G = fl(WᵀW),  γ = m u/(1 − m u),  u = 2⁻⁵³,  and for λ₁(G)
-        ‖X‖₂² ≤ ‖fl(XᵀX)‖₂/(1 − n γ) from X = G on   (Gram iteration)
+        ‖X‖₂² ≤ ‖fl(XᵀX)‖₂/(1 − n γ) from X = G on, γ of n rows   (Gram iteration)
         λ₁(G) ≤ b + ‖fl(bI − G − RᵀR)‖_F + rounding   (Cholesky residual)
 
     b is just above the computed λ₁(G), and R the Cholesky factor of bI − G. Scales are powers of
