@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,5 +60,6 @@ def noted_graphs() -> Iterator[None]:
         patch("torch.cuda.synchronize", lambda: None),
         patch("torch.cuda.Stream", lambda: None),
         patch("torch.cuda.stream", lambda _: nullcontext()),
+        patch("torch.cuda.current_stream", Mock()),
     ):
         yield

@@ -1,7 +1,9 @@
 """A run whose steps are graphs is the same run: here a processor notes and repeats operations."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -25,7 +27,7 @@ from tests.small_runs import options
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
 STEPS = ("trainer.max_steps=6", "trainer.val_every=3", "optim.ema_decay=0.9")
 MODELS = {
-    "contractive_l2": (),
+    "contractive_l2": ("monitor.every=2",),
     "contractive_bounded": ("model.strictly_causal=true", "optim.name=muon"),
     "dot_product": ("model.dropout=0.2",),
 }
@@ -43,7 +45,7 @@ def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], l
 
 @pytest.fixture
 def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modules and probes replay, as on a GPU."""
+    """Modules and probes replay and estimates run early, as on a GPU."""
     one_pass = property(lambda self: self.trainer.accumulate_grad_batches == 1)
     monkeypatch.setattr(CharLanguageModel, "replays", one_pass)
     build = LipschitzProbe.__init__
@@ -52,6 +54,13 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
         build(self, *args, **kwargs | {"replays": True})
 
     monkeypatch.setattr(LipschitzProbe, "__init__", build_probe)
+    start = LipschitzMonitor.on_train_start
+
+    def on_train_start(self: LipschitzMonitor, *args: Any) -> None:
+        start(self, *args)
+        self.beside = Mock()
+
+    monkeypatch.setattr(LipschitzMonitor, "on_train_start", on_train_start)
 
 
 def module() -> CharLanguageModel:
@@ -146,3 +155,25 @@ def test_a_replayed_step_changes_weights_and_rows_in_nothing(
         replayed, same_rows = trained(folder, "replayed", *words)
     assert same_rows == rows
     assert all(torch.equal(a, b) for a, b in zip(weights, replayed, strict=True))
+
+
+def test_a_step_is_replayed_where_its_gradients_are_of_one_pass_of_one_process() -> None:
+    step: Any = {
+        "cuda_graph": True,
+        "device": torch.device("cuda"),
+        "recompute": False,
+        "passes": 1,
+    }
+
+    def replays(**changed: Any) -> bool:
+        now = SimpleNamespace(**step | changed)
+        stack = SimpleNamespace(checkpoint_activations=now.recompute)
+        now.trainer = SimpleNamespace(accumulate_grad_batches=now.passes)
+        now.model = SimpleNamespace(stack=stack)
+        return CharLanguageModel.replays.fget(now)  # type: ignore[attr-defined]
+
+    assert replays()
+    assert not replays(cuda_graph=False)
+    assert not replays(device=torch.device("cpu"))
+    assert not replays(recompute=True)
+    assert not replays(passes=2)
