@@ -18,8 +18,8 @@ from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.stack import StackSolution, StackWeights
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.fixed_point import rtol_of_single_precision
 from invformer.numerics.norms import vector_norm
+from invformer.numerics.residual_equation import rtol_of_single_precision
 
 Text = Integer[Tensor, "sequences tokens"]
 States = Float[Tensor, "sequences tokens width"]
@@ -84,7 +84,7 @@ class RoundTrip:
         """Wall time of a forward pass of the stack and of an inversion, medians of three in turns.
 
         ``inverse_coarse`` is an inversion to the relative error that float32 is asked for
-        (:func:`.fixed_point.rtol_of_single_precision`).
+        (:func:`.rtol_of_single_precision`).
         """
         stack = invertible_stack(self.model)
         rtol = rtol_of_single_precision(self.certificate.bound_max)

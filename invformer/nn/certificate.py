@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import Norm
+from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import upwards
 
 

@@ -10,8 +10,8 @@ from invformer.nn.certificate import Certificate, NoCertificateError
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling
 from invformer.nn.spectral import refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.numerics.fixed_point import Kind
 from invformer.numerics.norms import Norm
+from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import product_up, sum_up
 
 

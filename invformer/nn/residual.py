@@ -14,9 +14,10 @@ from invformer.nn.branch import LipschitzBranch
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
-from invformer.numerics.fixed_point import FixedPointSolution, Kind, invert_residual
+from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import has_autocast
+from invformer.numerics.residual_equation import Kind
 
 
 class ResidualWeights(NamedTuple):

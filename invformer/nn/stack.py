@@ -16,8 +16,9 @@ from invformer.nn.position_bias import POSITIONS
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
-from invformer.numerics.fixed_point import FixedPointSolution, Kind
+from invformer.numerics.fixed_point_solution import FixedPointSolution
 from invformer.numerics.norms import NORMS, Norm, unknown_norm
+from invformer.numerics.residual_equation import Kind
 
 # The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.
 StackWeights = dict[str, Any]

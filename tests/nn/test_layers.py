@@ -16,7 +16,7 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.numerics.fixed_point import InversionStatus
+from invformer.numerics.fixed_point_solution import InversionStatus
 from invformer.numerics.norms import vector_norm
 from tests.nn.builders import (
     SEQ_LEN,

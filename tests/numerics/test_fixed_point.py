@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
-from invformer.numerics.fixed_point import (
+from invformer.numerics.fixed_point import invert_residual
+from invformer.numerics.fixed_point_solution import (
     FixedPointError,
     FixedPointSolution,
     InversionStatus,
-    invert_residual,
 )
 from invformer.numerics.norms import NORMS, Norm, vector_norm
 from invformer.numerics.precision import denormals_flushed, unit_roundoff
