@@ -44,6 +44,8 @@ def invert_residual(
 ) -> FixedPointSolution:
     """x̂ ≈ x* with x* + f(x*) = y, by x ← y − f(x) from x = y, with a bound on ‖x̂ − x*‖.
 
+    A sample has converged when ‖y − x − f(x)‖ ≤ (1 − c)(atol + rtol ‖x‖), measured again in
+    float64; otherwise it ends after ``max_steps``, when c is disproved, or with NaN or infinity.
     A sample leaves the batch with its verdict, so its answer does not depend on the others beyond
     the rounding of f itself. Nothing is recorded for gradients.
 
