@@ -29,7 +29,7 @@ class Replayed:
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> Any:
-        """The result, which the next call overwrites, as it does the first call's arguments."""
+        """The result. The next call overwrites it, and the arguments of the first call."""
         if self.graph is None:
             gc.collect()  # a graph that is freed while another is recorded spoils it
             self.graph, self.arguments = torch.cuda.CUDAGraph(), list(tensors_in(arguments))

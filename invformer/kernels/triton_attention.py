@@ -47,7 +47,7 @@ def is_available(device: torch.device) -> bool:
     return complaint(device) is None
 
 
-# As that of native.
+# torch.compile takes the answer as a constant, as for ``native``.
 is_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -47,9 +47,9 @@ class CharLanguageModel(L.LightningModule):
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
         seed: of the dropout.
-        cuda_graph: on one GPU, replay the passes of every step as CUDA graphs. Batches have one
-            shape then. Forward hooks, and Python numbers and ``requires_grad`` that change after
-            the first step, are without effect.
+        cuda_graph: on one GPU, replay every step, and its estimates, as CUDA graphs. Batches have
+            one shape then. Forward hooks, and Python numbers and ``requires_grad`` that change
+            after the first step, are without effect.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class CharLanguageModel(L.LightningModule):
 
     @property
     def replays(self) -> bool:
-        """True if the passes of a step are CUDA graphs."""
+        """True if steps are CUDA graphs."""
         if not self.cuda_graph or self.device.type != "cuda":
             return False
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
@@ -193,7 +193,7 @@ class CharLanguageModel(L.LightningModule):
         refresh_normalisers(self.model)
 
     def launch_again(self) -> None:
-        """Forget what was recorded, which reads the memory that parameters had then."""
+        """Forget the recorded graphs: they read the memory that parameters had then."""
         self._replayed_loss: Callable[..., Tensor] | None = None
         self._replayed_refresh: Replayed | None = None
         self.weights = None

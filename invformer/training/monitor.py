@@ -17,7 +17,7 @@ from invformer.lipschitz.submodules import local_constants
 from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.stack import StackWeights
-from invformer.runs.sharding import gathered, is_sharded
+from invformer.runs.sharding import gathered
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Numbers, record
 
@@ -53,12 +53,12 @@ class LipschitzMonitor(L.Callback):
     probe: LipschitzProbe | None = field(default=None, init=False)
     skipped: dict[str, str] = field(default_factory=dict, init=False)
     restored: dict[str, Tensor] = field(default_factory=dict, init=False)
-    # On a GPU: where estimates run beside the backward pass, and the row until the step's update.
+    # With CUDA graphs: the stream beside the backward pass, and the row until the step's update.
     beside: torch.cuda.Stream | None = field(default=None, init=False)
     early: Numbers = field(default_factory=dict, init=False)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Forget what an earlier loop recorded, which reads the memory that parameters had then."""
+        """Forget the graphs of an earlier loop: they read the memory that parameters had then."""
         if self.probe is not None:
             self.probe.replayed = None
 
@@ -69,7 +69,7 @@ class LipschitzMonitor(L.Callback):
         self.beside, self.early = None, {}
         if not isinstance(pl_module, CharLanguageModel):
             return
-        if replays := pl_module.device.type == "cuda" and not is_sharded(pl_module.model):
+        if replays := pl_module.replays:
             self.beside = torch.cuda.Stream()
         self.probe = LipschitzProbe(pl_module.model, self.inputs, seed=self.seed, replays=replays)
         places = [*(f"lipschitz_branches/{name}" for name in self.probe.names), "lipschitz"]
@@ -84,11 +84,12 @@ class LipschitzMonitor(L.Callback):
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor
     ) -> None:
-        """On a GPU, estimate beside the backward pass, which changes no weight."""
-        one_pass = trainer.accumulate_grad_batches == 1
-        if self.beside is None or not one_pass or trainer.global_step % self.every:
+        """If steps are CUDA graphs, estimate beside the backward pass, which changes no weight."""
+        if self.beside is None or trainer.global_step % self.every:
             return
         assert isinstance(pl_module, CharLanguageModel)
+        if not pl_module.replays:
+            return
         self.beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.beside):
             self.early = self.row(pl_module.weights)

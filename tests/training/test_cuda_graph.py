@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from invformer.assemble.run import Run, build_run
 from invformer.config import load_config
-from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import train
@@ -48,12 +47,6 @@ def replaying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules and probes replay and estimates run early, as on a GPU."""
     one_pass = property(lambda self: self.trainer.accumulate_grad_batches == 1)
     monkeypatch.setattr(CharLanguageModel, "replays", one_pass)
-    build = LipschitzProbe.__init__
-
-    def build_probe(self: LipschitzProbe, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs | {"replays": True})
-
-    monkeypatch.setattr(LipschitzProbe, "__init__", build_probe)
     start = LipschitzMonitor.on_train_start
 
     def on_train_start(self: LipschitzMonitor, *args: Any) -> None:
