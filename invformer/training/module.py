@@ -76,7 +76,6 @@ class CharLanguageModel(L.LightningModule):
         self.scored: Tensor  # nats and number of the characters that it has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
-        self.weights: StackWeights | None = None  # of the present step, for the monitor
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
         self.launch_again()
 
@@ -196,7 +195,7 @@ class CharLanguageModel(L.LightningModule):
         """Forget the recorded graphs: they read the memory that parameters had then."""
         self._replayed_loss: Callable[..., Tensor] | None = None
         self._replayed_refresh: Replayed | None = None
-        self.weights = None
+        self.weights: StackWeights | None = None  # of the present step, for the monitor
 
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
