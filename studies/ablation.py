@@ -20,7 +20,7 @@ from studies.runs import call, validations, words_of_threads
 from studies.study import Study, StudyOptions, grid, program
 
 NO_ACTNORM = "model.activation_norm=false"
-METRIC = f"{NO_ACTNORM} model.diagonal_scaling=true"
+SCALED = f"{NO_ACTNORM} model.diagonal_scaling=true"
 STRICTLY = "model.certificate=causal model.strictly_causal=true"
 KERNEL = "model.feed_forward_kernel=3 model.d_ff=256"
 L2 = "model.name=contractive_l2 model.num_heads=4"
@@ -37,8 +37,8 @@ VARIANTS = {
     "causal": "model.certificate=causal",
     "strictly_causal": STRICTLY,
     "kernel": f"{STRICTLY} {KERNEL}",  # as many parameters
-    "metric": METRIC,
-    "metric_c030": f"{METRIC} model.lipschitz_target=0.3",
+    "scaled": SCALED,
+    "scaled_c030": f"{SCALED} model.lipschitz_target=0.3",
     "no_activation_norm": NO_ACTNORM,
     "no_padding": "model.d_embedding=128",
     "c030": "model.lipschitz_target=0.3",
