@@ -65,10 +65,10 @@ def operator_norm(
 
     Source: Boyd 1974, The power method for l^p norms.
     """
-    generator = torch.Generator(jacobian.device).manual_seed(seed)
-    like = {"dtype": jacobian.dtype, "device": jacobian.device}
-    a = torch.randn(jacobian.shape[-2:], generator=generator, **like)
-    x = unit(jacobian.vjp(a.expand(jacobian.shape)), norm)
+    y = jacobian.value
+    generator = torch.Generator(y.device).manual_seed(seed)
+    a = torch.randn(y.shape[-2:], generator=generator, dtype=y.dtype, device=y.device)
+    x = unit(jacobian.vjp(a.expand(y.shape)), norm)
     o = jacobian.jvp(x)
     before = torch.zeros_like(x)
     for step in range(num_steps):
@@ -104,7 +104,8 @@ def best_in_span(
     finite = torch.where(images.isfinite(), images, 0)  # what is not stays so in the basis
     y = torch.linalg.svd(finite, full_matrices=False).Vh[..., 0, :, None]
     found = basis @ y, images @ y, basis[..., 1:] @ y[..., 1:, :]
-    best, image, step = (t.squeeze(-1).unflatten(-1, x.shape[-2:]) for t in found)
+    shapes = x.shape, o.shape, x.shape
+    best, image, step = (t.view(shape) for t, shape in zip(found, shapes, strict=True))
     return best, image, step
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_map_only
 
@@ -93,7 +92,7 @@ def local_constants(
                 found.skipped[name] = f"it computes in {output.dtype}; measure model.float()"
                 continue
             try:
-                jacobian = linearise(*on_one_row(module, args, named, output))
+                jacobian = linearise(*on_one_row(module, args, named))
                 estimate = operator_norm(jacobian, "frobenius", num_steps=num_steps, rtol=rtol)
                 found.values[name] = estimate.value.item()
             except RuntimeError as error:
@@ -102,20 +101,16 @@ def local_constants(
 
 
 def on_one_row(
-    module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any], output: Tensor
+    module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """f on vectors as long as its longer side, as (1, size), and where: ‖∂f/∂x‖₂ is the same."""
+    """f as a map of rows, (1, size of x) → (1, size of f(x)), and x as such a row."""
     x, *others = args
-    size = max(x.numel(), output.numel())
-
-    def padded(t: Tensor) -> Tensor:
-        return F.pad(t.flatten(), (0, size - t.numel())).unsqueeze(0)
 
     def f(row: Tensor) -> Tensor:
-        here = row[0, : x.numel()].view(x.shape).clone()  # which the module may overwrite
-        return padded(module(here, *others, **named))
+        here = row.view(x.shape).clone()  # which the module may overwrite
+        return module(here, *others, **named).reshape(1, -1)
 
-    return f, padded(x)
+    return f, x.reshape(1, -1)
 
 
 def is_real(x: Any) -> bool:

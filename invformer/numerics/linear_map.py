@@ -12,13 +12,11 @@ SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*b
 
 @dataclass(frozen=True)
 class LinearMap:
-    """J = ∂f/∂X at a fixed X of ``shape`` (*batch, N, D); J acts on each sample separately."""
+    """J = ∂f/∂X at a fixed X, (*batch, N, D), with f(X); J acts on each sample separately."""
 
     jvp: Callable[[Tensor], Tensor]  # dX ↦ J dX
     vjp: Callable[[Tensor], Tensor]  # G ↦ Jᵀ G
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+    value: Tensor  # f(X)
 
 
 def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
@@ -29,18 +27,13 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
     forward-mode rule. Works under ``no_grad`` and in inference mode.
 
     Args:
-        f: a map from (*batch, N, D) to the same shape that does not mix samples or update buffers.
-            Fused attention has no second derivative: run it as ``with only("math"):``.
+        f: a map of (*batch, N, D) that does not mix samples or update buffers. Fused attention has
+            no second derivative: run it as ``with only("math"):``.
         x: where to linearise.
-
-    Raises:
-        ValueError: f changes the shape of its input.
     """
     with torch.inference_mode(False):
         # Inference tensors cannot be saved for backward; a clone made here is an ordinary tensor.
         y, pull_back = torch.func.vjp(f, x.detach().clone())[:2]
-        if y.shape != x.shape:
-            raise ValueError(f"f maps {tuple(x.shape)} to {tuple(y.shape)}: it must keep the shape")
         push_forward = torch.func.vjp(lambda g: pull_back(g)[0], torch.zeros_like(y))[1]
 
     def product(transposed_map: Callable, vector: Tensor) -> Tensor:
@@ -50,7 +43,5 @@ def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> Linear
     return LinearMap(
         jvp=lambda dx: product(push_forward, dx),
         vjp=lambda g: product(pull_back, g),
-        shape=x.shape,
-        dtype=x.dtype,
-        device=x.device,
+        value=y.detach(),
     )

@@ -23,9 +23,7 @@ def from_matrix(matrix: torch.Tensor, tokens: int) -> LinearMap:
     return LinearMap(
         jvp=lambda x: product(matrix, x),
         vjp=lambda x: product(matrix.mT, x),
-        shape=shape,
-        dtype=matrix.dtype,
-        device=matrix.device,
+        value=matrix.new_empty(shape),
     )
 
 
@@ -35,15 +33,15 @@ class Iteration:
     def __init__(
         self, like: LinearMap, norm: str = "token_max", per_token: bool = False, at_once: int = 8
     ) -> None:
-        at = {"dtype": like.dtype, "device": like.device}
-        self.inner = PowerIteration(like.shape, norm, at_once=at_once, **at)
+        at = {"dtype": like.value.dtype, "device": like.value.device}
+        self.inner = PowerIteration(like.value.shape, norm, at_once=at_once, **at)
         self.per_token = per_token
 
     def step(self, jacobian: LinearMap) -> Step:
         def rows(chosen: torch.Tensor) -> Products:
             if self.inner.norm == "frobenius":
                 return Products(jacobian.jvp, jacobian.vjp)
-            here = (chosen[..., None] == torch.arange(jacobian.shape[-2])).to(jacobian.dtype)
+            here = (chosen[..., None] == torch.arange(jacobian.value.shape[-2])).to(jacobian.value)
             here = here.flatten(1, 2).unsqueeze(-1)
             each = from_each(jacobian)
             push = lambda x: (each.push(x * here if self.per_token else x) * here).sum(-2)  # noqa: E731
@@ -176,9 +174,7 @@ def test_tokens_whose_squared_weight_underflows_do_not_count_more_than_they_may(
     jacobian = LinearMap(
         jvp=lambda x: mixing @ x,
         vjp=lambda x: mixing.T @ x,
-        shape=torch.Size((1, 1, 8, 256)),
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        value=torch.empty(1, 1, 8, 256, dtype=torch.float32),
     )
     for norm in ("token_max", "frobenius"):
         followed = Iteration(jacobian, norm)
