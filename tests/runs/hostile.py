@@ -1,6 +1,7 @@
 """Checkpoints somebody made to do harm: each a change to a good one, by the name of the attack."""
 
 import json
+import math
 import os
 import pickle
 import struct
@@ -80,12 +81,12 @@ def set_key(dotted: str, value: Any) -> Attack:
     return edited(MODEL, change)
 
 
-def put_pickle(name: str, sealed: bool = True) -> Attack:
+def put_pickle(name: str) -> Attack:
     """Replace one file, or add it, by a pickle with a payload."""
 
     def attack(path: Path, canary: Path) -> None:
         torch.save({"state_dict": Payload(canary)}, path / name)
-        if sealed and name in FILES:
+        if name in FILES:
             seal(path)
 
     return attack
@@ -120,10 +121,6 @@ def first(weights: dict[str, torch.Tensor]) -> str:
     return next(iter(weights))
 
 
-def poisoned(value: float) -> Attack:
-    return with_weights(lambda w: w[first(w)].view(-1)[0].fill_(value))
-
-
 def replaced(name: str, make: Callable[[Path], Any]) -> Attack:
     """Put something else in the place of a file, which lies in the folder above."""
 
@@ -144,78 +141,17 @@ def linked_directory(path: Path, canary: Path) -> str:
 def terabyte(path: Path, canary: Path) -> None:
     """Weights that take no room on the disk and all of it in memory."""
     os.truncate(path / WEIGHTS, 1 << 40)
-    listed = {"bytes": 1 << 40, "sha256": ZERO}
+    listed = {"bytes": 1 << 40, "sha256": "0" * 64}
     edit_json(path, MANIFEST, lambda m: m["files"].update({WEIGHTS: listed}))
 
 
 DEEP = b'{"a":' * 50_000 + b"1" + b"}" * 50_000
-BIG = 10**30
-ZERO = "0" * 64
-
 ATTACKS: dict[str, Attack] = {
-    **{f"a pickle as {name}": put_pickle(name) for name in (*FILES, MANIFEST, "data.pkl")},
-    "a pickle that the manifest does not know": put_pickle(WEIGHTS, sealed=False),
+    # --- what is no checkpoint ---
+    **{f"a pickle as {name}": put_pickle(name) for name in (WEIGHTS, STATE, MANIFEST, "data.pkl")},
     "a single file": single_file,
     "a run of an earlier version": old_run,
     "an address": lambda path, canary: "https://example.org/x",
-    "an address of a file": lambda path, canary: f"file://{path}",
-    **{
-        f"code in {where}": set_key(f"{where}._target_", "os.system")
-        for where in ("config", "config.model", "vocabulary")
-    },
-    "an object in state.json": edited(STATE, lambda s: s.update(loops={"$": "object"})),
-    "a tensor that is not there": edited(
-        STATE, lambda s: s.update(loops={"$": "tensor", "name": "../x"})
-    ),
-    "a state without its callbacks": edited(STATE, lambda s: s.pop("callbacks")),
-    "a state that is a list": put(STATE, b"[]"),
-    **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
-    "a terabyte of weights": terabyte,
-    **{  # what else safetensors refuses is tested there
-        f"tensors with a header of 2^{power} bytes": put(
-            STATE_TENSORS, struct.pack("<Q", 1 << power) + bytes(9)
-        )
-        for power in (24, 63)
-    },
-    "bytes that no tensor has": put(WEIGHTS, lambda content: content + bytes(4)),
-    # --- weights of another model ---
-    "weights in double precision": with_weights(
-        lambda w: w.update({name: value.double() for name, value in w.items()})
-    ),
-    "a transposed weight": with_weights(
-        lambda w: w.update({k: v.mT.contiguous() for k, v in w.items() if v.ndim == 2})
-    ),
-    "a weight too few": with_weights(lambda w: w.pop(first(w))),
-    "a weight too many": with_weights(lambda w: w.update(extra=torch.ones(1))),
-    "a weight by another name": with_weights(lambda w: w.update({"model.x": w.pop(first(w))})),
-    **{f"a weight of {value}": poisoned(value) for value in (float("nan"), float("-inf"))},
-    # --- values of model.json ---
-    **{
-        f"{key} = {value!r:.20}": set_key(key, value)
-        for key, values in {
-            "vocabulary.characters": ("abcdefg", "hgfedcba", "aabcdefg", 8),
-            "vocabulary": (list("abcdefgh"), {}),
-            "config.model": ([], None, {"d_modl": 12}),
-            "config.model.d_model": (96_000, BIG, "x"),
-            "config.model.num_layers": (10_000, 0, 3),
-            "config.model.name": ("dot_product", "os.system"),
-            "config.data.seq_len": (1_000_000, 11),
-            "config.trainer.precision": ("64-true",),
-            "step": (-1, BIG, "3", 3.0, None),
-            "data_sha256": ([1],),
-        }.items()
-        for value in values
-    },
-    **{
-        f"model.json with {what}": put(MODEL, content)
-        for what, content in {
-            "a key twice": b'{"step": 1, "step": 2}',
-            "bytes that are no text": b"\xff\xfe{}",
-            "nothing": b"",
-            "null": b"null",
-        }.items()
-    },
-    # --- files that are something else ---
     **{
         f"{what} as {name}": replaced(name, make)
         for name in (WEIGHTS, MANIFEST)
@@ -223,16 +159,48 @@ ATTACKS: dict[str, Attack] = {
             "a link": lambda path: path.symlink_to(path.parent.parent / path.name),
             "a pipe": os.mkfifo,
             "a folder": Path.mkdir,
-            "nothing": lambda path: None,
         }.items()
     },
     "a checkpoint that is a link": linked_directory,
-    # --- manifests ---
+    # --- JSON ---
+    **{f"depth in {name}": put(name, DEEP) for name in (MODEL, STATE, MANIFEST)},
+    "a key twice": put(MODEL, b'{"step": 1, "step": 2}'),
+    "bytes that are no text": put(MODEL, b"\xff\xfe{}"),
+    "null": put(MODEL, b"null"),
     "a manifest without a file": edited(MANIFEST, lambda m: m["files"].pop(STATE)),
-    "a manifest with another hash": edited(
-        MANIFEST, lambda m: m["files"][STATE].update(sha256=ZERO)
-    ),
     "a manifest of version 2": edited(MANIFEST, lambda m: m.update(version=2)),
-    "a manifest of another format": edited(MANIFEST, lambda m: m.update(format="pickle")),
     "a manifest of files in a list": edited(MANIFEST, lambda m: m.update(files=list(m["files"]))),
+    "an object in state.json": edited(STATE, lambda s: s.update(loops={"$": "object"})),
+    "a tensor that is not there": edited(
+        STATE, lambda s: s.update(loops={"$": "tensor", "name": "../x"})
+    ),
+    "a state that is a list": put(STATE, b"[]"),
+    "a state without its callbacks": edited(STATE, lambda s: s.pop("callbacks")),
+    # --- tensors; what else safetensors refuses is tested there ---
+    "a terabyte of weights": terabyte,
+    "a header of 2^63 bytes": put(STATE_TENSORS, struct.pack("<Q", 1 << 63) + bytes(9)),
+    "bytes that no tensor has": put(WEIGHTS, lambda content: content + bytes(4)),
+    "weights in double precision": with_weights(
+        lambda w: w.update({name: value.double() for name, value in w.items()})
+    ),
+    "a transposed weight": with_weights(
+        lambda w: w.update({k: v.mT.contiguous() for k, v in w.items() if v.ndim == 2})
+    ),
+    "a weight by another name": with_weights(lambda w: w.update({"model.x": w.pop(first(w))})),
+    "a weight that is NaN": with_weights(lambda w: w[first(w)].view(-1)[0].fill_(math.nan)),
+    # --- a configuration, and what else there is in model.json, that do not fit the weights ---
+    **{
+        f"{key} = {value!r:.20}": set_key(key, value)
+        for key, value in {
+            "vocabulary.characters": "abcdefg",
+            "config.model._target_": "os.system",
+            "config.model.d_model": 96_000,
+            "config.model.num_layers": 10_000,
+            "config.model.name": "dot_product",
+            "config.data.seq_len": 1_000_000,
+            "config.trainer.precision": "64-true",
+            "step": 10**30,
+            "data_sha256": [1],
+        }.items()
+    },
 }
