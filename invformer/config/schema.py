@@ -15,6 +15,8 @@ SIZE = "[1, 1e6]"
 SEED = "[0, 4294967295]"
 RUN_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.)){0,99}")
 TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
+# What W&B refuses, but only after the run has started.
+PROJECT, TAG = re.compile(r"[^/\\#?%:]{1,128}"), re.compile(r".{1,64}", re.DOTALL)
 
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
 # The theorems about every attention, none about a baseline; assemble/model.py builds them.
@@ -234,20 +236,14 @@ class LoggerConfig(Section):
 
     key: ClassVar[str] = "logger"
     name: list[LoggerName] = option(["wandb"], "beside metrics.jsonl; several as [csv,wandb]")
-    project: str = option("invformer", "W&B project")
+    project: str = option(
+        "invformer", r"a W&B project, 1 to 128 of all but /\#?%:", pattern=PROJECT
+    )
     mode: Literal["auto", "online", "offline", "disabled"] = option("auto", "auto looks for a key")
     entity: str | None = option(None, "W&B user or team; null is your default")
-    tags: list[str] = option([], "W&B tags, 1 to 64 characters each")
+    tags: list[str] = option([], "text of 1 to 64 characters each, tags in W&B", pattern=TAG)
     group: str | None = option(None, "W&B group; an experiment file names its family here")
     notes: str | None = option(None, "W&B notes, what this run is for")
-
-    def check(self) -> None:
-        """Refuse what W&B would refuse, but only after the run has started."""
-        if len(self.project) > 128 or any(c in "/\\#?%:" for c in self.project):
-            why = r"is over 128 characters or has one of /\#?%:"
-            self.refuse("project", f"{shown(self.project)} {why}")
-        if len(longest := max(self.tags, key=len, default="")) > 64:
-            self.refuse("tags", f"{shown(longest)} is over 64 characters")
 
 
 @dataclass(kw_only=True)
@@ -269,17 +265,16 @@ class RunConfig(Section):
     """The run as a whole."""
 
     key: ClassVar[str] = "run"
-    name: str | None = option(None, "folder below run.root; null makes a new readable one")
+    name: str | None = option(
+        None,
+        "a folder name below run.root (up to 100 letters, digits, '_', later also '-' and '.'); "
+        "null makes a new readable one",
+        pattern=RUN_NAME,
+    )
     seed: int = option(0, "of weights, data order and samples", SEED)
     root: str = option("checkpoints", "folder that holds the run folders")
     resume: bool = option(True, "continue the run of this name; false refuses a name that exists")
     debug: bool = option(False, "show tracebacks instead of one-line errors")
-
-    def check(self) -> None:
-        """The name is one safe folder."""
-        if self.name and not RUN_NAME.fullmatch(self.name):
-            why = "is not a folder name: use up to 100 letters, digits, '_', later also '-' and '.'"
-            self.refuse("name", f"{shown(self.name)} {why}")
 
 
 @dataclass(kw_only=True)
