@@ -26,6 +26,7 @@ from torch import Tensor
 from invformer.bounds.heads import OutputMaps, separate_inputs, shared_input
 from invformer.bounds.local import outward, row_normalised, square_distances
 from invformer.numerics.ball import AttentionPoint
+from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
@@ -70,17 +71,17 @@ def causal_bound(
     return min(bound, token_max_bound(w_qkv, temperature, g))
 
 
-def frobenius_bound(
-    w_qkv: Projections, temperature: Temperatures, g: OutputMaps, num_tokens: int
+def lipschitz_bound(
+    w_qkv: Projections, temperature: Temperatures, g: OutputMaps, norm: Norm, num_tokens: int
 ) -> float:
-    """Lip in frobenius ≤ √N Lip in token_max: ‖dF‖_F ≤ √N max_i ‖dF_i‖, max_j ‖dx_j‖ ≤ ‖dX‖_F."""
-    return product_up(sqrt_up(float(num_tokens)), token_max_bound(w_qkv, temperature, g))
+    """Lip(F) ≤ √N times that in token_max in frobenius, √D times in entry_max.
 
-
-def entry_max_bound(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> float:
-    """Lip in entry_max ≤ √D Lip in token_max: ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞ for every token."""
-    width = float(w_qkv.shape[-2])
-    return product_up(sqrt_up(width), token_max_bound(w_qkv, temperature, g))
+    Because ‖dF‖_F ≤ √N max_i ‖dF_i‖ and max_j ‖dx_j‖ ≤ ‖dX‖_F, and ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞.
+    """
+    squares = {"token_max": 1, "frobenius": num_tokens, "entry_max": w_qkv.shape[-2]}
+    if norm not in squares:
+        raise unknown_norm(norm)
+    return product_up(sqrt_up(float(squares[norm])), token_max_bound(w_qkv, temperature, g))
 
 
 def local_bound(

@@ -18,7 +18,7 @@ from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, normalised_weights, write_to
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
-from invformer.numerics.norms import Norm, unknown_norm
+from invformer.numerics.norms import Norm
 from invformer.numerics.token_shift import delay
 
 # β and τ at initialisation; both are learned per head.
@@ -164,15 +164,8 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
     ) -> float:
         """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
-        match norm:
-            case "token_max":
-                return bounded.token_max_bound(w_qkv, temperature, g)
-            case "frobenius":
-                return bounded.frobenius_bound(w_qkv, temperature, g, self.position.seq_len)
-            case "entry_max":
-                return bounded.entry_max_bound(w_qkv, temperature, g)
-        raise unknown_norm(norm)
+        used = as_used(weights or self.weights(), dtype)
+        return bounded.lipschitz_bound(*used, norm, self.position.seq_len)
 
     def causal_bound(
         self, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
