@@ -17,31 +17,21 @@ from invformer.nn.feed_forward import (
 )
 from invformer.nn.position_bias import VisibilityMask
 from invformer.numerics.enclosure import (
-    ACTIVATION,
     UP,
     Enclosure,
     U,
-    add,
     constant,
-    divide,
-    exp,
-    into_ball,
-    joined,
     length_up,
-    matmul,
     matrix,
-    multiply,
-    negated,
     outward,
     size,
-    square_sum,
-    sum_last,
-    with_one,
 )
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.precision import is_denormal
 from invformer.numerics.token_shift import delay
 
+# Relative error assumed of the library's activations: 8 ulp.
+ACTIVATION_ERROR = 2.0**-49
 # ≥ sup |φ″|, and ≥ sup |φ′|.
 CURVATURE = {"silu": 0.5001, "gelu": 0.7980, "relu": math.inf, "tanh": 0.7699}
 SLOPE = {"silu": 1.0999, "gelu": 1.1290, "relu": 1.0, "tanh": 1.0}
@@ -97,9 +87,7 @@ class FeedForwardBranch(Branch):
         """φ, and x_{i−l} W_l of every l ≥ 1."""
         if past is None:
             past = [part.map(partial(delay, lag=lag)) for lag, part in enumerate(z[1:], 1)]
-        hidden = add(z[0], self.b_in)
-        for part in past:
-            hidden = add(hidden, part.map(lambda t: t[places]))
+        hidden = sum((part[places] for part in past), start=z[0] + self.b_in)
         return activate(hidden, self.activation), past
 
 
@@ -112,7 +100,7 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
         slope = activation_slope(activation, x.middle.float()).abs_().add_(SLOPE_ERROR)
         slope = slope.addcmul_(x.radius, x.radius.new_tensor(CURVATURE[activation]))
     # In gelu, 1 + erf cancels.
-    rounding = ACTIVATION * size(x.middle if activation == "gelu" else middle)
+    rounding = ACTIVATION_ERROR * size(x.middle if activation == "gelu" else middle)
     return Enclosure(middle, outward(x.radius * slope.clamp_(max=SLOPE[activation]) + rounding))
 
 
@@ -157,7 +145,7 @@ class AttentionBranch(Branch):
         bias = self.bias[:, places, :count]
         hidden = tokens > places[:, None] if own is None else tokens >= places[:, None]
         if own is not None:
-            logits = joined(logits, own[0])
+            logits = logits.joined(own[0])
             bias = torch.cat([bias, self.bias[:, places, places, None]], -1)
             hidden = nn.functional.pad(hidden, (0, 1), value=False)
         hidden = hidden | bias.isinf()
@@ -167,12 +155,12 @@ class AttentionBranch(Branch):
         behind = scores - highest
         rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
         radius = (logits.radius * size(self.factor) + rounding).masked_fill_(hidden, 0)
-        weights = exp(Enclosure(behind, outward(radius)))
-        total = matmul(weights.map(lambda t: t[..., :count]), matrix(with_one(values), self.split))
+        weights = Enclosure(behind, outward(radius)).exp()
+        total = weights[..., :count].matmul(matrix(values.with_one(), self.split))
         if own is not None:
-            total = add(total, multiply(with_one(own[1]), weights.map(lambda t: t[..., count:])))
-        means = divide(total.map(lambda t: t[..., :-1]), total.map(lambda t: t[..., -1:]))
-        return add(means, constant(origin)).map(merge_heads)
+            total = total + own[1].with_one() * weights[..., count:]
+        means = total[..., :-1] / total[..., -1:]
+        return (means + constant(origin)).map(merge_heads)
 
 
 class L2AttentionBranch(AttentionBranch):
@@ -188,13 +176,13 @@ class L2AttentionBranch(AttentionBranch):
         """Means of every row, and q relative to its mean."""
         q = z[0].map(lambda t: split_heads(t, self.num_heads))
         origin = q.middle.mean(-2, keepdim=True) if past is None else past[1]
-        q = add(q, constant(-origin))
-        keys = (q if past is None else past[0]).map(lambda t: t[:, : int(places.max()) + 1])
+        q = q - constant(origin)
+        keys = (q if past is None else past[0])[:, : int(places.max()) + 1]
         half, their_half = (squares(part) for part in (q, keys))
         exact = constant(q.middle), constant(keys.middle)
-        right = joined(exact[1], their_half).map(lambda t: t.mT)
+        right = exact[1].joined(their_half).map(lambda t: t.mT)
         # −‖q_i − q_j‖²/2 of the midpoints: where tokens are near one another, its terms cancel.
-        behind = matmul(with_one(exact[0]), matrix(right), half)
+        behind = exact[0].with_one().matmul(matrix(right), half)
         distance = (behind.radius - behind.middle.float()).clamp_(min=0).mul_(2 * UP).sqrt_()
         error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
         spread = error.float() * (distance + error.float() / 2)
@@ -205,7 +193,7 @@ class L2AttentionBranch(AttentionBranch):
 
 def squares(q: Enclosure) -> Enclosure:
     """−‖q‖²/2 of midpoints, as a column."""
-    return negated(square_sum(constant(q.middle)).map(lambda t: t.unsqueeze(-1) / 2))
+    return -constant(q.middle).square_sum().map(lambda t: t.unsqueeze(-1) / 2)
 
 
 class BoundedAttentionBranch(AttentionBranch):
@@ -225,19 +213,18 @@ class BoundedAttentionBranch(AttentionBranch):
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys, and values relative to their mean."""
         per_head = (part.map(lambda t: split_heads(t, len(self.factor))) for part in z)
-        q, *kv = (into_ball(part, 1.0) for part in per_head)
+        q, *kv = (part.into_ball(1.0) for part in per_head)
         if past is None:
             k, v = kv if self.sees_itself else (part.map(delay) for part in kv)
             origin = v.middle.mean(-2, keepdim=True)
-            past = k, add(v, constant(-origin)), origin
+            past = k, v - constant(origin), origin
         *text, origin = past
-        keys, values = (part.map(lambda t: t[:, : int(places.max()) + 1]) for part in text)
-        logits = matmul(q, matrix(keys.map(lambda t: t.mT), self.split))
+        keys, values = (part[:, : int(places.max()) + 1] for part in text)
+        logits = q.matmul(matrix(keys.map(lambda t: t.mT), self.split))
         own = None
         if self.sees_itself:
             k, v = kv
-            own_logits = sum_last(multiply(q, k)).map(lambda t: t.unsqueeze(-1))
-            own = own_logits, add(v, constant(-origin))
+            own = (q * k).sum()[..., None], v - constant(origin)
         return self.attended(logits, values, own, places, origin), past
 
 

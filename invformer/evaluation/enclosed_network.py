@@ -20,21 +20,7 @@ from invformer.nn.feed_forward import ContractiveFeedForward
 from invformer.nn.scaling import ActivationNorm
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.enclosure import (
-    Enclosure,
-    Pair,
-    U,
-    accumulate,
-    affine,
-    constant,
-    divide,
-    into_ball,
-    matmul,
-    outward,
-    paired,
-    scale,
-    size,
-)
+from invformer.numerics.enclosure import Enclosure, Pair, U, constant, outward, size
 
 
 class Network:
@@ -59,7 +45,7 @@ class Network:
         self.symbols = weight(model.embedding.token.weight)
         self.positions = weight(model.embedding.position)
         ones = torch.ones(1, model.head.in_features, device=self.symbols.middle.device)
-        factor, shift = (paired(constant(t[0])) for t in (ones, 0 * ones))
+        factor, shift = (constant(t[0]).paired() for t in (ones, 0 * ones))
         writes = constant(ones[:0]).middle
         self.steps: list[Step] = []
         weights = stack.weights()
@@ -69,7 +55,7 @@ class Network:
             inside = factor, shift
             if scaling is not None:
                 by, to = weight(scaling.scale).middle, weight(scaling.shift)
-                inside = scale(factor, by), accumulate(scale(shift, by), paired(to))
+                inside = factor.times(by), shift.times(by) + to.paired()
             if is_scaling:
                 factor, shift = inside
                 continue
@@ -91,9 +77,8 @@ class Network:
         ``past`` is what the branches keep of the text they continue; None if the rows are that
         text. What they keep of these rows is returned beside the states.
         """
-        embedded = self.symbols.map(lambda t: t[symbols]), self.positions.map(lambda t: t[places])
-        x = accumulate(*map(paired, embedded))
-        x = Pair(*(nn.functional.pad(t, (0, self.padding)) for t in x))
+        x = self.symbols[symbols].paired() + self.positions[places].paired()
+        x = x.map(lambda t: nn.functional.pad(t, (0, self.padding)))
         errors = x.radius[:, :0]
         kept = []
         for index, step in enumerate(self.steps):
@@ -101,8 +86,8 @@ class Network:
             z = step.read(x, errors, None if past is None else branch.num_reads)
             value, own = branch.inner(z, places, before)
             errors = torch.cat([errors, value.radius], -1)
-            written = matmul(constant(value.middle), branch.output)
-            x = accumulate(x, paired(divide(written, step.scale)))
+            written = constant(value.middle).matmul(branch.output)
+            x = x + (written / step.scale).paired()
             kept.append(own)
         return self.top.state(x, errors), kept
 
@@ -123,7 +108,7 @@ class View:
 
     def state(self, x: Pair, errors: Tensor) -> Enclosure:
         """A x + B."""
-        return spread(affine(x, self.factor, self.shift), errors, self.to_channels)
+        return spread(x.affine(self.factor, self.shift), errors, self.to_channels)
 
 
 class Step(View):
@@ -141,11 +126,11 @@ class Step(View):
         """(A x + B) W for the first W of the branch, or for all."""
         matrices, radius = self.branch.reads[:count], self.branch.input_radius
         if radius is not None:
-            seen = into_ball(self.state(x, errors), radius)
-            return [matmul(seen, w) for w in matrices]
-        u = affine(x, self.factor, self.shift)
+            seen = self.state(x, errors).into_ball(radius)
+            return [seen.matmul(w) for w in matrices]
+        u = x.affine(self.factor, self.shift)
         pairs = zip(matrices, self.to_reads, strict=False)
-        return [spread(matmul(u, w), errors, sizes) for w, sizes in pairs]
+        return [spread(u.matmul(w), errors, sizes) for w, sizes in pairs]
 
 
 def sizes_of(x: Tensor, y: Tensor) -> Float[Tensor, "inner out"]:

@@ -20,14 +20,7 @@ from torch import Tensor
 from invformer.evaluation.enclosed_branches import NotEnclosed
 from invformer.evaluation.enclosed_network import Network
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.enclosure import (
-    add,
-    constant,
-    ieee_products,
-    negated,
-    norm_at_least,
-    norm_at_most,
-)
+from invformer.numerics.enclosure import constant, ieee_products
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.
 ROWS = 256
@@ -105,12 +98,12 @@ def evidence_of(
     """
     length, symbols = len(tokens), len(network.symbols.middle)
     own, past = network(tokens, torch.arange(length, device=tokens.device), None)
-    distance = norm_at_most(add(own, negated(constant(states))))
+    distance = (own - constant(states)).norm_at_most()
     margins, errors = [], []
     for rows in torch.arange(length * symbols, device=tokens.device).split(ROWS):
         places, symbol = rows // symbols, rows % symbols
         state, _ = network(symbol, places, past)
-        margin, error = norm_at_least(add(state, negated(own.map(lambda t: t[places]))))  # noqa: B023
+        margin, error = (state - own[places]).norm_at_least()
         margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
         errors.append(error)
         if not network.split and not bool((ENOUGH * error <= margins[-1]).all()):
