@@ -97,10 +97,10 @@ def train(config: TrainConfig) -> None:
 def evaluate(config: EvaluateConfig) -> None:
     """Load, measure, report; compare if there are several."""
     from invformer.assemble.trained import load_trained
-    from invformer.evaluation.evaluate import evaluate, keep_report
+    from invformer.evaluation.evaluate import evaluate
     from invformer.evaluation.report import print_comparison, print_table, summary_values
     from invformer.kernels.host import keep_freed_memory
-    from invformer.page import keep_comparison, keep_page
+    from invformer.page import keep, keep_comparison
 
     keep_freed_memory()
     reports, paths = [], []
@@ -110,11 +110,11 @@ def evaluate(config: EvaluateConfig) -> None:
         latest = trained.checkpoint.evaluation
         reports.append(report)
         try:
-            paths.append(keep_report(report, latest))
-            page = keep_page(report, paths[-1], latest)
+            path, page = keep(report, latest)
         finally:  # the measurements are not lost to a full disk
             print_table(report, config.verbose)
-        print(f"written to {paths[-1]} and {page}")
+        paths.append(path)
+        print(f"written to {path} and {page}")
         if report["wandb"] and report["data"]["same_as_training"]:
             from invformer.runs.wandb_logger import add_to_summary
 

@@ -21,10 +21,11 @@ from invformer.evaluation.report import (
     name_of_norm,
     names_of,
     worst_constants,
+    write_json,
 )
 from invformer.runs.checkpoint import EVALUATION
 from invformer.runs.console import printable
-from invformer.runs.files import replace_file
+from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.run_directory import METRICS
 from invformer.training.plots import (
     Series,
@@ -116,27 +117,34 @@ def document(title: str, parts: Iterable[str]) -> str:
     return HEAD + "\n".join([head, *parts]) + "\n</html>\n"
 
 
-def keep_page(report: Mapping[str, Any], evaluation: Path, latest: Path) -> Path:
-    """Write the page beside an evaluation and, if the text is the model's own, ``report.html``.
+def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
+    """Write a report and its page to files for its data set, split and step.
 
-    The run's ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
-    ``evaluation`` is the JSON file of the report, ``latest`` the run's ``evaluation.json``. Returns
-    the page that a reader should open.
+    No other text overwrites them. They are in a folder ``evaluation`` beside ``latest``, the run's
+    ``evaluation.json``. If the text is the model's own, ``latest`` and ``report.html`` become
+    copies, and ``summary.png`` is drawn again with what only an evaluation knows, the n-gram.
+    Returns the report's file, and the page that a reader should open.
     """
-    curves: Mapping[str, Series] = {}
+    data, curves = report["data"], {}
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", data["name"])
+    if not data["same_as_training"]:
+        name += f"-{data['sha256'][:8]}"
+    path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
+    refuse_link(path.parent)
+    write_json(report, path)
     if latest.name == EVALUATION:
         with suppress(OSError):  # a model without its run
             curves = read_curves(latest.with_name(METRICS))
-    content = page(report, curves)
-    path = evaluation.with_suffix(".html")
-    replace_file(path, content)
-    if report["data"]["same_as_training"]:
-        path = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
-        replace_file(path, content)
+    content, html = page(report, curves), path.with_suffix(".html")
+    replace_file(html, content)
+    if data["same_as_training"]:
+        write_json(report, latest)
+        html = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
+        replace_file(html, content)
         if curves:
             sample = "".join(report["sample"].values())
             plot_run(curves, latest.with_name("summary.png"), sample, ngram_of_run(report))
-    return path
+    return path, html
 
 
 def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 import time
 from dataclasses import asdict, replace
 from functools import partial
@@ -34,12 +33,10 @@ from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.ngram import witten_bell_nats
 from invformer.evaluation.recovered_text import marks, readable
-from invformer.evaluation.report import write_json
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.checkpoint import Checkpoint
-from invformer.runs.files import refuse_link
 from invformer.runs.machine import pick_device
 
 NGRAM_ORDER = 5
@@ -160,24 +157,6 @@ def evaluate(
 def shown_at_work(what: str) -> tqdm:
     """Shows on a terminal what the program is doing."""
     return tqdm(desc=what, bar_format="{desc} …", leave=False, disable=None)
-
-
-def keep_report(report: dict[str, Any], latest: Path) -> Path:
-    """Write a report to a file for its data set, split and step, which no other text overwrites.
-
-    The file, which is returned, is in a folder ``evaluation`` beside ``latest``. If the text is the
-    model's own, ``latest`` (evaluation.json) becomes a copy of it.
-    """
-    data = report["data"]
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", data["name"])
-    if not data["same_as_training"]:
-        name += f"-{data['sha256'][:8]}"
-    path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
-    refuse_link(path.parent)
-    write_json(report, path)
-    if data["same_as_training"]:
-        write_json(report, latest)
-    return path
 
 
 def evaluated_data(trained: DataConfig, asked: EvaluateDataConfig) -> DataConfig:

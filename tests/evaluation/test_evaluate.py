@@ -13,10 +13,10 @@ from invformer.config.schema import TrainConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
-from invformer.evaluation import evaluate as measuring
 from invformer.evaluation.lipschitz import measured_branches
 from invformer.evaluation.report import print_table
 from invformer.nn.transformer import CharTransformer
+from invformer.page import keep
 from tests.nn.builders import contractive_model, random_tokens
 from tests.saved_runs import evaluated, save_run
 
@@ -142,7 +142,7 @@ def test_a_full_disk_does_not_take_the_table(
     def refuse(*_: object) -> None:
         raise StorageError("evaluation.json: cannot be written (No space left on device)")
 
-    monkeypatch.setattr(measuring, "write_json", refuse)
+    monkeypatch.setattr("invformer.page.write_json", refuse)
     monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
     monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *QUICK])
     with pytest.raises(SystemExit) as ended:
@@ -159,13 +159,13 @@ def test_another_text_leaves_the_earlier_evaluation_untouched(
 ) -> None:
     saved = Saved(tmp_path)
     latest = tmp_path / "evaluation.json"
-    own = measuring.keep_report(saved.evaluated(), latest)
+    own, _ = keep(saved.evaluated(), latest)
     before = latest.read_bytes()
     assert own == tmp_path / "evaluation" / "text_file-val-3.json"
     assert own.read_bytes() == before
     (tmp_path / "other.txt").write_text(TEXT.replace("is", "ïs"))
     report = evaluated(tmp_path, f"data.path={tmp_path / 'other.txt'}", "data.split=all")
-    other = measuring.keep_report(report, latest)
+    other, _ = keep(report, latest)
     assert re.fullmatch(r"text_file-[0-9a-f]{8}-all-3\.json", other.name)
     assert latest.read_bytes() == before
     assert report["num_characters"] == len(TEXT)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.evaluation.evaluate import keep_report
 from invformer.evaluation.report import comparison, print_comparison, summary_values
-from invformer.page import keep_comparison, keep_page, page
+from invformer.page import keep, keep_comparison, page
 from tests.evaluation.test_evaluate import Saved
 from tests.training.test_plots import write_metrics
 
@@ -101,12 +100,12 @@ def test_the_page_of_a_run_is_replaced_by_an_evaluation_of_its_own_text_alone(
 ) -> None:
     write_metrics(tmp_path / "metrics.jsonl")
     latest = tmp_path / "evaluation.json"
-    assert keep_page(report, keep_report(report, latest), latest) == tmp_path / "report.html"
+    assert keep(report, latest)[1] == tmp_path / "report.html"
     own = (tmp_path / "report.html").read_bytes()
     assert (tmp_path / "evaluation/text_file-val-3.html").read_bytes() == own
     assert (tmp_path / "summary.png").is_file()
     other = {**report, "data": {**report["data"], "same_as_training": False}}
-    path = keep_page(other, keep_report(other, latest), latest)
+    _, path = keep(other, latest)
     assert path.parent == tmp_path / "evaluation"
     assert "another text" in path.read_text()
     assert (tmp_path / "report.html").read_bytes() == own
