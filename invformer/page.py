@@ -27,16 +27,7 @@ from invformer.runs.checkpoint import EVALUATION
 from invformer.runs.console import printable
 from invformer.runs.files import refuse_link, replace_file
 from invformer.runs.run_directory import METRICS
-from invformer.training.plots import (
-    Series,
-    as_png,
-    draw_constants,
-    draw_summary,
-    empty_figure,
-    plot_run,
-    read_curves,
-    short,
-)
+from invformer.training import plots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,14 +57,14 @@ CLASSES = {"✓": "proven", "·": "open", "✗": "wrong"}
 Row = Sequence[str]
 
 
-def page(report: Mapping[str, Any], curves: Mapping[str, Series]) -> str:
+def page(report: Mapping[str, Any], curves: Mapping[str, plots.Series]) -> str:
     """The page of one evaluation; without a run there are no curves."""
     data, inversion = report["data"], report["inversion"]
-    constants = {short(name): row for name, row in branch_constants(report).items()}
+    constants = {plots.short(name): row for name, row in branch_constants(report).items()}
     parts = [
         table(headlines(report)),
         picture(
-            draw_summary(curves, constants, ngram=ngram_of_run(report)),
+            plots.draw_summary(curves, constants, ngram=ngram_of_run(report)),
             "Bits per character; constants of every branch",
         ),
         "<p>Curves belong to the training, whose estimates and local bounds are at a short probe "
@@ -134,7 +125,7 @@ def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
     write_json(report, path)
     if latest.name == EVALUATION:
         with suppress(OSError):  # a model without its run
-            curves = read_curves(latest.with_name(METRICS))
+            curves = plots.read_curves(latest.with_name(METRICS))
     content, html = page(report, curves), path.with_suffix(".html")
     replace_file(html, content)
     if data["same_as_training"]:
@@ -143,7 +134,7 @@ def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
         replace_file(html, content)
         if curves:
             sample = "".join(report["sample"].values())
-            plot_run(curves, latest.with_name("summary.png"), sample, ngram_of_run(report))
+            plots.plot_run(curves, latest.with_name("summary.png"), sample, ngram_of_run(report))
     return path, html
 
 
@@ -174,7 +165,7 @@ def keep_comparison(reports: Sequence[Mapping[str, Any]], folder: Path) -> Path:
 def draw_comparison(reports: Sequence[Mapping[str, Any]]) -> "Figure":
     """Bits per character, and the largest constants of any branch, of several models."""
     names = names_of(reports)
-    figure = empty_figure(11, 3.6)
+    figure = plots.empty_figure(11, 3.6)
     likelihood, constants = figure.subplots(1, 2)
     places = range(len(reports))
     for values, marker, label in (
@@ -187,7 +178,7 @@ def draw_comparison(reports: Sequence[Mapping[str, Any]]) -> "Figure":
     likelihood.margins(y=0.2)
     likelihood.legend()
     worst = dict(zip(names, map(worst_constants, reports), strict=True))
-    draw_constants(constants, worst)
+    plots.draw_constants(constants, worst)
     constants.set(ylabel="largest constant of any branch")
     known = [value for row in worst.values() for value in row.values() if value]
     if known and max(known) > 10 * min(known):
@@ -240,5 +231,5 @@ def ngram_of_run(report: Mapping[str, Any]) -> float | None:
 
 def picture(figure: "Figure", what: str) -> str:
     """A figure as part of the page."""
-    content = base64.b64encode(as_png(figure)).decode()
+    content = base64.b64encode(plots.as_png(figure)).decode()
     return f'<p><img alt="{shown(what)}" src="data:image/png;base64,{content}"></p>'
