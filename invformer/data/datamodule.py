@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 class TextDataModule(L.LightningDataModule):
     """The splits of a corpus as batches of windows.
 
-    The training loader never ends: a run is as long as ``max_steps``. Each process gets its share
-    of every batch and of the evaluation windows; a run may continue with another number of them.
+    The training loader never ends: a run is as long as ``max_steps``, and an epoch that a trainer
+    limits goes on where the one before ended. Each process gets its share of every batch and of the
+    evaluation windows; a run may continue with another number of them.
 
     A checkpoint carries the number of the next training batch, derived from completed optimiser
     steps: Lightning draws one batch ahead, and batches of a step that was interrupted halfway have
@@ -87,8 +88,7 @@ class TextDataModule(L.LightningDataModule):
         rank, num_processes = self._process
         if self.batch_size % num_processes:
             raise ValueError(f"{num_processes} processes cannot share {self.batch_size} windows")
-        start = self._batch_at(self._saved["global_step"])
-        order = self.seq_len, self.batch_size // num_processes, self.seed, start
+        order = self.seq_len, self.batch_size // num_processes, self.seed, self._next_batch
         return TrainingWindows(self.tokens("train"), *order, rank, num_processes)
 
     def val_dataloader(self) -> EvaluationWindows:
@@ -118,6 +118,11 @@ class TextDataModule(L.LightningDataModule):
     def _process(self) -> tuple[int, int]:
         """Rank, and number of processes."""
         return (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+
+    def _next_batch(self) -> int:
+        """Number of the first batch of the next optimiser step."""
+        step = self.trainer.global_step if self.trainer else self._saved["global_step"]
+        return self._batch_at(step)
 
     def _batch_at(self, step: int) -> int:
         """Number of the first batch that an optimiser step reads."""

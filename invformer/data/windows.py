@@ -79,13 +79,13 @@ class TrainingWindows:
     seq_len: int  # N, the length of a window
     batch_size: int  # windows per batch and process
     seed: int  # of the order
-    start_batch: int = 0  # number of the first batch that is iterated
+    start: Callable[[], int] = int  # number of the first batch, asked for at each iteration
     rank: int = 0
     world_size: int = 1  # W
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches from ``start_batch`` on, without end."""
-        return map(self.batch, itertools.count(self.start_batch))
+        """Batches from ``start()`` on, without end."""
+        return map(self.batch, itertools.count(self.start()))
 
     def batch(self, number: int) -> Batch:
         """(inputs, targets) of a batch: int64, each target the character after its input."""

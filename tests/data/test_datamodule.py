@@ -86,6 +86,13 @@ def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -
     assert num_steps(tmp_path / "saved.ckpt") == 20
 
 
+def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
+    limited, endless = Recorder(), Recorder()
+    own_trainer(tmp_path, 99, max_epochs=3, limit_train_batches=4).fit(limited, make_data())
+    own_trainer(tmp_path, 99, max_steps=12).fit(endless, make_data())
+    assert limited.batches == endless.batches
+
+
 def test_a_batch_that_processes_cannot_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TextDataModule, "_process", (0, 3))
     with pytest.raises(ValueError, match="3 processes cannot share 4 windows"):

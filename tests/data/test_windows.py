@@ -27,7 +27,7 @@ def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
 def test_iteration_from_a_batch_continues_the_iteration_from_the_beginning() -> None:
     tokens = positions_as_tokens(100)
     whole = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7), 12))
-    rest = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7, start_batch=5), 7))
+    rest = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7, start=lambda: 5), 7))
     for (a, b), (c, d) in zip(whole[5:], rest, strict=True):
         assert torch.equal(a, c)
         assert torch.equal(b, d)
