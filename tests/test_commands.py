@@ -68,6 +68,12 @@ def test_a_sample_repeats_by_its_seed(typed: Typed) -> None:
     assert typed("sample", *words, "seed=3") != said
 
 
+@pytest.mark.parametrize("text", ["???", "null", "~", "${model.d_model}", "[1]", "a=b"])
+def test_a_text_is_taken_as_it_is_typed(typed: Typed, text: str) -> None:
+    assert typed("sample", f"prompt={text}", "length=1").startswith(text)
+    assert re.search(rf"^  text +{re.escape(text)}$", typed("invert", f"text={text}"), re.M)
+
+
 def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch: pytest.MonkeyPatch) -> None:
     piped = io.BytesIO(b"\xef\xbb\xbf7 times")  # with a byte order mark, which is no text
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=piped, isatty=lambda: False))

@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict
+from dataclasses import MISSING, Field, asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
@@ -250,9 +250,12 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-    tree = OmegaConf.structured(schema)
+    tree, verbatim = OmegaConf.structured(schema), {}
     for setting in settings:
         field = known[setting.key]
+        if field.metadata.get("verbatim"):
+            verbatim[setting.key] = setting.value
+            continue
         value = _prepared(setting, field)
         try:
             if field.metadata.get("again"):  # a value joins those before
@@ -268,7 +271,7 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
         refuse(key, f"give one: {known[key].metadata['help']}")
     except OmegaConfBaseException as error:  # a reference in a file that leads nowhere
         refuse(str(error.full_key), str(error).splitlines()[0])
-    return config
+    return replace(config, **verbatim)
 
 
 def _prepared(setting: Setting, field: Field) -> Any:

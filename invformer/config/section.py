@@ -13,10 +13,17 @@ NULL_WORDS = ("~", "null", "Null", "NULL", "None")  # None is what a W&B sweep w
 
 
 def option(
-    default: Any, help: str, within: str | None = None, pattern: re.Pattern[str] | None = None
+    default: Any,
+    help: str,
+    within: str | None = None,
+    pattern: re.Pattern[str] | None = None,
+    verbatim: bool = False,
 ) -> Any:
-    """A field with its meaning (and unit), and the interval or the pattern that it must fit."""
-    metadata = {"help": help, "within": within, "pattern": pattern}
+    """A field with its meaning (and unit), and the interval or the pattern that it must fit.
+
+    ``verbatim``: it takes any text as it is typed, also ``null`` and ``${…}``.
+    """
+    metadata = {"help": help, "within": within, "pattern": pattern, "verbatim": verbatim}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -51,7 +58,7 @@ class Section:
             for item in value if isinstance(value, list) else [value]:
                 if item == "":
                     self.refuse(f.name, "is empty; give at least one character")
-                if not is_plain(item):
+                if not is_plain(item, f.metadata.get("verbatim", False)):
                     self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 within, pattern = f.metadata.get("within"), f.metadata.get("pattern")
                 if item is not None and within and not contains(within, item):
@@ -114,12 +121,13 @@ def contains(interval: str, value: float) -> bool:
     return above and (value < high if interval[-1] == ")" else value <= high)
 
 
-def is_plain(value: Any) -> bool:
-    """Whether a value survives a command line and a YAML file as it is."""
+def is_plain(value: Any, verbatim: bool) -> bool:
+    """Whether a value is text that UTF-8 can hold, and survives a YAML file unless ``verbatim``."""
     if not isinstance(value, str):
         return not isinstance(value, list | dict)
     words = (*NULL_WORDS, "???")  # ??? is OmegaConf's word for a missing value
-    return value not in words and not re.search(r"\$\{|[\0\ud800-\udfff]", value)
+    survives = verbatim or (value not in words and "${" not in value)
+    return survives and not re.search(r"[\0\ud800-\udfff]", value)
 
 
 def is_optional(kind: Any) -> bool:

@@ -70,7 +70,9 @@ class SampleConfig(Root):
 
     program: ClassVar[str] = "sample.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
-    prompt: str | None = option(None, "text to continue; null reads it from the terminal or a pipe")
+    prompt: str | None = option(
+        None, "text to continue; without one the terminal or a pipe is read", verbatim=True
+    )
     length: int = option(200, "characters to add", SIZE)
     temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
     top_k: int | None = option(None, "sample among this many likeliest characters", SIZE)
@@ -86,7 +88,9 @@ class InvertConfig(Root):
 
     program: ClassVar[str] = "invert.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
-    text: str | None = option(None, "text to encode and recover; null reads file, states or stdin")
+    text: str | None = option(
+        None, "text to recover; without one file, states or stdin is read", verbatim=True
+    )
     file: str | None = option(None, "file with the text, UTF-8")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
     save_states: str | None = option(None, "safetensors file to write the perturbed states to")
