@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from invformer.errors import InvformerError, RankLost
+from invformer.errors import ConfigurationError, InvformerError, RankLost
 from invformer.runs.console import printable
-from invformer.runs.ranks import hear_to_stop, is_rank, tell_end
+from invformer.runs.ranks import hear_to_stop, is_rank, launcher_value, tell_end
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -67,9 +67,13 @@ def explained(error: Exception) -> tuple[str, int]:
 
 
 def report(message: str, exit_code: int) -> int:
-    """Print the line and return the code; a rank hands the line to its launcher."""
+    """Print the line and return the code; a rank hands the line to its launcher.
+
+    A configuration is refused in all ranks of a torchrun, and the first says so for its machine.
+    """
     line = printable(" ".join(message.split()))
-    if not tell_end(exit_code, line):
+    is_said = exit_code == ConfigurationError.exit_code and launcher_value("LOCAL_RANK", 0)
+    if not tell_end(exit_code, line) and not is_said:
         print(f"error: {line}", file=sys.stderr)
     return exit_code
 

@@ -106,6 +106,16 @@ def test_a_connection_error_outside_a_rank_is_no_lost_rank(
     assert capsys.readouterr().err == ""
 
 
+def test_ranks_of_torchrun_refuse_a_configuration_in_one_line_for_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
+    for rank in range(3):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert guarded(raising(errors.ConfigurationError("x: no")), debug=False) == 2
+    assert capsys.readouterr().err == "error: x: no\n"
+
+
 @pytest.mark.parametrize("debug", [False, True])
 def test_the_debug_flag_adds_the_traceback(
     debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
