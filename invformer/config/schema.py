@@ -300,6 +300,10 @@ class TrainConfig(Root):
             why = f"{self.warmup_steps} is more than trainer.max_steps={self.trainer.max_steps}"
             self.refuse("optim.warmup_steps", why)
         self.require_equal_shares(self.trainer.devices)
+        characters = self.data.batch_size * self.data.seq_len * self.trainer.accumulate
+        if characters == 1 and self.model.is_contractive:
+            why = "1 window of 1 character has no deviation to start from; read more"
+            self.refuse("data.batch_size", why)
         if self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true":
             self.refuse("trainer.strategy", "fsdp trains in 32-true or bf16-mixed: pick ddp")
 
