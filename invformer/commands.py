@@ -209,7 +209,7 @@ def read_text(path: str | None = None) -> str:
 
 def export(config: ExportConfig) -> None:
     """Write a model to a folder that can be shared, and upload it if asked to."""
-    from invformer.export import upload
+    from invformer.assemble.exported import upload
     from invformer.model import load
 
     load(config.checkpoint, "cpu").export(config.out, name=config.hub, bits=config.bits)

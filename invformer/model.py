@@ -23,13 +23,13 @@ from jaxtyping import Float
 from torch import Tensor
 from tqdm import tqdm
 
+from invformer.assemble.exported import write_export
 from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
-from invformer.export import write_export
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.transformer import CharTransformer

@@ -3,7 +3,9 @@
 import math
 from typing import Any
 
-from invformer.config.schema import ModelConfig
+import torch
+
+from invformer.config.schema import ModelConfig, TrainConfig
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
@@ -18,6 +20,12 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBloc
 from invformer.numerics.norms import Norm
 
 KIM_NORMS: dict[str, Norm] = {"kim_entry_max": "entry_max", "kim_frobenius": "frobenius"}
+
+
+def untrained(config: TrainConfig, vocab_size: int) -> CharTransformer:
+    """The model as training began with it, in the precision that its weights are kept in."""
+    model = build_model(config.model, vocab_size, config.data.seq_len)
+    return model.to(torch.float64 if config.trainer.precision == "64-true" else torch.float32)
 
 
 def build_model(config: ModelConfig, vocab_size: int, seq_len: int) -> CharTransformer:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from invformer import commands
-from invformer.assemble.trained import untrained
+from invformer.assemble.model import untrained
 from invformer.config import load_config
 from invformer.config.schema import TrainConfig
 from invformer.data.corpora import read_corpus

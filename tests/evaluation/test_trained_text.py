@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.trained import load_model, untrained, weights_on_meta
+from invformer.assemble.model import untrained
+from invformer.assemble.trained import load_model, weights_on_meta
 from invformer.config import load_config
 from invformer.config.schema import DataConfig
 from invformer.data.corpora import read_corpus
