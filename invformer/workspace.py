@@ -1,15 +1,12 @@
 """The saved view of a project in W&B: ``python -m invformer.workspace project=NAME``."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 from invformer.commands import run
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
 from invformer.runs.wandb_logger import CHARTS, DETAIL, STEP
-
-if TYPE_CHECKING:  # wandb-workspaces is an extra
-    from wandb_workspaces.workspaces import Workspace
 
 INVERSION = (
     "inverse/reconstruction_max", f"{DETAIL}inverse/residual_max",
@@ -28,7 +25,7 @@ class WorkspaceConfig(Root):
     num_layers: int = option(4, "blocks of the models", "[1, 1e4]")
 
 
-def build(config: WorkspaceConfig) -> "Workspace":
+def build(config: WorkspaceConfig) -> Any:
     """The view, without talking to W&B; raises ConfigurationError without wandb-workspaces."""
     try:
         import wandb_workspaces.reports.v2 as wr
@@ -55,13 +52,9 @@ def build(config: WorkspaceConfig) -> "Workspace":
             wr.MediaBrowser(media_keys=["view/summary"]),
         ],
     }
+    shown = [ws.Section(name=name, panels=p, is_open=True) for name, p in sections.items()]
     return ws.Workspace(
-        entity=config.entity or "",
-        project=config.project,
-        name=config.name,
-        sections=[
-            ws.Section(name=name, panels=panels, is_open=True) for name, panels in sections.items()
-        ],
+        entity=config.entity or "", project=config.project, name=config.name, sections=shown
     )
 
 

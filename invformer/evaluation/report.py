@@ -74,10 +74,8 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not data["same_as_training"]:
         share = f"{data['unknown_rate']:.1%} of the text is {unknown}"
         lines.append(("another text", f"{data['name']}; {share}"))
-    if certificate is None:
-        lines.append(("certificate", "none (not a contractive model)"))
-    else:
-        lines.append(("every branch proven", largest_proven(certificate)))
+    none = ("certificate", "none (not a contractive model)")
+    lines.append(("every branch proven", largest_proven(certificate)) if certificate else none)
     if inversion is not None:
         recovered, proven = shares(inversion)
         of_these = inversion["unknown_rate"]
@@ -90,12 +88,9 @@ def headlines(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         lines.append(("largest local estimate", f"{worst:.4f} in {norm} ({name})"))
     words = {"forward": "read", "inverse": "inverted", "generate": "generated"}
     words["generate_32_texts"] = "in 32 texts at once"
-    rates = [
-        f"{perf[f'{key}_characters_per_second']:,.0f} {word}"
-        for key, word in words.items()
-        if f"{key}_characters_per_second" in perf
-    ]
-    return [*lines, ("characters per second", ", ".join(rates))]
+    rates = {word: perf.get(f"{key}_characters_per_second") for key, word in words.items()}
+    known = ", ".join(f"{rate:,.0f} {word}" for word, rate in rates.items() if rate is not None)
+    return [*lines, ("characters per second", known)]
 
 
 def details(report: Mapping[str, Any]) -> list[tuple[str, str]]:
