@@ -17,7 +17,7 @@ from invformer.evaluation.report import largest_proven
 from invformer.kernels import native
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
-from invformer.runs.console import printable
+from invformer.runs.console import CONTROL_CHARACTER, printable
 from invformer.runs.contained import one_line
 from invformer.runs.exit import explained
 from invformer.runs.files import replace_file
@@ -170,7 +170,7 @@ def print_result(run: Run) -> None:
         print(f"inversion  {recovered} of the characters recovered")
     print(f"folder     {run.directory.path}")
     checkpoint = shlex.quote(f"checkpoint={run.directory.path}")
-    line = printable(shlex.quote(first_words(run.data)))
+    line = shlex.quote(first_words(run.data))
     next_ones = {"sample": [f"prompt={line}"], "invert": [f"text={line}"], "evaluate": []}
     for name, words in next_ones.items():
         if name != "invert" or certificate:
@@ -178,6 +178,10 @@ def print_result(run: Run) -> None:
 
 
 def first_words(data: TextDataModule) -> str:
-    """A few words from the beginning of the training text, whose characters the model knows."""
+    """A few words from the beginning of the training text, whose characters the model knows.
+
+    A control character could only be shown as others, which it may not know.
+    """
     beginning = data.vocabulary.text(data.tokens("train")[:200])
-    return max(beginning.splitlines(), key=len)[:30].strip()
+    lines = CONTROL_CHARACTER.sub("\n", beginning).splitlines()
+    return max(lines, key=len)[:30].strip()

@@ -13,7 +13,7 @@ from invformer.config import load_config
 from invformer.errors import Interrupted
 from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import Run, fit
+from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent
 from tests.small_runs import TEXT, StopAt, options
 
@@ -46,6 +46,13 @@ def test_without_a_terminal_a_run_is_a_story_of_few_lines(
         f"sample     python sample.py {checkpoint} prompt={words}",
         f"invert     python invert.py {checkpoint} text={words}",
     ]
+
+
+def test_suggested_words_have_no_control_characters(folder: Path) -> None:
+    log = folder / "log.txt"
+    log.write_text("\x1b[31merror\x1b[0m in a long line\0of a log\n" * 50)
+    run = run_of(folder, f"data.path={log}")
+    assert first_words(run.data) == "[0m in a long line"
 
 
 def test_a_finished_run_says_so_and_starts_nothing(
