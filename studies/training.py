@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Integer
@@ -34,10 +34,9 @@ GRAD_CLIP = 1.0  # as train.py has it
 
 
 @dataclass(kw_only=True)
-class TextConfig(Section):
+class TextConfig(Section, key="data"):
     """The text, and how much of its validation split is scored."""
 
-    key: ClassVar[str] = "data"
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     max_characters: int | None = option(

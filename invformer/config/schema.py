@@ -49,10 +49,9 @@ CONTRACTIVE_ONLY = (
 
 
 @dataclass(kw_only=True)
-class ModelConfig(Section):
+class ModelConfig(Section, key="model"):
     """The network."""
 
-    key: ClassVar[str] = "model"
     name: AttentionName = option("contractive_l2", "attention; contractive_* can be inverted")
     certificate: CertificateName | None = option("token_max", "theorem; null for the baselines")
     d_model: int = option(128, "width of the residual stream or streams", "[1, 1e5]")
@@ -144,10 +143,9 @@ class SavedPath(str):
 
 
 @dataclass(kw_only=True)
-class DataConfig(Section):
+class DataConfig(Section, key="data"):
     """The text."""
 
-    key: ClassVar[str] = "data"
     name: CorpusName = option("python_docs", "corpus; the first three need no network")
     path: str | None = option(None, "file or folder with the corpus; needed by text_file")
     seq_len: int = option(128, "context, characters", SIZE)
@@ -174,10 +172,9 @@ class DataConfig(Section):
 
 
 @dataclass(kw_only=True)
-class OptimConfig(Section):
+class OptimConfig(Section, key="optim"):
     """The optimiser and its schedule: linear warm-up, then cosine."""
 
-    key: ClassVar[str] = "optim"
     name: Literal["adamw", "muon"] = option("muon", "muon: Muon for matrices, AdamW for others")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
@@ -197,10 +194,9 @@ class OptimConfig(Section):
 
 
 @dataclass(kw_only=True)
-class TrainerConfig(Section):
+class TrainerConfig(Section, key="trainer"):
     """How long, on what, and in which precision."""
 
-    key: ClassVar[str] = "trainer"
     max_steps: int = option(2500, "optimiser steps", MANY)
     max_time: str | None = option(
         None, "[DD:]HH:MM:SS after which a run ends; the same command continues it", pattern=TIME
@@ -231,10 +227,9 @@ class TrainerConfig(Section):
 
 
 @dataclass(kw_only=True)
-class LoggerConfig(Section):
+class LoggerConfig(Section, key="logger"):
     """Where metrics go; metrics.jsonl is always written."""
 
-    key: ClassVar[str] = "logger"
     name: list[LoggerName] = option(["wandb"], "beside metrics.jsonl; several as [csv,wandb]")
     project: str = option(
         "invformer", r"a W&B project, 1 to 128 of all but /\#?%:", pattern=PROJECT
@@ -247,10 +242,9 @@ class LoggerConfig(Section):
 
 
 @dataclass(kw_only=True)
-class MonitorConfig(Section):
+class MonitorConfig(Section, key="monitor"):
     """What is measured during training, without touching it."""
 
-    key: ClassVar[str] = "monitor"
     enabled: bool = option(True, "measure local Lipschitz constants and the inverse")
     every: int = option(1, "optimiser steps between estimates", MANY)
     num_sequences: int = option(1, "sequences of the probe text", "[1, 1e4]")
@@ -261,10 +255,9 @@ class MonitorConfig(Section):
 
 
 @dataclass(kw_only=True)
-class RunConfig(Section):
+class RunConfig(Section, key="run"):
     """The run as a whole."""
 
-    key: ClassVar[str] = "run"
     name: str | None = option(
         None,
         "a folder name below run.root (up to 100 letters, digits, '_', later also '-' and '.'); "

@@ -47,10 +47,13 @@ SYNONYMS = {
 class Section:
     """Fields that are checked when an object is made, and errors that begin with the field's key.
 
-    Subclasses add ``check(self)`` for rules that involve several fields.
+    A subclass names its own ``key`` and may add ``check(self)`` for rules about several fields.
     """
 
-    key: ClassVar[str] = ""
+    key: ClassVar[str]
+
+    def __init_subclass__(cls, key: str = "") -> None:
+        cls.key = key
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -22,10 +22,9 @@ def is_hub_name(path: str) -> bool:
 
 
 @dataclass(kw_only=True)
-class EvaluateDataConfig(Section):
+class EvaluateDataConfig(Section, key="data"):
     """The text to score; null keeps what the checkpoint was trained with."""
 
-    key: ClassVar[str] = "data"
     name: CorpusName | None = option(None, "another corpus, in the checkpoint's vocabulary")
     path: str | None = option(None, "file or folder with the corpus")
     unknown: Unknown | None = option(None, "an unknown character: one symbol, or an error")
@@ -37,10 +36,9 @@ class EvaluateDataConfig(Section):
 
 
 @dataclass(kw_only=True)
-class MeasureConfig(Section):
+class MeasureConfig(Section, key="evaluate"):
     """What is measured."""
 
-    key: ClassVar[str] = "evaluate"
     stride: int | None = option(None, "characters between windows; null is seq_len", SIZE)
     batch_size: int = option(64, "windows per batch", SIZE)
     lipschitz_sequences: int = option(2, "sequences for local Lipschitz estimates", "[0, 1e6]")

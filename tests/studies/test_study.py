@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,8 +23,7 @@ STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
 
 @dataclass(kw_only=True)
-class TextSection(Section):
-    key: ClassVar[str] = "text"
+class TextSection(Section, key="text"):
     name: str = option("plain", "a nested field")
 
 
