@@ -19,7 +19,7 @@ from benchmarks.run import environment
 from benchmarks.tasks import Training, Work
 from benchmarks.timing import Spread, in_turns, paired
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.kernels.host import keep_freed_memory
 from invformer.numerics.precision import denormals_flushed
 from invformer.training.optimizers import build_optimizer

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from invformer import __version__
-from invformer.config import parse_or_exit
+from invformer.config.load import parse_or_exit
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, suggestion
 from invformer.config.trained import (

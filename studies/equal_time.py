@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.section import option
 from invformer.data.corpora import read_corpus

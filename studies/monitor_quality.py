@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
 from invformer.runs.run_log import read_rows

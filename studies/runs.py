@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
 from invformer.errors import InvformerError
 from invformer.runs.run_log import read_rows

@@ -43,7 +43,7 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar
 import torch
 from tqdm import tqdm
 
-from invformer.config import command_line, parse_or_exit
+from invformer.config.load import command_line, parse_or_exit
 from invformer.config.section import Root, option
 from invformer.errors import ConfigurationError
 from invformer.evaluation.report import write_json

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from invformer.assemble.trained import load_trained
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
 from invformer.data.vocabulary import Vocabulary

@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CheckpointError
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
 from invformer.runs.encoding import pack

@@ -17,7 +17,7 @@ from huggingface_hub import ModelCard
 import invformer
 from invformer import commands
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.training.fit import fit
 from tests import fake_hub

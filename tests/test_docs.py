@@ -9,7 +9,7 @@ import torch
 
 from invformer import commands
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.training.fit import fit
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
 

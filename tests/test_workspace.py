@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.runs.wandb_logger import OVERVIEW
 from invformer.workspace import WorkspaceConfig, build
 

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from invformer.assemble.model import build_model
 from invformer.assemble.trained import Trained, load_trained
-from invformer.config import command_line, to_yaml
+from invformer.config.load import command_line, to_yaml
 from invformer.config.schema import TrainConfig, TrainerConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.datamodule import TextDataModule

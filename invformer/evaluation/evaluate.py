@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from invformer.config import command_line
+from invformer.config.load import command_line
 from invformer.config.schema import DataConfig, TrainConfig
 from invformer.config.trained import EvaluateConfig, EvaluateDataConfig, MeasureConfig
 from invformer.data.corpora import read_corpus

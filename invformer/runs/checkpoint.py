@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, cat
 
-from invformer.config import from_dict
+from invformer.config.load import from_dict
 from invformer.config.schema import SavedPath, TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, NonFiniteError, StorageError
 from invformer.runs import encoding

@@ -5,7 +5,7 @@ import shlex
 import time
 from pathlib import Path
 
-from invformer.config import load_config, typed
+from invformer.config.load import load_config, typed
 from invformer.config.schema import TrainConfig
 from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep

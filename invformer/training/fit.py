@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from invformer.config import typed
+from invformer.config.load import typed
 from invformer.config.schema import TrainConfig
 from invformer.data.datamodule import TextDataModule
 from invformer.errors import CheckpointError

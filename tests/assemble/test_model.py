@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
-from invformer.config.load import CONFIGS
+from invformer.config.load import CONFIGS, load_config
 from invformer.config.schema import ModelConfig
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from invformer.config import (
+from invformer.config.load import (
     command_line,
     from_dict,
     help_text,
@@ -331,7 +331,7 @@ def test_help_the_configuration_and_errors_end_the_program(
 
 def test_a_configuration_is_made_without_loading_anything_heavy() -> None:
     code = (
-        "import sys; from invformer.config import load_config, parse_or_exit\n"
+        "import sys; from invformer.config.load import load_config, parse_or_exit\n"
         "load_config(['model=l2', 'trainer.max_steps=5'])\n"
         "heavy = {'torch', 'numpy', 'lightning', 'wandb', 'datasets', 'jaxtyping', 'matplotlib'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from invformer.config import from_dict, load_config
-from invformer.config.load import CONFIGS
+from invformer.config.load import CONFIGS, from_dict, load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.section import Root, options
 from invformer.config.trained import EvaluateConfig

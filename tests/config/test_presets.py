@@ -6,8 +6,8 @@ from typing import get_args
 
 import pytest
 
-from invformer.config import from_dict, load_config, to_yaml
 from invformer.config import load as module
+from invformer.config.load import from_dict, load_config, to_yaml
 from invformer.config.schema import TrainConfig
 from invformer.config.section import options
 from invformer.errors import ConfigurationError

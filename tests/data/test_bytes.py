@@ -6,7 +6,7 @@ import pytest
 
 import invformer
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
 from invformer.training.fit import fit

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from invformer.assemble.run import build_data
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from invformer.assemble.run import build_data
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.data import tokens as module
 from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ import torch
 
 from invformer import commands
 from invformer.assemble.model import untrained
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary

@@ -8,7 +8,7 @@ import torch
 
 from invformer.assemble.model import untrained
 from invformer.assemble.trained import load_model, weights_on_meta
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import DataConfig
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary

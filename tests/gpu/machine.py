@@ -130,7 +130,7 @@ class Machine:
 
     def config(self, *words: str) -> Any:
         """A configuration as train.py would have it."""
-        from invformer.config import load_config
+        from invformer.config.load import load_config
 
         return load_config(words)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
 from invformer.kernels import native
 from invformer.kernels.attention import attend_l2, choose

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn import (
     BoundedAttention,
     ContractiveFeedForward,

@@ -15,7 +15,7 @@ import torch
 
 from invformer.assemble.model import build_model
 from invformer.assemble.trained import load_model
-from invformer.config import from_dict
+from invformer.config.load import from_dict
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import CheckpointError, NonFiniteError, StorageError
 from invformer.nn.transformer import CharTransformer

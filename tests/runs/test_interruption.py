@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption

@@ -8,7 +8,7 @@ import torch
 
 from invformer import commands
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import ConfigurationError
 from invformer.runs import launcher, machine
 from invformer.runs.machine import pick_device, refuse_missing_requirements, training_device

@@ -17,7 +17,7 @@ import torch
 from omegaconf import OmegaConf
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CheckpointError, DataError, Interrupted, InvformerError
 from invformer.runs.checkpoint import (
     LEARNING,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from invformer.config import from_dict, to_yaml
+from invformer.config.load import from_dict, to_yaml
 from invformer.errors import CheckpointError, StorageError
 from invformer.runs.resume import resume_point
 from invformer.runs.run_directory import open_run

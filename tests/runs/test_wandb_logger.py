@@ -13,7 +13,7 @@ import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CertificateViolation
 from invformer.runs import contained, wandb_logger
 from invformer.runs.run_log import read_rows

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.errors import InvformerError
 from studies import ablation

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import CausalMask, RelativePositionBias

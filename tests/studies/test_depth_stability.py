@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.attention import ContractiveL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock

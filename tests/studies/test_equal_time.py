@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from studies.equal_time import KINDS, Case, Options, build, cases, summarise
 from studies.price import Result, command

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from studies import __main__ as listing

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import AttentionName, ModelConfig, OptimConfig, TrainConfig
 from invformer.data.windows import TrainingWindows
 from invformer.nn.spectral import refresh_normalisers, set_manual_refresh

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from invformer.assemble.model import build_model
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import AttentionName, TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.numerics.norms import Norm
 from studies import invertibility, training
 from studies.invertibility import (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import vector_norm
 from studies import robustness

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from invformer.config import command_line, load_config
+from invformer.config.load import command_line, load_config
 from invformer.config.section import Section, option, section
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing

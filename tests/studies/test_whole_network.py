@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from invformer.config import load_config
+from invformer.config.load import load_config
 from studies import whole_network as study
 
 WORDS = (

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from invformer.assemble.run import Run, build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import train

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from invformer.assemble.run import Run, build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.config.schema import OptimConfig
 from invformer.errors import NonFiniteError
 from invformer.runs.checkpoint import newest_checkpoint

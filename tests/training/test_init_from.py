@@ -6,7 +6,7 @@ import pytest
 
 from invformer import commands
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit

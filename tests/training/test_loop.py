@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import deterministic
 
 from invformer.assemble.run import Run, build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.spectral import SpectralNormalised
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit

@@ -8,7 +8,7 @@ import torch
 
 from invformer.assemble.run import Run, build_run
 from invformer.assemble.trained import load_trained
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit

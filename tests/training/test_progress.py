@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.errors import Interrupted
 from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows

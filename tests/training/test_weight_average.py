@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from invformer.assemble.run import build_run
-from invformer.config import load_config
+from invformer.config.load import load_config
 from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
 from invformer.runs.run_log import read_rows
