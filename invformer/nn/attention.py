@@ -128,8 +128,8 @@ class ContractiveL2Attention(TiedL2Attention):
     Ĝ = W^G/σ̄(W^G) is a matrix of norm ≤ 1 that has the Ĝ_h one above the other.
 
     ``token_max``: κ_h = 4 φ⁻¹(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
-    ``causal``: κ_h = 1 + 2 W₀(n_h e^{−3/2}) bounds the diagonal Jacobian blocks by c; that is
-    enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has both proofs).
+    ``causal``: κ′_h = 1 + 2 W₀(n_h e^{−3/2}) for κ_h bounds the diagonal Jacobian blocks by c; that
+    is enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has both proofs).
 
     The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
 
@@ -179,7 +179,7 @@ class ContractiveL2Attention(TiedL2Attention):
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
         log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
-        kappa = head_gain(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
+        kappa = training_kappa(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
@@ -197,8 +197,8 @@ class ContractiveL2Attention(TiedL2Attention):
         ]
 
 
-def head_gain(log_mass: Tensor, certificate: AttentionCertificate) -> Tensor:
-    """κ of training, differentiable; bounds/contractive.py has the proven one, rounded up."""
+def training_kappa(log_mass: Tensor, certificate: AttentionCertificate) -> Tensor:
+    """κ, or κ′ if causal; differentiable. ``bounds/contractive.py`` has the proven ones."""
     if certificate == "causal":
         return causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
     return 4 * phi_inverse_from_log(log_mass) + 1  # 4 φ⁻¹(n) + 1

@@ -3,10 +3,10 @@
 Both come from the Wright omega function ω(y) = W₀(eʸ), the u > 0 with u + log u = y. With n the
 mass of the other visible tokens of a softmax row and φ(u) = u e^{u+1},
 
-    φ⁻¹(n) = W₀(n/e) = ω(log n − 1),    κ(n) = 1 + 2 W₀(n e^{−3/2}) = 1 + 2 ω(log n − 3/2)
+    φ⁻¹(n) = W₀(n/e) = ω(log n − 1),    κ′(n) = 1 + 2 W₀(n e^{−3/2}) = 1 + 2 ω(log n − 3/2)
 
 φ⁻¹(n) is the largest mean logit gap Σ_j P_ij s_ij (Kim et al. 2021, arXiv 2006.04710, Theorem 3.2),
-κ the largest gain of a head's diagonal block (ours, docs/numerics.md). The torch functions work
+κ′ the largest gain of a head's diagonal block (ours, docs/numerics.md). The torch functions work
 under autograd (to third order), torch.func, vmap and torch.compile, in float32 and float64. Those
 with ``upper`` serve certificates: Python floats, above the true value by less than 1e-13 of it.
 """
@@ -34,7 +34,7 @@ def phi_inverse_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shap
 
 
 def causal_gain_from_log(log_n: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """κ(n) from log n ≥ −∞, where κ = 1. No Lipschitz constant: earlier tokens are held fixed."""
+    """κ′(n) from log n ≥ −∞, where κ′ = 1. No Lipschitz constant: earlier tokens are held fixed."""
     return 1 + 2 * _omega(log_n - 1.5)
 
 
@@ -47,7 +47,7 @@ def phi_inverse_upper(log_n: float) -> float:
 
 
 def causal_gain_upper(log_n: float) -> float:
-    """A float64 number ≥ κ(n), from any number ≥ log n: −∞ gives 1, +∞ and NaN give inf."""
+    """A float64 number ≥ κ′(n), from any number ≥ log n: −∞ gives 1, +∞ and NaN give inf."""
     if log_n == -math.inf:
         return 1.0
     return math.nextafter(1 + 2 * _omega_upper(log_n, shift=1.5), math.inf)
