@@ -196,20 +196,17 @@ class LipschitzProbe:
         return held
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from saved tensors; what an earlier version did not save begins anew.
+        """Continue from saved tensors.
 
         Raises:
             ValueError: they are not those of this probe.
         """
         held = self.state_dict()
-        for name, given in state.items():
-            if name not in held:
-                raise ValueError(f"the Lipschitz probe: {name:.60} is unknown")
-            if (given.shape, given.dtype) != (held[name].shape, held[name].dtype):
-                raise ValueError(f"the Lipschitz probe: {name} does not fit the model")
-            # A vector of zeros, as earlier versions have them in entry_max, would stay zero.
-            given = given.to(held[name])
-            held[name].copy_(torch.where(given.any(-1, keepdim=True), given, held[name]))
+        forms = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (state, held)]
+        if forms[0] != forms[1]:
+            raise ValueError("the Lipschitz probe: its vectors do not fit the model")
+        for name, vector in held.items():
+            vector.copy_(state[name])
         self.has_started = True
 
 

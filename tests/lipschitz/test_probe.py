@@ -207,18 +207,9 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
     probe.values()
     other.load_state_dict({name: tensor.clone() for name, tensor in probe.state_dict().items()})
     assert torch.equal(probe.values(), other.values())
-    with pytest.raises(ValueError, match="does not fit"):
-        LipschitzProbe(model, random_tokens(2)).load_state_dict(probe.state_dict())
-    with pytest.raises(ValueError, match="others is unknown"):
-        other.load_state_dict({"others": torch.zeros(1)})
-
-
-def test_vectors_of_zeros_in_a_saved_state_are_drawn_anew() -> None:
-    probe = LipschitzProbe(contractive_model(), random_tokens(1), "entry_max")
-    state = {name: tensor.clone() for name, tensor in probe.state_dict().items()}
-    state["attention/left"][..., 1:, :] = 0
-    probe.load_state_dict(state)
-    assert probe.state_dict()["attention/left"].any(-1).all()
+    for state in (LipschitzProbe(model, random_tokens(2)).state_dict(), {"others": torch.zeros(1)}):
+        with pytest.raises(ValueError, match="do not fit"):
+            other.load_state_dict(state)
 
 
 @pytest.mark.parametrize("preset", sorted(p.stem for p in (CONFIGS / "model").glob("*.yaml")))
