@@ -8,15 +8,6 @@ from torch import Tensor
 Tokens = Float[Tensor, "*batch tokens width"]
 
 
-def require_width(x: Tokens, width: int) -> None:
-    """Raise ValueError, which names both widths, for tokens of another width."""
-    if x.shape[-1] != width:
-        raise ValueError(
-            f"tokens have width {x.shape[-1]}, the layer has width {width}: "
-            f"x has shape {tuple(x.shape)}, expected (*batch, tokens, {width})"
-        )
-
-
 def affine(
     x: Float[Tensor, "*batch tokens inputs"],
     w: Float[Tensor, "inputs outputs"],
@@ -24,7 +15,6 @@ def affine(
     centre: Float[Tensor, "inputs"] | None = None,
 ) -> Float[Tensor, "*batch tokens outputs"]:
     """(x + m) W + b in one pass over the tokens."""
-    require_width(x, len(w))
     if centre is not None:
         b = w.mT @ centre if b is None else torch.addmv(b, w.mT, centre)
     return x @ w if b is None else torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens, require_width
+from invformer.nn.affine import Tokens
 
 # A channel with a smaller deviation is left as it is: no branch has written to it yet.
 LEAST_DEVIATION = 1e-6
@@ -29,7 +29,6 @@ class ScalingWeights(NamedTuple):
 
     def apply(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """D x + b."""
-        require_width(x, len(self.scale))
         return torch.addcmul(self.shift, x, self.scale)
 
     def undo(self, u: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:

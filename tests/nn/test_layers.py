@@ -10,7 +10,6 @@ from invformer.nn import (
     ActivationNorm,
     CausalMask,
     ContractiveFeedForward,
-    ContractiveL2Attention,
     InvertibleResidual,
     L2Attention,
     certify,
@@ -195,16 +194,3 @@ def test_a_layer_and_a_stack_are_inverted_without_further_objects() -> None:
     x = model.embedding(random_tokens(2))
     solution = model.stack.inverse(model.stack(x).detach())
     assert ((solution.value - x).norm(dim=-1).amax(-1) <= solution.error_bound).all()
-
-
-@pytest.mark.parametrize(
-    "layer",
-    [
-        ContractiveL2Attention(WIDTH, 3, CausalMask(SEQ_LEN), 0.5),
-        ContractiveFeedForward(WIDTH, 2 * WIDTH, 0.5),
-        ActivationNorm(WIDTH),
-    ],
-)
-def test_a_wrong_width_names_both(layer: torch.nn.Module) -> None:
-    with pytest.raises(ValueError, match="tokens have width 7, the layer has width 12"):
-        layer(torch.randn(2, 5, 7))
