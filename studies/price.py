@@ -122,10 +122,10 @@ def measure(case: Case, device: torch.device) -> Result:
 
 
 def evaluated(case: Case, split: str, device: torch.device) -> dict[str, Any]:
-    """The report of ``evaluate.py`` on a split."""
+    """The report of ``evaluate.py`` on a split, of the checkpoint that is best on validation."""
     asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
     call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
-    file = next((case.run / "evaluation").glob(f"*-{split}-{case.budget}.json"))
+    (file,) = (case.run / "evaluation").glob(f"*-{split}-*.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -1,7 +1,11 @@
 """The price of a certificate: which runs are made, which of them count, and what they cost."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from studies import price
 from studies.price import Case, Options, Result, cases, chosen, command, draw, summarise
 
 
@@ -36,3 +40,13 @@ def test_every_kind_is_trained_at_every_budget_and_rate() -> None:
     found = cases(options)
     assert len(found) == 16 == len({case.run for case in found})
     assert {"trainer.max_steps=10", "optim.muon_lr=0.02"} <= set(command(found[2]))
+
+
+def test_a_run_that_overfits_counts_with_its_best_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("twin", 2000, 0.01, 0, "", str(tmp_path))
+    (case.run / "evaluation").mkdir(parents=True)
+    (case.run / "evaluation" / "ptb-test-1500.json").write_text('{"nats": 1.2}')
+    monkeypatch.setattr(price, "call", lambda *words: None)
+    assert price.evaluated(case, "test", torch.device("cpu")) == {"nats": 1.2}
