@@ -25,7 +25,7 @@ Tokens = Integer[Tensor, "characters"]
 def tokens_of(
     corpus: Corpus, vocabulary: Vocabulary, max_val_characters: int | None = None
 ) -> dict[ScoredSplit, Tokens]:
-    """The tokens of every split, uint8 or uint16, and of ``all``, one split after the other.
+    """The tokens of every split, and of ``all``, one split after the other.
 
     Those of a long text are written once to ``$XDG_CACHE_HOME/invformer/tokens`` (``~/.cache``).
     All processes share the memory in which the operating system keeps the file. The validation

@@ -45,11 +45,6 @@ class Vocabulary:
         for codes in (codes for piece in pieces for codes in code_points(piece)):
             found[codes] = True
         characters = list(map(chr, found.nonzero()[0]))
-        if len(characters) >= 1 << 16:
-            raise DataError(
-                f"the training text has {len(characters)} distinct characters, more than the "
-                f"{(1 << 16) - 1} a 16-bit token can number; is it text?"
-            )
         return cls((UNKNOWN, *characters))
 
     @classmethod
@@ -89,7 +84,7 @@ class Vocabulary:
         return np.min_scalar_type(self.size - 1)
 
     def encode(self, text: str) -> Integer[Tensor, "characters"]:
-        """The tokens of a text, uint8 or uint16; 0 for characters not in the vocabulary."""
+        """The tokens of a text, of :attr:`dtype`; 0 for characters not in the vocabulary."""
         tokens = [self._token_of[codes] for codes in code_points(text)]
         return torch.from_numpy(np.concatenate(tokens))
 
