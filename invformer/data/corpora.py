@@ -166,8 +166,6 @@ def read_stdlib(config: DataConfig) -> Corpus:
             packages[package] = packages.get(package, "") + decode_source(file.read_bytes())
         except (OSError, SyntaxError, UnicodeDecodeError) as error:
             raise DataError(f"{file}: {error}") from None
-    if not packages:
-        raise DataError(f"{root}: no .py files; this Python hides its standard library")
     texts = deal(config, packages)
     return Corpus.of_texts(config.name, f"standard library of {python()}", *texts)
 

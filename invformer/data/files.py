@@ -20,8 +20,6 @@ from invformer.config.schema import SavedPath
 from invformer.errors import DataError
 
 MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-MOST_OF_A_PIPE = min(4 << 30, MEMORY // 3)  # bytes, text and tokens are in memory together
 CHUNK = 1 << 20
 ARCHIVE_ERRORS = (
     zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError, OSError,
@@ -71,13 +69,9 @@ def require_texts(files: Iterable[Path], path: str) -> None:
 
 def chunks(file: Path, path: str) -> Iterator[bytes]:
     """The content of a file or pipe, refused if it has a megabyte of zeros (holes)."""
-    num_bytes, is_pipe = 0, file.is_fifo()
     try:
         with open(file, "rb") as stream, opened(stream, file, path) as content:
             while chunk := content.read(CHUNK):
-                num_bytes += len(chunk)
-                if is_pipe and num_bytes > MOST_OF_A_PIPE:
-                    refuse(file, f"more than {MOST_OF_A_PIPE:,} bytes of text", path)
                 if len(chunk) == CHUNK and not chunk.strip(b"\0"):
                     refuse(file, "a megabyte of zero bytes is no text", path)
                 yield chunk

@@ -75,24 +75,6 @@ def test_the_texts_that_a_checkpoint_names_are_bounded_together(
     corpus_at(tmp_path)
 
 
-def test_a_pipe_that_does_not_end_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "MOST_OF_A_PIPE", 1 << 21)
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-
-    def write_for_ever() -> None:
-        with suppress(BrokenPipeError), path.open("wb", buffering=0) as file:
-            while True:
-                file.write(b"yes\n" * 1000)
-
-    writer = threading.Thread(target=write_for_ever)
-    writer.start()
-    assert "more than 2,097,152 bytes of text; give data.path a plain file" in refusal(path)
-    writer.join()
-
-
 def test_an_archive_that_grows_without_bound_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
