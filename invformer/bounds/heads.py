@@ -35,15 +35,9 @@ def shared_input(
     """‖Σ_h G_hᵀ B_h W_hᵀ‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(a_h/s_h) W_h]_h‖₂ for all ‖B_h‖₂ ≤ a_h.
 
     All heads read one input: no √H. Tried are s_h = a_h ‖W_h‖₂, s_h² = a_h ‖W_h‖₂/‖G_h‖₂ and the
-    weights ``known``. Heads with W_h = 0 are left out.
+    weights ``known``.
     """
-    sizes = spectral_norm_bound(w).tolist()
-    used = [h for h, size in enumerate(sizes) if size != 0]
-    if len(used) < len(sizes):
-        known = None if known is None else [known[h] for h in used]
-        gains, w, g = [gains[h] for h in used], w[used], g[used]
-        return shared_input(gains, w, g, known) if used else 0.0
-    before = [a * q for a, q in zip(gains, sizes, strict=True)]
+    before = [a * q for a, q in zip(gains, spectral_norm_bound(w).tolist(), strict=True)]
     heads = zip(before, spectral_norm_bound(g).tolist(), strict=True)
     by_size = [math.sqrt(a / out) if out else math.inf for a, out in heads]
     choices = [_usable(s) for s in (before, by_size, *([] if known is None else [known]))]
