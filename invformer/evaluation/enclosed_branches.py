@@ -16,16 +16,8 @@ from invformer.nn.feed_forward import (
     activation_slope,
 )
 from invformer.nn.position_bias import VisibilityMask
-from invformer.numerics.enclosure import (
-    UP,
-    Enclosure,
-    U,
-    constant,
-    length_up,
-    matrix,
-    outward,
-    size,
-)
+from invformer.numerics import enclosure
+from invformer.numerics.enclosure import Enclosure, Matrix, U, constant, length_up, outward, size
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.precision import is_denormal
 from invformer.numerics.token_shift import delay
@@ -61,7 +53,7 @@ class Branch:
     def make_matrices(self, split: bool) -> None:
         """Get ready to multiply, more accurately than in float64 if split."""
         self.split = split
-        *self.reads, self.output = (matrix(w, split) for w in self.weights)
+        *self.reads, self.output = (Matrix(w, split) for w in self.weights)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """The rows that V multiplies, (rows, inner), and the numbers that later rows need of them.
@@ -156,7 +148,7 @@ class AttentionBranch(Branch):
         rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
         radius = (logits.radius * size(self.factor) + rounding).masked_fill_(hidden, 0)
         weights = Enclosure(behind, outward(radius)).exp()
-        total = weights[..., :count].matmul(matrix(values.with_one(), self.split))
+        total = weights[..., :count].matmul(Matrix(values.with_one(), self.split))
         if own is not None:
             total = total + own[1].with_one() * weights[..., count:]
         means = total[..., :-1] / total[..., -1:]
@@ -182,8 +174,9 @@ class L2AttentionBranch(AttentionBranch):
         exact = constant(q.middle), constant(keys.middle)
         right = exact[1].joined(their_half).map(lambda t: t.mT)
         # −‖q_i − q_j‖²/2 of the midpoints: where tokens are near one another, its terms cancel.
-        behind = exact[0].with_one().matmul(matrix(right), half)
-        distance = (behind.radius - behind.middle.float()).clamp_(min=0).mul_(2 * UP).sqrt_()
+        behind = exact[0].with_one().matmul(Matrix(right), half)
+        squared = (behind.radius - behind.middle.float()).clamp_(min=0)
+        distance = squared.mul_(2 * enclosure.UP).sqrt_()
         error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
         spread = error.float() * (distance + error.float() / 2)
         logits = Enclosure(behind.middle, outward(behind.radius + spread))
@@ -220,7 +213,7 @@ class BoundedAttentionBranch(AttentionBranch):
             past = k, v - constant(origin), origin
         *text, origin = past
         keys, values = (part[:, : int(places.max()) + 1] for part in text)
-        logits = q.matmul(matrix(keys.map(lambda t: t.mT), self.split))
+        logits = q.matmul(Matrix(keys.map(lambda t: t.mT), self.split))
         own = None
         if self.sees_itself:
             k, v = kv

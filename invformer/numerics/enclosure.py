@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -189,18 +189,21 @@ class Pair:
         return Enclosure(middle, outward(radius + shift.radius + rounding))
 
 
-class Matrix(NamedTuple):
-    """A right factor y: its leading bits, the rest, and the factors of radii.
+class Matrix:
+    """A right factor y, (…, n, columns), split for accurate products unless told otherwise.
 
-    Without a rest it is not split: products are then float64's own, and radii larger.
-    ``sizes`` is |y| + radius, and in one more row a power of two above each column. ``radius`` is
-    None for constants.
+    ``first`` has its leading bits, ``rest`` the others; all are first if it is not split. Radii are
+    multiplied by ``sizes``: |y| + radius, and in one more row, if it is split, a power of two above
+    each column. ``radius`` is None for constants.
     """
 
-    first: Tensor
-    rest: Tensor | None
-    sizes: Tensor
-    radius: Tensor | None
+    def __init__(self, y: Enclosure, split: bool = True) -> None:
+        self.first, power, self.rest = y.middle, y.middle[..., :1, :], None
+        if split:
+            self.first, power = leading(y.middle, RIGHT_BITS, -2)
+            self.rest = y.middle - self.first
+        self.sizes = outward(torch.cat([size(y.middle) + y.radius, size(power)], -2))
+        self.radius = y.radius if y.radius.any() else None
 
 
 def size(x: Tensor) -> Tensor:
@@ -234,14 +237,6 @@ def leading(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     power = torch.exp2(exponent.double())
     shifter = power * (1.5 * 2.0 ** (52 - bits))
     return (x + shifter).sub_(shifter), power
-
-
-def matrix(y: Enclosure, split: bool = True) -> Matrix:
-    """A right factor (…, n, columns), split for accurate products unless told otherwise."""
-    first, power = leading(y.middle, RIGHT_BITS, -2) if split else (y.middle, y.middle[..., :1, :])
-    sizes = outward(torch.cat([size(y.middle) + y.radius, size(power)], -2))
-    rest = y.middle - first if split else None
-    return Matrix(first, rest, sizes, y.radius if y.radius.any() else None)
 
 
 def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ def test_a_product_is_enclosed_and_if_split_better_than_in_float64(
 ) -> None:
     x, y = random(5, inner, spread=spread), random(inner, 4, spread=spread, seed=1).to(dtype)
     x[1] = 0.0
-    found = constant(x).matmul(enclosure.matrix(constant(y), split))
+    found = constant(x).matmul(enclosure.Matrix(constant(y), split))
     exact = arb_mat(x.tolist()) * arb_mat(y.double().tolist())
     for i in range(5):
         for j in range(4):
@@ -50,7 +50,7 @@ def test_a_product_of_any_factors_in_enclosures_is_enclosed(relative: float, spl
     x, y = random(4, 24, spread=1.0), random(24, 4, spread=1.0, seed=1)
     by, of = (relative * x.abs()).float(), (relative * random(24, 4, seed=2).abs()).float()
     third = Enclosure(random(4, 4, seed=3), (relative * random(4, 4, seed=4).abs()).float())
-    found = Enclosure(x, by).matmul(enclosure.matrix(Enclosure(y, of), split), third)
+    found = Enclosure(x, by).matmul(enclosure.Matrix(Enclosure(y, of), split), third)
     for i in range(4):
         for j in range(4):
             total = arb(third.middle[i, j].item()) + arb(third.radius[i, j].item())
