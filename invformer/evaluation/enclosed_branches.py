@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from invformer.nn.attention import L2Weights
+from invformer.nn.attention import L2Weights, TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.feed_forward import (
     ACTIVATIONS,
     Activation,
+    ContractiveFeedForward,
     FeedForwardWeights,
     activation_slope,
 )
@@ -219,6 +220,22 @@ class BoundedAttentionBranch(AttentionBranch):
             k, v = kv
             own = (q * k).sum()[..., None], v - constant(origin)
         return self.attended(logits, values, own, places, origin), past
+
+
+def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch:
+    """A branch in enclosures, with its weights.
+
+    Raises:
+        NotEnclosed: its forward is not known here. A subclass may have one of its own.
+    """
+    match type(branch).forward:
+        case ContractiveFeedForward.forward:
+            return FeedForwardBranch(weights, branch.activation)
+        case TiedL2Attention.forward:
+            return L2AttentionBranch(branch.position, weights, length)
+        case BoundedAttention.forward:
+            return BoundedAttentionBranch(branch, weights, length)
+    raise NotEnclosed(f"{name}: the rounding of a {type(branch).__name__} is not bounded")
 
 
 def weight(x: Tensor) -> Enclosure:

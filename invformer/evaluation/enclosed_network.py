@@ -6,17 +6,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.evaluation.enclosed_branches import (
-    BoundedAttentionBranch,
-    Branch,
-    FeedForwardBranch,
-    L2AttentionBranch,
-    NotEnclosed,
-    weight,
-)
-from invformer.nn.attention import TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.feed_forward import ContractiveFeedForward
+from invformer.evaluation.enclosed_branches import Branch, NotEnclosed, enclosed_branch, weight
 from invformer.nn.scaling import ActivationNorm
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
@@ -143,19 +133,3 @@ def spread(x: Enclosure, errors: Tensor, sizes: Float[Tensor, "inner out"]) -> E
     """x whose entries may further be off by errors times matrices of these sizes."""
     further = errors @ sizes * (1 + 2.0**-22 * (len(sizes) + 8))
     return Enclosure(x.middle, outward(x.radius + further))
-
-
-def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch:
-    """A branch in enclosures, with its weights.
-
-    Raises:
-        NotEnclosed: its forward is not known here. A subclass may have one of its own.
-    """
-    match type(branch).forward:
-        case ContractiveFeedForward.forward:
-            return FeedForwardBranch(weights, branch.activation)
-        case TiedL2Attention.forward:
-            return L2AttentionBranch(branch.position, weights, length)
-        case BoundedAttention.forward:
-            return BoundedAttentionBranch(branch, weights, length)
-    raise NotEnclosed(f"{name}: the rounding of a {type(branch).__name__} is not bounded")
