@@ -58,10 +58,14 @@ class RoundingModel:
         """k u of the residual, or zero if that is not measured."""
         return self.factor * unit_roundoff(self.measured) if self.measured else 0.0
 
+    @property
+    def underflow(self) -> float:
+        """√(N D t)."""
+        return math.sqrt(self.tokens * self.width * torch.finfo(self.working).tiny)
+
     def rounded(self, size: Tensor) -> Tensor:
         """u s of the working format, from size = ‖x‖ + ‖f(x)‖."""
-        underflow = math.sqrt(self.tokens * self.width * torch.finfo(self.working).tiny)
-        return unit_roundoff(self.working) * (size + self.inner_size + underflow)
+        return unit_roundoff(self.working) * (size + self.inner_size + self.underflow)
 
     def of_step(self, size: Tensor) -> Tensor:
         """≥ the rounding of f(x) − f(x′) in the working format, for the size of both together."""

@@ -129,7 +129,8 @@ class _Rows:
             )
         self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape).clone()
         length = eq.size(samples)
-        unreachable = eq.unreachable(length)
+        longest = length + eq.size(fx) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
+        unreachable = eq.unreachable(length) & eq.unreachable(longest)
         status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
         self.status = status.repeat_interleave(self.per_sample)
         self.length = length.repeat_interleave(self.per_sample)

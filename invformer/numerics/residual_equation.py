@@ -48,9 +48,13 @@ class ResidualEquation:
         floor = RESIDUAL_FLOOR[rounding.working] + 3 * rounding.relative
         self.least_rtol = floor / self.one_minus_c
         self.rtol = comfortable_rtol(self.least_rtol, c) if rtol is None else rtol
+        # No less than what `measure` charges a solution of zeros for underflow.
+        zeros = torch.zeros(rounding.tokens, rounding.width, dtype=torch.float64)
+        charged = norm_upper(zeros, norm).item() + rounding.relative * rounding.underflow
+        self.underflow = 2 * charged
 
     def unreachable(self, length: Tensor) -> Tensor:
-        """True if no answer in the format of y can meet the tolerance, from ‖y‖."""
+        """True if no answer of this length in the format of y can meet the tolerance."""
         inner = self.rounding.relative * self.rounding.inner_size / self.one_minus_c
         return self.atol + self.rtol * length < self.least_rtol * length + inner
 
@@ -59,8 +63,8 @@ class ResidualEquation:
         return vector_norm(at_least_single(x), self.norm).double()
 
     def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
-        """True if residual/(1 − c) ≤ atol + rtol ‖x‖; False for NaN."""
-        return residual <= self.one_minus_c * (self.atol + self.rtol * length)
+        """True if residual/(1 − c) ≤ atol + rtol ‖x‖, up to underflow; False for NaN."""
+        return residual <= self.one_minus_c * (self.atol + self.rtol * length) + self.underflow
 
     def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
         """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""

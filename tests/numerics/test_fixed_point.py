@@ -162,6 +162,20 @@ def test_underflow_is_covered_by_the_bound(dtype: torch.dtype, scale: float) -> 
 # --- causal constants -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("bias", "inner_size"), [(0.0, 0.0), (0.2, 1.0)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_zeros_are_inverted(dtype: torch.dtype, bias: float, inner_size: float, norm: Norm) -> None:
+    f = lambda x: 0.5 * (x + bias).tanh()  # noqa: E731
+    solution = invert_residual(
+        f, torch.zeros(2, 3, 4, dtype=dtype), lipschitz_bound=0.5, norm=norm,
+        residual_map=f, inner_size=inner_size,
+    )  # fmt: skip
+    y = solution.value + f(solution.value)
+    assert (vector_norm(y, norm) <= 1.5 * solution.error_bound).all()
+    assert (solution.error_bound < 1e-5).all()
+
+
 def test_a_causal_map_with_a_global_constant_above_one_is_inverted_without_a_bound() -> None:
     matrix = -0.6 * torch.eye(16) - 1.5 * torch.eye(16).roll(1, 0).tril(-1)
     x = torch.randn(5, 16, 3)
