@@ -1,16 +1,18 @@
 """How a program ends: 0, or one line on standard error and the exit code that belongs to it."""
 
 import errno
+import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 from invformer.errors import ConfigurationError, InvformerError, RankLost
 from invformer.runs.console import printable
-from invformer.runs.ranks import hear_to_stop, is_rank, launcher_value, tell_end
+from invformer.runs.ranks import REPORTS, hear_to_stop, is_rank, launcher_value
 
 # In the RuntimeErrors of allocators: PyTorch's, the C++ library's, and CUDA's libraries.
 OUT_OF_MEMORY = (
@@ -72,8 +74,10 @@ def report(message: str, exit_code: int) -> int:
     A configuration is refused in all ranks of a torchrun, and the first says so for its machine.
     """
     line = printable(" ".join(message.split()))
-    is_said = exit_code == ConfigurationError.exit_code and launcher_value("LOCAL_RANK", 0)
-    if not tell_end(exit_code, line) and not is_said:
+    folder = os.environ.get(REPORTS)
+    if folder is not None and is_rank():
+        Path(folder, os.environ["RANK"]).write_text(json.dumps([exit_code, line]))
+    elif exit_code != ConfigurationError.exit_code or launcher_value("LOCAL_RANK", 0) == 0:
         print(f"error: {line}", file=sys.stderr)
     return exit_code
 

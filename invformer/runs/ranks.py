@@ -1,6 +1,5 @@
 """What a rank (a process that a launcher started) does, and how a run is told to stop."""
 
-import json
 import math
 import os
 import signal
@@ -51,15 +50,6 @@ def is_rank() -> bool:
 def launcher_value(name: str, otherwise: int) -> int:
     """A number that the launcher tells its ranks, such as ``RANK`` or ``WORLD_SIZE``."""
     return int(os.environ[name]) if is_rank() else otherwise
-
-
-def tell_end(exit_code: int, message: str) -> bool:
-    """Report to our launcher how this rank ends; False if there is none."""
-    folder = os.environ.get(REPORTS)
-    if folder is None or not is_rank():
-        return False
-    Path(folder, os.environ["RANK"]).write_text(json.dumps([exit_code, message]))
-    return True
 
 
 def end_with_launcher() -> None:
