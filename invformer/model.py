@@ -12,6 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -229,17 +230,11 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
     """
     network, vocabulary, config, checkpoint = load_trained(os.fspath(source))
     network.to(pick_device(device, "device"))
-    evaluation = read_evaluation(checkpoint.evaluation, checkpoint.step)
+    evaluation = None
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none that can be read
+        report = json.loads(checkpoint.evaluation.read_text(encoding="utf-8"))
+        evaluation = report if report["step"] == checkpoint.step else None
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
-
-
-def read_evaluation(path: Path, step: int) -> dict[str, Any] | None:
-    """The report of evaluate.py; None if there is none of this step that can be read."""
-    try:
-        report = json.loads(path.read_text(encoding="utf-8"))
-        return report if report["step"] == step else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def read_states(path: str) -> Float[Tensor, "tokens width"]:
