@@ -20,7 +20,8 @@ from torch import Tensor
 from invformer.evaluation.enclosed_branches import NotEnclosed
 from invformer.evaluation.enclosed_network import Network
 from invformer.nn.transformer import CharTransformer
-from invformer.numerics.enclosure import constant, ieee_products
+from invformer.numerics.enclosure import constant
+from invformer.numerics.precision import changed, without_autocast
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.
 ROWS = 256
@@ -67,8 +68,10 @@ def prefix_margins(
         states: the states at the top of the stack, in front of its LayerNorm, in any precision.
         unknown: the symbol that stands for every character outside the vocabulary.
     """
+    # Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32.
+    precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
-        with ieee_products(tokens.device):
+        with changed(*precision, "highest"), without_autocast(tokens.device):
             network = Network(model, tokens.shape[-1], split=False)
             found = []
             for pair in zip(tokens, states, strict=True):

@@ -6,15 +6,12 @@ docs/numerics.md §19 has the proofs.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from invformer.numerics.precision import changed
 
 # Unit roundoff of float64, which midpoints are computed in.
 U = 2.0**-53
@@ -258,11 +255,3 @@ def two_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def length_up(x: Tensor) -> Tensor:
     """‖x‖₂ over the last axis, rounded up."""
     return torch.linalg.vector_norm(x.double(), dim=-1) * (1 + 2.0**-30) + UNDERFLOW
-
-
-@contextmanager
-def ieee_products(device: torch.device) -> Iterator[None]:
-    """Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32."""
-    precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    with changed(*precision, "highest"), torch.autocast(device.type, enabled=False):
-        yield
