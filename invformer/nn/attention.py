@@ -84,7 +84,8 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         q = q - past.origin
         (keys,) = past.append(core.with_lengths(q))
         bias = self.position.last_rows(q.shape[-2], keys.shape[-2])
-        y = core.l2_attention_rows(q, keys, bias) + past.origin
+        p = core.row_weights(q, keys, bias)
+        y = (p @ keys[..., :-1]).to(q.dtype) + past.origin
         return merge_heads(y) @ g.flatten(-3, -2)
 
     def lipschitz_bound(
@@ -179,7 +180,11 @@ class ContractiveL2Attention(TiedL2Attention):
         """W^Q and G_h = (c/√H) Ĝ_h / (κ_h σ_h) of each; with scalings D W^Q and G_h D⁻¹."""
         num_heads, _, d_head = branches[0].w_q.weight.shape  # L branches of H heads together
         log_mass = log_masses([b.position for b in branches])  # log n, (L, H) or (L, 1)
-        kappa = training_kappa(log_mass.to(branches[0].w_q.weight), branches[0].certificate)
+        log_mass = log_mass.to(branches[0].w_q.weight)
+        if branches[0].certificate == "causal":
+            kappa = causal_gain_from_log(log_mass)  # κ′ = 1 + 2 W₀(n e^{−3/2})
+        else:
+            kappa = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 φ⁻¹(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
         sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
@@ -195,13 +200,6 @@ class ContractiveL2Attention(TiedL2Attention):
             L2Weights(in_one_matrix(w), g_b.unflatten(0, (num_heads, d_head)))
             for w, g_b in zip(w_q, g, strict=True)
         ]
-
-
-def training_kappa(log_mass: Tensor, certificate: AttentionCertificate) -> Tensor:
-    """κ, or κ′ if causal; differentiable. ``bounds/contractive.py`` has the proven ones."""
-    if certificate == "causal":
-        return causal_gain_from_log(log_mass)  # 1 + 2 W₀(n e^{−3/2})
-    return 4 * phi_inverse_from_log(log_mass) + 1  # 4 φ⁻¹(n) + 1
 
 
 def in_one_matrix(w: InputMaps) -> InputMaps:

@@ -45,7 +45,7 @@ def attention_weights(q: PerHead, bias: DenseBias | None = None) -> AttentionWei
         # Distances ignore a common shift, rounding does not. Not the mean: through it, later tokens
         # would change the rounding of earlier rows.
         k = q - q[..., :1, :]
-        return _row_weights(k, with_lengths(k), bias)
+        return row_weights(k, with_lengths(k), bias)
 
 
 def with_lengths(
@@ -61,7 +61,7 @@ def with_lengths(
         return torch.cat([k, lengths], -1)
 
 
-def _row_weights(
+def row_weights(
     queries: Float[Tensor, "*batch heads rows d_head"],
     keys: Float[Tensor, "*batch heads tokens d_head_and_one"],
     bias: Float[Tensor, "#heads rows tokens"] | None,
@@ -78,13 +78,3 @@ def l2_attention(q: PerHead, bias: DenseBias | None = None) -> PerHead:
     """Y = P q, the output of every head before its output map."""
     p = attention_weights(q, bias)
     return (p @ q.to(p.dtype)).to(q.dtype)
-
-
-def l2_attention_rows(
-    queries: Float[Tensor, "*batch heads rows d_head"],
-    keys: Float[Tensor, "*batch heads tokens d_head_and_one"],
-    bias: Float[Tensor, "#heads rows tokens"],
-) -> Float[Tensor, "*batch heads rows d_head"]:
-    """Some rows of Y = P k, for tokens after others whose keys :func:`with_lengths` has kept."""
-    p = _row_weights(queries, keys, bias)
-    return (p @ keys[..., :-1]).to(queries.dtype)
