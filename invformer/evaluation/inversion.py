@@ -115,15 +115,12 @@ def round_trip(model: CharTransformer, tokens: Text, dtype: torch.dtype) -> Roun
 
 def in_turns(work: Mapping[str, Callable[[], Any]], turns: int = 3) -> dict[str, float]:
     """Median seconds of each, one after the other so that a busy machine slows them alike."""
-    taken = [{name: seconds_of(each) for name, each in work.items()} for _ in range(turns)]
-    return {name: statistics.median(times[name] for times in taken) for name in work}
-
-
-def seconds_of(work: Callable[[], Any]) -> float:
-    """Until the device is done with it."""
+    taken: dict[str, list[float]] = {name: [] for name in work}
     wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
+    for name, each in [*work.items()] * turns:
+        wait()
+        start = time.perf_counter()
+        each()
+        wait()  # until the device is done with it
+        taken[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times) for name, times in taken.items()}

@@ -101,7 +101,9 @@ def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         each = iter(lefts)
         return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
     if compiled:
-        krylov = native_matrices.krylov(matrices, NUM_VECTORS, _start(tall[0]))
+        unstructured = torch.Generator().manual_seed(0)
+        start = torch.randn(tall[0].shape[-1], generator=unstructured, dtype=torch.float64)
+        krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(tall[0]))
     if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
         log_bound, rights = _trial(grams, space)
@@ -211,12 +213,6 @@ def _without_factor(bounds: Tensor, grams: Tensor) -> Tensor:
         shifted.diagonal().add_(b)
         failed[index] = torch.linalg.cholesky_ex(shifted).info != 0
     return failed
-
-
-def _start(like: Tensor) -> Tensor:
-    """A vector without structure, always the same."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(like.shape[-1], generator=generator, dtype=torch.float64).to(like)
 
 
 def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
