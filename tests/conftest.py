@@ -32,11 +32,16 @@ def single_precision() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, single_precision: None, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the text of small runs, which draw no picture: it takes longer than they do."""
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs draw none, which would take longer than they do."""
+    monkeypatch.setattr("invformer.training.fit.plot_run", lambda _, path, *rest: path.touch())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, single_precision: None, without_pictures: None) -> Path:
+    """A folder with the text of small runs."""
     from tests.small_runs import write_text
 
-    monkeypatch.setattr("invformer.training.fit.plot_run", lambda _, path, *rest: path.touch())
     write_text(tmp_path)
     return tmp_path
 

@@ -9,9 +9,12 @@ import lightning as L
 import safetensors.torch
 import torch
 
-from invformer.runs.checkpoint import newest_checkpoint
+from invformer.assemble.run import Run, build_run
+from invformer.config.load import load_config
+from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import Row, read_rows
+from invformer.training.fit import fit
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(56))  # 7 steps an epoch
 STEPS, VAL_EVERY = 28, 7  # four epochs; a validation at the end as well
@@ -48,6 +51,20 @@ def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIV
     ]  # fmt: skip
 
 
+def built(words: Sequence[str], *callbacks: L.Callback) -> Run:
+    """A run of train.py with these arguments; the callbacks come before its own."""
+    run = build_run(load_config(words))
+    run.trainer.callbacks[:0] = callbacks  # type: ignore[attr-defined]
+    return run
+
+
+def fitted(words: Sequence[str], *callbacks: L.Callback) -> Run:
+    """The same, trained to its end."""
+    run = built(words, *callbacks)
+    fit(run)
+    return run
+
+
 class StopAt(L.Callback):
     """Sends the process signals as a batch ends."""
 
@@ -81,10 +98,17 @@ def is_reproducible(key: str, value: object) -> bool:
     return isinstance(value, float) and not key.startswith("perf/")
 
 
+def newest(run: Path) -> Checkpoint:
+    """The newest checkpoint in a run's folder, in which all are whole."""
+    found, refused = newest_checkpoint(run / "checkpoints")
+    assert found is not None
+    assert not refused
+    return found
+
+
 def final_state(run: Path) -> dict[str, torch.Tensor]:
     """Weights, optimiser, random generators and monitor at the end of a run."""
-    checkpoint, _ = newest_checkpoint(run / "checkpoints")
-    assert checkpoint is not None
+    checkpoint = newest(run)
     assert checkpoint.step == STEPS
     files = sorted(checkpoint.path.glob("*.safetensors"))
     assert files

@@ -13,21 +13,18 @@ import pytest
 import safetensors.torch
 import torch
 
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.errors import CheckpointError
-from invformer.runs.checkpoint import Checkpoint, newest_checkpoint, read_checkpoint
+from invformer.runs.checkpoint import WEIGHTS, read_checkpoint
 from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import fit
 from tests import small_runs
 from tests.saved_runs import evaluated
-from tests.small_runs import write_text
+from tests.small_runs import built, fitted, newest, write_text
 
 ROOT = Path(__file__).parent.parent
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
-pytestmark = pytest.mark.usefixtures("single_precision")
+pytestmark = pytest.mark.usefixtures("single_precision", "without_pictures")
 
 
 def options(folder: Path, *more: str) -> list[str]:
@@ -39,47 +36,31 @@ def options(folder: Path, *more: str) -> list[str]:
 
 
 def train(arguments: list[str]) -> Path:
-    run = build_run(load_config(arguments))
-    fit(run)
-    return run.directory.path
+    return fitted(arguments).directory.path
 
 
 def final_weights(run: Path) -> dict[str, torch.Tensor]:
-    return safetensors.torch.load_file(newest(run).path / "weights.safetensors")
+    return safetensors.torch.load_file(newest(run).path / WEIGHTS)
 
 
-def newest(run: Path) -> Checkpoint:
-    found, _ = newest_checkpoint(run / "checkpoints")
-    assert found is not None
-    return found
-
-
-def test_metrics_hold_one_complete_row_per_step(tmp_path: Path) -> None:
-    rows = read_rows(train(options(tmp_path)) / "metrics.jsonl")
+def test_metrics_hold_one_complete_row_per_step_and_other_loggers_get_the_same(
+    tmp_path: Path,
+) -> None:
+    run = train(options(tmp_path, "logger.name=[csv,tensorboard]"))
+    rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(8))
     for row in rows:
-        assert {
-            "train/nats",
-            "train/bpc",
-            "optim/lr",
-            "optim/muon_lr",
-            "optim/grad_norm",
-        } <= row.keys()
+        assert {"train/nats", "train/bpc", "optim/muon_lr", "optim/grad_norm"} <= row.keys()
         assert row["lipschitz/estimate"] <= row["lipschitz/target"]
     assert "val/bpc" in rows[3]
     assert "val/bpc" in rows[7]
     assert rows[7]["inverse/characters_recovered"] == 1
     assert rows[7]["lipschitz/local_bound"] <= rows[7]["lipschitz/bound"]
-
-
-def test_other_loggers_get_the_rows_of_metrics_jsonl(tmp_path: Path) -> None:
-    run = train(options(tmp_path, "logger.name=[csv,tensorboard]"))
     numbers: dict[int, dict[str, float]] = {}
     for row in csv.DictReader((run / "csv/version_0/metrics.csv").read_text().splitlines()):
         given = {key: float(value) for key, value in row.items() if value and key != "step"}
         numbers.setdefault(int(row["step"]), {}).update(given)
-    rows = {row.pop("step"): row for row in read_rows(run / "metrics.jsonl")}
-    assert numbers == rows
+    assert numbers == {row.pop("step"): row for row in rows}
     assert list(run.glob("tensorboard/events.*"))
 
 
@@ -128,8 +109,7 @@ def test_every_model_trains_and_evaluates(tmp_path: Path, preset: str) -> None:
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    arguments = options(tmp_path, "data.path=~/squares.txt", "run.root=~/runs")
-    run = build_run(load_config(arguments))
+    run = built(options(tmp_path, "data.path=~/squares.txt", "run.root=~/runs"))
     assert run.directory.path == tmp_path / "runs" / "a"
     with pytest.raises(CheckpointError, match=f"^{tmp_path / 'missing'} does not exist"):
         read_checkpoint("~/missing")

@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 
 import invformer
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
-from invformer.training.fit import fit
 from tests.saved_runs import evaluated
-from tests.small_runs import TEXT, options
+from tests.small_runs import TEXT, built, fitted, options
 
 GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
 
@@ -19,7 +16,7 @@ GREEK = f"{TEXT}∫ π dx; {TEXT[:200]}"
 def test_a_model_of_bytes_knows_every_text(folder: Path) -> None:
     (folder / "squares.txt").write_text(GREEK, encoding="utf-8")
     words = ("data.vocabulary=bytes", "data.unknown=refuse", "trainer.max_steps=2")
-    fit(build_run(load_config(options(folder, "a", *words, "trainer.sample_length=5"))))
+    fitted(options(folder, "a", *words, "trainer.sample_length=5"))
     model = invformer.load(folder / "a", "cpu")
     assert model.vocabulary.size == 257
     assert model.generate("Ж π", 5).startswith("Ж π")
@@ -44,7 +41,7 @@ def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) ->
     with pytest.raises(
         DataError, match=r"squares.txt: the vocabulary of the model lacks 'Ω'; take"
     ):
-        build_run(load_config(options(folder, "a", "data.unknown=refuse")))
-    fit(build_run(load_config(options(folder, "a", "trainer.max_steps=1"))))
+        built(options(folder, "a", "data.unknown=refuse"))
+    fitted(options(folder, "a", "trainer.max_steps=1"))
     with pytest.raises(DataError, match="lacks 'Ω'"):
         evaluated(folder / "a", "data.unknown=refuse")

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.errors import CertificateViolation, Interrupted, NonFiniteError, RankLost
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.runs import interruption
@@ -19,7 +17,7 @@ from invformer.runs.interruption import check_everywhere
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from invformer.training.rows import Rows
-from tests.small_runs import StopAt, options
+from tests.small_runs import StopAt, built, options
 
 BRANCH = "lipschitz_branches/block_00/attention"
 
@@ -27,10 +25,8 @@ BRANCH = "lipschitz_branches/block_00/attention"
 def run_of(folder: Path, stop_at: int | None = None) -> Run:
     """Eight steps and two validations, with nothing flushed between these."""
     more = ("trainer.max_steps=8", "trainer.val_every=4", "monitor.flush_every=25")
-    run = build_run(load_config(options(folder, "a", *more)))
-    if stop_at is not None:
-        run.trainer.callbacks.insert(0, StopAt(stop_at, signal.SIGTERM, signal.SIGINT))  # type: ignore[attr-defined]
-    return run
+    stop = [] if stop_at is None else [StopAt(stop_at, signal.SIGTERM, signal.SIGINT)]
+    return built(options(folder, "a", *more), *stop)
 
 
 def exceed_bound(monkeypatch: pytest.MonkeyPatch, at: int) -> None:

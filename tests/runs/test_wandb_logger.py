@@ -8,12 +8,9 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-import torch
 import wandb
 from wandb.sdk.lib.wbauth import write_netrc_auth
 
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.errors import CertificateViolation
 from invformer.runs import contained, wandb_logger
 from invformer.runs.run_log import read_rows
@@ -27,7 +24,7 @@ from invformer.runs.wandb_logger import (
 )
 from invformer.training.fit import fit
 from tests.runs.wandb_records import charts, read_records
-from tests.small_runs import options, write_text
+from tests.small_runs import built, fitted, options, write_text
 
 CONFIG = {"config": {"model": {"d_model": 24, "name": "l2"}}, "command": "python train.py"}
 
@@ -85,14 +82,13 @@ def test_without_a_key_the_run_is_offline_and_says_how_to_upload(
     assert found.exit_code == 7
 
 
+@pytest.mark.usefixtures("single_precision")
 def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path: Path) -> None:
     """Read back from the records: few charts, which come first; samples; the best checkpoint."""
     write_text(tmp_path)
     size = ("trainer.max_steps=8", "trainer.val_every=4", "trainer.sample_length=20")
     more = ("logger.name=wandb", "logger.mode=offline", "logger.notes=why", *size)
-    torch.set_default_dtype(torch.float32)
-    run = build_run(load_config(options(tmp_path, "a", *more)))
-    fit(run)
+    run = fitted(options(tmp_path, "a", *more))
     wandb.teardown()
     found = read_records(run.directory.path)
     views = {f"view/{kind}_by_branch" for kind in ("estimate", "local_bound", "bound")}
@@ -115,12 +111,8 @@ def test_the_page_of_a_run_shows_the_result_at_a_glance(tmp_path: Path) -> None:
     assert "weights.safetensors" in found.artifacts["model a"]
 
 
-def test_a_violated_certificate_is_an_alert(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_text(tmp_path)
-    torch.set_default_dtype(torch.float32)
-    run = build_run(load_config(options(tmp_path, "a", "logger.name=wandb", "logger.mode=offline")))
+def test_a_violated_certificate_is_an_alert(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = built(options(folder, "a", "logger.name=wandb", "logger.mode=offline"))
     violation = CertificateViolation("step 3: block_00: 0.8 exceeds 0.7")
     monkeypatch.setattr(run.trainer, "fit", Mock(side_effect=violation))
     with pytest.raises(CertificateViolation):

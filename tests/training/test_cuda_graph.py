@@ -11,8 +11,6 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch.utils.data import DataLoader, TensorDataset
 
-from invformer.assemble.run import Run, build_run
-from invformer.config.load import load_config
 from invformer.nn.spectral import set_manual_refresh
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import train
@@ -21,7 +19,7 @@ from invformer.training.monitor import LipschitzMonitor
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
 from tests.nn.builders import contractive_model, random_tokens
-from tests.small_runs import options
+from tests.small_runs import built, options
 
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
 STEPS = ("trainer.max_steps=6", "trainer.val_every=3", "optim.ema_decay=0.9")
@@ -34,7 +32,7 @@ MODELS = {
 
 def trained(folder: Path, name: str, *words: str) -> tuple[list[torch.Tensor], list[dict]]:
     """The weights that a run ends with, and its rows without what a clock says."""
-    run: Run = build_run(load_config(options(folder, name, *SIZES, *STEPS, *words)))
+    run = built(options(folder, name, *SIZES, *STEPS, *words))
     with cuda_rules():
         train(run)
     rows = read_rows(run.directory.metrics)

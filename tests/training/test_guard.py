@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from invformer.assemble.run import Run, build_run
-from invformer.config.load import load_config
 from invformer.config.schema import OptimConfig
 from invformer.errors import NonFiniteError
-from invformer.runs.checkpoint import newest_checkpoint
-from invformer.training.fit import fit
+from invformer.training.fit import Run, fit
 from invformer.training.guard import UpdateGuard
 from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
-from tests.small_runs import CONTRACTIVE, DROPOUT, options
+from tests.small_runs import CONTRACTIVE, DROPOUT, built, newest, options
 
 BAD_STEP, LAST_SAVED = 9, 7
 NAN, INF = float("nan"), float("inf")
@@ -68,15 +65,7 @@ def watch(run: Run, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
 
 
 def run_of(folder: Path, *more: str) -> Run:
-    return build_run(load_config(options(folder, "a", *more, model=())))
-
-
-def newest_step(run: Run) -> int:
-    """The step of the last checkpoint in the run's folder."""
-    found, refused = newest_checkpoint(run.directory.checkpoints)
-    assert found is not None
-    assert not refused
-    return found.step
+    return built(options(folder, "a", *more, model=()))
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -100,7 +89,7 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing(
     assert f"in windows {BAD_STEP * each}–{(BAD_STEP + 1) * each - 1}; " in message
     assert before
     require_same(before, state_of(run))
-    assert newest_step(run) == LAST_SAVED
+    assert newest(run.directory.path).step == LAST_SAVED
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -116,7 +105,7 @@ def test_without_waiting_for_the_device_an_update_is_skipped_and_refused_later(
     after = state_of(run)
     assert run.trainer.global_step > BAD_STEP + 1
     require_same(before["weights"], after["weights"])
-    assert newest_step(run) == LAST_SAVED
+    assert newest(run.directory.path).step == LAST_SAVED
 
 
 def test_the_skipping_itself_changes_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

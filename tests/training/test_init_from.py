@@ -5,13 +5,12 @@ from pathlib import Path
 import pytest
 
 from invformer import commands
-from invformer.assemble.run import build_run
 from invformer.config.load import load_config
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from tests.saved_runs import evaluated
-from tests.small_runs import options
+from tests.small_runs import built, fitted, options
 
 OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
 
@@ -19,8 +18,7 @@ OTHER = "".join(f"{i} times {i + 1} is {i * i + i}; " for i in range(56))
 @pytest.fixture
 def trained(folder: Path) -> Path:
     """A trained run "a", and another text in its characters."""
-    words = options(folder, "a", "model.d_ff=24", "model=contractive_bounded")
-    fit(build_run(load_config(words)))
+    fitted(options(folder, "a", "model.d_ff=24", "model=contractive_bounded"))
     (folder / "other.txt").write_text(OTHER)
     return folder
 
@@ -31,7 +29,7 @@ def tuned(folder: Path, *more: str) -> Run:
     own = [
         word for word in words if not word.startswith("model.") and word.split("=")[0] not in sizes
     ]
-    return build_run(load_config([*own, f"init_from={folder / 'a'}", *more]))
+    return built([*own, f"init_from={folder / 'a'}", *more])
 
 
 def test_a_run_starts_with_the_model_of_another_and_is_continued_and_evaluated(

@@ -12,17 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils import deterministic
 
-from invformer.assemble.run import Run, build_run
-from invformer.config.load import load_config
 from invformer.nn.spectral import SpectralNormalised
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import fit
+from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
+from tests import small_runs
 from tests.host_syncs import HostSyncs
-from tests.small_runs import losses, options
+from tests.small_runs import built, losses, options
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
-pytestmark = pytest.mark.usefixtures("single_precision")
+pytestmark = pytest.mark.usefixtures("single_precision", "without_pictures")
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:
@@ -34,9 +33,7 @@ def arguments(folder: Path, name: str, *more: str) -> list[str]:
 
 def fitted(folder: Path, name: str, *more: str) -> Run:
     """A short run."""
-    run = build_run(load_config(arguments(folder, name, *more)))
-    fit(run)
-    return run
+    return small_runs.fitted(arguments(folder, name, *more))
 
 
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
@@ -99,7 +96,7 @@ def test_checkpointing_keeps_less_for_the_backward_pass(tmp_path: Path) -> None:
     kept = {}
     for recompute in (False, True):
         switch = f"trainer.checkpoint_activations={str(recompute).lower()}"
-        run = build_run(load_config(arguments(tmp_path, f"kept-{recompute}", switch)))
+        run = built(arguments(tmp_path, f"kept-{recompute}", switch))
         sizes: list[int] = []
 
         def note(t: torch.Tensor, sizes: list[int] = sizes) -> torch.Tensor:
@@ -133,9 +130,8 @@ def normalised(model: nn.Module) -> list[SpectralNormalised]:
 def test_a_loop_of_ones_own_after_a_run_trains_a_model_that_is_still_constrained(
     tmp_path: Path, fail: bool
 ) -> None:
-    run = build_run(load_config(arguments(tmp_path, "own")))
     watch = Failing(fail)
-    run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
+    run = built(arguments(tmp_path, "own"), watch)
     with pytest.raises(ArithmeticError) if fail else nullcontext():
         fit(run)
     assert watch.manual == {True}
@@ -178,9 +174,6 @@ def test_no_step_waits_for_the_device_between_flushes(
     # On the CPU, where there is nothing to wait for, every update is looked at before it is made.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
     more = (f"model={model}", f"trainer.accumulate={accumulate}", "monitor.flush_every=100")
-    given = arguments(tmp_path, "syncs", *more)
-    run = build_run(load_config(given))
     watch = BetweenFlushes()
-    run.trainer.callbacks.insert(0, watch)  # type: ignore[attr-defined]
-    fit(run)
+    small_runs.fitted(arguments(tmp_path, "syncs", *more), watch)
     assert watch.per_step[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation

@@ -6,21 +6,19 @@ import lightning as L
 import pytest
 import torch
 
-from invformer.assemble.run import Run, build_run
 from invformer.assemble.trained import load_trained
-from invformer.config.load import load_config
 from invformer.nn.proof import certify
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import fit
+from invformer.training.fit import Run, fit
 from invformer.training.monitor import LipschitzMonitor, Stopwatch
 from invformer.training.rows import Rows
-from tests.small_runs import options
+from tests.small_runs import built, options
 
 
 def run_with(folder: Path, *more: str) -> Run:
     size = ("data.seq_len=32", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
     steps = ("trainer.max_steps=12", "trainer.val_every=6", "monitor.inversion=false")
-    return build_run(load_config(options(folder, "a", *size, *steps, *more)))
+    return built(options(folder, "a", *size, *steps, *more))
 
 
 def rows_of(run: Run) -> list[dict]:

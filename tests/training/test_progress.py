@@ -8,21 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.errors import Interrupted
 from invformer.numerics.rounding import upwards
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, first_words, fit
 from invformer.training.progress import percent
-from tests.small_runs import TEXT, StopAt, options
+from tests.small_runs import TEXT, StopAt, built, fitted, options
 
 SHORT = ("trainer.max_steps=20", "trainer.val_every=10", "monitor.flush_every=1")
 CONTRACTIVE = "  bounds ≤ 0\\.\\d{4} proven  recovered 100 %"
 
 
 def run_of(folder: Path, *more: str) -> Run:
-    return build_run(load_config(options(folder, "a", *SHORT, *more)))
+    return built(options(folder, "a", *SHORT, *more))
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -71,14 +69,13 @@ def test_a_finished_run_says_so_and_starts_nothing(
 def test_an_interruption_names_the_command_that_continues(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_of(folder)
-    run.trainer.callbacks.append(StopAt(5, signal.SIGINT))  # type: ignore[attr-defined]
+    run = built(options(folder, "a", *SHORT), StopAt(5, signal.SIGINT))
     with pytest.raises(Interrupted, match="interrupted at step 6 by SIGINT, saved") as stopped:
         fit(run)
     again = shlex.split(str(stopped.value).partition("continue with: ")[2])
     assert again[:2] == ["python", "train.py"]
     capsys.readouterr()
-    fit(build_run(load_config(again[2:])))
+    fitted(again[2:])
     said = capsys.readouterr().out
     assert re.search(r"continuing from step 6\nstep  8/20  train \S+  \S+ steps/s", said)
 

@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.nn import certify
-from invformer.runs.checkpoint import LEARNING, PREFIX, newest_checkpoint
+from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.runs.run_log import read_rows
-from invformer.training.fit import fit
 from invformer.training.weight_average import WeightAverage
-from tests.training.test_loop import arguments
+from tests.small_runs import newest
+from tests.training.test_loop import fitted
 
 
 def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
@@ -34,21 +32,18 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
     assert model.weight.equal(learning)
 
 
+@pytest.mark.usefixtures("single_precision", "without_pictures")
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
 def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: str) -> None:
-    torch.set_default_dtype(torch.float32)
     options = [f"model={model}", "optim.ema_decay=0.9", "trainer.val_every=3"]
-    run = build_run(load_config(arguments(tmp_path, "ema", *options)))
-    fit(run)
-    saved, _ = newest_checkpoint(run.directory.checkpoints)
-    assert saved is not None
+    run = fitted(tmp_path, "ema", *options)
+    saved = newest(run.directory.path)
     weights = saved.read_weights(run.module.state_dict())
     left = run.module.model.state_dict()
     assert all(w.equal(weights[PREFIX + name]) for name, w in left.items())
     learning = saved.read_state()[LEARNING]
     assert any(not w.equal(left[name]) for name, w in learning.items())
-    plain = build_run(load_config(arguments(tmp_path, "plain", options[0])))
-    fit(plain)
+    plain = fitted(tmp_path, "plain", options[0])
     ours, theirs = (read_rows(r.directory.metrics) for r in (run, plain))
     assert [r["train/nats"] for r in ours] == [r["train/nats"] for r in theirs]
     assert ours[-1]["val/bpc"] != theirs[-1]["val/bpc"]
