@@ -4,10 +4,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from invformer.assemble.model import untrained
 from invformer.assemble.trained import load_trained
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
+from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.evaluation.evaluate import evaluate
 from invformer.nn.transformer import CharTransformer
@@ -17,6 +21,7 @@ NO_STATE: dict[str, Any] = {
     "epoch": 0, "loops": {}, "callbacks": {}, "optimizer_states": [], "lr_schedulers": [],
     "data": {},
 }  # fmt: skip
+SUMS, TEXT_FILE = "".join(f"{i} and {i} is {i + i}; " for i in range(300)), "sums.txt"
 
 
 def write_checkpoint(path: Path, metadata: dict, weights: dict, state: dict) -> None:
@@ -47,3 +52,25 @@ def evaluated(path: Path, *words: str) -> dict[str, Any]:
     """The report of evaluate.py on a checkpoint."""
     config = load_config([f"checkpoint={path}", *words], EvaluateConfig)
     return evaluate(*load_trained(str(path)), config)
+
+
+class Saved:
+    """A run on sums that was never trained: its model may be changed before it is written."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        (folder / TEXT_FILE).write_text(SUMS)
+        small = ("data.seq_len=16", "model.d_model=16", "model.num_layers=1", "model.num_heads=2")
+        text = ("data.name=text_file", f"data.path={folder / TEXT_FILE}")
+        self.config: TrainConfig = load_config([*text, *small, *words])
+        corpus = read_corpus(self.config.data)
+        self.sha256 = corpus.sha256
+        self.vocabulary = Vocabulary.from_text(corpus.read("train"))
+        torch.manual_seed(0)
+        self.model: CharTransformer = untrained(self.config, self.vocabulary.size)
+
+    def save(self, step: int = 3) -> Path:
+        return save_run(self.folder, self.config, self.vocabulary, self.model, step, self.sha256)
+
+    def evaluated(self, *words: str) -> dict[str, Any]:
+        return evaluated(self.save(), *words)

@@ -9,14 +9,11 @@ from typing import get_args
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
 from invformer.config.load import load_config
-from invformer.config.schema import TrainConfig
-from invformer.data.vocabulary import Vocabulary
 from studies import __main__ as listing
 from studies.report import Outcome
 from studies.study import main
-from tests.saved_runs import save_run
+from tests.saved_runs import Saved
 
 ROOT = Path(__file__).parents[2]
 STUDIES = listing.find_studies(ROOT / "studies")
@@ -59,7 +56,6 @@ SMALL = {
 }
 CERTIFIED = "model.name=contractive_bounded model.certificate=causal model.strictly_causal=true"
 TWIN = "model.name=dot_product model.certificate=null"
-NETWORK = "model.num_layers=1 model.d_model=16 model.num_heads=2 data.seq_len=12"
 
 
 def words_in(folder: Path, name: str) -> list[str]:
@@ -68,13 +64,8 @@ def words_in(folder: Path, name: str) -> list[str]:
     if not text.exists():
         text.write_text(TEXT)
         for run, kind in (("certified", CERTIFIED), ("twin", TWIN)):
-            words = f"data=text_file data.path={text} {NETWORK} {kind}".split()
-            config = load_config(words, TrainConfig)
-            vocabulary = Vocabulary.from_text(TEXT)
-            model = build_model(config.model, vocabulary.size, 12).float()
-            model.initialise(vocabulary.encode(TEXT[:12]).long()[None])
             (folder / run).mkdir()
-            save_run(folder / run, config, vocabulary, model)
+            Saved(folder / run, *kind.split()).save()
             row = {"step": 3, "val/nats": 2.5}
             (folder / run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     found = SMALL[name].replace("TEXT", str(text)).replace("TWIN", str(folder / "twin"))
@@ -101,14 +92,9 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_has_valid_options(name: str) -> None:
-    schema = importlib.import_module(f"studies.{name}").STUDY.options
-    assert load_config([], schema).folder == Path("checkpoints", "studies", name)
-
-
-@pytest.mark.parametrize("name", STUDIES)
-def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
+def test_every_study_has_valid_options_and_columns_of_different_names(name: str) -> None:
     study = importlib.import_module(f"studies.{name}").STUDY
+    assert load_config([], study.options).folder == Path("checkpoints", "studies", name)
     columns = [f.name for part in (study.case, study.result) for f in fields(part)]
     assert len(set(columns)) == len(columns)
 
@@ -126,6 +112,7 @@ def test_no_result_of_a_study_overwrites_a_field_of_its_case(name: str) -> None:
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
         ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),
+        ("tightness", "sizes=[]", 2, "leave no case"),
     ],
 )
 def test_impossible_options_are_refused_in_one_line(

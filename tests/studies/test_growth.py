@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.config.load import load_config
-from invformer.config.schema import AttentionName, TrainConfig
-from invformer.data.vocabulary import Vocabulary
+from invformer.config.schema import AttentionName
 from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.position_bias import VisibilityMask
@@ -18,7 +15,7 @@ from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
 from tests.problems import dense_jacobian
-from tests.saved_runs import save_run
+from tests.saved_runs import Saved
 
 CPU = torch.device("cpu")
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
@@ -161,27 +158,16 @@ def test_errors_of_a_text_name_the_option_of_this_study(tmp_path: Path) -> None:
         cases(Options(text=str(tmp_path)))
 
 
-def save_fresh_model(folder: Path, text_file: str, step: int = 3) -> TrainConfig:
-    """A run folder with a checkpoint of this step."""
-    words = [
-        "data=text_file", f"data.path={text_file}", "data.seq_len=16", "model.d_model=12",
-        "model.num_layers=2", "model.num_heads=2",
-    ]  # fmt: skip
-    config, vocabulary = load_config(words), Vocabulary.from_text(TEXT)
-    model = build_model(config.model, vocabulary.size, 16).float()
-    save_run(folder, config, vocabulary, model, step)
-    return config
-
-
 def cases_of_a_run(folder: Path) -> list[Case]:
     sizes = {"sizes": [4, 8, 16, 32], "attack_sizes": []}
     return cases(Options(checkpoint=str(folder), num_sequences=2, **sizes))
 
 
 def test_a_trained_model_of_ours_is_measured(
-    tmp_path: Path, text_file: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = save_fresh_model(tmp_path, text_file).model.lipschitz_target
+    saved = Saved(tmp_path, "model.num_layers=2")
+    saved.save()
     chosen = cases_of_a_run(tmp_path)
     assert "longer sizes are left out" in capsys.readouterr().out
     assert {(c.attention, c.num_tokens, c.causal) for c in chosen} == {
@@ -190,15 +176,13 @@ def test_a_trained_model_of_ours_is_measured(
     result = measure(chosen[0], CPU)
     assert len(result.constants) == 2
     # Frobenius: the target is in token_max, √N of it in frobenius.
-    assert 0 < max(result.constants) <= target * math.sqrt(4)
+    assert 0 < max(result.constants) <= saved.config.model.lipschitz_target * math.sqrt(4)
 
 
-def test_another_checkpoint_under_the_same_name_is_another_case(
-    tmp_path: Path, text_file: str
-) -> None:
+def test_another_checkpoint_under_the_same_name_is_another_case(tmp_path: Path) -> None:
     found = []
     for step in (3, 4):
-        save_fresh_model(tmp_path, text_file, step)
+        Saved(tmp_path, "model.num_layers=2").save(step)
         found.append(cases_of_a_run(tmp_path))
     before, after = found
     assert not set(before) & set(after)

