@@ -16,12 +16,9 @@ from huggingface_hub import ModelCard
 
 import invformer
 from invformer import commands
-from invformer.assemble.run import build_run
-from invformer.config.load import load_config
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
-from invformer.training.fit import fit
 from tests import fake_hub
-from tests.small_runs import options, write_text
+from tests.small_runs import fitted, options, write_text
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("single_precision")
@@ -34,8 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("front door")
     write_text(folder)
     size = ("model.d_model=24", "model.num_layers=2", "monitor.enabled=false")
-    words = options(folder, "a", *size, "trainer.max_steps=8", "trainer.val_every=4")
-    fit(build_run(load_config(words)))
+    fitted(options(folder, "a", *size, "trainer.max_steps=8", "trainer.val_every=4"))
     return folder / "a"
 
 
@@ -157,11 +153,12 @@ def test_a_value_that_does_not_fit_is_named(
 def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
     words: list[str], code: int, says: str
 ) -> None:
-    """Before torch is loaded."""
+    """Before anything heavy is loaded."""
     script = (
         "import sys; from invformer import commands\n"
         "try: commands.run(*commands.COMMANDS[sys.argv[1]], sys.argv[2:])\n"
-        "finally: assert not {'torch', 'lightning'} & set(sys.modules)"
+        "finally: assert not {'torch', 'numpy', 'lightning', 'wandb', 'datasets', 'jaxtyping',"
+        " 'matplotlib'} & set(sys.modules)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True

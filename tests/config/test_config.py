@@ -2,7 +2,6 @@
 
 import random
 import shlex
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -265,7 +264,7 @@ def test_the_command_names_only_what_differs_from_the_defaults() -> None:
 
 
 def test_the_command_keeps_every_character_of_a_list() -> None:
-    numbers = [*range(1, 0xD800), *range(0xE000, 0x10200), 0x1F600, 0x10FFFF]
+    numbers = [*range(1, 0x3000), *range(0x3000, 0xD800, 97), *range(0xE000, 0x10200), 0x1F600]
     text = "".join(map(chr, numbers))
     config = train()
     config.logger.tags = [text[start : start + 60] for start in range(0, len(text), 60)]
@@ -327,18 +326,3 @@ def test_help_the_configuration_and_errors_end_the_program(
     out, err = capsys.readouterr()
     assert (err if code else out).rstrip("\n") == says.rstrip("\n")
     assert not (out if code else err)
-
-
-def test_a_configuration_is_made_without_loading_anything_heavy() -> None:
-    code = (
-        "import sys; from invformer.config.load import load_config, parse_or_exit\n"
-        "load_config(['model=l2', 'trainer.max_steps=5'])\n"
-        "heavy = {'torch', 'numpy', 'lightning', 'wandb', 'datasets', 'jaxtyping', 'matplotlib'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        "parse_or_exit(['--help'])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("usage: python train.py")

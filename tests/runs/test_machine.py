@@ -1,7 +1,9 @@
 """What this machine cannot do is refused before anything is made."""
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -50,56 +52,50 @@ def test_one_process_is_not_sharded_unless_a_launcher_started_it(
     refuse_missing_requirements(config)
 
 
+@pytest.fixture
+def refuse(tmp_path: Path) -> Callable[..., None]:
+    """A run that these words ask for is refused, and has no folder."""
+
+    def refuse(message: str, *words: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            build_run(load_config([f"run.root={tmp_path / 'runs'}", *words]))
+        assert not (tmp_path / "runs").exists()
+
+    return refuse
+
+
 def test_a_batch_that_torchruns_processes_cannot_share_is_refused_before_there_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("TORCHELASTIC_RUN_ID", "1"), ("WORLD_SIZE", "3")):
         monkeypatch.setenv(name, value)
-    config = load_config(["data.batch_size=8", f"run.root={tmp_path / 'runs'}"])
-    with pytest.raises(ConfigurationError, match=r"data\.batch_size: 8 windows .* by 3 devices"):
-        build_run(config)
-    assert not (tmp_path / "runs").exists()
+    refuse(r"data\.batch_size: 8 windows .* by 3 devices", "data.batch_size=8")
 
 
 def test_an_attention_that_cannot_be_trained_there_is_refused_before_there_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    words = ["trainer.accelerator=auto", f"run.root={tmp_path / 'runs'}"]
-    config = load_config([*words, "model.attention_kernel=native"])
-    with pytest.raises(ConfigurationError, match=r"model.attention_kernel: .*CPU.*; pick auto"):
-        build_run(config)
-    assert not (tmp_path / "runs").exists()
-    config = load_config(["trainer.accelerator=cpu", "model.attention_kernel=triton"])
-    with pytest.raises(ConfigurationError, match=r"no triton here .*NVIDIA GPUs.*; pick auto"):
-        refuse_missing_requirements(config)
+    kernel, gpu = "model.attention_kernel", "trainer.accelerator=auto"
+    refuse(rf"{kernel}: .*CPU.*; pick auto", gpu, f"{kernel}=native")
+    refuse(r"no triton here .*NVIDIA.*; pick auto", "trainer.accelerator=cpu", f"{kernel}=triton")
     for fine in ("auto", "blocked", "math", "sdpa"):
-        refuse_missing_requirements(load_config([*words[:1], f"model.attention_kernel={fine}"]))
+        refuse_missing_requirements(load_config([gpu, f"{kernel}={fine}"]))
 
 
 def test_compiling_without_a_compiler_is_refused_before_there_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     message = "InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1"
-    monkeypatch.setattr(torch, "compile", lambda f: broken)
-    words = ["trainer.accelerator=cpu", f"run.root={tmp_path / 'runs'}", "trainer.compile=true"]
-
-    def broken(*_: object) -> None:
-        raise RuntimeError(message)
-
-    with pytest.raises(ConfigurationError, match=r"trainer\.compile: .*compiler found\)"):
-        build_run(load_config(words))
-    assert not (tmp_path / "runs").exists()
+    monkeypatch.setattr(torch, "compile", lambda f: Mock(side_effect=RuntimeError(message)))
+    refuse(r"trainer\.compile: .*found\)", "trainer.accelerator=cpu", "trainer.compile=true")
 
 
 def test_a_logger_that_is_not_installed_is_refused_before_there_is_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    config = load_config(["logger.name=[csv,tensorboard]", f"run.root={tmp_path / 'runs'}"])
-    with pytest.raises(ConfigurationError, match=r"logger\.name: .*pip install"):
-        build_run(config)
-    assert not (tmp_path / "runs").exists()
+    refuse(r"logger\.name: .*pip install", "logger.name=[csv,tensorboard]")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +112,6 @@ def test_threads_of_ranks_share_the_cores_that_the_container_may_use(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(6)), raising=False)
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     assert usable_cores(tmp_path) == cores
 
