@@ -1,20 +1,99 @@
-"""The tutorials keep their word: their commands and their Python run, in order, on a small run."""
+"""The pages keep their word: commands parse, code runs, links lead somewhere, numbers are true."""
 
+import math
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from invformer import commands
-from invformer.assemble.run import build_run
 from invformer.config.load import load_config
-from invformer.training.fit import fit
+from invformer.config.schema import TrainConfig
+from invformer.config.trained import EvaluateConfig
+from tests.small_runs import fitted
+from tests.zygote import ROOT
 
-ROOT = Path(__file__).parent.parent
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(language: str, text: str) -> list[tuple[str, str]]:
+    """Language and code of a text's fenced blocks in a language, or in several: ``sh|python``."""
+    return re.findall(rf"^```({language})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+README, RESULTS, NUMERICS = map(read, ("README.md", "docs/results.md", "docs/numerics.md"))
+PAGES = [
+    "README.md", "CONTRIBUTING.md", "checkpoints/README.md", "docs/library.md",
+    "docs/reliability.md", "docs/results.md", "docs/results-archive.md", "docs/log.md",
+]  # fmt: skip
+
+
+def test_every_page_is_in_the_menu() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
+    assert pages == set(re.findall(r"[\w/-]+\.md", read("mkdocs.yml")))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_to_a_file_leads_somewhere(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", read(page)) if "://" not in link]
+    missing = [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+    assert not missing
+
+
+# --- README --------------------------------------------------------------------------------------
+
+
+def typed(program: str) -> list[list[str]]:
+    """The arguments of every call of a program in README's shell blocks."""
+    lines = [
+        shlex.split(line, True) for _, text in blocks("sh", README) for line in text.splitlines()
+    ]
+    return [words[2:] for words in lines if words[:2] == ["python", program]]
+
+
+@pytest.mark.parametrize("arguments", typed("train.py"), ids=" ".join)
+def test_every_training_command_is_valid(arguments: list[str]) -> None:
+    assert isinstance(load_config(arguments), TrainConfig)
+
+
+@pytest.mark.parametrize("arguments", typed("evaluate.py"), ids=" ".join)
+def test_every_evaluation_command_is_valid(arguments: list[str]) -> None:
+    assert load_config(arguments, EvaluateConfig).checkpoint[0] == "checkpoints/first"
+
+
+def test_every_number_of_the_results_table_is_on_the_results_page() -> None:
+    (section,) = re.findall(r"^## Results\n(.*?)^## ", README, re.MULTILINE | re.DOTALL)
+    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    numbers = set(re.findall(r"\d+\.\d{3,}", table))
+    assert numbers
+    assert {number for number in numbers if number not in RESULTS} == set()
+
+
+def test_no_cell_of_the_results_page_is_longer_than_200_characters() -> None:
+    rows = [line for line in RESULTS.splitlines() if line.startswith("|")]
+    assert max(len(cell.strip()) for row in rows for cell in row.split("|")) <= 200
+
+
+def test_every_preset_of_a_group_is_named() -> None:
+    for group in ("model", "data", "optim", "trainer", "logger"):
+        presets = {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")}
+        assert presets <= set(re.findall(r"`(\w+)`", README)), group
+
+
+def test_installing_by_hand_takes_the_torch_of_the_constraints() -> None:
+    (pinned,) = re.findall(r"^torch==(\S+)$", read("constraints.txt"), re.MULTILINE)
+    assert f"pip install -c constraints.txt torch=={pinned}\n" in README
+    assert f"$(PIP) torch=={pinned}\n" in read("Makefile")
+
+
+# --- tutorials and the library -------------------------------------------------------------------
+
 TUTORIALS = sorted((ROOT / "docs/tutorials").glob("*.md"))
-BLOCKS = re.compile(r"^```(sh|python)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SMALL = [
     "data.seq_len=16", "model.d_model=24", "model.num_layers=2", "model.num_heads=2",
     "trainer.max_steps=4", "trainer.val_every=2", "trainer.progress=false",
@@ -34,7 +113,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         torch.set_default_dtype(torch.float32)
         words = ["data=text_file", "data.path=my_book.txt", "run.name=first"]
-        fit(build_run(load_config([*words, *SMALL])))
+        fitted([*words, *SMALL])
     return folder
 
 
@@ -47,7 +126,7 @@ def run_line(line: str) -> None:
     command = words[1].removesuffix(".py")
     if command == "train":
         brought = ("model.", "data.seq_len") if "init_from=" in line else ()
-        fit(build_run(load_config([*words[2:], *(w for w in SMALL if not w.startswith(brought))])))
+        fitted([*words[2:], *(w for w in SMALL if not w.startswith(brought))])
         return
     with pytest.raises(SystemExit) as end:
         commands.run(*commands.COMMANDS[command], words[2:])
@@ -63,7 +142,7 @@ def test_every_block_of_a_tutorial_runs(
     monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
     torch.set_default_dtype(torch.float32)
     namespace: dict[str, object] = {}
-    for language, text in BLOCKS.findall(page.read_text(encoding="utf-8")):
+    for language, text in blocks("sh|python", page.read_text(encoding="utf-8")):
         if language == "python":
             exec(text, namespace)
         else:
@@ -71,7 +150,55 @@ def test_every_block_of_a_tutorial_runs(
                 run_line(line)
 
 
-def test_every_page_is_in_the_menu() -> None:
-    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}
-    assert pages == set(re.findall(r"[\w/-]+\.md", menu))
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice
+def test_the_library_examples_run_in_single_precision_as_they_stand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.set_default_dtype(torch.float32)
+    exec("\n".join(code for _, code in blocks("python", read("docs/library.md"))), {})
+    (rows,) = tmp_path.glob("logs/*/*/metrics.csv")
+    keys = rows.read_text().splitlines()[0].split(",")
+    assert {"train/bpc", "val/bpc", "lipschitz/estimate", "inverse/characters_recovered"} <= {*keys}
+
+
+# --- docs/numerics.md ----------------------------------------------------------------------------
+
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", NUMERICS, re.MULTILINE | re.DOTALL))
+
+
+def pointers(text: str) -> set[tuple[str, str]]:
+    """(file, name) for every name behind a file in the lines that begin with an arrow."""
+    found = set()
+    for line in re.findall(r"^→ (.*)$", text, re.MULTILINE):
+        for part in line.split("; "):
+            path, *names = re.findall(r"`([^`]+)`", part)
+            found |= {(path, name) for name in names}
+    return found
+
+
+@pytest.mark.parametrize("title", SECTIONS)
+def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: str) -> None:
+    section = SECTIONS[title]
+    assert pointers(section)
+    assert section.rstrip().endswith("```")
+    ((_, example),) = blocks("python", section)
+    exec(compile(example, title, "exec"), {"math": math, "torch": torch})
+
+
+def test_every_pointer_leads_to_a_definition() -> None:
+    for path, name in sorted(pointers(NUMERICS)):
+        inside = "invformer." if (ROOT / "invformer" / path).exists() else ""
+        module = import_module(inside + path.removesuffix(".py").replace("/", "."))
+        assert hasattr(module, name), f"{path} does not define {name}"
+
+
+def test_every_section_that_is_referred_to_exists() -> None:
+    numbers = {int(title.split(".")[0]) for title in SECTIONS}
+    assert numbers == set(range(1, len(SECTIONS) + 1))
+    assert {int(n) for n in re.findall(r"§(\d+)", NUMERICS)} <= numbers
+
+
+def test_every_test_file_the_page_names_exists() -> None:
+    for path in re.findall(r"`(tests/[\w/]+\.py)`", NUMERICS):
+        assert (ROOT / path).is_file()
