@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.kills import FAST, MODELS, kill_and_resume
-from tests.small_runs import options, write_text
+from tests.kills import MODELS, kill_and_resume, undisturbed
+from tests.small_runs import write_text
 from tests.zygote import Zygote
 
 
@@ -28,14 +28,9 @@ def main() -> int:
     write_text(root)
     zygote = Zygote(root)
     began = time.monotonic()
-    seconds = {}
     runs = kills = differing = 0
     try:
-        for model, words in MODELS.items():
-            before = time.monotonic()
-            ended = zygote.run(options(root, model, model=words), before=FAST)
-            assert ended.code == 0, ended.stderr
-            seconds[model] = time.monotonic() - before
+        seconds = undisturbed(zygote, root)
         while runs < chosen.runs and time.monotonic() - began < 60 * chosen.minutes:
             seed = 1_000_003 * chosen.seed + runs
             chance = random.Random(seed)

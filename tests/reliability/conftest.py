@@ -1,13 +1,12 @@
 """One zygote, one text and one uninterrupted run of each model for all tests of this folder."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kills import FAST, MODELS
-from tests.small_runs import options, write_text
+from tests.kills import undisturbed
+from tests.small_runs import write_text
 from tests.zygote import Zygote
 
 
@@ -28,14 +27,7 @@ def zygote(root: Path) -> Iterator[Zygote]:
 
 @pytest.fixture(scope="session")
 def durations(zygote: Zygote, root: Path) -> dict[str, float]:
-    """Seconds that the run of each model takes when nobody disturbs it."""
-    seconds = {}
-    for name, model in MODELS.items():
-        began = time.monotonic()
-        ended = zygote.run(options(root, name, model=model), before=FAST)
-        seconds[name] = time.monotonic() - began
-        assert ended.code == 0, ended.stderr
-    return seconds
+    return undisturbed(zygote, root)
 
 
 @pytest.fixture(scope="session")
