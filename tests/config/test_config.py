@@ -163,7 +163,7 @@ NONSENSE = [
     "trainer.strategy=fsdp trainer.precision=64-true",
     "data.batch_size=7 trainer.devices=2", "data.batch_size=1 data.seq_len=1",
     "logger.project=a/b", "logger.project=", "logger.tags=[" + "x" * 65 + "]",
-    "logger.tags=[" + "[" * 5000, "run.name=..", "run.name=a..b", "run.name=a/b", "run.name=-rf",
+    "logger.tags=[" + "[" * 1000, "run.name=..", "run.name=a..b", "run.name=a/b", "run.name=-rf",
     "run.name=.hidden", "run.name=" + "a" * 101, "run.seed=-1", "run.seed=4294967296",
     "run.root=None", "run.name=${oc.env:HOME}",
 ]  # fmt: skip

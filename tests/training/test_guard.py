@@ -24,12 +24,8 @@ pytestmark = pytest.mark.usefixtures("single_precision")
 
 def state_of(run: Run) -> dict[str, object]:
     """A copy of weights and optimiser."""
-    return copy.deepcopy(
-        {
-            "weights": run.module.model.state_dict(),
-            "optimizer": run.trainer.optimizers[0].state_dict(),
-        }
-    )
+    optimizer = run.trainer.optimizers[0].state_dict()
+    return copy.deepcopy({"weights": run.module.model.state_dict(), "optimizer": optimizer})
 
 
 def require_same(one: object, other: object) -> None:
