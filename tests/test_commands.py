@@ -91,15 +91,10 @@ def test_a_text_comes_back_and_is_proven(typed: Typed) -> None:
     assert "38 of 38 characters recovered, 38 of 38 proven\nany other symbols would have" in said
 
 
-def test_a_byte_order_mark_is_no_text_to_invert(typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("12 times", encoding="utf-8-sig")
-    assert "8 of 8 characters recovered" in typed("invert", f"file={tmp_path / 'a.txt'}")
-
-
-def test_a_file_or_a_pipe_is_inverted_with_its_line_ends(
+def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_order_mark(
     typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = b"7 times\r\n7"
+    content = b"\xef\xbb\xbf7 times\r\n7"
     (tmp_path / "text.txt").write_bytes(content)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     for words in ([f"file={tmp_path / 'text.txt'}"], []):

@@ -235,40 +235,29 @@ def test_tables_are_downloaded_from_the_hub_as_they_are(tmp_path: Path) -> None:
     import datasets
 
     for split in ("train", "validation", "test"):
-        for path, row in (
-            (f"karpathy/tiny_shakespeare/{split}-00000-of-00001.parquet", {"text": f"{split}\r\n"}),
-            (
-                f"ptb-text-only/ptb_text_only/penn_treebank/{split}/0000.parquet",
-                {"sentence": split},
-            ),
+        shakespeare = f"karpathy/tiny_shakespeare/{split}-00000-of-00001.parquet"
+        treebank = f"ptb-text-only/ptb_text_only/penn_treebank/{split}/0000.parquet"
+        for path, rows in (
+            (shakespeare, [{"text": f"{split}\r\n"}]),
+            (treebank, [{"sentence": f"the <unk> of {split}"}, {"sentence": "no"}]),
         ):
-            datasets.Dataset.from_list([row]).to_parquet(write(tmp_path / "datasets" / path, ""))
+            datasets.Dataset.from_list(rows).to_parquet(write(tmp_path / "datasets" / path, ""))
     program = (
         "from invformer.config.schema import DataConfig\n"
         "from invformer.data.corpora import read_corpus\n"
         "for name in ('tiny_shakespeare', 'ptb'):\n"
         "    corpus = read_corpus(DataConfig(name=name))\n"
-        "    print(corpus.source, [corpus.split(split) for split in ('train', 'val', 'test')])"
+        "    print(corpus.source, [corpus.split(split) for split in ('train', 'val')])"
     )
     with fake_hub.serve(tmp_path) as environment:
         done = subprocess.run(
             [sys.executable, "-c", program], env=environment, capture_output=True, text=True
         )
     assert done.stdout.splitlines() == [
-        r"Hugging Face Hub, karpathy/tiny_shakespeare ['train\r\n', 'validation\r\n', 'test\r\n']",
-        r"Hugging Face Hub, ptb-text-only/ptb_text_only ['train\n', 'validation\n', 'test\n']",
+        r"Hugging Face Hub, karpathy/tiny_shakespeare ['train\r\n', 'validation\r\n']",
+        "Hugging Face Hub, ptb-text-only/ptb_text_only "
+        r"['the_<unk>_of_train\nno\n', 'the_<unk>_of_validation\nno\n']",
     ], done.stderr
-
-
-def test_penn_treebank_is_the_same_from_the_hub_and_from_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sentences = {"train": ["the <unk> of N", "no"], "validation": ["yes"], "test": ["so it is"]}
-    hub_answers(monkeypatch, "sentence", sentences)
-    corpus = read_corpus(DataConfig(name="ptb"))
-    for split, lines in sentences.items():
-        write(tmp_path / f"{split}.txt", "".join(f" {line} \n" for line in lines))
-    assert corpus_at(tmp_path, "ptb").sha256 == corpus.sha256
 
 
 def test_wikitext_gets_its_blank_lines_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from invformer.runs.checkpoint import (
 from invformer.runs.contained import in_background
 from tests.runs.hostile import ATTACKS, Attack, seal
 from tests.saved_runs import NO_STATE, save_run, write_checkpoint
+from tests.small_runs import newest
 
 METADATA: dict[str, Any] = {"config": {}, "vocabulary": {}, "data_sha256": "0"}
 WANTED = {"w": torch.empty(100, dtype=torch.float64)}
@@ -55,12 +56,6 @@ def save(folder: Path, step: int) -> str:
     write_checkpoint(folder / name, {**METADATA, "step": step}, weights, state)
     keep_only(folder, {name, *before[:1]})
     return name
-
-
-def newest(folder: Path) -> Checkpoint:
-    found, _ = newest_checkpoint(folder)
-    assert found is not None
-    return found
 
 
 @pytest.fixture
@@ -128,7 +123,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_the_newest_or_the_one_before
             break
         killed += 1
         if finished:
-            found = newest(folder)
+            found = newest(folder.parent)
             assert finished <= found.step <= finished + 1
             assert found.read_weights(WANTED)["w"].eq(found.step).all()
             assert found.read_state()["callbacks"]["x"].eq(found.step).all()
@@ -137,7 +132,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_the_newest_or_the_one_before
         sweep(folder)
         assert not list(folder.glob(PARTIAL + "*"))
         save(folder, 9)
-        assert newest(folder).step == 9
+        assert newest(folder.parent).step == 9
     assert finished == INTERVALS
     assert killed >= 40
 
@@ -177,7 +172,7 @@ def test_parts_of_two_processes_are_one_checkpoint_of_whole_tensors(folder: Path
     first = in_background(lambda: write_directory(path, contribution(0), [PART.format(1)]), "a")
     write_part(path, contribution(1))
     first.result(60)
-    (memory,) = newest(folder).read_state()["optimizer_states"]
+    (memory,) = newest(folder.parent).read_state()["optimizer_states"]
     assert memory["count"] == 4
     assert torch.equal(memory["m"], MEMORY)
     (path / PART.format(1)).unlink()
@@ -251,7 +246,7 @@ def test_when_none_verifies_nothing_is_started_over(folder: Path) -> None:
 def test_a_step_saved_twice_keeps_both_and_the_second_is_the_newer(folder: Path) -> None:
     names = [save(folder, 5) for _ in range(12)]
     assert names[:3] == ["step-00000005", "step-00000005-1", "step-00000005-2"]
-    assert newest(folder).path.name == names[-1] == "step-00000005-11"
+    assert newest(folder.parent).path.name == names[-1] == "step-00000005-11"
     assert [path.name for path in saved_in(folder)] == names[:-3:-1]
 
 
@@ -291,7 +286,7 @@ def test_results_lie_beside_a_checkpoint_outside_a_run_and_in_a_run_with_links(
         (tmp_path / folder).mkdir()
     (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
     save(tmp_path / "run" / "checkpoints", 4)
-    assert newest(tmp_path / "run" / "checkpoints").evaluation == tmp_path / "run/evaluation.json"
+    assert newest(tmp_path / "run").evaluation == tmp_path / "run/evaluation.json"
 
 
 # --- hostile and damaged files -------------------------------------------------------------------

