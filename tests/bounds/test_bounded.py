@@ -10,9 +10,10 @@ from torch import Tensor
 from invformer.bounds import bounded
 from invformer.numerics.ball import attention_point
 from invformer.numerics.norms import NORMS
-from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below
+from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below, plain_bias
 
 FAR = 1e9
+causal = partial(plain_bias, 1, causal=True)
 
 
 def local_bounds(
@@ -28,10 +29,6 @@ def local_bounds(
         "frobenius": bound("frobenius", tight=True).item(),
         "fast": bound("frobenius").item(),
     }
-
-
-def causal(num_tokens: int) -> Tensor:
-    return torch.full((num_tokens, num_tokens), -math.inf).triu(1)[None]
 
 
 @pytest.mark.parametrize("strict", [False, True])

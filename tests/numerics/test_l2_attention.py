@@ -1,28 +1,22 @@
 """The tied L2 attention core: against a naive loop and automatic differentiation."""
 
 import itertools
-import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from invformer.numerics.l2_attention import attention_weights, l2_attention
-from tests.problems import dense_jacobian, l2_attention_values
+from tests.problems import dense_jacobian, l2_attention_values, plain_bias
 
 H, N, D_HEAD = 3, 6, 4
-
-
-def causal(num_tokens: int = N) -> Tensor:
-    hidden = torch.ones(num_tokens, num_tokens).triu(1).bool()
-    return torch.zeros(1, num_tokens, num_tokens).masked_fill(hidden, -math.inf)
+CAUSAL = plain_bias(1, N, causal=True)
 
 
 BIASES = {
     "none": lambda: None,
-    "causal": causal,
+    "causal": lambda: CAUSAL,
     "relative": lambda: torch.randn(H, N, N),
-    "causal and relative": lambda: torch.randn(H, N, N) + causal(),
+    "causal and relative": lambda: torch.randn(H, N, N) + CAUSAL,
 }
 
 
@@ -40,7 +34,7 @@ def test_attention_weights_agree_with_a_naive_loop(kind: str) -> None:
 def test_the_jacobian_has_the_block_form_of_the_paper() -> None:
     """J_ij = P_ij I + δ_ij (2/s) C_i − (2/s) P_ij (q_j − Y_i)(q_j − q_i)ᵀ."""
     q = torch.randn(1, N, D_HEAD)
-    p, s = attention_weights(q, causal())[0], D_HEAD**0.5
+    p, s = attention_weights(q, CAUSAL)[0], D_HEAD**0.5
     y, x = p @ q[0], q[0]
     blocks = torch.zeros(N, D_HEAD, N, D_HEAD)
     for i in range(N):
@@ -49,7 +43,7 @@ def test_the_jacobian_has_the_block_form_of_the_paper() -> None:
             blocks[i, :, j, :] = p[i, j] * (torch.eye(D_HEAD) - 2 / s * rank_one)
         offset = x - y[i]
         blocks[i, :, i, :] += 2 / s * (offset.mT * p[i]) @ offset
-    dense = dense_jacobian(lambda z: l2_attention(z.unsqueeze(0), causal())[0], x)
+    dense = dense_jacobian(lambda z: l2_attention(z.unsqueeze(0), CAUSAL)[0], x)
     torch.testing.assert_close(dense, blocks.reshape(N * D_HEAD, -1))
 
 
@@ -66,7 +60,7 @@ def test_single_precision_survives_an_offset_that_ruins_the_uncentred_expansion(
 
 def test_coincident_tokens_have_finite_derivatives() -> None:
     q = torch.randn(H, 1, D_HEAD).expand(H, N, D_HEAD).clone().requires_grad_()
-    l2_attention(q, causal()).square().sum().backward()
+    l2_attention(q, CAUSAL).square().sum().backward()
     assert q.grad is not None
     assert q.grad.isfinite().all()
 
