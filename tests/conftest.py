@@ -1,7 +1,7 @@
 """Settings every test shares: float64, one thread, no network, no W&B server."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.setdefault("WANDB_MODE", "offline")
@@ -44,6 +44,21 @@ def folder(tmp_path: Path, single_precision: None, without_pictures: None) -> Pa
 
     write_text(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """Run a command in this process; returns its exit code."""
+    from invformer import commands
+
+    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)  # this process keeps its own
+
+    def command(name: str, *words: str) -> int:
+        with pytest.raises(SystemExit) as end:
+            commands.run(*commands.COMMANDS[name], words)
+        return int(end.value.code or 0)
+
+    return command
 
 
 @pytest.fixture(autouse=True)

@@ -39,15 +39,13 @@ Typed = Callable[..., str]
 
 
 @pytest.fixture
-def typed(run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
-    """Run a command in this process and return what it prints."""
-    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)  # this process keeps its own
+def typed(run: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]) -> Typed:
+    """Run a command on the run, and return what it prints."""
 
-    def typed(command: str, *words: str, code: int = 0) -> str:
-        with pytest.raises(SystemExit) as end:
-            commands.run(*commands.COMMANDS[command], [f"checkpoint={run}", *words])
+    def typed(name: str, *words: str, code: int = 0) -> str:
+        ended = command(name, f"checkpoint={run}", *words)
         said = capsys.readouterr()
-        assert end.value.code == code, said.err
+        assert ended == code, said.err
         return said.err if code else said.out
 
     return typed
@@ -111,7 +109,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("command", "words", "code", "says"),
+    ("name", "words", "code", "says"),
     [
         ("sample", ["tempreature=1"], 2, "did you mean 'temperature'?"),
         ("sample", ["top_p=0"], 2, "top_p: 0.0 is not in (0, 1]"),
@@ -126,9 +124,9 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
     ],
 )
 def test_a_value_that_does_not_fit_is_named(
-    typed: Typed, command: str, words: list[str], code: int, says: str
+    typed: Typed, name: str, words: list[str], code: int, says: str
 ) -> None:
-    said = typed(command, *words, code=code)
+    said = typed(name, *words, code=code)
     assert says in said
     assert said.count("\n") == 1
 

@@ -1,12 +1,13 @@
 """What an evaluation makes of checkpoints whose numbers are not what training leaves."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from invformer import commands
 from invformer.data.corpora import read_corpus
 from invformer.errors import CertificateViolation, NonFiniteError, StorageError
 from invformer.evaluation.lipschitz import measured_branches
@@ -97,20 +98,15 @@ def test_no_checkpoint_makes_a_wrong_character_proven(
 
 
 def test_a_full_disk_does_not_take_the_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    command: Callable[..., int],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    saved = Saved(tmp_path)
-    saved.evaluated(*QUICK)
-
-    def refuse(*_: object) -> None:
-        raise StorageError("evaluation.json: cannot be written (No space left on device)")
-
-    monkeypatch.setattr("invformer.page.write_json", refuse)
-    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)
-    monkeypatch.setattr("sys.argv", ["evaluate.py", f"checkpoint={tmp_path}", *QUICK])
-    with pytest.raises(SystemExit) as ended:
-        commands.run(*commands.COMMANDS["evaluate"])
-    assert ended.value.code == 7
+    Saved(tmp_path).save()
+    full = StorageError("evaluation.json: cannot be written (No space left on device)")
+    monkeypatch.setattr("invformer.page.write_json", Mock(side_effect=full))
+    assert command("evaluate", f"checkpoint={tmp_path}", *QUICK) == 7
     shown = capsys.readouterr()
     assert "val bpc" in shown.out
     assert "written to" not in shown.out

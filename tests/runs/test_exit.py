@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from invformer import commands, errors
+from invformer import errors
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
 
@@ -112,18 +112,13 @@ def test_ranks_of_torchrun_refuse_a_configuration_in_one_line_for_all(
     assert capsys.readouterr().err == "error: x: no\n"
 
 
-@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("flags", [[], ["--debug"]])
 def test_the_debug_flag_adds_the_traceback(
-    debug: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    flags: list[str], command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(commands, "stop_on_signals", lambda: None)  # this process keeps its own
-    words = ["checkpoint=missing", *(["--debug"] if debug else [])]
-    monkeypatch.setattr(sys, "argv", ["x", *words])
-    with pytest.raises(SystemExit) as end:
-        commands.run(*commands.COMMANDS["evaluate"])
-    assert end.value.code == 4
+    assert command("evaluate", "checkpoint=missing", *flags) == 4
     lines = capsys.readouterr().err.splitlines()
-    assert (len(lines) > 1) == debug
+    assert (len(lines) > 1) == bool(flags)
     assert lines[-1].startswith("error: ")
 
 
