@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from invformer import commands
-from invformer.config.load import load_config
-from invformer.errors import CheckpointError, DataError
+from invformer.errors import DataError
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from tests.saved_runs import evaluated
@@ -64,8 +63,3 @@ def test_a_setting_that_the_model_brings_is_refused(word: str) -> None:
     with pytest.raises(SystemExit) as end:
         commands.parse_or_exit(["init_from=a", word])
     assert end.value.code == 2
-
-
-def test_a_run_that_is_not_there_is_answered_before_torch_is_loaded() -> None:
-    with pytest.raises(CheckpointError, match=r"^missing does not exist"):
-        commands.require_paths(load_config(["init_from=missing"]))
