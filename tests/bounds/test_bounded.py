@@ -2,13 +2,14 @@
 
 import math
 from functools import partial
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from invformer.bounds import bounded
-from invformer.numerics.ball import attention_point
+from invformer.numerics.ball import AttentionPoint, attention_point
 from invformer.numerics.norms import NORMS
 from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below, plain_bias
 
@@ -16,13 +17,17 @@ FAR = 1e9
 causal = partial(plain_bias, 1, causal=True)
 
 
-def local_bounds(
-    x: Tensor, w_qkv: Tensor, tau: Tensor, g: Tensor, bias: Tensor, strict: bool
-) -> dict[str, float]:
+def point(x: Tensor, w_qkv: Tensor, tau: Tensor, bias: Tensor, strict: bool) -> AttentionPoint:
     q, k, v = x @ w_qkv
     if strict:
         k, v = (torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1) for z in (k, v))
-    at = attention_point(q, k, v, tau, bias)
+    return attention_point(q, k, v, tau, bias)
+
+
+def local_bounds(
+    x: Tensor, w_qkv: Tensor, tau: Tensor, g: Tensor, bias: Tensor, strict: bool
+) -> dict[str, float]:
+    at = point(x, w_qkv, tau, bias, strict)
     bound = partial(bounded.local_bound, at, w_qkv, g, strictly_causal=strict)
     return {
         "token_max": bound("token_max").item(),
@@ -46,6 +51,28 @@ def test_no_dense_jacobian_exceeds_a_bound(strict: bool, scale: float) -> None:
         assert found["frobenius"] <= found["fast"] * (1 + 1e-9)
         own = bounded.causal_bound(w_qkv, tau, g, [1.0, 2.0], strict)
         assert diagonal_norm(jac) <= own <= bounded.token_max_bound(w_qkv, tau, g)
+
+
+def test_blocks_of_strictly_causal_attention_are_bounded_one_by_one() -> None:
+    x, w_qkv, tau, bias = torch.randn(6, 5), torch.randn(3, 1, 5, 4), torch.tensor([2.0]), causal(6)
+    jac = jacobian(lambda z: attend_in_ball(z, w_qkv, tau, torch.eye(4)[None], bias, True), x)
+    bound = bounded.comparison(point(x, w_qkv, tau, bias, True), w_qkv, True)[0]
+    assert (torch.linalg.matrix_norm(jac.transpose(1, 2), 2) <= bound).all()
+    assert (bound.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("norm", "tight"), [("token_max", False), ("frobenius", False), ("frobenius", True)]
+)
+def test_heads_that_are_alike_add_up(norm: Literal["token_max", "frobenius"], tight: bool) -> None:
+    x, w_qkv, g, bias = torch.randn(6, 5), torch.randn(3, 1, 5, 4), torch.randn(1, 4, 5), causal(6)
+
+    def bound(heads: int) -> Tensor:
+        w, outputs = w_qkv.expand(-1, heads, -1, -1), g.expand(heads, -1, -1)
+        at = point(x, w, torch.full((heads,), 2.0), bias, False)
+        return bounded.local_bound(at, w, outputs, norm, tight=tight)
+
+    torch.testing.assert_close(bound(9), 9 * bound(1), rtol=1e-6, atol=0)
 
 
 def saturated(tau: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

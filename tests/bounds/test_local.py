@@ -116,6 +116,14 @@ def test_bounds_are_per_sample(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_BOUNDS)
+def test_heads_that_are_alike_add_up(name: str) -> None:
+    case = attention_case(0, num_tokens=6, d_model=8, num_heads=1, scale=2.0)
+    alike = replace(case, w_q=case.w_q.expand(9, -1, -1), g=case.g.expand(9, -1, -1))
+    one, nine = (ALL_BOUNDS[name](*c.weights) for c in (case, alike))
+    torch.testing.assert_close(nine, 9 * one, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ALL_BOUNDS)
 def test_single_precision_inputs_give_a_bound_in_double_rounded_outward(name: str) -> None:
     case = attention_case(9, mask="causal")
     rounded = [t.float() for t in case.weights]
