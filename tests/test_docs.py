@@ -1,8 +1,10 @@
 """The pages keep their word: commands parse, code runs, links lead somewhere, numbers are true."""
 
 import math
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from invformer import errors
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
@@ -26,7 +29,9 @@ def blocks(language: str, text: str) -> list[tuple[str, str]]:
     return re.findall(rf"^```({language})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
-README, RESULTS, NUMERICS = map(read, ("README.md", "docs/results.md", "docs/numerics.md"))
+README, RESULTS, NUMERICS, RELIABILITY = map(
+    read, ("README.md", "docs/results.md", "docs/numerics.md", "docs/reliability.md")
+)
 PAGES = [
     "README.md", "CONTRIBUTING.md", "checkpoints/README.md", "docs/library.md",
     "docs/reliability.md", "docs/results.md", "docs/results-archive.md", "docs/log.md",
@@ -199,3 +204,38 @@ def test_every_section_that_is_referred_to_exists() -> None:
 def test_every_test_file_the_page_names_exists() -> None:
     for path in re.findall(r"`(tests/[\w/]+\.py)`", NUMERICS):
         assert (ROOT / path).is_file()
+
+
+# --- docs/reliability.md -------------------------------------------------------------------------
+
+
+def test_every_test_that_the_page_of_reliability_names_exists() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/*.py"))
+    named = set(re.findall(r"`(test_\w+)`", RELIABILITY))
+    assert len(named) > 30
+    assert not {name for name in named if f"def {name}(" not in sources}
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    (line,) = re.findall(r"^Exit codes:(.*?)\n\n", RELIABILITY, re.DOTALL | re.MULTILINE)
+    family = [errors.InvformerError, *errors.InvformerError.__subclasses__()]
+    assert {str(error.exit_code) for error in family} <= set(re.findall(r"\d+", line))
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, False), (143, True), (4, False)])
+def test_the_cluster_job_is_requeued_exactly_when_it_was_stopped(
+    tmp_path: Path, code: int, requeued: bool
+) -> None:
+    for name, body in {"srun": f'echo "$@" > {tmp_path}/called; exit {code}',
+                       "scontrol": f'echo "$@" > {tmp_path}/requeued'}.items():  # fmt: skip
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", str(ROOT / "docs/train.sbatch"), "run.name=first"], env=environment
+    )
+    assert done.returncode == code
+    assert (tmp_path / "called").read_text().endswith("run.name=first\n")
+    assert (tmp_path / "requeued").exists() == requeued
