@@ -1,6 +1,7 @@
 """Small models for tests."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -8,6 +9,7 @@ from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.nn import (
     BoundedAttention,
+    CausalMask,
     ContractiveFeedForward,
     ContractiveL2Attention,
     CouplingBlock,
@@ -19,6 +21,7 @@ from invformer.nn import (
     InvertibleStack,
     L2Attention,
     RelativePositionBias,
+    VisibilityMask,
     written_channels,
 )
 from invformer.nn.spectral import set_manual_refresh
@@ -125,6 +128,24 @@ def l2_baseline() -> CharTransformer:
 def convolutional_baseline() -> CharTransformer:
     """The baseline with hidden units that see three tokens."""
     return baseline(kernel=3)
+
+
+def mask_of(kind: str, heads: int, tokens: int) -> VisibilityMask:
+    """A bias of the lag, with or without the token itself; a causal mask; or none."""
+    match kind:
+        case "bias" | "strict":
+            return RelativePositionBias(heads, tokens, sees_itself=kind == "bias")
+        case "causal":
+            return CausalMask(tokens)
+    return VisibilityMask(torch.ones(tokens, tokens, dtype=torch.bool))
+
+
+@torch.no_grad()
+def moved(layer: torch.nn.Module) -> Any:
+    """The layer with no parameter at its start value."""
+    for parameter in layer.parameters():
+        parameter += 0.5 * torch.randn_like(parameter) * parameter.abs().mean()
+    return layer.requires_grad_(False).eval()
 
 
 def random_tokens(batch: int, seed: int = 0) -> torch.Tensor:

@@ -15,23 +15,16 @@ from invformer.nn import (
 )
 from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.numerics.norms import NORMS
+from tests.nn.builders import mask_of, moved
 from tests.problems import diagonal_norm, jacobian, norm_from_below, paper_attention
 
 WIDTH, HEADS, SEQ_LEN, TARGET = 6, 2, 7, 0.7
 
 
-def position(kind: str) -> VisibilityMask:
-    if kind == "bias":
-        return RelativePositionBias(HEADS, SEQ_LEN)
-    if kind == "full":
-        return VisibilityMask(torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.bool))
-    return CausalMask(SEQ_LEN)
-
-
 @pytest.mark.parametrize("kind", ["bias", "causal", "full"])
 @torch.no_grad()
 def test_tied_l2_attention_is_the_papers_formula_with_a_h_written_out(kind: str) -> None:
-    layer = L2Attention(WIDTH, HEADS, position(kind))
+    layer = L2Attention(WIDTH, HEADS, mask_of(kind, HEADS, SEQ_LEN))
     x = torch.randn(SEQ_LEN, WIDTH)
     bias = layer.position(SEQ_LEN).expand(HEADS, -1, -1)
     expected = paper_attention(x, layer.w_q, layer.w_v, layer.w_o.flatten(0, 1), bias)
@@ -75,10 +68,7 @@ HELD_IN = {
 def attention(name: str, kind: str = "bias", seed: int = 0) -> torch.nn.Module:
     """An attention with no parameter at its start value."""
     torch.manual_seed(seed)
-    layer = ATTENTIONS[name](position(kind)).requires_grad_(False).eval()
-    for parameter in layer.parameters():
-        parameter += 0.5 * torch.randn_like(parameter) * parameter.abs().mean()
-    return layer
+    return moved(ATTENTIONS[name](mask_of(kind, HEADS, SEQ_LEN)))
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)

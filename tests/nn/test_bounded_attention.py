@@ -7,36 +7,18 @@ import torch
 
 from invformer.bounds import bounded
 from invformer.nn.bounded_attention import BoundedAttention
-from invformer.nn.position_bias import CausalMask, RelativePositionBias, VisibilityMask
+from tests.nn.builders import mask_of, moved
 from tests.problems import attend_in_ball, jacobian
 
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
 
 
-def layer(
-    kind: str = "bias", target: float = 0.9, seed: int = 0, certificate: str = "token_max"
-) -> BoundedAttention:
+def layer(kind: str = "bias", certificate: str = "token_max") -> BoundedAttention:
     """A float64 layer with nothing at its start value."""
-    torch.manual_seed(seed)
-    positions = {
-        "bias": lambda: RelativePositionBias(HEADS, TOKENS),
-        "causal": lambda: CausalMask(TOKENS),
-        "full": lambda: VisibilityMask(torch.ones(TOKENS, TOKENS, dtype=torch.bool)),
-        "strict": lambda: RelativePositionBias(HEADS, TOKENS, sees_itself=False),
-    }
-    attention = BoundedAttention(
-        WIDTH,
-        HEADS,
-        D_HEAD,
-        positions[kind](),
-        target,
-        certificate=certificate,
-        strictly_causal=kind == "strict",
-    )
-    with torch.no_grad():
-        for parameter in attention.parameters():
-            parameter.add_(0.5 * torch.randn_like(parameter) * parameter.abs().mean())
-    return attention.eval()
+    torch.manual_seed(0)
+    position = mask_of(kind, HEADS, TOKENS)
+    options = {"certificate": certificate, "strictly_causal": kind == "strict"}
+    return moved(BoundedAttention(WIDTH, HEADS, D_HEAD, position, 0.9, **options))
 
 
 def plain(attention: BoundedAttention, x: torch.Tensor) -> torch.Tensor:
