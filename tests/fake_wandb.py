@@ -27,13 +27,9 @@ class FakeServer:
                 if behaviour == "hangs":
                     server.closed.wait(60)
                     return
-                if behaviour == "fails":
-                    self.send_response(500)
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
-                    return
-                content = json.dumps({"data": answer_to(body)}).encode()
-                self.send_response(200)
+                fails = behaviour == "fails"
+                content = b"" if fails else json.dumps({"data": answer_to(body)}).encode()
+                self.send_response(500 if fails else 200)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()

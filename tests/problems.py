@@ -35,7 +35,9 @@ class AttentionProblem:
         return l2_attention(x, self.w_q, self.g, self.bias)
 
     def log_mass_per_row(self) -> Tensor:
-        return log_mass_per_row(self.bias)
+        """log Σ_{j ≠ i} e^{b_ij}, (H, N)."""
+        itself = torch.eye(self.bias.shape[-1], dtype=torch.bool)
+        return self.bias.masked_fill(itself, -math.inf).logsumexp(-1)
 
     def log_mass(self) -> Tensor:
         return self.log_mass_per_row().amax(-1)
@@ -169,12 +171,6 @@ def plain_bias(num_heads: int, num_tokens: int, causal: bool) -> Tensor:
     bias = torch.zeros(num_heads, num_tokens, num_tokens)
     hidden = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
     return bias.masked_fill(hidden, -math.inf) if causal else bias
-
-
-def log_mass_per_row(bias: Tensor) -> Tensor:
-    """log Σ_{j ≠ i} e^{b_ij}, (H, N)."""
-    n = bias.shape[-1]
-    return bias.masked_fill(torch.eye(n, dtype=torch.bool), -math.inf).logsumexp(-1)
 
 
 def random_problem(
