@@ -212,20 +212,18 @@ def two_sided_problem(
     gap: float,
     num_heads: int = 1,
     d_head: int = 1,
-    causal: bool = True,
     bias: float = 0.0,
 ) -> AttentionProblem:
     """The witness: last token at 0, half of the others at +r, half at −r, s = r²‖W^Q‖²/√d = gap.
 
-    All along the leading direction of the first head's W^Q; the other heads write nothing. With
-    p = n e^{−s}/(1 + n e^{−s}), n = (N − 1) e^bias, Y = 0 by symmetry, and in the last row
+    N is odd. All along the leading direction of the first head's W^Q; the other heads write
+    nothing. With p = n e^{−s}/(1 + n e^{−s}), n = (N − 1) e^bias, Y = 0 by symmetry and in the last
+    row
 
         ‖B_ii‖ = 1 − p + 2ps,     Σ_{j ≠ i} ‖B_ij‖ = p |2s − 1|     (times ‖W^Q‖ and ‖G‖)
 
     so the gain is 1 − 2p + 4ps for s ≥ 1/2. At s = 1 + g(n), p = g/(1 + g): 4g + 1 − 2g/(1 + g).
     """
-    if num_tokens % 2 == 0:
-        raise ValueError("an odd number of tokens has an even number of others")
     generator = torch.Generator().manual_seed(7)
     width = num_heads * d_head
     w_q = torch.randn(num_heads, width, d_head, generator=generator)
@@ -244,7 +242,7 @@ def two_sided_problem(
         x=r * sides[:, None] * left[:, 0],
         w_q=w_q,
         g=g,
-        bias=relative + plain_bias(num_heads, num_tokens, causal),
+        bias=relative + plain_bias(num_heads, num_tokens, causal=True),
     )
 
 

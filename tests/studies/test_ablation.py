@@ -16,10 +16,6 @@ from studies.ablation import VARIANTS, Case, Options, Result, cases, measure, su
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-TINY = [
-    "data=text_file", "model.num_layers=1", "model.d_model=16", "model.d_head=8", "logger=none",
-    "model.num_heads=2", "trainer.max_steps=2", "trainer.val_every=2",
-]  # fmt: skip
 
 
 def configuration(name: str) -> TrainConfig:
