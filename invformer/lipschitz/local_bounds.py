@@ -7,13 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds import bounded, local
-from invformer.lipschitz.jacobians import (
-    StackedBoundedAttention,
-    StackedBranches,
-    StackedFeedForward,
-    StackedL2Attention,
-    stacked_class,
-)
+from invformer.lipschitz import jacobians
 from invformer.lipschitz.probe import LipschitzProbe, Measured
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import FeedForwardWeights, activation_slope, without_sharpness
@@ -48,14 +42,14 @@ def local_bound(
 ) -> float:
     """The local bound of one branch at an input of its own, never above its Lipschitz bound."""
     layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
-    alone = stacked_class(branch)(layers, weights, x.shape[-2])
+    alone = jacobians.stacked_class(branch)(layers, weights, x.shape[-2])
     alone.forward(x)
     bound = bounds_of(alone, measured, tight).item()
     # What holds everywhere holds here.
     return bound if measured == "diagonal_block" else min(bound, branch.lipschitz_bound(measured))
 
 
-def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
+def bounds_of(at: jacobians.StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
     """The local bounds of stacked branches, the largest over the sequences."""
     diagonal = measured == "diagonal_block"
     unknown = at.inputs[0].new_full((len(at.inputs),), torch.inf)
@@ -89,9 +83,9 @@ def bounds_of(at: StackedBranches, measured: Measured, tight: bool = False) -> T
         return tight and per_token * at.inputs[0][..., 0].numel() <= MOST_TIGHT
 
     of_kind: dict[type, Callable[..., Tensor]] = {
-        StackedL2Attention: of_l2,
-        StackedBoundedAttention: of_bounded,
-        StackedFeedForward: of_feed_forward,
+        jacobians.StackedL2Attention: of_l2,
+        jacobians.StackedBoundedAttention: of_bounded,
+        jacobians.StackedFeedForward: of_feed_forward,
     }
     bound = of_kind.get(type(at))
     if bound is None:
