@@ -101,8 +101,8 @@ def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         each = iter(lefts)
         return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
     if compiled:
-        unstructured = torch.Generator().manual_seed(0)
-        start = torch.randn(tall[0].shape[-1], generator=unstructured, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)  # no structure, and always the same
+        start = torch.randn(tall[0].shape[-1], generator=generator, dtype=torch.float64)
         krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(tall[0]))
     if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
