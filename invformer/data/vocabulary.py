@@ -63,11 +63,9 @@ class Vocabulary:
 
     def text_of(self, symbols: Iterable[str]) -> Iterator[str]:
         """The text of symbols, piece by piece: the inverse of :meth:`symbols_of`."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for piece in symbols:
-            yield decoder.decode(raw_bytes(piece)) if self.is_bytes else piece
-        if self.is_bytes:
-            yield decoder.decode(b"", final=True)
+        if not self.is_bytes:
+            return iter(symbols)
+        return codecs.iterdecode(map(raw_bytes, symbols), "utf-8", "replace")
 
     def text(self, tokens: Integer[Tensor, "characters"]) -> str:
         """The text of a sequence of tokens, for people: bytes that are no UTF-8 as U+FFFD."""
