@@ -29,6 +29,7 @@ import yaml  # OmegaConf's own parser, used here to keep scalars as text
 
 from invformer.config.schema import TrainConfig
 from invformer.config.section import (
+    ANY_TEXT,
     NULL_WORDS,
     Root,
     default_of,
@@ -253,7 +254,7 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
     tree, verbatim = OmegaConf.structured(schema), {}
     for setting in settings:
         field = known[setting.key]
-        if field.metadata.get("verbatim"):
+        if field.metadata.get("pattern") is ANY_TEXT:
             verbatim[setting.key] = setting.value
             continue
         value = _prepared(setting, field)

@@ -10,20 +10,14 @@ from typing import Any, ClassVar, Literal, NoReturn, get_args, get_origin
 from invformer.errors import ConfigurationError
 
 NULL_WORDS = ("~", "null", "Null", "NULL", "None")  # None is what a W&B sweep writes
+ANY_TEXT = re.compile(r"[^\0\ud800-\udfff]*")  # of a field that is read as it is typed, also null
 
 
 def option(
-    default: Any,
-    help: str,
-    within: str | None = None,
-    pattern: re.Pattern[str] | None = None,
-    verbatim: bool = False,
+    default: Any, help: str, within: str | None = None, pattern: re.Pattern[str] | None = None
 ) -> Any:
-    """A field with its meaning (and unit), and the interval or the pattern that it must fit.
-
-    ``verbatim``: it takes any text as it is typed, also ``null`` and ``${…}``.
-    """
-    metadata = {"help": help, "within": within, "pattern": pattern, "verbatim": verbatim}
+    """A field with its meaning (and unit), and the interval or the pattern that it must fit."""
+    metadata = {"help": help, "within": within, "pattern": pattern}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -61,9 +55,9 @@ class Section:
             for item in value if isinstance(value, list) else [value]:
                 if item == "":
                     self.refuse(f.name, "is empty; give at least one character")
-                if not is_plain(item, f.metadata.get("verbatim", False)):
-                    self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 within, pattern = f.metadata.get("within"), f.metadata.get("pattern")
+                if pattern is not ANY_TEXT and not is_plain(item):
+                    self.refuse(f.name, f"{shown(item)} cannot be used as a value")
                 if item is not None and within and not contains(within, item):
                     self.refuse(f.name, f"{shown(item)} is not in {within}")
                 if item is not None and pattern and not pattern.fullmatch(item):
@@ -124,13 +118,12 @@ def contains(interval: str, value: float) -> bool:
     return above and (value < high if interval[-1] == ")" else value <= high)
 
 
-def is_plain(value: Any, verbatim: bool) -> bool:
-    """Whether a value is text that UTF-8 can hold, and survives a YAML file unless ``verbatim``."""
+def is_plain(value: Any) -> bool:
+    """Whether a value survives a command line and a YAML file as it is."""
     if not isinstance(value, str):
         return not isinstance(value, list | dict)
     words = (*NULL_WORDS, "???")  # ??? is OmegaConf's word for a missing value
-    survives = verbatim or (value not in words and "${" not in value)
-    return survives and not re.search(r"[\0\ud800-\udfff]", value)
+    return value not in words and "${" not in value and ANY_TEXT.fullmatch(value) is not None
 
 
 def is_optional(kind: Any) -> bool:

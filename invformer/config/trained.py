@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from invformer.config.schema import MANY_CHARACTERS, SEED, SIZE, CorpusName, ScoredSplit, Unknown
-from invformer.config.section import Root, Section, option, section
+from invformer.config.section import ANY_TEXT, Root, Section, option, section
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -69,7 +69,7 @@ class SampleConfig(Root):
     program: ClassVar[str] = "sample.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     prompt: str | None = option(
-        None, "text to continue; without one the terminal or a pipe is read", verbatim=True
+        None, "text to continue; without one the terminal or a pipe is read", pattern=ANY_TEXT
     )
     length: int = option(200, "characters to add", SIZE)
     temperature: float = option(1.0, "0 takes the likeliest character", "[0, 100]")
@@ -87,7 +87,7 @@ class InvertConfig(Root):
     program: ClassVar[str] = "invert.py"
     checkpoint: str = field(metadata={"help": CHECKPOINT})
     text: str | None = option(
-        None, "text to recover; without one file, states or stdin is read", verbatim=True
+        None, "text to recover; without one file, states or stdin is read", pattern=ANY_TEXT
     )
     file: str | None = option(None, "file with the text, UTF-8")
     states: str | None = option(None, "safetensors file with states (tokens, width) to invert")
