@@ -16,8 +16,7 @@ MODULE = "invformer.training.module"
 PLACES = {
     "in a forward pass": [(f"{MODULE}:CharLanguageModel.training_step", 5, TERM)],
     "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 12, INT)],
-    "right after an update": [(f"{MODULE}:refresh_normalisers", 9, TERM)],
-    "in the step before a validation": [(f"{MODULE}:refresh_normalisers", 7, TERM)],
+    "after the update before a validation": [(f"{MODULE}:refresh_normalisers", 7, TERM)],
     "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
     "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 6, TERM)],
     "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 15, INT)],
