@@ -2,11 +2,7 @@
 
 ``trainer.devices=2`` makes the typed command a launcher, which starts the same command again as
 ranks on this machine. ``torchrun`` starts train.py as ranks of one or several machines.
-
-* If a rank fails, the launcher ends the others. The run's exit code and line are the rank's own if
-  it could say what went wrong (see ``errors``); otherwise the run ends with code 9.
-* If a rank hangs, the others wait for its gradients until ``trainer.rank_timeout`` and fail.
-* If the launcher is gone, even after kill -9, its ranks end too.
+docs/reliability.md says what happens if a rank or the launcher dies or hangs.
 """
 
 import json

@@ -1,10 +1,8 @@
 """Fully sharded data parallelism (FSDP2): gradients and the optimiser's memory in parts.
 
-Every process updates its part of every weight and keeps the optimiser's memory of that part. A
-block's gradients are exchanged while those of the block below are computed. Between two steps all
-weights are whole everywhere, because normalisation, monitor, certificate and inversion are
-functions of whole matrices. In a checkpoint weights are whole, and every process writes its part of
-the optimiser's memory.
+Every process updates its part of every weight and keeps the optimiser's memory of that part, which
+it writes into checkpoints. Between two steps all weights are whole everywhere, because
+normalisation, monitor, certificate and inversion are functions of whole matrices.
 """
 
 import warnings
