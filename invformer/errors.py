@@ -39,7 +39,7 @@ class NonFiniteError(InvformerError):
     @classmethod
     def at(cls, step: int, what: str) -> "NonFiniteError":
         """The error that ends a run at a step: what is wrong, and what to do."""
-        advice = "lower optim.lr and optim.muon_lr (the last good checkpoint is kept)"
+        advice = "lower optim.lr and optim.muon_lr (earlier checkpoints are kept)"
         return cls(f"step {step}: {what}; {advice}")
 
 

@@ -243,6 +243,8 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
         (states,) = safetensors.torch.load_file(os.path.expanduser(path)).values()
         if not states.is_floating_point():
             raise ValueError(f"states are floating-point numbers, not {states.dtype}")
+        if not states.isfinite().all():
+            raise ValueError("some of its numbers are not finite")
     except (OSError, ValueError, safetensors.SafetensorError) as error:
         raise DataError(f"{path}: not a safetensors file with one tensor ({error})") from None
     return states

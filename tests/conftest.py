@@ -32,13 +32,13 @@ def single_precision() -> None:
 
 
 @pytest.fixture
-def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs draw none, which would take longer than they do."""
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs leave an empty summary.png: drawing it takes longer than their training."""
     monkeypatch.setattr("invformer.training.fit.plot_run", lambda _, path, *rest: path.touch())
 
 
 @pytest.fixture
-def folder(tmp_path: Path, single_precision: None, without_pictures: None) -> Path:
+def folder(tmp_path: Path, single_precision: None, without_plots: None) -> Path:
     """A folder with the text of small runs."""
     from tests.small_runs import write_text
 

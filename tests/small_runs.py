@@ -82,7 +82,7 @@ def without_plots() -> None:
     """Called in a run before it starts: pictures take longer than its training."""
     import invformer.training.fit
 
-    invformer.training.fit.plot_run = lambda *_: []
+    invformer.training.fit.plot_run = lambda _, path, *rest: path.touch()
 
 
 def losses(run: Path) -> list[tuple[int, dict[str, str]]]:

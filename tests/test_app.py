@@ -24,7 +24,7 @@ from tests.small_runs import built, fitted, newest, write_text
 ROOT = Path(__file__).parent.parent
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
-pytestmark = pytest.mark.usefixtures("single_precision", "without_pictures")
+pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
 
 
 def options(folder: Path, *more: str) -> list[str]:
@@ -115,7 +115,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_checkpoint("~/missing")
 
 
-def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def shell(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
@@ -125,12 +125,12 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_the_two_commands_work_from_a_shell(tmp_path: Path) -> None:
     root = f"run.root={tmp_path / 'my runs'}"
     arguments = [a for a in options(tmp_path, root) if a != "logger.name=none"]
-    done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+    done = shell(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wandb sync" in done.stdout
     run = tmp_path / "my runs" / "a"
     (said,) = re.findall("python evaluate.py (.*)", done.stdout)
-    done = command(str(ROOT / "evaluate.py"), *shlex.split(said), cwd=tmp_path)
+    done = shell(str(ROOT / "evaluate.py"), *shlex.split(said), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((run / "evaluation.json").read_text())
     assert {"bpc", "certificate", "local_lipschitz", "inversion", "perf"} <= report.keys()
@@ -158,7 +158,7 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
             f"trainer.strategy={'fsdp' if name == 'fsdp' else 'ddp'}", "monitor.every=1",
             "monitor.length=8", *more,
         )  # fmt: skip
-        done = command(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+        done = shell(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         runs[name] = read_rows(tmp_path / name / "metrics.jsonl")
     for key in ("train/nats", "optim/grad_norm", "val/bpc", "lipschitz/estimate"):

@@ -188,20 +188,20 @@ def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: 
     exec(compile(example, title, "exec"), {"math": math, "torch": torch})
 
 
-def test_every_pointer_leads_to_a_definition() -> None:
+def test_every_pointer_on_the_page_of_numerics_leads_to_a_definition() -> None:
     for path, name in sorted(pointers(NUMERICS)):
         inside = "invformer." if (ROOT / "invformer" / path).exists() else ""
         module = import_module(inside + path.removesuffix(".py").replace("/", "."))
         assert hasattr(module, name), f"{path} does not define {name}"
 
 
-def test_every_section_that_is_referred_to_exists() -> None:
+def test_every_section_of_the_page_of_numerics_that_is_referred_to_exists() -> None:
     numbers = {int(title.split(".")[0]) for title in SECTIONS}
     assert numbers == set(range(1, len(SECTIONS) + 1))
     assert {int(n) for n in re.findall(r"§(\d+)", NUMERICS)} <= numbers
 
 
-def test_every_test_file_the_page_names_exists() -> None:
+def test_every_test_file_that_the_page_of_numerics_names_exists() -> None:
     for path in re.findall(r"`(tests/[\w/]+\.py)`", NUMERICS):
         assert (ROOT / path).is_file()
 
@@ -216,7 +216,7 @@ def test_every_test_that_the_page_of_reliability_names_exists() -> None:
     assert not {name for name in named if f"def {name}(" not in sources}
 
 
-def test_every_exit_code_is_in_the_table() -> None:
+def test_every_exit_code_is_on_the_page_of_reliability() -> None:
     (line,) = re.findall(r"^Exit codes:(.*?)\n\n", RELIABILITY, re.DOTALL | re.MULTILINE)
     family = [errors.InvformerError, *errors.InvformerError.__subclasses__()]
     assert {str(error.exit_code) for error in family} <= set(re.findall(r"\d+", line))

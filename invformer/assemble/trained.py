@@ -18,7 +18,7 @@ FIRST_BLOCK = "stack.blocks.0."
 
 
 def load_trained(source: str) -> Trained:
-    """The model that :func:`invformer.load` opens, which says what is raised."""
+    """The model of a source as of :func:`invformer.load`, which also says what is raised."""
     folder = Path(os.path.expanduser(source))
     if is_hub_name(source):
         return read_export(download(source), Path(source.replace("/", "--")))

@@ -74,7 +74,7 @@ def causal_bound(
 def lipschitz_bound(
     w_qkv: Projections, temperature: Temperatures, g: OutputMaps, norm: Norm, num_tokens: int
 ) -> float:
-    """Lip(F) ≤ √N times that in token_max in frobenius, √D times in entry_max.
+    """Lip(F) in any norm: in frobenius ≤ √N times, in entry_max ≤ √D times that in token_max.
 
     Because ‖dF‖_F ≤ √N max_i ‖dF_i‖ and max_j ‖dx_j‖ ≤ ‖dX‖_F, and ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞.
     """

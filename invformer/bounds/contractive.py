@@ -94,10 +94,10 @@ def entry_max_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
 
 
 def causal_bound(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> float:
-    """sup ‖∂F_i/∂x_i‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(κ′_h/s_h) W_h]_h‖₂, κ′_h = κ′(n_h).
+    """sup ‖∂F_i/∂x_i‖₂ ≤ min_s ‖[s_h G_h]_h‖₂ ‖[(κ′_h/s_h) W_h]_h‖₂.
 
-    The diagonal blocks of a causal Jacobian. If they are below one, x + F(x) can be inverted token
-    by token. It is *not* a Lipschitz constant of F in any norm.
+    κ′_h = 1 + 2 W₀(n_h e^{−3/2}). If the diagonal blocks of a causal Jacobian are below one,
+    x + F(x) can be inverted token by token. It is *not* a Lipschitz constant of F in any norm.
     """
     return shared_input(diagonal_gains(log_mass, len(w_q)), w_q, g)
 

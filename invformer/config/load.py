@@ -147,9 +147,12 @@ def help_text(schema: type[Root] = TrainConfig) -> str:
     for key, f in options(schema):
         default = default_of(f)
         assigned = "=  (required)" if default is MISSING else f"={_as_text(default)}"
+        kind = describe(f.type)
+        if f.metadata.get("pattern") is ANY_TEXT:  # also "null"
+            assigned, kind = "=", "text"
         interval = f.metadata.get("within")
         within = f" in {interval}" if interval else ""
-        lines += [f"  {key}{assigned}", f"      {describe(f.type)}{within}: {f.metadata['help']}"]
+        lines += [f"  {key}{assigned}", f"      {kind}{within}: {f.metadata['help']}"]
     return "\n".join(lines)
 
 

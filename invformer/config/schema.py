@@ -232,11 +232,11 @@ class LoggerConfig(Section, key="logger"):
 
     name: list[LoggerName] = option(["wandb"], "beside metrics.jsonl; several as [csv,wandb]")
     project: str = option(
-        "invformer", r"a W&B project, 1 to 128 of all but /\#?%:", pattern=PROJECT
+        "invformer", r"a W&B project: up to 128 characters, none of / \ # ? % :", pattern=PROJECT
     )
     mode: Literal["auto", "online", "offline", "disabled"] = option("auto", "auto looks for a key")
     entity: str | None = option(None, "W&B user or team; null is your default")
-    tags: list[str] = option([], "text of 1 to 64 characters each, tags in W&B", pattern=TAG)
+    tags: list[str] = option([], "W&B tags of 1 to 64 characters each", pattern=TAG)
     group: str | None = option(None, "W&B group; an experiment file names its family here")
     notes: str | None = option(None, "W&B notes, what this run is for")
 

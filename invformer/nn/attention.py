@@ -129,8 +129,9 @@ class ContractiveL2Attention(TiedL2Attention):
     Ĝ = W^G/σ̄(W^G) is a matrix of norm ≤ 1 that has the Ĝ_h one above the other.
 
     ``token_max``: κ_h = 4 φ⁻¹(n_h) + 1 bounds one head's gain, so Lip(f) ≤ c in max_i ‖x_i‖₂.
-    ``causal``: κ′_h = 1 + 2 W₀(n_h e^{−3/2}) for κ_h bounds the diagonal Jacobian blocks by c; that
-    is enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has both proofs).
+    ``causal``: κ′_h = 1 + 2 W₀(n_h e^{−3/2}) replaces κ_h, and the diagonal Jacobian blocks are at
+    most c; that is enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has
+    both proofs).
 
     The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
 

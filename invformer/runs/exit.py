@@ -71,7 +71,7 @@ def explained(error: Exception) -> tuple[str, int]:
 def report(message: str, exit_code: int) -> int:
     """Print the line and return the code; a rank hands the line to its launcher.
 
-    A configuration is refused in all ranks of a torchrun, and the first says so for its machine.
+    Under torchrun all ranks refuse the same configuration; the first of each machine says so.
     """
     line = printable(" ".join(message.split()))
     folder = os.environ.get(REPORTS)

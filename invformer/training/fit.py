@@ -180,7 +180,7 @@ def print_result(run: Run) -> None:
 def first_words(data: TextDataModule) -> str:
     """A few words from the beginning of the training text, whose characters the model knows.
 
-    A control character could only be shown as others, which it may not know.
+    Control characters are left out: typed as they are shown, they would be other characters.
     """
     beginning = data.vocabulary.text(data.tokens("train")[:200])
     lines = CONTROL_CHARACTER.sub("\n", beginning).splitlines()

@@ -150,7 +150,7 @@ class LipschitzMonitor(L.Callback):
     def proven(self, probe: LipschitzProbe, certificate: Certificate | None) -> Numbers:
         """Local bounds and bounds of the branches, if there is a theorem for each of them.
 
-        The certificate is proven here if there is none, or if the weights were cast for it.
+        The certificate is proven here if there is none, or if it is of weights in another format.
         """
         own_format = str(probe.model.head.weight.dtype).removeprefix("torch.")
         try:

@@ -40,7 +40,7 @@ def test_a_text_that_a_checkpoint_names_may_be_gone() -> None:
 def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -> None:
     if not Path(path).exists():
         pytest.skip("this system has no such files")
-    assert refusal(SavedPath(path)) == f"{path}: empty, and {UNTYPED}"
+    assert "has no train text" in refusal(SavedPath(path))
 
 
 def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> None:

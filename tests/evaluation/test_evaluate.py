@@ -76,12 +76,9 @@ def test_the_split_that_is_asked_for_is_the_one_that_is_scored(tmp_path: Path) -
     assert len(nats) == 3
 
 
-@pytest.mark.parametrize(
-    ("apart", "unknown", "dtype"),
-    [(0.5, 1e10, torch.float32), (1e-4, 1e7, torch.float32), (1e-160, 0, torch.float64)],
-)
+@pytest.mark.parametrize(("apart", "unknown"), [(0.5, 1e10), (1e-4, 1e7), (3e-45, 0)])
 def test_no_checkpoint_makes_a_wrong_character_proven(
-    tmp_path: Path, apart: float, unknown: float, dtype: torch.dtype
+    tmp_path: Path, apart: float, unknown: float
 ) -> None:
     torch.set_flush_denormal(True)
     saved = Saved(tmp_path, "model=contractive_bounded")
@@ -89,7 +86,7 @@ def test_no_checkpoint_makes_a_wrong_character_proven(
     away = torch.zeros(table.shape, dtype=torch.float64)
     away[:, 0] = apart * torch.arange(len(table))
     away[0, 1] = unknown
-    table.copy_(away.to(dtype))
+    table.copy_(away)
     inversion = saved.evaluated("evaluate.lipschitz_sequences=0")["inversion"]
     torch.set_flush_denormal(False)
     assert inversion["characters_proven"] <= inversion["characters_recovered"]

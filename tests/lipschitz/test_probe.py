@@ -206,7 +206,9 @@ def test_a_saved_probe_goes_on_as_if_never_saved() -> None:
     probe.values()
     other.load_state_dict({name: tensor.clone() for name, tensor in probe.state_dict().items()})
     assert torch.equal(probe.values(), other.values())
-    for state in (LipschitzProbe(model, random_tokens(2)).state_dict(), {"others": torch.zeros(1)}):
+    other_shape = LipschitzProbe(model, random_tokens(2)).state_dict()
+    other_type = {name: tensor.float() for name, tensor in probe.state_dict().items()}
+    for state in (other_shape, other_type, {"others": torch.zeros(1)}):
         with pytest.raises(ValueError, match="do not fit"):
             other.load_state_dict(state)
 

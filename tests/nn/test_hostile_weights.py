@@ -214,7 +214,7 @@ def test_a_float64_copy_is_inverted_with_the_certificate_of_the_float32_model() 
         (scaled_model, "feed_forward.scaling.shift", math.nan),
     ],
 )
-def test_parameters_without_a_constant_have_to_be_finite_too(
+def test_parameters_without_a_constant_have_to_be_finite_and_in_range_too(
     build: Callable[[], CharTransformer], part: str, value: float
 ) -> None:
     model = build()

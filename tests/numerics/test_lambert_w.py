@@ -84,7 +84,7 @@ def test_the_lemma_is_attained_and_never_exceeded() -> None:
 
 
 def test_the_causal_gain_is_attained_and_never_exceeded() -> None:
-    """max_s (1 + 2 Σ s e^{−s})/(1 + Σ e^{−s}) = κ(n), at s = 3/2 + W₀(n e^{−3/2})."""
+    """max_s (1 + 2 Σ s e^{−s})/(1 + Σ e^{−s}) = κ′(n), at s = 3/2 + W₀(n e^{−3/2})."""
     n = 9
 
     def gain(s: Tensor) -> Tensor:

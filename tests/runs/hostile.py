@@ -199,7 +199,7 @@ ATTACKS: dict[str, Attack] = {
             "config.model.name": "dot_product",
             "config.data.seq_len": 1_000_000,
             "config.trainer.precision": "64-true",
-            "step": 10**30,
+            "step": -1,
             "data_sha256": [1],
         }.items()
     },

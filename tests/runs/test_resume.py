@@ -34,7 +34,7 @@ from tests.runs.hostile import edit_json
 from tests.saved_runs import write_checkpoint
 from tests.small_runs import TEXT, StopAt, built, write_text
 
-pytestmark = pytest.mark.usefixtures("single_precision", "without_pictures")
+pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
 SHORT = ("trainer.max_steps=6", "trainer.val_every=2", "monitor.inversion=false")
 DROPOUT = ("model=dot_product", "model.dropout=0.2")
 

@@ -37,6 +37,7 @@ def test_every_kind_has_the_blocks_that_its_name_says(kind: Kind) -> None:
     model = build_kind(tiny_case(kind, 3))
     contractive = kind.startswith("contractive") or kind == "certified"
     assert len(model.stack.blocks) == 3
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
     blocks = {type(block) for block in model.stack.blocks}
     assert (blocks == {torch.nn.Sequential}) == kind.endswith("_post")
     assert (blocks == {InvertibleBlock}) == contractive

@@ -62,6 +62,7 @@ def test_far_out_the_constant_is_its_limit_and_nearer_it_is_not(causal: float) -
 
 def test_all_four_statements_hold(rows: list[tuple[Case, Result]]) -> None:
     assert mean_field.summarise(rows).verdict == "reproduced: all four statements hold"
+    assert all(r.value > 0.02 * r.upper for c, r in rows if c.statement == "weighted")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.host_syncs import HostSyncs
 from tests.small_runs import built, losses, options
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
-pytestmark = pytest.mark.usefixtures("single_precision", "without_pictures")
+pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
 
 
 def arguments(folder: Path, name: str, *more: str) -> list[str]:

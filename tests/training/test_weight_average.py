@@ -32,7 +32,7 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
     assert model.weight.equal(learning)
 
 
-@pytest.mark.usefixtures("single_precision", "without_pictures")
+@pytest.mark.usefixtures("single_precision", "without_plots")
 @pytest.mark.parametrize("model", ["contractive_l2", "dot_product"])
 def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: str) -> None:
     options = [f"model={model}", "optim.ema_decay=0.9", "trainer.val_every=3"]
