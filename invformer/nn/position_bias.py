@@ -40,8 +40,12 @@ class VisibilityMask(nn.Module):
                 "keep the diagonal visible"
             )
         self.seq_len = visible.shape[0]
-        self.is_causal = not visible.triu(1).any()  # no token sees a later one
         self.register_buffer("hidden", ~visible, persistent=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """True if no token sees a later one."""
+        return not (~self.hidden).triu(1).any()
 
     def require_causal(self) -> None:
         """Raise ValueError if a token sees a later one: diagonal blocks then prove nothing."""
@@ -77,9 +81,14 @@ class CausalMask(VisibilityMask):
 
     def __init__(self, seq_len: int) -> None:
         nn.Module.__init__(self)
-        self.seq_len, self.is_causal = seq_len, True
+        self.seq_len = seq_len
         # Zero at lag 0; also tells the device.
         self.register_buffer("origin", torch.zeros(1, 1), persistent=False)
+
+    @property
+    def is_causal(self) -> bool:
+        """True."""
+        return True
 
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0.
