@@ -72,7 +72,7 @@ class CertificateKeeper(L.Callback):
         """Certify; shrink what exceeds its target; refuse to go on if that fails."""
         assert isinstance(pl_module, CharLanguageModel)
         try:
-            self.certificate = pl_module.certificate = enforce(pl_module.model, self.dtype)
+            self.certificate = enforce(pl_module.model, self.dtype)
             self.certified_at = trainer.global_step
         except NonFiniteError as error:
             raise NonFiniteError.at(pl_module.step, str(error)) from None

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from invformer.errors import NonFiniteError
 from invformer.evaluation.likelihood import window_nats
 from invformer.kernels.cuda_graph import Replayed, with_gradients
-from invformer.nn.certificate import Certificate
 from invformer.nn.dropout import Dropout, sample_keys, set_sample_keys
 from invformer.nn.spectral import normalised, refresh_normalisers
 from invformer.nn.stack import InvertibleStack, StackWeights
@@ -74,7 +73,6 @@ class CharLanguageModel(L.LightningModule):
         self.cuda_graph = cuda_graph
         self.average = None if ema_decay is None else WeightAverage(model, ema_decay)
         self.validated: StackWeights | None = None  # weights, while a validation runs
-        self.certificate: Certificate | None = None  # of these weights, if somebody proved it
         self.scored: Tensor  # nats and number of the characters that it has scored
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
@@ -217,7 +215,6 @@ class CharLanguageModel(L.LightningModule):
 
     def on_validation_end(self) -> None:
         """Go back to the weights that learn."""
-        self.certificate = None
         self.swap_average()
 
     def on_train_end(self) -> None:

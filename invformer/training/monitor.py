@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from invformer.lipschitz.local_bounds import local_bounds
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.lipschitz.submodules import local_constants
-from invformer.nn.certificate import Certificate, NoCertificateError
+from invformer.nn.certificate import NoCertificateError
 from invformer.nn.proof import certify
 from invformer.nn.stack import StackWeights
 from invformer.runs.sharding import gathered
@@ -124,7 +124,7 @@ class LipschitzMonitor(L.Callback):
         assert isinstance(pl_module, CharLanguageModel)
         step = pl_module.step
         with self.watch, torch.inference_mode(False), self.probe.unchanged():
-            record(trainer, step, self.row(None) | self.proven(self.probe, pl_module.certificate))
+            record(trainer, step, self.row(None) | self.proven(self.probe))
         if (share := self.watch.share(self.stopped)) is not None:
             record(trainer, step, {"perf/monitor_overhead": share})
 
@@ -147,19 +147,14 @@ class LipschitzMonitor(L.Callback):
             row["lipschitz/target"] = self.probe.target
         return row
 
-    def proven(self, probe: LipschitzProbe, certificate: Certificate | None) -> Numbers:
-        """Local bounds and bounds of the branches, if there is a theorem for each of them.
-
-        The certificate is proven here if there is none, or if it is of weights in another format.
-        """
-        own_format = str(probe.model.head.weight.dtype).removeprefix("torch.")
+    def proven(self, probe: LipschitzProbe) -> Numbers:
+        """Local bounds and bounds of the branches, if there is a theorem for each of them."""
         try:
-            if certificate is None or certificate.dtype != own_format:
-                certificate = certify(probe.model)
+            per_branch = certify(probe.model).per_branch
         except NoCertificateError:
             return {}
         found = local_bounds(probe)
-        bounds = found.new_tensor([certificate.per_branch[name] for name in probe.names])
+        bounds = found.new_tensor([per_branch[name] for name in probe.names])
         local = torch.minimum(found, bounds)  # what holds everywhere holds here
         return self.by_key("local_bound", local) | self.by_key("bound", bounds)
 
