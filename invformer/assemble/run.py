@@ -66,7 +66,7 @@ def build_run(config: TrainConfig) -> Run:
     directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory, config, metadata)
-    is_finished = is_complete(directory, resume, how.max_steps)
+    is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
     if is_first_process():
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))

@@ -20,7 +20,6 @@ from invformer.config.section import options
 from invformer.errors import CheckpointError, DataError
 from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.run_directory import RunDirectory, is_begun, saved_configuration
-from invformer.runs.run_log import read_rows
 
 # These may differ between a run and its continuation, since they change no number; devices and
 # strategy change the rounding. Another path has to lead to the same text, which is checked apart.
@@ -89,12 +88,14 @@ def differing_keys(before: TrainConfig, now: TrainConfig) -> list[str]:
     ]
 
 
-def is_complete(run: RunDirectory, newest: Checkpoint | None, max_steps: int) -> bool:
-    """Whether all steps of a run are done and validated, and the summary is drawn."""
-    if newest is None or newest.step < max_steps or not run.summary.exists():
+def is_complete(checkpoint: Checkpoint | None, max_steps: int) -> bool:
+    """Whether all steps of a run are done, and no validation has to be made up for."""
+    if checkpoint is None or checkpoint.step < max_steps:
         return False
-    last = (row for row in read_rows(run.metrics) if row["step"] == newest.step - 1)
-    return any("val/bpc" in row for row in last)
+    try:
+        return checkpoint.read_state()["callbacks"]["Interruption"]["validating"] is False
+    except (KeyError, TypeError):  # not a state of this program, which is refused when it is loaded
+        return False
 
 
 def require_own_state(
