@@ -1,11 +1,11 @@
 """Writing metrics.jsonl, as a logger of Lightning's; reading it (run_log.py) needs no Lightning."""
 
+import bisect
 import json
 import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from difflib import SequenceMatcher
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,7 @@ class JsonLinesLogger(Logger):
         content = read_regular(self.path) if os.path.lexists(self.path) else b""
         lines = content.split(b"\n")
         rows = {n: row for n, line in enumerate(lines) if (row := read_row(line))}
-        in_order = increasing({n: row["step"] for n, row in rows.items()})
+        in_order = longest_increase({n: row["step"] for n, row in rows.items()})
         kept = [n for n in in_order if rows[n]["step"] < first_step]
         report_gaps(self.path, [rows[n]["step"] for n in kept], first_step)
         others = set(range(len(lines))).difference(in_order)
@@ -101,11 +101,21 @@ class JsonLinesLogger(Logger):
             self.row, self.begin = rows[kept[-1]], len(whole) - len(lines[kept[-1]]) - 1
 
 
-def increasing(steps: Mapping[int, int]) -> list[int]:
-    """The keys of steps in increasing order, without those that are out of order."""
-    keys, values = list(steps), list(steps.values())
-    blocks = SequenceMatcher(None, values, sorted(set(values)), False).get_matching_blocks()
-    return [key for block in blocks for key in keys[block.a : block.a + block.size]]
+def longest_increase(steps: Mapping[int, int]) -> list[int]:
+    """The keys of the longest subsequence of increasing steps."""
+    ends: list[int] = []  # the smallest step at which a subsequence of each length ends
+    keys: list[int] = []  # of these steps
+    before: dict[int, int | None] = {}
+    for key, step in steps.items():
+        length = bisect.bisect_left(ends, step)
+        before[key] = keys[length - 1] if length else None
+        ends[length : length + 1], keys[length : length + 1] = [step], [key]
+    found: list[int] = []
+    last = keys[-1] if keys else None
+    while last is not None:
+        found.append(last)
+        last = before[last]
+    return found[::-1]
 
 
 def report_gaps(path: Path, steps: Sequence[int], first_step: int) -> None:
