@@ -14,6 +14,7 @@ from invformer.runs.launcher import from_first_rank
 from invformer.runs.ranks import is_rank, launcher_value
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
+BEFORE_TRAINING = {LOCK, CONFIG, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
 
 
 class RunDirectory:
@@ -77,18 +78,22 @@ def open_run(root: Path, name: str | None, default_name: str, resume: bool) -> R
         raise CheckpointError(
             f"{path} exists: choose another run.name, or run.resume=true to continue it"
         )
-    # What was being written when a process was killed is no content.
-    if any(f.name != LOCK and not f.name.startswith(PARTIAL) for f in path.iterdir()):
+    if names_in(path) - {LOCK}:
         saved_configuration(path)
     lock_run(path)
     return RunDirectory(path)
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a folder has rows or a checkpoint."""
+    """Whether a folder has a checkpoint, metrics, or other files than precede a first step."""
     run = RunDirectory(path)
     has_rows = run.metrics.exists() and run.metrics.stat().st_size > 0
-    return has_rows or any(run.checkpoints.glob("*"))
+    return has_rows or any(run.checkpoints.glob("*")) or not names_in(path) <= BEFORE_TRAINING
+
+
+def names_in(path: Path) -> set[str]:
+    """The files of a folder, except what was being written when a process was killed."""
+    return {file.name for file in path.iterdir() if not file.name.startswith(PARTIAL)}
 
 
 def fresh_folder(root: Path, default_name: str) -> Path:

@@ -96,9 +96,9 @@ def test_a_run_that_did_nothing_gives_its_name_to_another_configuration(
 
 
 @pytest.mark.parametrize(
-    "kept", ["metrics.jsonl", "checkpoints/step-00000001", "checkpoints/.partial-x"]
+    "kept", ["metrics.jsonl", "checkpoints/step-00000001", "checkpoints/.partial-x", "notes.txt"]
 )
-def test_a_run_with_rows_or_a_save_keeps_its_configuration(tmp_path: Path, kept: str) -> None:
+def test_a_folder_with_anything_in_it_keeps_its_configuration(tmp_path: Path, kept: str) -> None:
     begin(tmp_path)
     path = tmp_path / "a"
     (path / "metrics.jsonl").write_text("")
