@@ -123,13 +123,14 @@ def keep(report: Mapping[str, Any], latest: Path) -> tuple[Path, Path]:
     path = latest.with_suffix("") / f"{name}-{data['split']}-{report['step']}.json"
     refuse_link(path.parent)
     write_json(report, path)
+    if data["same_as_training"]:
+        write_json(report, latest)
     if latest.name == EVALUATION:
         with suppress(OSError):  # a model without its run
             curves = plots.read_curves(latest.with_name(METRICS))
     content, html = page(report, curves), path.with_suffix(".html")
     replace_file(html, content)
     if data["same_as_training"]:
-        write_json(report, latest)
         html = latest.with_name(latest.name.replace("evaluation.json", "report.html"))
         replace_file(html, content)
         if curves:

@@ -125,7 +125,8 @@ def evaluated(case: Case, split: str, device: torch.device) -> dict[str, Any]:
     """The report of ``evaluate.py`` on a split, of the checkpoint that is best on validation."""
     asked = ["evaluate.lipschitz_sequences=0", f"evaluate.device={device.type}"]
     call("evaluate.py", f"checkpoint={case.run}", f"data.split={split}", *asked)
-    (file,) = (case.run / "evaluation").glob(f"*-{split}-*.json")
+    files = (case.run / "evaluation").glob(f"*-{split}-*.json")
+    file = max(files, key=lambda file: file.stat().st_mtime)  # the one just written
     return json.loads(file.read_text(encoding="utf-8"))
 
 

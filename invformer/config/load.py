@@ -79,7 +79,8 @@ def parse_or_exit(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Co
             raise SystemExit(0)
         return config
     except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # torchrun's other ranks would say the same
+            print(f"error: {error}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
 
 

@@ -294,7 +294,7 @@ class TrainConfig(Root):
             self.refuse("optim.warmup_steps", why)
         self.require_equal_shares(self.trainer.devices)
         characters = self.data.batch_size * self.data.seq_len * self.trainer.accumulate
-        if characters == 1 and self.model.is_contractive:
+        if characters == 1 and self.model.is_contractive and self.init_from is None:
             why = "1 window of 1 character has no deviation to start from; read more"
             self.refuse("data.batch_size", why)
         if self.trainer.strategy == "fsdp" and self.trainer.precision == "64-true":

@@ -44,10 +44,11 @@ class Section:
     A subclass names its own ``key`` and may add ``check(self)`` for rules about several fields.
     """
 
-    key: ClassVar[str]
+    key: ClassVar[str] = ""
 
-    def __init_subclass__(cls, key: str = "") -> None:
-        cls.key = key
+    def __init_subclass__(cls, key: str | None = None) -> None:
+        if key is not None:
+            cls.key = key
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -121,8 +121,8 @@ class TextDataModule(L.LightningDataModule):
 
     def _next_batch(self) -> int:
         """Number of the first batch of the next optimiser step."""
-        step = self.trainer.global_step if self.trainer else self._saved["global_step"]
-        return self._batch_at(step)
+        done = self.trainer.global_step if self.trainer else 0
+        return self._batch_at(max(done, self._saved["global_step"]))
 
     def _batch_at(self, step: int) -> int:
         """Number of the first batch that an optimiser step reads."""

@@ -44,9 +44,9 @@ def invert_residual(
 ) -> FixedPointSolution:
     """x̂ ≈ x* with x* + f(x*) = y, by x ← y − f(x) from x = y, with a bound on ‖x̂ − x*‖.
 
-    A sample has converged if ‖y − x − f(x)‖ ≤ (1 − c)(atol + rtol ‖x‖); with ``evidence`` this is
-    measured again, by ``residual_map`` if it is given, with the rounding added. Otherwise a sample
-    ends after ``max_steps``, when c is disproved, or with NaN or infinity.
+    A sample has converged if ‖y − x − f(x)‖ ≤ (1 − c)(atol + rtol ‖x‖), up to underflow; with
+    ``evidence`` this is measured again, by ``residual_map`` if it is given, with the rounding
+    added. Otherwise it ends after ``max_steps``, when c is disproved, or with NaN or infinity.
     A sample leaves the batch with its verdict, so its answer does not depend on the others beyond
     the rounding of f itself. Nothing is recorded for gradients.
 

@@ -48,10 +48,9 @@ class ResidualEquation:
         floor = RESIDUAL_FLOOR[rounding.working] + 3 * rounding.relative
         self.least_rtol = floor / self.one_minus_c
         self.rtol = comfortable_rtol(self.least_rtol, c) if rtol is None else rtol
-        # No less than what `measure` charges a solution of zeros for underflow.
-        zeros = torch.zeros(rounding.tokens, rounding.width, dtype=torch.float64)
-        charged = norm_upper(zeros, norm).item() + rounding.relative * rounding.underflow
-        self.underflow = 2 * charged
+        # No less than what `measure` charges a solution of zeros: by norm_upper, and as rounding.
+        in_norm = math.sqrt(rounding.tokens * rounding.width * torch.finfo(torch.float64).tiny)
+        self.underflow = 2 * (in_norm + rounding.relative * rounding.underflow)
 
     def unreachable(self, length: Tensor) -> Tensor:
         """True if no answer of this length in the format of y can meet the tolerance."""
