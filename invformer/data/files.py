@@ -67,9 +67,9 @@ def require_texts(files: Iterable[Path], path: str) -> None:
 
 def chunks(file: Path, path: str) -> Iterator[bytes]:
     """The content of a file or pipe, refused if it has a megabyte of zeros (holes)."""
-    if isinstance(path, SavedPath) and not file.stat().st_size:
-        return  # empty, or of the kernel, whose files may never end
     try:
+        if isinstance(path, SavedPath) and not file.stat().st_size:
+            return  # empty, or of the kernel, whose files may never end
         with open(file, "rb") as stream, opened(stream, file, path) as content:
             while chunk := content.read(CHUNK):
                 if len(chunk) == CHUNK and not chunk.strip(b"\0"):

@@ -79,8 +79,9 @@ def refuse_link(folder: Path) -> None:
 def make_folder(folder: Path) -> None:
     """Make a folder if there is none, and wait until its name is on the disk."""
     try:
-        folder.mkdir(exist_ok=True)
-        sync_folder(folder.parent)
+        if not folder.is_dir():
+            folder.mkdir(exist_ok=True)  # another process may make it now
+            sync_folder(folder.parent)
     except OSError as error:
         raise StorageError(f"{folder}: cannot be made ({error.strerror})") from error
 
