@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 import invformer
 from invformer import commands
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
+from invformer.model import read_states, write_states
 from tests import fake_hub
 from tests.small_runs import fitted, options, write_text
 
@@ -359,6 +360,9 @@ def test_wrong_states_texts_and_paths_are_refused(
     model = invformer.load(run)
     with pytest.raises(DataError, match=r"states have the shape \(3, 5\), not \(tokens, 24\)"):
         model.invert(torch.zeros(3, 5))
+    write_states(torch.full((3, 24), torch.nan), "states.safetensors")
+    with pytest.raises(DataError, match="some of its numbers are not finite"):
+        read_states("states.safetensors")
     with pytest.raises(ConfigurationError, match="empty"):
         model.encode("")
     with pytest.raises(CheckpointError, match="no folder here, and the Hub cannot be reached"):

@@ -322,3 +322,13 @@ def test_help_the_configuration_and_errors_end_the_program(
     out, err = capsys.readouterr()
     assert (err if code else out).rstrip("\n") == says.rstrip("\n")
     assert not (out if code else err)
+
+
+def test_a_section_that_extends_another_keeps_its_key() -> None:
+    class Longer(OptimConfig):
+        pass
+
+    class Other(OptimConfig, key="other"):
+        pass
+
+    assert (OptimConfig.key, Longer.key, Other.key) == ("optim", "optim", "other")

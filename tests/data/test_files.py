@@ -43,6 +43,13 @@ def test_files_of_the_kernel_are_no_text_that_a_checkpoint_may_name(path: str) -
     assert "has no train text" in refusal(SavedPath(path))
 
 
+def test_an_empty_file_among_the_texts_of_a_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    for name, text in {"a.md": "", "b.md": "some text", "c.md": ""}.items():
+        write(tmp_path / name, text)
+    for path in (f"{tmp_path}/*.md", SavedPath(f"{tmp_path}/*.md")):
+        assert whole(corpus_at(path)) == "some text"
+
+
 def test_a_file_of_holes_is_refused_at_its_first_megabyte(tmp_path: Path) -> None:
     write(tmp_path / "text.txt", "")
     os.truncate(tmp_path / "text.txt", 1 << 40)

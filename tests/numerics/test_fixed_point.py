@@ -159,9 +159,6 @@ def test_underflow_is_covered_by_the_bound(dtype: torch.dtype, scale: float) -> 
     assert (solution.error_bound >= 2 * scale).all()
 
 
-# --- causal constants -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("bias", "inner_size"), [(0.0, 0.0), (0.2, 1.0)])
 @pytest.mark.parametrize("norm", NORMS)
@@ -174,6 +171,9 @@ def test_zeros_are_inverted(dtype: torch.dtype, bias: float, inner_size: float, 
     y = solution.value + f(solution.value)
     assert (vector_norm(y, norm) <= 1.5 * solution.error_bound).all()
     assert (solution.error_bound < 1e-5).all()
+
+
+# --- causal constants -----------------------------------------------------------------------------
 
 
 def test_a_causal_map_with_a_global_constant_above_one_is_inverted_without_a_bound() -> None:
