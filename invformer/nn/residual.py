@@ -16,6 +16,7 @@ from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.norms import Norm
+from invformer.numerics.precision import has_autocast
 from invformer.numerics.residual_equation import Kind
 
 
@@ -108,7 +109,7 @@ class InvertibleResidual(nn.Module):
             return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
         stacked = scalings_together(scalings)
         folds = first.branch.folds_scaling and first.input_radius is None
-        if torch.is_grad_enabled() and folds:
+        if torch.is_grad_enabled() and folds and not has_autocast(first.branch.correction.device):
             folded = first.branch.weights_of(branches, stacked)
             centres = stacked.shift * stacked.inverse
             return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]
@@ -192,7 +193,7 @@ class InvertibleResidual(nn.Module):
         log_scale, _, inverse, shift = weights.scaling
         outer = scale_step(y, -log_scale, -shift * inverse, norm)  # y = D⁻¹(v − b), undone
         steps = (outer, *steps, scale_step(u, log_scale, shift, norm))  # u = D x + b, undone
-        error = stack_error_bound(steps).to(y.device).expand(y.shape[:-2])
+        error = stack_error_bound(steps).expand(y.shape[:-2])
         x = weights.scaling.undo(u)
         return replace(solution, value=x, error_bound=error, error_steps=steps)
 

@@ -98,7 +98,7 @@ def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
     if not lipschitz_bound < 1:
         return ErrorStep(math.inf, math.inf)
     amplification = (1 + 2.0**-50) / (1 - lipschitz_bound)
-    return ErrorStep(amplification, error_bound.cpu(), lipschitz_bound=lipschitz_bound)
+    return ErrorStep(amplification, error_bound, lipschitz_bound=lipschitz_bound)
 
 
 def scale_step(
@@ -116,7 +116,7 @@ def scale_step(
     amplification = float(scales.min().neg().exp()) * (1 + 2.0**-20)
     size = norm_upper(at_least_single(y).abs() + shift.abs(), norm)
     rounded = 16 * unit_roundoff(log_scale.dtype) * size
-    return ErrorStep(amplification, (amplification * rounded).cpu(), scales)
+    return ErrorStep(amplification, amplification * rounded, scales)
 
 
 def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:

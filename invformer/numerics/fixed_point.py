@@ -127,18 +127,19 @@ class _Rows:
                 f"f maps {samples.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
                 f"it must keep dtype and shape{advice}"
             )
-        self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape).clone()
-        length = eq.size(samples)
-        longest = length + eq.size(fx) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
+        self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape)
+        length, self.residual = eq.sizes(self.y, self.fx)
+        length = self.by_sample(length)
+        longest = length + self.by_sample(self.residual) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
         unreachable = eq.unreachable(length) & eq.unreachable(longest)
         status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
         self.status = status.repeat_interleave(self.per_sample)
         self.length = length.repeat_interleave(self.per_sample)
-        self.residual, self.num_steps = eq.size(self.fx), torch.zeros_like(self.status)
+        self.num_steps = torch.zeros_like(self.status)
         limit = eq.predicted_steps(self.residual, self.length) if max_steps is None else max_steps
         self.limit = torch.zeros_like(self.status) + limit
         # Of every sample: the residual, its rounding, and the rounding of y.
-        self.errors = torch.zeros(3, len(samples), dtype=torch.float64, device=samples.device)
+        self.errors = torch.zeros(3, len(samples), dtype=torch.float64)
         self.num_measurements = torch.ones_like(status)
         self.unverified = torch.ones_like(unreachable)
 
@@ -153,14 +154,19 @@ class _Rows:
 
     def step(self, count: int) -> None:
         """x ← y − f(x) in the running rows, which are ``count``, and their verdicts."""
-        rows = slice(None) if count == len(self.x) else self.running.nonzero().squeeze(-1)
+        whole = count == len(self.x)
+        rows = slice(None) if whole else self.running.nonzero().squeeze(-1)
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
-        residual = self.eq.size(fx - fx_before)  # ‖y − x − f(x)‖, the length of the next step
+        # ‖y − x − f(x)‖, which is the length of the next step, and ‖x‖.
+        residual, length = self.eq.sizes(fx - fx_before, x)
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
-        self.x[rows], self.fx[rows] = x, fx
-        self.residual[rows], self.length[rows] = residual, self.eq.size(x)
+        if whole:
+            self.x, self.fx = x, fx
+        else:
+            self.x[rows], self.fx[rows] = x, fx
+        self.residual[rows], self.length[rows] = residual, length
         self.num_steps[rows] += 1
         self.judge(rows, disproved)
 
@@ -187,7 +193,7 @@ class _Rows:
         chosen = slice(None) if bool(self.unverified.all()) else self.unverified
         self.errors[:, chosen] = self.eq.measure(self.samples[chosen], x[chosen], fx[chosen])
         self.num_measurements += self.unverified & (self.eq.exact is not None)
-        accurate = self.eq.within_tolerance(self.errors[:2].sum(0), self.eq.size(x))
+        accurate = self.eq.within_tolerance(self.errors[:2].sum(0), self.by_sample(self.length))
         status = self.status.view(-1, self.per_sample)
         inaccurate = self.unverified & ~accurate & (status == InversionStatus.CONVERGED).all(1)
         out_of_steps = (self.num_steps >= self.limit).view_as(status).any(1)

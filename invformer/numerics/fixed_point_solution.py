@@ -39,7 +39,7 @@ ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPointSolution:
-    """An approximate inverse x̂ and how far it can be from the truth; every field is per sample.
+    """An approximate inverse x̂ and, per sample and on the processor, how far from the truth it is.
 
     Attributes:
         value: x̂, (*batch, N, D).

@@ -34,11 +34,11 @@ def unknown_norm(norm: str) -> ValueError:
 
 
 def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
-    """A number ≥ ‖X‖, for X as it is stored: rounding and underflow included; in float64."""
+    """A float64 ≥ ‖X‖ on the processor, for X as it is stored: rounding and underflow included."""
     x, size = at_least_single(x), x.shape[-1] * x.shape[-2]
     format = torch.finfo(x.dtype)
     underflow = math.sqrt(size * format.tiny)
-    return vector_norm(x, norm).double() * (1 + (size + 8) * format.eps) + underflow
+    return vector_norm(x, norm).double().cpu() * (1 + (size + 8) * format.eps) + underflow
 
 
 def dual_vector(o: Tensor, norm: Norm) -> Tensor:

@@ -57,9 +57,10 @@ class ResidualEquation:
         inner = self.rounding.relative * self.rounding.inner_size / self.one_minus_c
         return self.atol + self.rtol * length < self.least_rtol * length + inner
 
-    def size(self, x: Tensor) -> Tensor:
-        """‖x‖ of every row."""
-        return vector_norm(at_least_single(x), self.norm).double()
+    def sizes(self, *xs: Tensor) -> Tensor:
+        """‖x‖ of every row of each x; on the processor, as all that is decided by them."""
+        sizes = torch.stack([vector_norm(at_least_single(x), self.norm) for x in xs])
+        return sizes.double().cpu()
 
     def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
         """True if residual/(1 − c) ≤ atol + rtol ‖x‖, up to underflow; False for NaN."""
@@ -88,24 +89,24 @@ class ResidualEquation:
             return torch.zeros_like(step, dtype=torch.bool)
         excess = change - c * step
         if bool((excess > 0).any()):
-            excess -= self.rounding.of_step(2 * (self.size(x) + self.size(fx)) + step + change)
+            excess -= self.rounding.of_step(2 * self.sizes(x, fx).sum(0) + step + change)
         if self.exact is not None and bool((excess > 0).any()):
-            gap = self.size(fx.double() - self.exact(x.double()))
+            (gap,) = self.sizes(fx.double() - self.exact(x.double()))
             excess -= 2 * FROM_POINT_TO_POINT * gap
         return excess > 0
 
     def measure(self, y: Tensor, x: Tensor, fx: Tensor) -> Tensor:
         """‖y − x − f(x)‖ of every sample, its own rounding, and the rounding of y."""
         if self.rounding.measured is None:
-            residual = self.size(y - x - fx)
+            (residual,) = self.sizes(y - x - fx)
             unknown = torch.zeros_like(residual)
             return torch.stack([residual, unknown, unknown])
         value, gap = fx.double(), 0.0
         if self.exact is not None:
             value = self.exact(x.double())
-            gap = self.size(fx.double() - value)
+            (gap,) = self.sizes(fx.double() - value)
         residual = norm_upper(y.double() - x.double() - value, self.norm)
-        size = self.size(x) + self.size(fx) + self.size(y)
+        size = self.sizes(x, fx, y).sum(0)
         return torch.stack(
             [residual, self.rounding.of_residual(size, gap), self.rounding.of_output(size, gap)]
         )

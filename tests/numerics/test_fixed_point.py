@@ -18,7 +18,7 @@ from invformer.numerics.fixed_point_solution import (
 )
 from invformer.numerics.norms import NORMS, Norm, vector_norm
 from invformer.numerics.precision import denormals_flushed, unit_roundoff
-from tests.host_syncs import waits
+from tests.host_syncs import HostReads
 from tests.numerics.contractions import orthogonal, two_layers
 
 CONSTANTS = (0.3, 0.5, 0.7, 0.9, 0.95, 0.99)
@@ -398,12 +398,11 @@ def test_it_runs_in_inference_mode_and_records_nothing() -> None:
         assert all_converged(solve(y.clone(), norm="token_max"))
 
 
-def test_a_step_waits_for_the_device_twice() -> None:
-    """To see which rows go on, and whether they disprove the constant."""
+def test_a_step_reads_the_lengths_of_the_device_at_once() -> None:
     f = two_layers(6, 5, 0.9, "token_max")
     y, counts = torch.randn(4, 6, 5), []
     for max_steps in (2, 6):
-        with waits() as found:
+        with HostReads() as reads:
             invert_residual(f, y, lipschitz_bound=0.9, max_steps=max_steps, **TOKEN_MAX)
-        counts.append(len(found))
-    assert counts[1] - counts[0] == 2 * 4
+        counts.append(len(reads.found))
+    assert counts[1] - counts[0] == 4
