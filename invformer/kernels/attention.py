@@ -126,8 +126,7 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         if kernel == "triton":
             q = q.reshape(-1, *q.shape[-3:])
             by_lag = None if bias.is_zero else _by_lag(bias, q)
-            y = triton_attention.triton_attention(q, None, None, by_lag)[0]
-            return (y + q[..., :1, :].detach()).view(shape)
+            return triton_attention.triton_attention(q, None, None, by_lag)[0].view(shape)
         q = _batched(q)
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)

@@ -6,11 +6,13 @@ and runs no Python.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+T = TypeVar("T")
 
 
 class Replayed:
@@ -52,16 +54,35 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
+def side_by_side(device: torch.device, work: Sequence[Callable[[], T]]) -> list[T]:
+    """What several functions return; on a GPU each runs on a stream of its own."""
+    if device.type != "cuda":
+        return [each() for each in work]
+    here, found = torch.cuda.current_stream(device), []
+    streams = [torch.cuda.Stream(device) for _ in work]
+    for stream, each in zip(streams, work, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            found.append(each())
+    for stream in streams:
+        here.wait_stream(stream)
+    return found
+
+
 class WithParameters(nn.Module):
-    """A function as a module, which knows the parameters in it."""
+    """A function as a module, which knows the parameters in it, under autocast as it is now."""
 
     def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
         super().__init__()
         self.function, self.model = function, model
+        self.autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """The function's."""
-        return self.function(*inputs)
+        dtype, enabled = self.autocast
+        # A weight that was cast before and kept would be recorded as it is now.
+        with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
+            return self.function(*inputs)
 
 
 def with_gradients(
@@ -69,14 +90,12 @@ def with_gradients(
 ) -> Callable[..., Tensor]:
     """A function of inputs of these shapes and of a model's parameters, with their gradients.
 
-    The forward pass is one graph, the backward pass another; autocast is as it is now. Gradients
+    The forward pass is one graph, under autocast as it is now, the backward pass another. Gradients
     are the graph's own memory, so that those of several backward passes do not add up.
     """
     gc.collect()
     # Gradients come from the stream that recorded and are added on another, as PyTorch would warn.
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    dtype, enabled = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
-    # A weight that was cast before and kept would be recorded as it is now.
-    with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
-        graph: Any = torch.cuda.make_graphed_callables
-        return graph(WithParameters(function, model), inputs, allow_unused_input=True).forward
+    module, graph = WithParameters(function, model), torch.cuda.make_graphed_callables
+    with torch.autocast("cuda", enabled=False):  # as backward passes are launched
+        return graph(module, inputs, allow_unused_input=True).forward  # type: ignore[attr-defined]

@@ -13,12 +13,15 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
 
 import math
 from collections.abc import Hashable, Sequence
+from functools import partial
+from itertools import groupby
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native_matrices
+from invformer.kernels.cuda_graph import side_by_side
 from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
@@ -32,6 +35,8 @@ NORMALISER_MARGIN = 1e-5
 RESCALE_EVERY = 3
 # W v of a weight with log ‖W‖_F within these is formed from W as it is; of others from W scaled.
 LEAST_LOG, LARGEST_LOG = -10 * math.log(10), 10 * math.log(10)
+# Gram matrices are summed over parts of so many rows: whole products would occupy half a GPU.
+LONGEST_PRODUCT = 512
 # From this size on a trial is no slower than squarings, on a CPU: half the time at 384.
 TRIAL_SIZE = 256
 # Krylov vectors: on matrices from training θ is then within 1 % of λ₁, nine times in ten.
@@ -69,22 +74,25 @@ def gram_normalisers(weights: Sequence[Tensor]) -> list[Normalisation]:
         check_matrix(weight)
         key = (min(weight.shape[-2:]), weight.dtype, weight.device)
         by_gram.setdefault(key, []).append(index)
-    found: dict[int, Normalisation] = {}
+    work = []
     for indices in by_gram.values():
-        group = _normalise_together([weights[index] for index in indices])
+        indices.sort(key=lambda index: weights[index].shape[-2:])
+        work.append(partial(_normalise_together, [weights[index] for index in indices]))
+    found: dict[int, Normalisation] = {}
+    groups = side_by_side(weights[0].device, work) if work else []
+    for indices, group in zip(by_gram.values(), groups, strict=True):
         found.update(zip(indices, group, strict=True))
     return [found[index] for index in range(len(weights))]
 
 
 def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
-    """All of one dtype, device and size of Gram matrix."""
+    """All of one dtype, device and size of Gram matrix, in the order of their shapes."""
     dtype, product_dtype = weights[0].dtype, _product_dtype(weights[0])
     margin = max(NORMALISER_MARGIN, torch.finfo(dtype).eps)
-    tall = [tall_side(w.to(product_dtype)) for w in weights]
-    tall = [w.reshape(-1, *w.shape[-2:]) for w in tall]
-    counts = [len(w) for w in tall]
+    batches = [w.to(product_dtype).reshape(-1, *w.shape[-2:]) for w in weights]
+    counts = list(map(len, batches))
     with without_autocast(weights[0].device):
-        log_norms, rights, lefts = _log_norms(tall)
+        log_norms, rights, lefts = _log_norms(batches)
         bounds = log_norms.exp() * (1 + margin)
         bounds = bounds.to(product_dtype).clamp(min=torch.finfo(dtype).tiny)
         per_weight = (t.to(dtype).split(counts) for t in (bounds, rights))
@@ -92,9 +100,10 @@ def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
         return [_as_shaped(*one) for one in found]
 
 
-def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
-    matrices, counts = [w for batch in tall for w in batch], [len(w) for w in tall]
+    tall = list(map(tall_side, weights))
+    matrices = [w for batch in tall for w in batch]
     compiled, krylov = native_matrices.can_take(matrices), None
     if compiled and tall[0].shape[-1] < TRIAL_SIZE:
         log_norms, rights, lefts = native_matrices.squarings(matrices, NUM_SQUARINGS, RESCALE_EVERY)
@@ -104,29 +113,19 @@ def _log_norms(tall: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
         generator = torch.Generator().manual_seed(0)  # no structure, and always the same
         start = torch.randn(tall[0].shape[-1], generator=generator, dtype=torch.float64)
         krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(tall[0]))
+    same_shape = [list(each) for _, each in groupby(weights, key=lambda w: w.shape[-2:])]
+    tall = [tall_side(torch.cat(each)) for each in same_shape]
     if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
         log_bound, rights = _trial(grams, space)
     else:
         tall, grams, log_scale = _grams_of_trace_one(tall)
         log_bound, rights = _gram_iteration(grams)
-    return log_bound / 2 + log_scale, rights, _unit_images(tall, rights.split(counts))
-
-
-def _unit_images(tall: list[Tensor], rights: Sequence[Tensor]) -> list[Tensor]:
-    """W v/‖W v‖₂ for the vectors of every matrix: lengths of all of one height at once."""
-    by_height: dict[int, list[int]] = {}
-    for index, w in enumerate(tall):
-        by_height.setdefault(w.shape[-2], []).append(index)
-    images: list[Tensor] = list(rights)
-    for height, indices in by_height.items():
-        counts = [len(tall[i]) for i in indices]
-        together = rights[0].new_empty(sum(counts), height, 1)
-        for i, image in zip(indices, together.split(counts), strict=True):
-            torch.bmm(tall[i], rights[i].unsqueeze(-1), out=image)
-        for i, image in zip(indices, unit(together.squeeze(-1)).split(counts), strict=True):
-            images[i] = image
-    return images
+    lefts: list[Tensor] = []  # W v/‖W v‖₂
+    vectors = rights.unsqueeze(-1).split(list(map(len, tall)))
+    for w, v, each in zip(tall, vectors, same_shape, strict=True):
+        lefts += unit((w @ v).squeeze(-1)).split(list(map(len, each)))
+    return log_bound / 2 + log_scale, rights, lefts
 
 
 def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> Normalisation:
@@ -139,11 +138,14 @@ def _as_shaped(weight: Tensor, bound: Tensor, right: Tensor, left: Tensor) -> No
 def _grams_of_trace_one(tall: list[Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
     """The matrices scaled so that squares are in range, their WᵀW/‖W‖_F², and log ‖W‖_F."""
     tiny, size, counts = torch.finfo(tall[0].dtype).tiny, tall[0].shape[-1], [len(w) for w in tall]
-    scales = [w.abs().amax((-2, -1)).clamp(min=tiny) for w in tall]
+    scales = [torch.linalg.vector_norm(w, math.inf, (-2, -1)).clamp(min=tiny) for w in tall]
     tall = [w / s[:, None, None] for w, s in zip(tall, scales, strict=True)]
     grams = tall[0].new_empty(sum(counts), size, size)
     for gram, w in zip(grams.split(counts), tall, strict=True):
-        torch.bmm(w.mT, w, out=gram)
+        first, *others = w.split(LONGEST_PRODUCT, dim=-2)
+        torch.bmm(first.mT, first, out=gram)
+        for part in others:
+            gram.baddbmm_(part.mT, part)
     traces = _traces(grams).clamp(min=tiny)
     return tall, grams.div_(traces[:, None, None]), torch.cat(scales).log() + traces.log() / 2
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from invformer.kernels.blocked import sum_by_lag, toeplitz
+from invformer.kernels.blocked import sum_by_lag
 from invformer.kernels.native_attention import token_by_token, with_channels_together
 
 MOST_CHANNELS = 128
@@ -63,9 +63,8 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(S) v and log Σ_j exp S_ij of every query; causal, all (B, H, N, d), of one format.
 
-    Of L2 the first is relative to q_0 (whose gradient cancels), and of the logits −‖q_i − q_0‖²/√d
-    is left out in the second. In half precision q − q_0 is rounded; distances are those of what is
-    rounded, in float32. The bias is (H, N) in float32.
+    Of L2 the second leaves −‖q_i − q_0‖²/√d out of the logits. In half precision q − q_0 is
+    rounded; distances are those of what is rounded, in float32. The bias is (H, N) in float32.
     """
     y, log_mass = _results(q)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)
@@ -153,11 +152,16 @@ def _launch(
 
 
 def _bias(q: Tensor, by_lag: Tensor | None) -> Tensor | None:
-    """The last rows of the matrix b(i − j), for whole blocks and one more, (H, BLOCK, length)."""
+    """The last rows of the matrix b(i − j), the last first, (H, BLOCK, length).
+
+    ``length`` is that of whole blocks and one more. Lags beyond the last token have −∞.
+    """
     if by_lag is None:
         return None
     rows, tokens = Tiles.of(q).block, q.shape[-2]
-    return toeplitz(F.pad(by_lag, (0, rows + -tokens % rows)), rows).contiguous()
+    more = rows + -tokens % rows
+    falling = F.pad(by_lag.flip(-1), (more, rows - 1), value=-math.inf)
+    return falling.unfold(-1, tokens + more, 1).contiguous()
 
 
 def _seen(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Any, ...]:

@@ -4,8 +4,8 @@
 Each has BLOCK queries or keys of one pair of sample and head, and goes through the others in STEPs.
 ``q``, ``k``, ``v`` and ``dy`` are the first numbers of (B, H, N, d), followed by the strides of B,
 H and N; ``y``, ``dq``, ``dk`` and ``dv`` lie as (B, N, H, d). WIDTH is d, padded. ``bias`` is None
-or (H, BLOCK, length), the last rows of matrices b(i − j). If TIED, keys and values are the queries;
-then they and ``y`` are relative to the first token, the centre.
+or (H, BLOCK, length), the last rows of matrices b(i − j), the last first. If TIED, keys and values
+are the queries, and all are taken relative to the first token, the centre.
 """
 
 import triton
@@ -63,7 +63,8 @@ def _biased(s, queries, keys, distance, bias, length, BLOCK: tl.constexpr):
     if bias is None:
         return tl.where(distance + queries >= keys, s, float("-inf"))
     else:
-        return s + tl.load(bias + (length - BLOCK - distance) + queries * length + keys)
+        rows = (BLOCK - 1 - queries) * length
+        return s + tl.load(bias + (length - BLOCK - distance) + rows + keys)
 
 
 @triton.jit
@@ -104,7 +105,10 @@ def forward(
         total *= shrink[:, None]
         total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
         top = higher
-    _write(y, first, heads * D, total / mass[:, None], tokens, D, WIDTH, BLOCK)
+    total /= mass[:, None]
+    if TIED:
+        total += centre[None, :]
+    _write(y, first, heads * D, total, tokens, D, WIDTH, BLOCK)
     tl.store(log_mass + first + i, top + tl.log(mass), mask=first + i < tokens)
 
 
@@ -135,7 +139,7 @@ def backward_queries(
     i, j = tl.arange(0, BLOCK), tl.arange(0, STEP)
     centre = _first_row(q, D, WIDTH) if TIED else None
     outer = _tile(dy, first, dy_token, None, tokens, D, WIDTH, BLOCK)
-    means = _tile(y, first, heads * D, None, tokens, D, WIDTH, BLOCK)
+    means = _tile(y, first, heads * D, centre, tokens, D, WIDTH, BLOCK)
     means = tl.sum(outer.to(tl.float32) * means.to(tl.float32), 1)
     tl.store(delta + first + i, means, mask=first + i < tokens)
     masses = tl.load(log_mass + first + i, mask=first + i < tokens, other=float("inf"))
@@ -223,7 +227,8 @@ def backward_bias(
 ):  # fmt: skip
     """Σ dS of the tiles at one distance from the diagonal, of one head in some ``samples``.
 
-    As the bias, but without its first BLOCK columns: (parts, H, BLOCK, blocks · BLOCK).
+    They lie as the bias without its first BLOCK columns, the last row last: (parts, H, BLOCK,
+    blocks · BLOCK).
     """
     part, width = tl.program_id(0), tl.num_programs(1) * STEP
     column = (tl.num_programs(1) - 1 - tl.program_id(1)) * STEP

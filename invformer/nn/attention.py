@@ -27,6 +27,7 @@ from invformer.nn.spectral import (
     SpectralNormalised,
     normalised_weights,
     sigmas,
+    stacked,
     write_to,
 )
 from invformer.numerics import l2_attention as core
@@ -187,25 +188,22 @@ class ContractiveL2Attention(TiedL2Attention):
         else:
             kappa = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 φ⁻¹(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
-        sigma = sigmas([b.w_q for b in branches]).clamp_min(LEAST_SIGMA)  # (L, H)
+        w_q = stacked([b.w_q for b in branches])  # (L, H, D, d)
+        sigma = sigmas([b.w_q for b in branches], w_q).clamp_min(LEAST_SIGMA)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
         g = normalised_weights(  # Ĝ per_head D⁻¹, with the Ĝ_h one above the other: (H d, D)
             [b.w_g for b in branches],
             per_head.repeat_interleave(d_head, dim=-1)[..., None],  # (L, H d, 1)
             None if scalings is None else scalings.inverse[:, None, :],
         )
-        w_q: list[Tensor] = [b.w_q.weight for b in branches]
         if scalings is not None:
-            w_q = list((torch.stack(w_q) * scalings.scale[:, None, :, None]).unbind())
-        return [
-            L2Weights(in_one_matrix(w), g_b.unflatten(0, (num_heads, d_head)))
-            for w, g_b in zip(w_q, g, strict=True)
-        ]
+            w_q = w_q * scalings.scale[:, None, :, None]
+        return list(map(L2Weights, in_one_matrix(w_q), g.unflatten(1, (num_heads, d_head))))
 
 
 def in_one_matrix(w: InputMaps) -> InputMaps:
-    """The same weights in the memory of one (D, H d) matrix."""
-    return split_heads(merge_heads(w), len(w))
+    """The same weights, of several layers perhaps, in the memory of one (D, H d) matrix each."""
+    return split_heads(merge_heads(w), w.shape[-3])
 
 
 def head_width(d_model: int, num_heads: int) -> int:

@@ -118,15 +118,10 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         factors = sharpness[..., None, None]  # by head, or by column of all heads together
         if first.certificate == "causal":
             factors = sharpness.repeat_interleave(d_head, dim=-1)[:, :, None, None, :]
-        w_qkv = [
-            split_heads(merge_heads(w.flatten(0, 1)), 3 * num_heads).unflatten(0, (3, -1))
-            for w in normalised_weights([b.w_qkv for b in branches], factors, rows)
-        ]
+        w_qkv = normalised_weights([b.w_qkv for b in branches], factors, rows)
+        w_qkv = split_heads(merge_heads(w_qkv.flatten(1, 2)), 3 * num_heads).unflatten(1, (3, -1))
         w_g = normalised_weights([b.w_g for b in branches], scale[..., None], columns)
-        return [
-            BoundedWeights(w, t, g.unflatten(0, (num_heads, d_head)))
-            for w, t, g in zip(w_qkv, temperature, w_g, strict=True)
-        ]
+        return list(map(BoundedWeights, w_qkv, temperature, w_g.unflatten(1, (num_heads, d_head))))
 
     def forward(
         self, x: Tokens, weights: BoundedWeights | None = None, centre: Tensor | None = None

@@ -178,13 +178,13 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         first = branches[0]
         sizes = sigmas if first.norm == "spectral" else row_sums
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
-        per_slope = [b.target_scale() / layers.ACTIVATION_SLOPE[b.activation] for b in branches]
-        scale = torch.stack(per_slope)[:, None] / sharpness
+        per_slope = torch.stack([b.target_scale() for b in branches])
+        scale = (per_slope / layers.ACTIVATION_SLOPE[first.activation])[:, None] / sharpness
         rows = None if scalings is None else scalings.scale[:, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
         w_in = normalised_weights([b.w_in for b in branches], sharpness[:, None, :], rows, sizes)
         if first.kernel > 1:
-            w_in = [torch.cat([w, b.w_past]) for w, b in zip(w_in, branches, strict=True)]
+            w_in = torch.cat([w_in, torch.stack([b.w_past for b in branches])], dim=-2)
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
         w_out = normalised_weights([b.w_out for b in branches], scale[:, :, None], columns, sizes)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))

@@ -16,7 +16,6 @@ from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
 from invformer.numerics.norms import Norm
-from invformer.numerics.precision import has_autocast
 from invformer.numerics.residual_equation import Kind
 
 
@@ -109,7 +108,7 @@ class InvertibleResidual(nn.Module):
             return [ResidualWeights(w) for w in first.branch.weights_of(branches)]
         stacked = scalings_together(scalings)
         folds = first.branch.folds_scaling and first.input_radius is None
-        if torch.is_grad_enabled() and folds and not has_autocast(first.branch.correction.device):
+        if torch.is_grad_enabled() and folds:
             folded = first.branch.weights_of(branches, stacked)
             centres = stacked.shift * stacked.inverse
             return [ResidualWeights(w, centre=m) for w, m in zip(folded, centres, strict=True)]

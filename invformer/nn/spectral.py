@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.kernels.normaliser import Normalisation, gram_normalisers
+from invformer.numerics.precision import without_autocast
 
 # Entries of output maps start at this size. Normalisation hides it from the function, but not from
 # Adam, whose steps of a fixed size would hardly turn a matrix of large entries.
@@ -40,7 +41,7 @@ class SpectralNormalised(nn.Module):
 
     def sigma(self) -> Float[Tensor, "*batch"]:
         """σ̄(W), an upper bound in value with the gradient of ‖W‖₂."""
-        return sigmas([self])[0]
+        return sigmas([self], self.weight[None])[0]
 
     def forward(self) -> Float[Tensor, "*batch rows columns"]:
         """The normalised weight Ŵ, of spectral norm at most one."""
@@ -84,8 +85,15 @@ def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisati
     return gram_normalisers(matrices)
 
 
-def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
-    """σ̄ of several weights of one shape, with the gradient of uᵀWv."""
+def stacked(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch rows columns"]:
+    """Several weights of one shape in one tensor."""
+    return torch.stack([w.weight for w in weights])
+
+
+def sigmas(
+    weights: Sequence[SpectralNormalised], w: Float[Tensor, "weights *batch rows columns"]
+) -> Float[Tensor, "weights *batch"]:
+    """σ̄ of several weights, which are ``w`` in one tensor, with the gradient of uᵀWv."""
     if weights[0].manual_refresh:
         constants = [(w.sigma_bound, w.u, w.v) for w in weights]
     else:
@@ -93,8 +101,8 @@ def sigmas(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *bat
     bound, u, v = map(torch.stack, zip(*constants, strict=True))
     if not torch.is_grad_enabled():
         return bound
-    images = torch.stack([w.weight @ x for w, x in zip(weights, v.unsqueeze(-1), strict=True)])
-    norm = (u * images.squeeze(-1)).sum(-1)
+    with without_autocast(w.device):
+        norm = (u * (w @ v.unsqueeze(-1)).squeeze(-1)).sum(-1)
     return bound + (norm - norm.detach())
 
 
@@ -102,15 +110,15 @@ def normalised_weights(
     weights: Sequence[SpectralNormalised],
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
-    sizes: Callable[[Sequence[SpectralNormalised]], Tensor] = sigmas,
-) -> list[Float[Tensor, "*batch rows columns"]]:
+    sizes: Callable[[Sequence[SpectralNormalised], Tensor], Tensor] = sigmas,
+) -> Float[Tensor, "weights *batch rows columns"]:
     """Ŵ · factor (· further) of several weights of one shape; factors by row or column.
 
     Ŵ = W / σ̄(W), unless ``sizes`` is another measure than :func:`sigmas`.
     """
-    scales = factors / sizes(weights)[..., None, None]
-    scaled = [w.weight * scale for w, scale in zip(weights, scales, strict=True)]
-    return scaled if further is None else [w * f for w, f in zip(scaled, further, strict=True)]
+    w = stacked(weights)
+    scaled = w * (factors / sizes(weights, w)[..., None, None])
+    return scaled if further is None else scaled * further
 
 
 def write_to(weight: Tensor, channels: slice | None) -> Tensor:
@@ -122,10 +130,9 @@ def write_to(weight: Tensor, channels: slice | None) -> Tensor:
     return kept
 
 
-def row_sums(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch"]:
-    """‖Wᵀ‖_∞ of several weights, for constants in entry_max."""
-    tiny = torch.finfo(weights[0].weight.dtype).tiny
-    return torch.stack([max_row_sum(w.weight.mT).clamp_min(tiny) for w in weights])
+def row_sums(weights: Sequence[SpectralNormalised], w: Tensor) -> Float[Tensor, "weights *batch"]:
+    """‖Wᵀ‖_∞ of several weights, which are ``w``, for constants in entry_max."""
+    return max_row_sum(w.mT).clamp_min(torch.finfo(w.dtype).tiny)
 
 
 def max_row_sum(w: Tensor) -> Tensor:

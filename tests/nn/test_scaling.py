@@ -100,6 +100,21 @@ def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(opt
         torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("options", MODELS)
+def test_under_autocast_weights_are_folded_too_for_the_same_function(options: dict) -> None:
+    model = trained_a_little(scaled_model(**options))
+    x = model.embedding(random_tokens(2)).detach()
+    expected = model.stack(x)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = model.stack.weights()
+        found = model.stack(x.float(), weights)
+    for name, branch in model.stack.branches():
+        folds = branch.folds_scaling and "input_radius" not in options
+        assert (weights[name].centre is not None) == folds
+    torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+
+
 @pytest.mark.parametrize("log_scale", [800.0, -800.0])
 def test_a_scale_out_of_range_is_named_and_nothing_is_proven(log_scale: float) -> None:
     model = scaled_model()

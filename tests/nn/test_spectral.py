@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch.func import functional_call, grad
 
+from invformer.assemble.model import build_model
+from invformer.config.schema import ModelConfig
 from invformer.nn.spectral import SpectralNormalised, refresh_normalisers, set_manual_refresh
+from tests.gpu.emulation import cuda_rules
+from tests.launches import Launches
 
 
 @pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3), (4, 6, 2)])
@@ -84,3 +88,18 @@ def test_constants_computed_in_inference_mode_let_gradients_through() -> None:
         set_manual_refresh(weight)
     weight().sum().backward()
     assert weight.weight.grad is not None
+
+
+def test_constants_and_weights_of_more_layers_take_hardly_more_launches() -> None:
+    def launches(num_layers: int) -> tuple[int, int]:
+        model = build_model(ModelConfig(d_model=24, num_heads=3, num_layers=num_layers), 11, 8)
+        set_manual_refresh(model)
+        with cuda_rules(), Launches() as constants:
+            refresh_normalisers(model)
+        with Launches() as weights:
+            model.weights()
+        return constants.count, weights.count
+
+    (constants, weights), (same, more) = launches(2), launches(6)
+    assert same == constants <= 150
+    assert more <= weights + 4 * 2  # the target of each branch
