@@ -150,11 +150,12 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
 def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kernel:
     """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
 
-    ``auto`` is ``math`` for gradients in float64, for short sequences, for masks that are not
-    causal and under torch.func; otherwise, on a CPU, ``native`` if it can be compiled and there are
-    enough pairs of sample and head for the threads, and on a GPU, with distances or a bias,
-    ``triton`` if it can be; otherwise ``sdpa`` (with distances or a bias on accelerators only, and
-    up to 2,048 tokens if there is a bias), and ``blocked``.
+    ``auto`` is ``math`` for gradients in float64 (on accelerators, whose fused kernels do not take
+    it, for all of float64 up to 2,048 tokens), for short sequences, for masks that are not causal
+    and under torch.func; otherwise, on a CPU, ``native`` if it can be compiled and there are enough
+    pairs of sample and head for the threads, and on a GPU, with distances or a bias, ``triton`` if
+    it can be; otherwise ``sdpa`` (with distances or a bias on accelerators only, and up to 2,048
+    tokens if there is a bias), and ``blocked``.
 
     Raises:
         ValueError: the kernel cannot do this, why, and what to choose.
@@ -162,8 +163,8 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     kernel = _override or kernel
     on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
     if kernel == "auto":
-        precise = q.dtype == torch.float64 and torch.is_grad_enabled()
-        short = q.shape[-2] <= SHORT
+        short, long = q.shape[-2] <= SHORT, q.shape[-2] > LONGEST_MASK
+        precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
         plain = precise or short or bias.by_lag is None or not q.numel()
         if plain or torch._C._are_functorch_transforms_active():
             return "math"
@@ -171,7 +172,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
             return "native"
         if not is_plain and triton_attention.can_take(q):
             return "triton"
-        fits = is_plain or (not on_cpu and (bias.is_zero or q.shape[-2] <= LONGEST_MASK))
+        fits = is_plain or (not on_cpu and (bias.is_zero or not long))
         return "sdpa" if fits else "blocked"
     if kernel not in get_args(Kernel):
         raise ValueError(f"unknown attention kernel {kernel!r}: choose one of {get_args(Kernel)}")

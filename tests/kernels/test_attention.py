@@ -312,6 +312,15 @@ def test_auto_is_the_kernel_that_was_measured_fastest(
         assert choose("auto", q, b, l2) == ("blocked" if l2 else "sdpa")
 
 
+def test_float64_on_an_accelerator_is_a_product_of_all_pairs_with_gradients_or_without() -> None:
+    for device, tokens, kernel in (("meta", 300, "math"), ("meta", 2049, "blocked")):
+        b = position("table", 1, tokens, torch.float64).to(device).logit_bias(tokens)
+        q = torch.empty(1, 1, tokens, 16, dtype=torch.float64, device=device)
+        assert choose("auto", q.requires_grad_(), b, l2=True) == "math"
+        with torch.no_grad():
+            assert choose("auto", q, b, l2=True) == kernel
+
+
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compiled_attention_has_the_same_bits_in_any_batch_and_on_any_number_of_threads(
