@@ -27,7 +27,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.bounds import contractive
 from invformer.config.schema import MANY
 from invformer.config.section import option
 from invformer.nn.dot_product import DotProductAttention
@@ -153,7 +152,7 @@ def random_attention(case: Case) -> tuple[nn.Module, float]:
         w_o = module.w_o.flatten(0, 1)
         factor = 1 / kim.entry_max_bound(module.w_q, module.w_v, w_o, kim.log_mass_of(case.seq_len))
     elif isinstance(module, L2Attention) and case.map == "contractive":
-        factor = 1 / contractive.token_max_bound(*module.weights(), kim.log_mass_of(case.seq_len))
+        factor = 1 / module.lipschitz_bound("token_max")
     return module, factor
 
 

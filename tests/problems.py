@@ -7,6 +7,7 @@ Jacobians (reverse-mode autodiff of the loop) share no code and no derivation wi
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import torch
@@ -133,6 +134,13 @@ def norm_from_below(jac: Tensor, norm: Norm) -> float:
         x = torch.nn.functional.normalize(pulled, dim=-1)
         out = torch.einsum("idje,sije->sid", jac, x)
     return torch.linalg.vector_norm(out, dim=-1).max().item()
+
+
+def of_one_layer(bounds: Callable[..., list[Any]], *arguments: Any, **options: Any) -> Any:
+    """What a function of several layers says of one layer; tensors and lists are of that layer."""
+    several = [x[None] if isinstance(x, Tensor) else x for x in arguments]
+    (bound,) = bounds(*([x] if isinstance(x, list) else x for x in several), **options)
+    return bound
 
 
 def diagonal_norm(jac: Tensor) -> float:

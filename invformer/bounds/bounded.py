@@ -14,7 +14,8 @@ E and Cov belong to row P_i. The local bounds are the same with the numbers of t
 token does not see itself, only the query term is left and T = τ W_Q: ‖Cov(v, k)‖₂ ≤ 1.
 
 Arguments below: ``w_qkv`` has W_Q, W_K and W_V of every head, ``temperature`` is τ ≥ 0, and ``g``
-has the maps G_h of F(X) = Σ_h Y^h G_h, every constant folded in.
+has the maps G_h of F(X) = Σ_h Y^h G_h, every constant folded in. The global constants are those of
+several layers at once.
 """
 
 from typing import Literal
@@ -23,36 +24,40 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.heads import OutputMaps, separate_inputs, shared_input
+from invformer.bounds.heads import OfHeads, OutputMaps, separate_inputs, shared_input
 from invformer.bounds.local import outward, row_normalised, square_distances
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.rounding import product_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
-Projections = Float[Tensor, "3 heads width d_head"]
-Temperatures = Float[Tensor, "heads"]
+Projections = Float[Tensor, "*layers 3 heads width d_head"]
+Temperatures = Float[Tensor, "*layers heads"]
 
 
-def head_gains(w_qkv: Projections, temperature: Temperatures) -> list[float]:
+def head_gains(w_qkv: Projections, temperature: Temperatures) -> OfHeads:
     """√(σ_V² + τ² max(σ_Q, σ_K)²) of every head, rounded up."""
-    norms = zip(*spectral_norm_bound(w_qkv).tolist(), temperature.tolist(), strict=True)
-    logits = ((product_up(tau, max(q, k)), v) for q, k, v, tau in norms)
-    return [sqrt_up(sum_up(product_up(v, v), product_up(a, a))) for a, v in logits]
+
+    def gain(query: float, key: float, value: float, tau: float) -> float:
+        logit = product_up(tau, max(query, key))
+        return sqrt_up(sum_up(product_up(value, value), product_up(logit, logit)))
+
+    norms = zip(spectral_norm_bound(w_qkv).tolist(), temperature.tolist(), strict=True)
+    return [list(map(gain, *of_layer, tau)) for of_layer, tau in norms]
 
 
-def token_max_bound(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> float:
+def token_max_bounds(w_qkv: Projections, temperature: Temperatures, g: OutputMaps) -> list[float]:
     """Lip(F) in token_max, for any mask, bias and number of tokens."""
     return separate_inputs(head_gains(w_qkv, temperature), g, spectral_norm_bound(g).tolist())
 
 
-def causal_bound(
+def causal_bounds(
     w_qkv: Projections,
     temperature: Temperatures,
     g: OutputMaps,
-    weights: list[float],
+    weights: OfHeads,
     strictly_causal: bool = False,
-) -> float:
+) -> list[float]:
     """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, for any causal mask and bias.
 
     Earlier tokens are held fixed: it is *not* a Lipschitz constant of F. The token_max constant
@@ -62,18 +67,18 @@ def causal_bound(
         weights: w_h to try besides ‖T_h‖₂, for instance the numbers G_h was divided by.
         strictly_causal: a token does not see itself, so that T_h = τ W_Q.
     """
-    query, key, value = w_qkv.detach().double()
-    tau = temperature.detach().double()[:, None, None]
+    query, key, value = w_qkv.detach().double().unbind(1)
+    tau = temperature.detach().double()[..., None, None]
     t = tau * query if strictly_causal else torch.cat([tau * query, tau / 2 * key, value], dim=-1)
-    bound = shared_input([1.0] * len(t), t, g, weights)
-    # Products with τ round every entry by 2⁻⁵³ of itself.
-    bound = product_up(bound, 1 + 2.0**-50 * t.shape[-2])
-    return min(bound, token_max_bound(w_qkv, temperature, g))
+    bounds = shared_input([[1.0] * t.shape[1]] * len(t), t, g, weights)
+    rounding = 1 + 2.0**-50 * t.shape[-2]  # products with τ round every entry by 2⁻⁵³ of itself
+    bounds = [product_up(bound, rounding) for bound in bounds]
+    return list(map(min, bounds, token_max_bounds(w_qkv, temperature, g)))
 
 
-def lipschitz_bound(
+def lipschitz_bounds(
     w_qkv: Projections, temperature: Temperatures, g: OutputMaps, norm: Norm, num_tokens: int
-) -> float:
+) -> list[float]:
     """Lip(F) in any norm: in frobenius ≤ √N times, in entry_max ≤ √D times that in token_max.
 
     Because ‖dF‖_F ≤ √N max_i ‖dF_i‖ and max_j ‖dx_j‖ ≤ ‖dX‖_F, and ‖x‖_∞ ≤ ‖x‖₂ ≤ √D ‖x‖_∞.
@@ -81,7 +86,8 @@ def lipschitz_bound(
     squares = {"token_max": 1, "frobenius": num_tokens, "entry_max": w_qkv.shape[-2]}
     if norm not in squares:
         raise unknown_norm(norm)
-    return product_up(sqrt_up(float(squares[norm])), token_max_bound(w_qkv, temperature, g))
+    factor = sqrt_up(float(squares[norm]))
+    return [product_up(factor, bound) for bound in token_max_bounds(w_qkv, temperature, g)]
 
 
 def local_bound(

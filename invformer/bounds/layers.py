@@ -1,4 +1,4 @@
-"""Lipschitz constants of layers that act on one token at a time.
+"""Lipschitz constants of layers that act on one token at a time, of several layers at once.
 
 A map applied to every token with constant L in ‖·‖₂ has the constant L in token_max and frobenius
 alike; entry_max needs its own formulas. Weights are (in, out), the transpose of
@@ -18,12 +18,12 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 ACTIVATION_SLOPE = {"relu": 1.0, "tanh": 1.0, "gelu": 1.1289042, "silu": 1.0998394}
 
 
-def feed_forward_bound(
-    w_in: Float[Tensor, "width hidden"],
-    w_out: Float[Tensor, "hidden width"],
+def feed_forward_bounds(
+    w_in: Float[Tensor, "layers width hidden"],
+    w_out: Float[Tensor, "layers hidden width"],
     activation: str,
     norm: Norm,
-) -> float:
+) -> list[float]:
     """Lip(x ↦ φ(x W₁ + b₁) W₂ + b₂) ≤ sup |φ′| · Lip(x ↦ x W₁) · Lip(x ↦ x W₂).
 
     Lip(x ↦ x W) = ‖W‖₂ in token_max and frobenius, ‖Wᵀ‖_∞ in entry_max. A sharpness β > 0 per
@@ -33,10 +33,11 @@ def feed_forward_bound(
         case "token_max" | "frobenius":
             maps = spectral_norm_bound(torch.stack([w_in, w_out.mT])).tolist()
         case "entry_max":
-            maps = [row_sum_bound(w_in.mT), row_sum_bound(w_out.mT)]
+            maps = [[row_sum_bound(w.mT) for w in of_layers] for of_layers in (w_in, w_out)]
         case _:
             raise unknown_norm(norm)
-    return product_up(ACTIVATION_SLOPE[activation], *maps)
+    slope = ACTIVATION_SLOPE[activation]
+    return [product_up(slope, *of_layer) for of_layer in zip(*maps, strict=True)]
 
 
 def row_sum_bound(w: Float[Tensor, "m n"]) -> float:

@@ -19,8 +19,8 @@ from invformer.bounds import contractive
 from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
-from invformer.nn.position_bias import VisibilityMask, log_masses
+from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
+from invformer.nn.position_bias import VisibilityMask, log_masses, log_masses_per_row
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -34,6 +34,7 @@ from invformer.numerics import l2_attention as core
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
 from invformer.numerics.norms import Norm, unknown_norm
+from invformer.numerics.residual_equation import Kind
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.
 LEAST_SIGMA = 1e-18
@@ -48,7 +49,7 @@ class L2Weights(NamedTuple):
     g: OutputMaps
 
 
-class TiedL2Attention(LipschitzBranch[L2Weights]):
+class TiedL2Attention(GroupedBranch[L2Weights]):
     """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h; subclasses differ in their weights.
 
     Every token sees itself, and queries are the keys: otherwise f is not Lipschitz
@@ -89,39 +90,33 @@ class TiedL2Attention(LipschitzBranch[L2Weights]):
         y = (p @ keys[..., :-1]).to(q.dtype) + past.origin
         return merge_heads(y) @ g.flatten(-3, -2)
 
-    def lipschitz_bound(
-        self, norm: Norm, dtype: torch.dtype | None = None, weights: L2Weights | None = None
-    ) -> float:
-        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        w_q, g, log_mass = self._cast(dtype, weights)
+    @staticmethod
+    def bounds_of(
+        branches: Sequence["TiedL2Attention"],
+        norm: Norm,
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[L2Weights],
+    ) -> list[float]:
+        """The theorems of :mod:`invformer.bounds.contractive`."""
+        w_q, g = (cast(w, dtype) for w in weights_together(weights))
+        positions = [branch.position for branch in branches]
+        per_row = log_masses_per_row(positions).cpu()  # log n of every head and row
+        log_mass = per_row.amax(-1)
+        if kind == "causal":
+            for position in positions:
+                position.require_causal()
+            # A Lipschitz constant bounds the diagonal blocks too.
+            lipschitz = contractive.token_max_bounds(w_q, g, log_mass)
+            return list(map(min, contractive.causal_bounds(w_q, g, log_mass), lipschitz))
         match norm:
             case "token_max":
-                return contractive.token_max_bound(w_q, g, log_mass.amax(-1))
+                return contractive.token_max_bounds(w_q, g, log_mass)
             case "frobenius":
-                return contractive.frobenius_bound(w_q, g, log_mass)
+                return contractive.frobenius_bounds(w_q, g, per_row)
             case "entry_max":
-                return contractive.entry_max_bound(w_q, g, log_mass.amax(-1))
+                return contractive.entry_max_bounds(w_q, g, log_mass)
         raise unknown_norm(norm)
-
-    def causal_bound(
-        self, dtype: torch.dtype | None = None, weights: L2Weights | None = None
-    ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
-        self.position.require_causal()
-        w_q, g, log_mass = self._cast(dtype, weights)
-        mass = log_mass.amax(-1)
-        # A Lipschitz constant bounds the diagonal blocks too.
-        return min(
-            contractive.causal_bound(w_q, g, mass), contractive.token_max_bound(w_q, g, mass)
-        )
-
-    def _cast(
-        self, dtype: torch.dtype | None, weights: L2Weights | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """W^Q and G as cast, and log n of every head and row."""
-        w_q, g = weights or self.weights()
-        log_mass = self.position.log_mass_per_row().to(w_q.device)
-        return cast(w_q, dtype), cast(g, dtype), log_mass
 
 
 class ContractiveL2Attention(TiedL2Attention):
@@ -172,8 +167,9 @@ class ContractiveL2Attention(TiedL2Attention):
         self.w_g = SpectralNormalised(write_to(w_g, output_channels))
 
     def group(self) -> Hashable:
-        """Shape, certificate and type of mask."""
-        return type(self), self.w_q.weight.shape, self.certificate, type(self.position)
+        """Shape, certificate, and type and length of the mask."""
+        mask = type(self.position), self.position.seq_len
+        return type(self), self.w_q.weight.shape, self.certificate, mask
 
     @staticmethod
     def weights_of(

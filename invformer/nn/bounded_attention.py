@@ -12,13 +12,14 @@ from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention import AttentionCertificate
-from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
+from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, normalised_weights, write_to
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.norms import Norm
+from invformer.numerics.residual_equation import Kind
 from invformer.numerics.token_shift import delay
 
 # β and τ at initialisation; both are learned per head.
@@ -40,7 +41,7 @@ class BoundedWeights(NamedTuple):
     g: Tensor
 
 
-class BoundedAttention(LipschitzBranch[BoundedWeights]):
+class BoundedAttention(GroupedBranch[BoundedWeights]):
     """f(X) = (c/ν) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
     q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot
@@ -97,9 +98,9 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
     def group(self) -> Hashable:
-        """Shape, certificate and strict causality."""
-        shape = self.w_qkv.weight.shape
-        return type(self), shape, self.num_heads, self.certificate, self.strictly_causal
+        """Shape, certificate, strict causality and length."""
+        shape = self.w_qkv.weight.shape, self.num_heads, self.position.seq_len
+        return type(self), shape, self.certificate, self.strictly_causal
 
     @staticmethod
     def weights_of(
@@ -155,23 +156,25 @@ class BoundedAttention(LipschitzBranch[BoundedWeights]):
         z = affine(x, merge_heads(weights.w_qkv.flatten(0, 1)))  # (*batch, N, 3 H d)
         return into_ball(split_heads(z, 3 * self.num_heads), 1.0).chunk(3, dim=-3)
 
-    def lipschitz_bound(
-        self, norm: Norm, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
-    ) -> float:
-        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        used = as_used(weights or self.weights(), dtype)
-        return bounded.lipschitz_bound(*used, norm, self.position.seq_len)
-
-    def causal_bound(
-        self, dtype: torch.dtype | None = None, weights: BoundedWeights | None = None
-    ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
-        self.position.require_causal()
-        w_qkv, temperature, g = as_used(weights or self.weights(), dtype)
-        constants = self.log_sharpness.exp(), self.log_temperature.exp()
-        parts = diagonal_block_parts(*constants, self.strictly_causal)
-        gain = torch.linalg.vector_norm(parts, dim=-2).tolist()
-        return bounded.causal_bound(w_qkv, temperature, g, gain, self.strictly_causal)
+    @staticmethod
+    def bounds_of(
+        branches: Sequence["BoundedAttention"],
+        norm: Norm,
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[BoundedWeights],
+    ) -> list[float]:
+        """The theorems of :mod:`invformer.bounds.bounded`."""
+        used, first = as_used(weights_together(weights), dtype), branches[0]
+        if kind == "global":
+            return bounded.lipschitz_bounds(*used, norm, first.position.seq_len)
+        for branch in branches:
+            branch.position.require_causal()
+        sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
+        temperature = torch.stack([b.log_temperature for b in branches]).exp()
+        parts = diagonal_block_parts(sharpness, temperature, first.strictly_causal)
+        gains = torch.linalg.vector_norm(parts, dim=-2).tolist()
+        return bounded.causal_bounds(*used, gains, first.strictly_causal)
 
 
 def as_used(weights: BoundedWeights, dtype: torch.dtype | None) -> BoundedWeights:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from invformer.nn.affine import Tokens
 from invformer.nn.scaling import ScalingWeights
 from invformer.numerics.norms import Norm
+from invformer.numerics.residual_equation import Kind
 
 # Constants normalised in the forward precision stay below their target after float64 certification.
 ROUNDING_MARGIN = 1 - 2e-5
+# Numbers in the weights that are bounded at once: some of their copies are 64 MiB in float64.
+NUMBERS_AT_ONCE = 2**23
 
 # The named tuple of tensors that a branch computes with.
 Weights = TypeVar("Weights", bound=tuple)
@@ -56,7 +60,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).
     :meth:`weights_of` with :meth:`group` instead of :meth:`weights` computes the weights of all
-    layers of a model at once, which is faster.
+    layers of a model at once, which is faster; a :class:`GroupedBranch` bounds them at once, too.
 
     Args:
         lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
@@ -129,6 +133,62 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         say nothing about the inverse.
         """
         return self.lipschitz_bound("token_max", dtype, weights)
+
+
+class GroupedBranch(LipschitzBranch[Weights]):
+    """A branch with :meth:`bounds_of` instead of the two bounds."""
+
+    def lipschitz_bound(
+        self, norm: Norm, dtype: torch.dtype | None = None, weights: Weights | None = None
+    ) -> float:
+        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
+        return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
+
+    def causal_bound(
+        self, dtype: torch.dtype | None = None, weights: Weights | None = None
+    ) -> float:
+        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
+        return self.bounds_of([self], "token_max", "causal", dtype, [weights or self.weights()])[0]
+
+    @staticmethod
+    def bounds_of(
+        branches: Sequence[Any],
+        norm: Norm,
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[Any],
+    ) -> list[float]:
+        """Those of several branches of one group at once: causal bounds if ``kind`` is causal."""
+        raise NotImplementedError
+
+
+def bounds_of(
+    branches: Sequence[LipschitzBranch],
+    norm: Norm,
+    kind: Kind,
+    dtype: torch.dtype | None,
+    weights: Sequence[Any],
+) -> list[float]:
+    """Lipschitz bounds of branches of one group, or causal bounds; at once if the class can.
+
+    A subclass with a bound of its own is asked for that, branch by branch.
+    """
+    own = type(branches[0])
+    bounds, grouped = (own.lipschitz_bound, own.causal_bound), GroupedBranch
+    if issubclass(own, grouped) and bounds == (grouped.lipschitz_bound, grouped.causal_bound):
+        at_once = max(1, NUMBERS_AT_ONCE // sum(w.numel() for w in weights[0]))
+        parts = [slice(i, i + at_once) for i in range(0, len(branches), at_once)]
+        found = (own.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
+        return list(chain(*found))
+    each = zip(branches, weights, strict=True)
+    if kind == "causal":
+        return [branch.causal_bound(dtype, w) for branch, w in each]
+    return [branch.lipschitz_bound(norm, dtype, w) for branch, w in each]
+
+
+def weights_together(weights: Sequence[Weights]) -> Weights:
+    """The weights of several branches, each tensor as (branches, …)."""
+    return type(weights[0])(*map(torch.stack, zip(*weights, strict=True)))
 
 
 def cast(w: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from invformer.bounds import layers
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.branch import AttentionCache, LipschitzBranch, cast
+from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -22,6 +22,7 @@ from invformer.nn.spectral import (
     write_to,
 )
 from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import sum_up
 from invformer.numerics.token_shift import windows
 
@@ -95,7 +96,7 @@ class FeedForwardWeights(NamedTuple):
         return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
-class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
+class ContractiveFeedForward(GroupedBranch[FeedForwardWeights]):
     """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
 
     φ_β has the slopes of φ for every β > 0, so a hidden unit can learn its sharpness without
@@ -195,29 +196,26 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
         per_channel = torch.linalg.vector_norm(terms, dim=0)
         return vector_norm(per_channel.expand(num_tokens, -1), norm).item()
 
-    def lipschitz_bound(
-        self,
+    @staticmethod
+    def bounds_of(
+        branches: Sequence["ContractiveFeedForward"],
         norm: Norm,
-        dtype: torch.dtype | None = None,
-        weights: FeedForwardWeights | None = None,
-    ) -> float:
-        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``."""
-        by_lag, w_out = without_sharpness(weights or self.weights(), dtype)
-        return sum_up(
-            *(layers.feed_forward_bound(w_in, w_out, self.activation, norm) for w_in in by_lag)
-        )
-
-    def causal_bound(
-        self, dtype: torch.dtype | None = None, weights: FeedForwardWeights | None = None
-    ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i, which know Ŵ₁ only."""
-        (own, *_), w_out = without_sharpness(weights or self.weights(), dtype)
-        return layers.feed_forward_bound(own, w_out, self.activation, "token_max")
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[FeedForwardWeights],
+    ) -> list[float]:
+        """Σ_l Lip of lag l; diagonal Jacobian blocks ∂f_i/∂x_i know Ŵ₁ only."""
+        by_lag, w_out = without_sharpness(weights_together(weights), dtype)
+        if kind == "causal":
+            by_lag, norm = by_lag[:1], "token_max"
+        activation = branches[0].activation
+        of_lags = [layers.feed_forward_bounds(w_in, w_out, activation, norm) for w_in in by_lag]
+        return list(map(sum_up, *of_lags))
 
 
 def without_sharpness(
     weights: FeedForwardWeights, dtype: torch.dtype | None = None
-) -> tuple[list[Float[Tensor, "width hidden"]], Float[Tensor, "hidden width"]]:
+) -> tuple[list[Float[Tensor, "*layers width hidden"]], Float[Tensor, "*layers hidden width"]]:
     """W₁ of every lag and W₂ as cast to ``dtype``, with β taken out in float64.
 
     φ(x W + b) V has the Jacobian (W/β) diag(φ′) (βV) for any β. W₂ is enlarged by the rounding of
@@ -225,8 +223,8 @@ def without_sharpness(
     """
     w_in, w_out = (cast(w, dtype).double() for w in (weights.w_in, weights.w_out))
     sharpness = weights.sharpness.detach().double()
-    by_lag = (w_in / sharpness).split(w_out.shape[-1], dim=-2)
-    return list(by_lag), w_out * (UNFOLDING * sharpness)[:, None]
+    by_lag = (w_in / sharpness.unsqueeze(-2)).split(w_out.shape[-1], dim=-2)
+    return list(by_lag), w_out * (UNFOLDING * sharpness).unsqueeze(-1)
 
 
 def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Tokens:

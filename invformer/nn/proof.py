@@ -50,16 +50,16 @@ def certify(
     with torch.no_grad():
         weights = weights or stack.weights()
     per_branch = stack.bounds(norm, kind, dtype, weights)
-    conditions: dict[str, float] = {}
-    scales: dict[str, float] = {}
+    norms: dict[str, Tensor] = {}
+    scalings: dict[str, Tensor] = {}
     for name, layer in stack.layers():
         if isinstance(layer, ActivationNorm):
-            scales[name] = largest_exp(weights[name].log_scale, dtype)
+            norms[name] = weights[name].log_scale
         elif layer.scaling is not None:
-            log_scale = weights[name].scaling.log_scale
-            conditions[name] = product_up(
-                largest_exp(log_scale, dtype), largest_exp(-log_scale, dtype)
-            )
+            scalings[name] = weights[name].scaling.log_scale
+    scales, largest = largest_exps(norms, dtype), largest_exps(scalings, dtype)
+    inverse = largest_exps(scalings, dtype, sign=-1)
+    conditions = {name: product_up(largest[name], inverse[name]) for name in scalings}
     total = None
     if kind == "global":
         in_plain = (product_up(c, conditions.get(name, 1.0)) for name, c in per_branch.items())
@@ -143,7 +143,14 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
     return stack
 
 
-def largest_exp(log_scale: Tensor, dtype: torch.dtype) -> float:
-    """max_k e^{s_k}, rounded up, for s as it is kept and as cast: both formats are computed in."""
-    logs = {log_scale, log_scale.to(dtype)}  # one tensor if it has the format
-    return product_up(max(s.exp().max().item() for s in logs), 1 + 1e-6)
+def largest_exps(
+    log_scales: dict[str, Tensor], dtype: torch.dtype, sign: int = 1
+) -> dict[str, float]:
+    """max_k e^{±s_k} of each, rounded up, for s as it is kept and as cast: both are computed in."""
+    if not log_scales:
+        return {}
+    kept = sign * torch.stack(list(log_scales.values()))
+    logs = {kept, kept.to(dtype)}  # one tensor if it has the format
+    found = zip(*(s.exp().amax(-1).tolist() for s in logs), strict=True)
+    largest = zip(log_scales, map(max, found), strict=True)
+    return {name: product_up(size, 1 + 1e-6) for name, size in largest}

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.affine import Tokens
-from invformer.nn.branch import LipschitzBranch
+from invformer.nn.branch import LipschitzBranch, bounds_of
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
@@ -115,23 +115,24 @@ class InvertibleResidual(nn.Module):
         unfolded = first.branch.weights_of(branches)
         return list(map(ResidualWeights, unfolded, stacked.unbind()))
 
-    def proven_bound(
-        self,
+    @staticmethod
+    def proven_bounds(
+        layers: Sequence["InvertibleResidual"],
         norm: Norm,
-        kind: Kind = "global",
-        dtype: torch.dtype | None = None,
-        weights: Any = None,
-    ) -> float:
-        """A proven bound on Lip(f ∘ ψ_R), or on its diagonal blocks, for the weights as cast.
+        kind: Kind,
+        dtype: torch.dtype | None,
+        weights: Sequence[Any],
+    ) -> list[float]:
+        """Proven bounds on Lip(f ∘ ψ_R), or on diagonal blocks, of several layers of one group.
+
+        They hold for the weights of the branches as cast.
 
         Raises:
             ValueError: there is a radius and ``norm`` is entry_max, in which ψ_R does expand.
         """
-        if kind == "causal":
-            return self.branch.causal_bound(dtype, weights)
-        if self.input_radius is not None and norm == "entry_max":
+        if kind == "global" and norm == "entry_max" and layers[0].input_radius is not None:
             raise ValueError("no bound in entry_max is known with an input_radius")
-        return self.branch.lipschitz_bound(norm, dtype, weights)
+        return bounds_of([layer.branch for layer in layers], norm, kind, dtype, weights)
 
     @torch.no_grad()
     def inverse(
@@ -167,7 +168,7 @@ class InvertibleResidual(nn.Module):
         weights.require_plain()
         c = lipschitz_bound
         if c is None:
-            c = self.proven_bound(norm, kind, weights=weights.branch)
+            (c,) = self.proven_bounds([self], norm, kind, None, [weights.branch])
         if not c < 1:
             raise ValueError(f"no inverse: the bound of f is {c:.3g} ≥ 1 in {norm}")
         f_in_double = None

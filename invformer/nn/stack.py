@@ -1,6 +1,6 @@
 """Stacks of invertible blocks: weights, proven bounds, the inverse, and the error through it."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -89,6 +89,13 @@ class InvertibleStack(nn.Module):
         for name, layer in self.residual_layers():
             yield name, layer.branch
 
+    def groups(self) -> Iterable[dict[str, InvertibleResidual]]:
+        """The residual layers by their full names, those of one group together."""
+        groups: dict[Hashable, dict[str, InvertibleResidual]] = {}
+        for name, layer in self.residual_layers():
+            groups.setdefault(layer.group() or name, {})[name] = layer
+        return groups.values()
+
     def weights(self) -> StackWeights:
         """The weights of every layer, branches of one group at once; once a step is enough.
 
@@ -96,11 +103,8 @@ class InvertibleStack(nn.Module):
         possible: the same function, for less. Without gradients they stay apart: certificates and
         inversion are about these weights.
         """
-        groups: dict[Hashable, dict[str, InvertibleResidual]] = {}
-        for name, layer in self.residual_layers():
-            groups.setdefault(layer.group() or name, {})[name] = layer
         weights: StackWeights = {}
-        for layers in groups.values():
+        for layers in self.groups():
             found = InvertibleResidual.weights_of(list(layers.values()))
             weights.update(zip(layers, found, strict=True))
         norms = {n: layer for n, layer in self.layers() if isinstance(layer, ActivationNorm)}
@@ -154,13 +158,16 @@ class InvertibleStack(nn.Module):
                 "certify them in token_max"
             )
         bounds: dict[str, float] = {}
-        for name, layer in self.residual_layers():
-            weights[name].require_plain()
+        for layers in self.groups():
+            for name in layers:
+                weights[name].require_plain()
+            of_group, used = list(layers.values()), [weights[name].branch for name in layers]
             try:
-                bounds[name] = layer.proven_bound(norm, kind, dtype, weights[name].branch)
+                found = InvertibleResidual.proven_bounds(of_group, norm, kind, dtype, used)
             except ValueError as error:  # nothing is known in this norm or of this kind
-                raise NoCertificateError(f"{name}: {error}") from None
-        return bounds
+                raise NoCertificateError(f"{next(iter(layers))}: {error}") from None
+            bounds.update(zip(layers, found, strict=True))
+        return {name: bounds[name] for name, _ in self.residual_layers()}
 
     def require_proven(self) -> None:
         """Raise if a block, layer or branch may compute something that the proof does not cover.

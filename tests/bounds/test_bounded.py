@@ -11,7 +11,14 @@ from torch import Tensor
 from invformer.bounds import bounded
 from invformer.numerics.ball import AttentionPoint, attention_point
 from invformer.numerics.norms import NORMS
-from tests.problems import attend_in_ball, diagonal_norm, jacobian, norm_from_below, plain_bias
+from tests.problems import (
+    attend_in_ball,
+    diagonal_norm,
+    jacobian,
+    norm_from_below,
+    of_one_layer,
+    plain_bias,
+)
 
 FAR = 1e9
 causal = partial(plain_bias, 1, causal=True)
@@ -46,11 +53,11 @@ def test_no_dense_jacobian_exceeds_a_bound(strict: bool, scale: float) -> None:
         jac = jacobian(lambda z, a=(w_qkv, tau, g, bias, strict): attend_in_ball(z, *a), x)
         found = local_bounds(x, w_qkv, tau, g, bias, strict)
         for norm in NORMS:
-            certified = bounded.lipschitz_bound(w_qkv, tau, g, norm, num_tokens=6)
+            certified = of_one_layer(bounded.lipschitz_bounds, w_qkv, tau, g, norm, num_tokens=6)
             assert norm_from_below(jac, norm) <= min(found.get(norm, math.inf), certified)
         assert found["frobenius"] <= found["fast"] * (1 + 1e-9)
-        own = bounded.causal_bound(w_qkv, tau, g, [1.0, 2.0], strict)
-        assert diagonal_norm(jac) <= own <= bounded.token_max_bound(w_qkv, tau, g)
+        own = of_one_layer(bounded.causal_bounds, w_qkv, tau, g, [1.0, 2.0], strict)
+        assert diagonal_norm(jac) <= own <= of_one_layer(bounded.token_max_bounds, w_qkv, tau, g)
 
 
 def test_blocks_of_strictly_causal_attention_are_bounded_one_by_one() -> None:
@@ -92,7 +99,7 @@ def test_the_key_term_of_the_diagonal_bound_is_attained() -> None:
     """True 2.000, certified 2.000: half the key term, τ W_K/4, is refuted."""
     x, w_qkv, tau, g, bias = saturated(tau=4.0)
     measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, g, bias, False), x))
-    bound = bounded.causal_bound(w_qkv, tau, g, [1.0])
+    bound = of_one_layer(bounded.causal_bounds, w_qkv, tau, g, [1.0])
     assert measured == pytest.approx(2, rel=1e-6)
     assert measured <= bound <= measured * (1 + 1e-4)
 
@@ -103,12 +110,12 @@ def test_strictly_causal_the_query_term_alone_is_attained() -> None:
     x, tau, bias = torch.tensor([[FAR], [0.0]]), torch.tensor([4.0]), causal(2)
     measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, one, bias, True), x))
     assert measured == pytest.approx(1, rel=1e-6)
-    assert measured <= bounded.causal_bound(w_qkv, tau, one, [1.0], True)
+    assert measured <= of_one_layer(bounded.causal_bounds, w_qkv, tau, one, [1.0], True)
     # Two opposite saturated tokens before it: Cov(v, k) = 1, gain τ.
     x, bias = torch.tensor([[FAR], [-FAR], [0.0]]), causal(3)
     bias[0, :, 0] = torch.tensor([0.0, 0.0, -math.inf])
     measured = diagonal_norm(jacobian(lambda z: attend_in_ball(z, w_qkv, tau, one, bias, True), x))
-    bound = bounded.causal_bound(w_qkv, tau, one, [1.0], True)
+    bound = of_one_layer(bounded.causal_bounds, w_qkv, tau, one, [1.0], True)
     assert measured == pytest.approx(4, rel=1e-6)
     assert measured <= bound <= measured * (1 + 1e-4)
 

@@ -1,31 +1,32 @@
 """The token_max, frobenius and causal certificates: Jacobians, witnesses, ascent."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 
-from invformer.bounds.contractive import (
-    causal_bound,
-    diagonal_gains,
-    entry_max_bound,
-    frobenius_bound,
-    mean_gaps,
-    token_max_bound,
-)
+from invformer.bounds import contractive
+from invformer.bounds.contractive import diagonal_gains, mean_gaps
 from tests.problems import (
     AttentionProblem,
     attention_problems,
     best_two_sided_gap,
     diagonal_norm,
     norm_from_below,
+    of_one_layer,
     plain_bias,
     random_problem,
     two_headed_problem,
     two_sided_gain,
     two_sided_problem,
 )
+
+token_max_bound = partial(of_one_layer, contractive.token_max_bounds)
+frobenius_bound = partial(of_one_layer, contractive.frobenius_bounds)
+entry_max_bound = partial(of_one_layer, contractive.entry_max_bounds)
+causal_bound = partial(of_one_layer, contractive.causal_bounds)
 
 
 def log_mass_of(num_tokens: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from invformer.lipschitz.power_iteration import operator_norm
 from invformer.numerics.lambert_w import phi_inverse_from_log
 from invformer.numerics.linear_map import linearise
 from tests.bounds.attention_cases import MASKS, AttentionCase, attention_case, logit_bias
-from tests.problems import dense_jacobian
+from tests.problems import dense_jacobian, of_one_layer
 
 FROBENIUS_BOUNDS = {
     "fast": local.fast_local_bound,
@@ -59,7 +59,7 @@ def test_token_max_estimate_local_bound_and_certificate_stand_in_this_order(mask
         estimate = operator_norm(linearise(case.f, case.x), "token_max", num_steps=20)
         bound = float(local.token_max_local_bound(*case.weights))
         log_mass = case.log_mass()
-        certificate = contractive.token_max_bound(case.w_q, case.g, log_mass)
+        certificate = of_one_layer(contractive.token_max_bounds, case.w_q, case.g, log_mass)
         assert float(estimate.value) <= bound <= certificate
         assert bound <= 6 * float(estimate.value)
 

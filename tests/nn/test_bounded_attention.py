@@ -8,7 +8,7 @@ import torch
 from invformer.bounds import bounded
 from invformer.nn.bounded_attention import BoundedAttention
 from tests.nn.builders import mask_of, moved
-from tests.problems import attend_in_ball, jacobian
+from tests.problems import attend_in_ball, jacobian, of_one_layer
 
 TOKENS, WIDTH, HEADS, D_HEAD = 7, 12, 3, 5
 
@@ -42,7 +42,8 @@ def test_the_theorem_survives_an_attack_and_is_nearly_attained() -> None:
         z = torch.randn(3, 4, 3, generator=generator, requires_grad=True)
         bias = torch.zeros(4, requires_grad=True)
         optimiser = torch.optim.Adam([z, bias], lr=0.05)
-        constant = bounded.head_gains(torch.eye(3).expand(3, 1, 3, 3), torch.tensor([tau]))[0]
+        one = torch.eye(3).expand(3, 1, 3, 3)
+        (constant,) = of_one_layer(bounded.head_gains, one, torch.tensor([tau]))
         for _ in range(150):
             gain = single_row_gain(z, bias, tau)
             assert gain <= constant

@@ -24,11 +24,14 @@ from invformer.nn import (
 )
 from invformer.nn.branch import LipschitzBranch
 from invformer.numerics.norms import NORMS, Norm
+from tests.gpu.emulation import cuda_rules
+from tests.launches import Launches
 from tests.nn.builders import (
     SEQ_LEN,
     WIDTH,
     baseline,
     contractive_model,
+    preset_model,
     random_tokens,
     scaled_model,
     trained_a_little,
@@ -218,6 +221,46 @@ def test_weights_that_are_not_finite_are_named_not_certified() -> None:
     with pytest.raises(NonFiniteError, match="block_01/attention: its weights are not finite") as e:
         enforce(model)
     assert e.value.exit_code == 5
+
+
+@pytest.mark.parametrize("preset", ["contractive_l2", "causal_l2", "contractive_bounded"])
+def test_a_deeper_stack_is_certified_in_hardly_more_launches(preset: str) -> None:
+    counts = []
+    for num_layers in (2, 8):
+        model = preset_model(preset, num_layers)
+        with cuda_rules(), Launches() as launches:
+            certify(model)
+        counts.append(launches.count)
+    assert counts[1] < counts[0] + 100  # were 500 a layer
+
+
+@pytest.mark.parametrize("at_once", [1, 2**23])
+def test_branches_have_the_same_bounds_alone_and_together(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("invformer.nn.branch.NUMBERS_AT_ONCE", at_once)
+    for model in (contractive_model(), scaled_model(kernel=2)):
+        stack = trained_a_little(model).stack
+        for norm in NORMS:
+            together = certify(stack, norm, kind="global").per_branch
+            for name, branch in stack.branches():
+                assert together[name] == pytest.approx(branch.lipschitz_bound(norm), rel=1e-14)
+        together = certify(stack, kind="causal").per_branch
+        for name, branch in stack.branches():
+            assert together[name] == pytest.approx(branch.causal_bound(), rel=1e-14)
+
+
+class Halved(ContractiveFeedForward):
+    is_proven = True
+
+    def lipschitz_bound(self, *arguments: Any) -> float:
+        return super().lipschitz_bound(*arguments) / 2
+
+
+def test_a_subclass_with_a_bound_of_its_own_is_asked_for_it() -> None:
+    blocks = [InvertibleBlock(Halved(4, 8, 0.6), Halved(4, 8, 0.6)) for _ in range(2)]
+    bounds = certify(InvertibleStack(blocks, 4)).per_branch.values()
+    assert all(0.29 < bound <= 0.3 for bound in bounds)
 
 
 class Tanh(LipschitzBranch[tuple[()]]):

@@ -14,6 +14,7 @@ from tests.problems import (
     jacobian,
     l2_attention,
     norm_from_below,
+    of_one_layer,
 )
 
 
@@ -25,7 +26,7 @@ def test_no_dense_jacobian_exceeds_a_bound(problem: AttentionProblem) -> None:
     w_o, g = heads.flatten(0, 1), paper_output_map(w_q, w_v, heads)
     jac = jacobian(lambda x: l2_attention(x, w_q, g, problem.bias), problem.x)
     entry_max = norm_from_below(jac, "entry_max")
-    ours = contractive.entry_max_bound(w_q, g, log_mass)
+    ours = of_one_layer(contractive.entry_max_bounds, w_q, g, log_mass)
     assert entry_max <= ours <= entry_max_bound(w_q, w_v, w_o, log_mass)
 
 

@@ -17,7 +17,7 @@ from studies.tightness import (
     summarise,
     worst_row_sum,
 )
-from tests.problems import dense_jacobian
+from tests.problems import dense_jacobian, of_one_layer
 
 CPU = torch.device("cpu")
 UPPER = {100: 11.515, 200: 13.588, 400: 15.739, 1000: 18.682}
@@ -43,7 +43,7 @@ def test_the_closed_form_and_both_bounds_have_the_known_values(num_tokens: int) 
     assert worst_row_sum(num_tokens) == pytest.approx(REFERENCE[num_tokens], rel=3e-4)
     for bound in (
         kim.entry_max_bound(one, one, one[0], kim.log_mass_of(num_tokens)),
-        contractive.entry_max_bound(one, one, kim.log_mass_of(num_tokens)),
+        of_one_layer(contractive.entry_max_bounds, one, one, kim.log_mass_of(num_tokens)),
     ):
         assert bound == pytest.approx(UPPER[num_tokens], abs=1e-3)
 
