@@ -53,16 +53,17 @@ def spectral_norm_bound(
     check_matrix(weight)
     weight = weight.detach()
     g = tall_side(weight.to(torch.float64))
-    finite = g.isfinite().all(-1).all(-1)
-    g, scale = _scaled(torch.where(finite[..., None, None], g, 0.0))
+    largest = g.abs().amax((-2, -1))
+    unknown = ~(largest < torch.inf)  # or NaN
+    g, scale = _scaled(g, largest)
+    g = torch.where(unknown[..., None, None], 0.0, g)
     gram = g.mT @ g
     if eigenvalues_are_cheap(g.device):
         squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(gram))
     else:
         squared = _gram_bound(gram, STEPS_ALONE - 1)
     bound = _up((squared + _product_error(g)).sqrt(), 2) * scale + _flushed(weight)
-    bound = torch.where(bound > 0, bound.nextafter(torch.full_like(bound, torch.inf)), bound)
-    return torch.where(finite, bound, torch.inf)
+    return bound.nextafter(2 * bound).masked_fill(unknown, torch.inf)  # zero stays zero
 
 
 def check_matrix(weight: Tensor) -> None:
@@ -101,10 +102,13 @@ def _up(value: Tensor, operations: int) -> Tensor:
 
 
 def _gram_bound(x: Tensor, num_steps: int) -> Tensor:
-    """‖X‖₂ ≤ s √(‖fl(X̃ᵀX̃)‖₂/(1 − n γ)), X̃ = X/s, ‖·‖₂ by the same again, at last by ‖·‖_F."""
+    """‖X‖₂ ≤ s √(‖fl(X̃ᵀX̃)‖₂/(1 − n γ)), X̃ = X/s, ‖·‖₂ by the same again, at last by ‖·‖_F.
+
+    X is a Gram matrix: its largest entry is on the diagonal.
+    """
     if num_steps == 0:
         return _frobenius_up(x)
-    x, scale = _scaled(x)
+    x, scale = _scaled(x, x.diagonal(dim1=-2, dim2=-1).amax(-1))
     steps = min(num_steps, STEPS_PER_SCALING)
     for _ in range(steps):
         x = x.mT @ x
@@ -127,15 +131,14 @@ def _residual_bound(gram: Tensor) -> Tensor:
     return torch.where(bound.isnan(), torch.inf, bound)
 
 
-def _scaled(g: Tensor) -> tuple[Tensor, Tensor]:
-    """G/s and s, a power of two: the largest entry of G/s is in [1/2, 1), or 0, ∞ or NaN.
+def _scaled(g: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """G/s and s, a power of two: the largest entry of G/s is in [1/2, 1), if s is in range.
 
     Exact except for entries that underflow. They are covered as well: next to the largest entry,
     every margin in this file leaves room for far more than the smallest normal float64.
     """
-    largest = g.abs().amax((-2, -1))
+    largest = largest.clamp(2.0**-LARGEST_EXPONENT, 2.0 ** (LARGEST_EXPONENT - 1))
     scale = largest / torch.frexp(largest).mantissa
-    scale = scale.clamp(2.0**-LARGEST_EXPONENT, 2.0**LARGEST_EXPONENT).nan_to_num(1.0)
     return g / scale[..., None, None], scale
 
 
