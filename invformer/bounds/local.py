@@ -48,14 +48,14 @@ def token_max_local_bound(
     """
     beta = diagonal_gains(q, p) if diagonal else token_gains(q, p)
     worst = beta.amax(-1)
-    query, output, g = spectral_norm_bound(w_q), spectral_norm_bound(g), g.double()
-    bounds = [(beta * (query * output)[:, None]).sum(-2).amax(-1)]
-    tiny = torch.finfo(g.dtype).tiny
-    for weight in (torch.ones_like(worst), (worst * query * output).clamp_min(tiny).sqrt()):
-        stacked = ((worst * query / weight)[..., None, None] * g).flatten(-3, -2)
-        rows = ((weight / worst).unsqueeze(-1) * beta).square().sum(-2).amax(-1).sqrt()
-        bounds.append(spectral_norm_bound(stacked) * rows)
-    return outward(torch.stack(bounds).amin(0), q)
+    (query, output), g = spectral_norm_bound(torch.stack([w_q.mT, g])), g.double()
+    summed = (beta * (query * output)[:, None]).sum(-2).amax(-1)
+    by_size = (worst * query * output).clamp_min(torch.finfo(g.dtype).tiny).sqrt()
+    weights = torch.stack([torch.ones_like(worst), by_size])
+    stacked = ((worst * query / weights)[..., None, None] * g).flatten(-3, -2)
+    rows = ((weights / worst).unsqueeze(-1) * beta).square().sum(-2).amax(-1).sqrt()
+    weighted = (spectral_norm_bound(stacked) * rows).amin(0)
+    return outward(torch.minimum(summed, weighted), q)
 
 
 def token_gains(q: PerHead, p: AttentionWeights) -> Float[Tensor, "*batch heads tokens"]:
@@ -162,7 +162,7 @@ def feed_forward_fast_bound(
     m = |r₊ + r₋|/2: the slopes are a constant plus a deviation.
     """
     w_in, w_out = w_in.double(), w_out.double()
-    product = spectral_norm_bound(w_in) * spectral_norm_bound(w_out)
+    product = spectral_norm_bound(torch.stack([w_in, w_out.mT])).prod(0)
     lowest, highest = slope.double().flatten(-2).aminmax(dim=-1)
     largest = torch.maximum(highest.abs(), lowest.abs())
     around_middle = (highest + lowest).abs() / 2 * spectral_norm_bound(w_in @ w_out)
