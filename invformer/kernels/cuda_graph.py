@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Replayed:
-    """A function of tensors that is recorded at its first call here and replayed at the others.
+    """A function of tensors that is launched at its first call, then recorded, then replayed.
 
-    Parameters and whatever else it reads beside its arguments have to stay at their addresses. Call
-    it once before, so that libraries and kernels are loaded.
+    Parameters and whatever else it reads beside its arguments have to stay at their addresses. The
+    first call loads libraries and kernels.
 
     Args:
         function: of containers of tensors; no gradients pass through it.
@@ -27,11 +27,15 @@ class Replayed:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
+        self.was_launched = False
         self.graph: torch.cuda.CUDAGraph | None = None
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> Any:
-        """The result. The next call overwrites it, and the arguments of the first call."""
+        """The result. The next call overwrites it, and the arguments of the second call."""
+        if not self.was_launched:
+            self.was_launched = True
+            return self.function(*arguments)
         if self.graph is None:
             gc.collect()  # a graph that is freed while another is recorded spoils it
             self.graph, self.arguments = torch.cuda.CUDAGraph(), list(tensors_in(arguments))

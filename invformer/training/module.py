@@ -47,9 +47,9 @@ class CharLanguageModel(L.LightningModule):
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
         seed: of the dropout.
-        cuda_graph: on one GPU, replay every step, and its estimates, as CUDA graphs. Batches have
-            one shape then. Forward hooks, and Python numbers and ``requires_grad`` that change
-            after the first step, are without effect.
+        cuda_graph: on one GPU, replay every step, its estimates, and validations, as CUDA graphs.
+            Batches have one shape then. Forward hooks, and Python numbers and ``requires_grad``
+            that change after the first step, are without effect.
     """
 
     def __init__(
@@ -77,6 +77,10 @@ class CharLanguageModel(L.LightningModule):
         self.guard = UpdateGuard()
         self._losses: list[Tensor] = []  # of the batches of the present step
         self.has_dropout = any(isinstance(m, Dropout) and m.p > 0 for m in model.modules())
+        self.launch_again()
+
+    def setup(self, stage: str) -> None:
+        """Launch again: parameters may have moved since an earlier loop."""
         self.launch_again()
 
     def configure_model(self) -> None:
@@ -195,12 +199,12 @@ class CharLanguageModel(L.LightningModule):
         """Forget the recorded graphs: they read the memory that parameters had then."""
         self._replayed_loss: Callable[..., Tensor] | None = None
         self._replayed_refresh: Replayed | None = None
+        self._replayed_lengths: dict[torch.Size, Replayed] = {}
         self.weights: StackWeights | None = None  # of the present step, for the monitor
 
     def on_train_start(self) -> None:
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
-        self.launch_again()
         gather(self.model)
         self.refresh()
         if self.replays and normalised(self.model):
@@ -241,8 +245,17 @@ class CharLanguageModel(L.LightningModule):
         """Add the code length of one batch: windows, their targets, and which of these to score."""
         inputs, targets, *mask = batch
         scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
-        logits = self.model(inputs, self.validated)
-        self.scored += torch.stack([window_nats(logits, targets, scored), scored.sum()])
+        of_batch = self.code_length
+        if self.replays:  # a graph for each shape: the last batch may be smaller
+            of_batch = self._replayed_lengths.setdefault(inputs.shape, Replayed(of_batch))
+        self.scored += of_batch(inputs, targets, scored, self.validated)
+
+    def code_length(
+        self, inputs: Tensor, targets: Tensor, scored: Tensor, weights: StackWeights | None
+    ) -> Tensor:
+        """Nats and number of the characters of windows that are scored."""
+        nats = window_nats(self.model(inputs, weights), targets, scored)
+        return torch.stack([nats, scored.sum()])
 
     def on_validation_epoch_end(self) -> None:
         """Log bits per character of the whole split, in the row of the last step."""

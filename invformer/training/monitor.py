@@ -77,9 +77,6 @@ class LipschitzMonitor(L.Callback):
         self.keys = {column: tuple(f"{p}/{column}" for p in places) for column in columns}
         if self.restored:
             self.probe.load_state_dict(self.restored)
-            if replays:
-                with self.probe.unchanged():  # before it is recorded it has to have run
-                    self.probe.launched(None)
 
     def on_before_backward(
         self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from tests.gpu.machine import Machine, Row, at_most, failed
 
@@ -156,26 +155,36 @@ def validation(machine: Machine) -> Iterator[Row]:
     from benchmarks.models import build, windows
     from benchmarks.tasks import Training, arithmetic
     from invformer.evaluation.inversion import round_trip
+    from invformer.evaluation.likelihood import window_nats
+    from invformer.kernels.cuda_graph import Replayed
     from invformer.lipschitz.local_bounds import local_bounds
     from invformer.lipschitz.probe import LipschitzProbe
     from invformer.nn import certify
     from invformer.nn.spectral import set_manual_refresh
+    from invformer.nn.stack import StackWeights
 
     case = case_of(machine, LENGTHS[0])
     model: Any = build("contractive_l2", case, machine.device)
     set_manual_refresh(model)  # as in training
     text, targets = windows(case, machine.device)
     probe = LipschitzProbe(model, text[:1, :8])
+    scored = torch.ones_like(targets, dtype=torch.bool)
     batches = 100_000 // case.characters if machine.is_gpu else 1
+
+    def launched(weights: StackWeights) -> torch.Tensor:
+        return window_nats(model(text, weights), targets, scored)
+
+    nats = Replayed(launched) if machine.is_gpu else launched  # as the module has it
 
     def validate() -> None:
         certify(model)
         local_bounds(probe)
         round_trip(model, text[:4], torch.float64).numbers()
-        with torch.no_grad(), arithmetic(machine.device, "bf16"):
+        with torch.inference_mode():
             weights = model.weights()
             for _ in range(batches):
-                F.cross_entropy(model(text, weights).flatten(0, 1), targets.flatten())
+                with arithmetic(machine.device, "bf16"):
+                    nats(weights)
 
     step = Training(build("contractive_l2", case, machine.device), case, "bf16")
     with machine.rules():

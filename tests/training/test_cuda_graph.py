@@ -62,18 +62,18 @@ def module() -> CharLanguageModel:
     return CharLanguageModel(model, lambda m: torch.optim.SGD(m.parameters(), 0.1, fused=True))
 
 
-def trainer(*callbacks: L.Callback) -> L.Trainer:
+def trainer(*callbacks: L.Callback, **more: Any) -> L.Trainer:
     """Four epochs of two steps."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     how: Any = quiet | {"max_epochs": 4, "enable_model_summary": False, "accelerator": "cpu"}
-    return L.Trainer(callbacks=list(callbacks), **how)
+    return L.Trainer(callbacks=list(callbacks), **how, **more)
 
 
-def text() -> DataLoader:
-    """Two batches."""
+def text(batch_size: int = 4) -> DataLoader:
+    """Eight windows."""
     torch.manual_seed(1)
     tokens = random_tokens(8)
-    return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=4)
+    return DataLoader(TensorDataset(tokens, tokens.roll(-1, 1)), batch_size=batch_size)
 
 
 def move(model: CharLanguageModel) -> CharLanguageModel:
@@ -125,8 +125,21 @@ def validated_later() -> list[torch.Tensor]:
     return [monitor.probe.values(weights=None)]
 
 
+def validated_twice() -> list[torch.Tensor]:
+    """The losses of two validations in half precision, of four batches each."""
+    model, found = module(), []
+    for _ in range(2):
+        with cuda_rules():
+            here = trainer(precision="bf16-mixed")
+            found += here.validate(move(model), text(2), verbose=False)
+    return [torch.tensor([row["val/nats"] for row in found])]
+
+
+WAYS = [after_a_failure, with_more_batches_a_step, validated_later, validated_twice]
+
+
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("way", [after_a_failure, with_more_batches_a_step, validated_later])
+@pytest.mark.parametrize("way", WAYS)
 def test_no_graph_is_replayed_that_does_not_fit(way: Any, request: pytest.FixtureRequest) -> None:
     expected = way()
     request.getfixturevalue("replaying")
