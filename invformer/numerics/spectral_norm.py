@@ -56,10 +56,10 @@ def spectral_norm_bound(
     largest = g.abs().amax((-2, -1))
     unknown = ~(largest < torch.inf)  # or NaN
     g, scale = _scaled(g, largest)
-    g = torch.where(unknown[..., None, None], 0.0, g)
     gram = g.mT @ g
     if eigenvalues_are_cheap(g.device):
-        squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(gram))
+        known = torch.where(unknown[..., None, None], 0.0, gram)  # LAPACK takes no other numbers
+        squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(known))
     else:
         squared = _gram_bound(gram, STEPS_ALONE - 1)
     bound = _up((squared + _product_error(g)).sqrt(), 2) * scale + _flushed(weight)
@@ -92,7 +92,7 @@ def _flushed(weight: Tensor) -> Tensor:
     """
     if weight.dtype == torch.float16:
         return torch.zeros((), dtype=torch.float64, device=weight.device)
-    count = is_denormal(weight).sum((-2, -1)).double()
+    count = is_denormal(weight).sum((-2, -1), dtype=torch.float64)
     return _up(count.sqrt() * torch.finfo(weight.dtype).tiny, 2)
 
 
