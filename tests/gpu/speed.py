@@ -68,7 +68,11 @@ def steps(machine: Machine) -> Iterator[Row]:
                 share = operations(weights, case) / seconds / PEAK
                 yield Row("model FLOP utilisation", f"{name}, {case.name}", share)
         ratio = found["contractive_l2"] / found["dot_product"]
-        yield judged(machine, "contractive_l2 over dot_product", case.name, ratio, 1.0)
+        check = "contractive_l2 over dot_product"
+        if tokens == LENGTHS[0]:  # the size that has a limit
+            yield judged(machine, check, case.name, ratio, 1.0)
+        else:
+            yield Row(check, case.name, ratio)
 
 
 def monitor(machine: Machine) -> Iterator[Row]:
