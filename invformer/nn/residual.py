@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens
+from invformer.nn.affine import Tokens, kept_and_read
 from invformer.nn.branch import LipschitzBranch, bounds_of
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
@@ -79,7 +79,8 @@ class InvertibleResidual(nn.Module):
         """x + D⁻¹ f(ψ_R(D x + b))."""
         weights = weights or self.weights()
         if weights.centre is not None:
-            return x + self.branch(x, weights.branch, weights.centre)
+            x, read = kept_and_read(x)
+            return x + self.branch(read, weights.branch, weights.centre)
         return x + weights.leave(self.f(weights.enter(x), weights.branch))
 
     def f(self, u: Tokens, weights: Any = None) -> Tokens:

@@ -8,7 +8,7 @@ import torch
 from invformer.assemble.model import build_model
 from invformer.config.schema import ModelConfig
 from invformer.errors import NonFiniteError
-from invformer.nn import certify, enforce
+from invformer.nn import certify, enforce, residual
 from invformer.nn.scaling import INITIAL_OUTPUT_DEVIATION
 from tests.nn.builders import (
     SEQ_LEN,
@@ -113,6 +113,21 @@ def test_under_autocast_weights_are_folded_too_for_the_same_function(options: di
         folds = branch.folds_scaling and "input_radius" not in options
         assert (weights[name].centre is not None) == folds
     torch.testing.assert_close(found.double(), expected, rtol=0.03, atol=0.03)
+
+
+def test_under_autocast_gradients_are_added_as_it_would_add_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, tokens = scaled_model().float(), random_tokens(2)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).float().sin().sum()
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    ours = gradients()
+    monkeypatch.setattr(residual, "kept_and_read", lambda x: (x, x))
+    assert all(map(torch.equal, ours, gradients()))
 
 
 @pytest.mark.parametrize("log_scale", [800.0, -800.0])
