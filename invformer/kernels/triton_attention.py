@@ -63,8 +63,8 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(S) v and log Σ_j exp S_ij of every query; causal, all (B, H, N, d), of one format.
 
-    Of L2 the second leaves −‖q_i − q_0‖²/√d out of the logits. In half precision q − q_0 is
-    rounded; distances are those of what is rounded, in float32. The bias is (H, N) in float32.
+    Of L2 the second leaves −‖q_i‖²/√d out of the logits, of q − q_0 in float32: in half precision
+    products have no rounding that q does not have already. The bias is (H, N) in float32.
     """
     y, log_mass = _results(q)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)
@@ -141,6 +141,7 @@ def _launch(
             heads,
             tokens,
             TIED=tied,
+            CENTRED=tied and q.dtype == torch.float32,
             D=d_head,
             WIDTH=tiles.width,
             BLOCK=tiles.block,

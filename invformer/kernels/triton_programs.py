@@ -5,7 +5,7 @@ Each has BLOCK queries or keys of one pair of sample and head, and goes through 
 ``q``, ``k``, ``v`` and ``dy`` are the first numbers of (B, H, N, d), followed by the strides of B,
 H and N; ``y``, ``dq``, ``dk`` and ``dv`` lie as (B, N, H, d). WIDTH is d, padded. ``bias`` is None
 or (H, BLOCK, length), the last rows of matrices b(i − j), the last first. If TIED, keys and values
-are the queries, and all are taken relative to the first token, the centre.
+are the queries, and if CENTRED all are taken relative to the first token, the centre.
 """
 
 import triton
@@ -72,8 +72,8 @@ def forward(
     y, log_mass,
     q, q_sample, q_head, q_token, k, k_sample, k_head, k_token, v, v_sample, v_head, v_token,
     bias, length, scale, heads, tokens,
-    TIED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+    TIED: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Y and log Σ_j exp S_ij of a block of queries; the last block, which sees most, first."""
     pair, first = tl.program_id(0), (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK
@@ -86,7 +86,7 @@ def forward(
     if bias is not None:
         bias += head * BLOCK * length
     i, j = tl.arange(0, BLOCK), tl.arange(0, STEP)
-    centre = _first_row(q, D, WIDTH) if TIED else None
+    centre = _first_row(q, D, WIDTH) if CENTRED else None
     queries = _tile(q, first, q_token, centre, tokens, D, WIDTH, BLOCK)
     top = tl.full([BLOCK], -1e30, tl.float32)  # finite: −∞ − top is then never NaN
     mass = tl.zeros([BLOCK], tl.float32)
@@ -106,7 +106,7 @@ def forward(
         total = tl.dot(p.to(values.dtype), values, total, input_precision=PRECISION)
         top = higher
     total /= mass[:, None]
-    if TIED:
+    if CENTRED:
         total += centre[None, :]
     _write(y, first, heads * D, total, tokens, D, WIDTH, BLOCK)
     tl.store(log_mass + first + i, top + tl.log(mass), mask=first + i < tokens)
@@ -117,8 +117,8 @@ def backward_queries(
     dq, delta, y, log_mass, dy, dy_sample, dy_head, dy_token,
     q, q_sample, q_head, q_token, k, k_sample, k_head, k_token, v, v_sample, v_head, v_token,
     bias, length, scale, heads, tokens,
-    TIED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+    TIED: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """δ_i = ⟨dY_i, Y_i⟩ and scale · dS K of a block of queries, dS = P∘(dY Vᵀ − δ).
 
@@ -137,7 +137,7 @@ def backward_queries(
     if bias is not None:
         bias += head * BLOCK * length
     i, j = tl.arange(0, BLOCK), tl.arange(0, STEP)
-    centre = _first_row(q, D, WIDTH) if TIED else None
+    centre = _first_row(q, D, WIDTH) if CENTRED else None
     outer = _tile(dy, first, dy_token, None, tokens, D, WIDTH, BLOCK)
     means = _tile(y, first, heads * D, centre, tokens, D, WIDTH, BLOCK)
     means = tl.sum(outer.to(tl.float32) * means.to(tl.float32), 1)
@@ -169,8 +169,8 @@ def backward_keys(
     dq, dk, dv, delta, log_mass, dy, dy_sample, dy_head, dy_token,
     q, q_sample, q_head, q_token, k, k_sample, k_head, k_token, v, v_sample, v_head, v_token,
     bias, length, scale, heads, tokens,
-    TIED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+    TIED: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """scale · dSᵀ Q and Pᵀ dY of a block of keys; if TIED added to dq, with that of lengths."""
     pair, first = tl.program_id(0), tl.program_id(1) * BLOCK
@@ -184,7 +184,7 @@ def backward_keys(
     if bias is not None:
         bias += head * BLOCK * length
     i, j = tl.arange(0, STEP), tl.arange(0, BLOCK)
-    centre = _first_row(q, D, WIDTH) if TIED else None
+    centre = _first_row(q, D, WIDTH) if CENTRED else None
     keys = _tile(k, first, k_token, centre, tokens, D, WIDTH, BLOCK)
     values = keys
     if not TIED:
@@ -222,8 +222,8 @@ def backward_bias(
     dbias, batch, samples, delta, log_mass, dy, dy_sample, dy_head, dy_token,
     q, q_sample, q_head, q_token, k, k_sample, k_head, k_token, v, v_sample, v_head, v_token,
     bias, length, scale, heads, tokens,
-    TIED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STEP: tl.constexpr, PRECISION: tl.constexpr,
+    TIED: tl.constexpr, CENTRED: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Σ dS of the tiles at one distance from the diagonal, of one head in some ``samples``.
 
@@ -243,7 +243,7 @@ def backward_bias(
         of_values = v + sample * v_sample + head * v_head
         of_outer = dy + sample * dy_sample + head * dy_head
         pair = (sample * heads + head) * tokens
-        centre = _first_row(of_queries, D, WIDTH) if TIED else None
+        centre = _first_row(of_queries, D, WIDTH) if CENTRED else None
         for first in range(tl.cdiv(tl.maximum(distance, 0), BLOCK) * BLOCK, tokens, BLOCK):
             queries = _tile(of_queries, first, q_token, centre, tokens, D, WIDTH, BLOCK)
             outer = _tile(of_outer, first, dy_token, None, tokens, D, WIDTH, BLOCK)
