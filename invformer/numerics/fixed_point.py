@@ -127,7 +127,7 @@ class _Rows:
                 f"f maps {samples.dtype} {tuple(samples.shape)} to {fx.dtype} {tuple(fx.shape)}: "
                 f"it must keep dtype and shape{advice}"
             )
-        self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape)
+        self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape).clone()
         length, self.residual = eq.sizes(self.y, self.fx)
         length = self.by_sample(length)
         longest = length + self.by_sample(self.residual) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
@@ -154,18 +154,14 @@ class _Rows:
 
     def step(self, count: int) -> None:
         """x ← y − f(x) in the running rows, which are ``count``, and their verdicts."""
-        whole = count == len(self.x)
-        rows = slice(None) if whole else self.running.nonzero().squeeze(-1)
+        rows = slice(None) if count == len(self.x) else self.running.nonzero().squeeze(-1)
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
         # ‖y − x − f(x)‖, which is the length of the next step, and ‖x‖.
         residual, length = self.eq.sizes(fx - fx_before, x)
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
-        if whole:
-            self.x, self.fx = x, fx
-        else:
-            self.x[rows], self.fx[rows] = x, fx
+        self.x[rows], self.fx[rows] = x, fx  # copies: f may write its next result over fx
         self.residual[rows], self.length[rows] = residual, length
         self.num_steps[rows] += 1
         self.judge(rows, disproved)

@@ -406,3 +406,11 @@ def test_a_step_reads_the_lengths_of_the_device_at_once() -> None:
             invert_residual(f, y, lipschitz_bound=0.9, max_steps=max_steps, **TOKEN_MAX)
         counts.append(len(reads.found))
     assert counts[1] - counts[0] == 4
+
+
+def test_f_may_write_its_results_over_the_one_before() -> None:
+    f, held, y = two_layers(6, 5, 0.9, "token_max"), torch.empty(4, 6, 5), torch.randn(4, 6, 5)
+    found = invert_residual(
+        lambda x: held[: len(x)].copy_(f(x)), y, lipschitz_bound=0.9, **TOKEN_MAX
+    )
+    torch.testing.assert_close(found.value + f(found.value), y)
