@@ -15,8 +15,9 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 
 InputMaps = Float[Tensor, "*layers heads width d_head"]
 OutputMaps = Float[Tensor, "*layers heads d_head width"]
-# A number for each head of each layer.
+# A number for every head of every layer; several such numbers to choose from in every layer.
 OfHeads = list[list[float]]
+Choices = list[list[list[float]]]
 
 
 def separate_inputs(gains: OfHeads, g: OutputMaps, sizes: OfHeads) -> list[float]:
@@ -25,10 +26,11 @@ def separate_inputs(gains: OfHeads, g: OutputMaps, sizes: OfHeads) -> list[float
     Heads may move independently, because they may attend to different tokens. w_h = 1 gives
     √H ‖[a_h G_h]_h‖₂; w_h² = a_h ‖G_h‖₂, the ``sizes``, gives no more than Σ_h a_h ‖G_h‖₂.
     """
-    heads = (zip(*of_layer, strict=True) for of_layer in zip(gains, sizes, strict=True))
-    by_size = [[math.sqrt(a * out) for a, out in of_layer] for of_layer in heads]
-    choices = _usable([[1.0] * len(of_layer) for of_layer in gains], by_size)
-    totals = [[sqrt_up(sum_up(*map(product_up, s, s))) for s in tried] for tried in choices]
+    choices: Choices = []
+    for a, size in zip(gains, sizes, strict=True):
+        by_size = [math.sqrt(x * out) for x, out in zip(a, size, strict=True)]
+        choices.append([[1.0] * len(a), _usable(by_size)])
+    totals = [[sqrt_up(sum_up(*map(product_up, w, w))) for w in tried] for tried in choices]
     return _least(_stacked_norms(_quotients(gains, choices), g, dim=-2), totals)
 
 
@@ -41,15 +43,18 @@ def shared_input(
     weights ``known``.
     """
     inputs, outputs = spectral_norm_bound(w).tolist(), spectral_norm_bound(g).tolist()
-    before = [list(map(mul, a, q)) for a, q in zip(gains, inputs, strict=True)]
-    heads = (zip(*of_layer, strict=True) for of_layer in zip(before, outputs, strict=True))
-    by_size = [[math.sqrt(a / out) if out else math.inf for a, out in each] for each in heads]
-    choices = _usable(before, by_size, *([] if known is None else [known]))
+    choices: Choices = []
+    for layer, (a, q, size) in enumerate(zip(gains, inputs, outputs, strict=True)):
+        before = list(map(mul, a, q))
+        pairs = zip(before, size, strict=True)
+        by_size = [math.sqrt(x / out) if out else math.inf for x, out in pairs]
+        tried = [before, by_size, *([] if known is None else [known[layer]])]
+        choices.append(list(map(_usable, tried)))
     after = _stacked_norms(choices, g, dim=-2)
     return _least(after, _stacked_norms(_quotients(gains, choices), w, dim=-1))
 
 
-def _quotients(gains: OfHeads, choices: list[OfHeads]) -> list[OfHeads]:
+def _quotients(gains: OfHeads, choices: Choices) -> Choices:
     """a_h/w_h from above, for every choice of weights in every layer."""
     return [
         [list(map(quotient_up, a, w)) for w in tried]
@@ -57,16 +62,16 @@ def _quotients(gains: OfHeads, choices: list[OfHeads]) -> list[OfHeads]:
     ]
 
 
-def _least(a: OfHeads, b: OfHeads) -> list[float]:
-    """The least product a b of every layer, from above."""
+def _least(a: list[list[float]], b: list[list[float]]) -> list[float]:
+    """The least product a b among the choices of every layer, from above."""
     return [min(map(product_up, *of_layer)) for of_layer in zip(a, b, strict=True)]
 
 
-def _stacked_norms(choices: list[OfHeads], blocks: Tensor, dim: int) -> OfHeads:
-    """‖[a_h W_h]_h‖₂ from above for several a, side by side (dim = −1) or one on the other (−2).
+def _stacked_norms(choices: Choices, blocks: Tensor, dim: int) -> list[list[float]]:
+    """‖[a_h W_h]_h‖₂ from above for every choice of a in every layer, (layers, choices).
 
-    Scaling rounds every entry by at most 2⁻⁵³ of itself, so it moves ‖·‖₂ by at most 2⁻⁵³ ‖·‖_F,
-    which is at most 2⁻⁵³ √rank ‖·‖₂.
+    Blocks are side by side (dim = −1) or one on the other (−2). Scaling rounds every entry by at
+    most 2⁻⁵³ of itself, so it moves ‖·‖₂ by at most 2⁻⁵³ ‖·‖_F, which is at most 2⁻⁵³ √rank ‖·‖₂.
     """
     scale = blocks.new_tensor(choices, dtype=torch.float64)[..., None, None]
     joined = torch.cat((blocks.detach().to(torch.float64).unsqueeze(1) * scale).unbind(2), dim=dim)
@@ -75,15 +80,11 @@ def _stacked_norms(choices: list[OfHeads], blocks: Tensor, dim: int) -> OfHeads:
     return [[round_up(norm, operations) for norm in of_layer] for of_layer in norms]
 
 
-def _usable(*choices: OfHeads) -> list[OfHeads]:
-    """The choices of every layer, made positive and finite, within 1e250 of the largest finite one.
+def _usable(weights: list[float]) -> list[float]:
+    """The weights, made positive and finite, within 1e250 of the largest finite one.
 
     A head with a tiny input map has an output map that was divided by it. Its weight is far below
     the others, and has to stay there.
     """
-
-    def usable(weights: list[float]) -> list[float]:
-        largest = max((w for w in weights if 0 < w < math.inf), default=1.0)
-        return [min(max(w, 1e-250 * largest), 1e250 * largest) for w in weights]
-
-    return [list(map(usable, of_layer)) for of_layer in zip(*choices, strict=True)]
+    largest = max((w for w in weights if 0 < w < math.inf), default=1.0)
+    return [min(max(w, 1e-250 * largest), 1e250 * largest) for w in weights]

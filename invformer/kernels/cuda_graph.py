@@ -74,7 +74,10 @@ def side_by_side(device: torch.device, work: Sequence[Callable[[], T]]) -> list[
 
 
 class WithParameters(nn.Module):
-    """A function as a module, which knows the parameters in it, under autocast as it is now."""
+    """A function as a module that owns the parameters it reads; runs under the present autocast.
+
+    ``make_graphed_callables`` differentiates only the parameters of a module.
+    """
 
     def __init__(self, function: Callable[..., Tensor], model: nn.Module) -> None:
         super().__init__()
@@ -82,9 +85,9 @@ class WithParameters(nn.Module):
         self.autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda")
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """The function's."""
+        """function(*inputs)."""
         dtype, enabled = self.autocast
-        # A weight that was cast before and kept would be recorded as it is now.
+        # A cast that autocast has cached would be recorded as a constant.
         with torch.autocast("cuda", dtype, enabled=enabled, cache_enabled=False):
             return self.function(*inputs)
 

@@ -102,19 +102,18 @@ def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:
 
 def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ and the right vectors of all matrices, left vectors of each weight."""
-    tall = list(map(tall_side, weights))
-    matrices = [w for batch in tall for w in batch]
-    compiled, krylov = native_matrices.can_take(matrices), None
-    if compiled and tall[0].shape[-1] < TRIAL_SIZE:
+    matrices = [w for batch in weights for w in tall_side(batch)]
+    compiled, krylov, size = native_matrices.can_take(matrices), None, matrices[0].shape[-1]
+    if compiled and size < TRIAL_SIZE:
         log_norms, rights, lefts = native_matrices.squarings(matrices, NUM_SQUARINGS, RESCALE_EVERY)
         each = iter(lefts)
-        return log_norms, rights, [torch.stack([next(each) for _ in w]) for w in tall]
+        return log_norms, rights, [torch.stack([next(each) for _ in batch]) for batch in weights]
     if compiled:
         generator = torch.Generator().manual_seed(0)  # no structure, and always the same
-        start = torch.randn(tall[0].shape[-1], generator=generator, dtype=torch.float64)
-        krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(tall[0]))
+        start = torch.randn(size, generator=generator, dtype=torch.float64)
+        krylov = native_matrices.krylov(matrices, NUM_VECTORS, start.to(matrices[0]))
     same_shape = [list(each) for _, each in groupby(weights, key=lambda w: w.shape[-2:])]
-    tall = [tall_side(torch.cat(each)) for each in same_shape]
+    tall = [tall_side(torch.cat(each)) for each in same_shape]  # one for every shape
     if krylov is not None and all(LEAST_LOG < x < LARGEST_LOG for x in krylov[1].tolist()):
         grams, log_scale, space = krylov
         log_bound, rights = _trial(grams, space)

@@ -63,8 +63,9 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(S) v and log Σ_j exp S_ij of every query; causal, all (B, H, N, d), of one format.
 
-    Of L2 the second leaves −‖q_i‖²/√d out of the logits, of q − q_0 in float32: in half precision
-    products have no rounding that q does not have already. The bias is (H, N) in float32.
+    In L2 attention the second leaves −‖q_i‖²/√d out of the logits. In float32 q is taken relative
+    to q_0, to lose less to cancellation; in half precision it is not, since products of its numbers
+    are exact in float32. The bias is (H, N) in float32.
     """
     y, log_mass = _results(q)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)

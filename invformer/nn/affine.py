@@ -23,18 +23,19 @@ def affine(
     return x @ w if b is None else torch.addmm(b, x.flatten(0, -2), w).unflatten(0, x.shape[:-1])
 
 
-def kept_and_read(x: Tokens) -> tuple[Tokens, Tokens]:
-    """x for the residual and for the branch, which reads it in autocast's format.
+def in_two_formats(x: Tokens) -> tuple[Tokens, Tokens]:
+    """x for the residual, as it is, and x for the branch, in autocast's format.
 
-    As if autocast formatted it, but in the backward pass both gradients are added in one pass.
+    Left to autocast, the branch's gradient is cast in one pass and added in another; here both are
+    one. Without autocast both are x itself.
     """
     if not has_autocast(x.device):
         return x, x
-    return _Fork.apply(x, torch.get_autocast_dtype(x.device.type))  # type: ignore[return-value]
+    return _TwoFormats.apply(x, torch.get_autocast_dtype(x.device.type))  # type: ignore[return-value]
 
 
-class _Fork(torch.autograd.Function):
-    """x, and x in another format."""
+class _TwoFormats(torch.autograd.Function):
+    """x ↦ (x, x in another format)."""
 
     @staticmethod
     def forward(ctx, x, dtype):
@@ -42,5 +43,5 @@ class _Fork(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grad_outputs):
-        kept, read = grad_outputs
-        return kept + read, None
+        as_it_is, cast = grad_outputs
+        return as_it_is + cast, None

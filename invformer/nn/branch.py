@@ -16,7 +16,7 @@ from invformer.numerics.residual_equation import Kind
 
 # Constants normalised in the forward precision stay below their target after float64 certification.
 ROUNDING_MARGIN = 1 - 2e-5
-# Numbers in the weights that are bounded at once: some of their copies are 64 MiB in float64.
+# Entries of the weights that are bounded at once, to limit memory: a float64 copy is 64 MiB.
 NUMBERS_AT_ONCE = 2**23
 
 # The named tuple of tensors that a branch computes with.
@@ -136,7 +136,10 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
 
 class GroupedBranch(LipschitzBranch[Weights]):
-    """A branch with :meth:`bounds_of` instead of the two bounds."""
+    """A branch whose bounds are computed for all layers of a group at once, by :meth:`bounds_of`.
+
+    ``lipschitz_bound`` and ``causal_bound`` are then those of a group of one.
+    """
 
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: Weights | None = None
@@ -158,27 +161,35 @@ class GroupedBranch(LipschitzBranch[Weights]):
         dtype: torch.dtype | None,
         weights: Sequence[Any],
     ) -> list[float]:
-        """Those of several branches of one group at once: causal bounds if ``kind`` is causal."""
+        """The bound of every branch, all of one group.
+
+        Args:
+            branches: f_1, f_2, …
+            norm: of the Lipschitz constants.
+            kind: ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
+            dtype: to which weights are cast first; None takes them as they are.
+            weights: of each branch.
+        """
         raise NotImplementedError
 
 
-def bounds_of(
+def bounds_together(
     branches: Sequence[LipschitzBranch],
     norm: Norm,
     kind: Kind,
     dtype: torch.dtype | None,
     weights: Sequence[Any],
 ) -> list[float]:
-    """Lipschitz bounds of branches of one group, or causal bounds; at once if the class can.
+    """The bound of every branch of a group, by :meth:`GroupedBranch.bounds_of` if the class has it.
 
-    A subclass with a bound of its own is asked for that, branch by branch.
+    A class that overrides ``lipschitz_bound`` or ``causal_bound`` is asked branch by branch.
     """
-    own = type(branches[0])
-    bounds, grouped = (own.lipschitz_bound, own.causal_bound), GroupedBranch
-    if issubclass(own, grouped) and bounds == (grouped.lipschitz_bound, grouped.causal_bound):
+    cls, methods = type(branches[0]), ("lipschitz_bound", "causal_bound")
+    inherits = all(getattr(cls, name) is getattr(GroupedBranch, name) for name in methods)
+    if issubclass(cls, GroupedBranch) and inherits:
         at_once = max(1, NUMBERS_AT_ONCE // sum(w.numel() for w in weights[0]))
         parts = [slice(i, i + at_once) for i in range(0, len(branches), at_once)]
-        found = (own.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
+        found = (cls.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
         return list(chain(*found))
     each = zip(branches, weights, strict=True)
     if kind == "causal":

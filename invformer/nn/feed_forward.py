@@ -17,8 +17,6 @@ from invformer.nn.spectral import (
     INITIAL_OUTPUT,
     SpectralNormalised,
     normalised_weights,
-    row_sums,
-    sigmas,
     write_to,
 )
 from invformer.numerics.norms import Norm, vector_norm
@@ -135,7 +133,7 @@ class ContractiveFeedForward(GroupedBranch[FeedForwardWeights]):
     ) -> None:
         super().__init__(lipschitz_target)
         self.activation: Activation = activation
-        self.norm = norm
+        self.norm: Literal["spectral", "entry_max"] = norm
         self.kernel = kernel
         self.is_token_wise = kernel == 1
         # Before the first token there is x + m = 0 where scalings are folded in, but x = 0.
@@ -176,18 +174,17 @@ class ContractiveFeedForward(GroupedBranch[FeedForwardWeights]):
 
         With a kernel [Ŵ₁β; V_1; …; V_{k−1}] for Ŵ₁β.
         """
-        first = branches[0]
-        sizes = sigmas if first.norm == "spectral" else row_sums
+        first, norm = branches[0], branches[0].norm
         sharpness = torch.stack([b.log_sharpness for b in branches]).exp()
         per_slope = torch.stack([b.target_scale() for b in branches])
         scale = (per_slope / layers.ACTIVATION_SLOPE[first.activation])[:, None] / sharpness
         rows = None if scalings is None else scalings.scale[:, :, None]
         columns = None if scalings is None else scalings.inverse[:, None, :]
-        w_in = normalised_weights([b.w_in for b in branches], sharpness[:, None, :], rows, sizes)
+        w_in = normalised_weights([b.w_in for b in branches], sharpness[:, None, :], rows, norm)
         if first.kernel > 1:
             w_in = torch.cat([w_in, torch.stack([b.w_past for b in branches])], dim=-2)
         b_in = torch.stack([b.b_in for b in branches]) * sharpness
-        w_out = normalised_weights([b.w_out for b in branches], scale[:, :, None], columns, sizes)
+        w_out = normalised_weights([b.w_out for b in branches], scale[:, :, None], columns, norm)
         return list(map(FeedForwardWeights, w_in, b_in, w_out, sharpness))
 
     def inner_size(self, norm: Norm, num_tokens: int, weights: FeedForwardWeights) -> float:

@@ -50,16 +50,16 @@ def certify(
     with torch.no_grad():
         weights = weights or stack.weights()
     per_branch = stack.bounds(norm, kind, dtype, weights)
-    norms: dict[str, Tensor] = {}
-    scalings: dict[str, Tensor] = {}
+    of_norms: dict[str, Tensor] = {}
+    of_scalings: dict[str, Tensor] = {}
     for name, layer in stack.layers():
         if isinstance(layer, ActivationNorm):
-            norms[name] = weights[name].log_scale
+            of_norms[name] = weights[name].log_scale
         elif layer.scaling is not None:
-            scalings[name] = weights[name].scaling.log_scale
-    scales, largest = largest_exps(norms, dtype), largest_exps(scalings, dtype)
-    inverse = largest_exps(scalings, dtype, sign=-1)
-    conditions = {name: product_up(largest[name], inverse[name]) for name in scalings}
+            of_scalings[name] = weights[name].scaling.log_scale
+    scales = largest_exps(of_norms, dtype)
+    largest, of_inverse = (largest_exps(of_scalings, dtype, sign) for sign in (1, -1))
+    conditions = {name: product_up(largest[name], of_inverse[name]) for name in of_scalings}
     total = None
     if kind == "global":
         in_plain = (product_up(c, conditions.get(name, 1.0)) for name, c in per_branch.items())
@@ -146,7 +146,7 @@ def invertible_stack(model: nn.Module) -> InvertibleStack:
 def largest_exps(
     log_scales: dict[str, Tensor], dtype: torch.dtype, sign: int = 1
 ) -> dict[str, float]:
-    """max_k e^{±s_k} of each, rounded up, for s as it is kept and as cast: both are computed in."""
+    """max_k e^{±s_k} for each s, rounded up; for s as stored and as cast, since both are used."""
     if not log_scales:
         return {}
     kept = sign * torch.stack(list(log_scales.values()))

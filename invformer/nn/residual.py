@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens, kept_and_read
-from invformer.nn.branch import LipschitzBranch, bounds_of
+from invformer.nn.affine import Tokens, in_two_formats
+from invformer.nn.branch import LipschitzBranch, bounds_together
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
@@ -79,8 +79,8 @@ class InvertibleResidual(nn.Module):
         """x + D⁻¹ f(ψ_R(D x + b))."""
         weights = weights or self.weights()
         if weights.centre is not None:
-            x, read = kept_and_read(x)
-            return x + self.branch(read, weights.branch, weights.centre)
+            x, seen = in_two_formats(x)
+            return x + self.branch(seen, weights.branch, weights.centre)
         return x + weights.leave(self.f(weights.enter(x), weights.branch))
 
     def f(self, u: Tokens, weights: Any = None) -> Tokens:
@@ -133,7 +133,7 @@ class InvertibleResidual(nn.Module):
         """
         if kind == "global" and norm == "entry_max" and layers[0].input_radius is not None:
             raise ValueError("no bound in entry_max is known with an input_radius")
-        return bounds_of([layer.branch for layer in layers], norm, kind, dtype, weights)
+        return bounds_together([layer.branch for layer in layers], norm, kind, dtype, weights)
 
     @torch.no_grad()
     def inverse(

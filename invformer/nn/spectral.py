@@ -1,6 +1,7 @@
 """Weights divided by an upper bound on their spectral norm, differentiably, once per step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -93,9 +94,9 @@ def stacked(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *ba
 def sigmas(
     weights: Sequence[SpectralNormalised], w: Float[Tensor, "weights *batch rows columns"]
 ) -> Float[Tensor, "weights *batch"]:
-    """σ̄ of several weights, which are ``w`` in one tensor, with the gradient of uᵀWv."""
+    """σ̄ of several weights with the gradient of uᵀWv; ``w`` is these weights, :func:`stacked`."""
     if weights[0].manual_refresh:
-        constants = [(w.sigma_bound, w.u, w.v) for w in weights]
+        constants = [(each.sigma_bound, each.u, each.v) for each in weights]
     else:
         constants = compute_constants(weights)
     bound, u, v = map(torch.stack, zip(*constants, strict=True))
@@ -110,14 +111,18 @@ def normalised_weights(
     weights: Sequence[SpectralNormalised],
     factors: Float[Tensor, "weights *#batch #rows #columns"],
     further: Float[Tensor, "weights *#batch #rows #columns"] | None = None,
-    sizes: Callable[[Sequence[SpectralNormalised], Tensor], Tensor] = sigmas,
+    norm: Literal["spectral", "entry_max"] = "spectral",
 ) -> Float[Tensor, "weights *batch rows columns"]:
     """Ŵ · factor (· further) of several weights of one shape; factors by row or column.
 
-    Ŵ = W / σ̄(W), unless ``sizes`` is another measure than :func:`sigmas`.
+    Ŵ = W / σ̄(W); in entry_max W / ‖Wᵀ‖_∞.
     """
     w = stacked(weights)
-    scaled = w * (factors / sizes(weights, w)[..., None, None])
+    if norm == "spectral":
+        size = sigmas(weights, w)
+    else:
+        size = max_row_sum(w.mT).clamp_min(torch.finfo(w.dtype).tiny)
+    scaled = w * (factors / size[..., None, None])
     return scaled if further is None else scaled * further
 
 
@@ -128,11 +133,6 @@ def write_to(weight: Tensor, channels: slice | None) -> Tensor:
     kept = torch.zeros_like(weight)
     kept[..., channels] = weight[..., channels]
     return kept
-
-
-def row_sums(weights: Sequence[SpectralNormalised], w: Tensor) -> Float[Tensor, "weights *batch"]:
-    """‖Wᵀ‖_∞ of several weights, which are ``w``, for constants in entry_max."""
-    return max_row_sum(w.mT).clamp_min(torch.finfo(w.dtype).tiny)
 
 
 def max_row_sum(w: Tensor) -> Tensor:

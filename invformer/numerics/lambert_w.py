@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Newton's method below starts right of the root of a convex function, so it descends monotonically;
-# 1 + 4 steps reach float64 rounding for every y. Derivatives pass through the last two.
+# five steps reach float64 rounding for every y. Gradients flow through the last two.
 NUM_STEPS = 5
 # exp(-750) is zero in float64: below it ω is zero to the last bit and so is its derivative.
 LOWEST_LOG = -750.0
@@ -54,7 +54,7 @@ def causal_gain_upper(log_n: float) -> float:
 
 
 def _omega(y: Tensor) -> Tensor:
-    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, and twice more for three orders of derivatives."""
+    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, with gradients through the last two steps."""
     y = y.clamp(min=LOWEST_LOG)
     with torch.no_grad():
         z = _newton(y, torch.minimum(y, y.clamp(min=1).log()), NUM_STEPS - 2)

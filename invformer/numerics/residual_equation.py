@@ -58,7 +58,10 @@ class ResidualEquation:
         return self.atol + self.rtol * length < self.least_rtol * length + inner
 
     def sizes(self, *xs: Tensor) -> Tensor:
-        """‖x‖ of every row of each x; on the processor, as all that is decided by them."""
+        """‖x‖ of every row of each x, (xs, rows) in float64.
+
+        On the processor, where verdicts are made: one call waits for the device once.
+        """
         sizes = torch.stack([vector_norm(at_least_single(x), self.norm) for x in xs])
         return sizes.double().cpu()
 

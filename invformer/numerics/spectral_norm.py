@@ -54,16 +54,17 @@ def spectral_norm_bound(
     weight = weight.detach()
     g = tall_side(weight.to(torch.float64))
     largest = g.abs().amax((-2, -1))
-    unknown = ~(largest < torch.inf)  # or NaN
+    not_finite = ~(largest < torch.inf)  # or NaN
     g, scale = _scaled(g, largest)
     gram = g.mT @ g
     if eigenvalues_are_cheap(g.device):
-        known = torch.where(unknown[..., None, None], 0.0, gram)  # LAPACK takes no other numbers
-        squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(known))
+        # LAPACK refuses numbers that are not finite.
+        finite = torch.where(not_finite[..., None, None], 0.0, gram)
+        squared = torch.minimum(_gram_bound(gram, num_steps - 1), _residual_bound(finite))
     else:
         squared = _gram_bound(gram, STEPS_ALONE - 1)
     bound = _up((squared + _product_error(g)).sqrt(), 2) * scale + _flushed(weight)
-    return bound.nextafter(2 * bound).masked_fill(unknown, torch.inf)  # zero stays zero
+    return bound.nextafter(2 * bound).masked_fill(not_finite, torch.inf)  # zero stays zero
 
 
 def check_matrix(weight: Tensor) -> None:
@@ -132,7 +133,7 @@ def _residual_bound(gram: Tensor) -> Tensor:
 
 
 def _scaled(g: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
-    """G/s and s, a power of two: the largest entry of G/s is in [1/2, 1), if s is in range.
+    """G/s and s, a power of two: the largest entry of G/s is in [1/2, 1), if that of G is in range.
 
     Exact except for entries that underflow. They are covered as well: next to the largest entry,
     every margin in this file leaves room for far more than the smallest normal float64.

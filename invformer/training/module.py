@@ -199,7 +199,7 @@ class CharLanguageModel(L.LightningModule):
         """Forget the recorded graphs: they read the memory that parameters had then."""
         self._replayed_loss: Callable[..., Tensor] | None = None
         self._replayed_refresh: Replayed | None = None
-        self._replayed_lengths: dict[torch.Size, Replayed] = {}
+        self._replayed_validation: dict[torch.Size, Replayed] = {}
         self.weights: StackWeights | None = None  # of the present step, for the monitor
 
     def on_train_start(self) -> None:
@@ -247,7 +247,7 @@ class CharLanguageModel(L.LightningModule):
         scored = mask[0] if mask else torch.ones_like(targets, dtype=torch.bool)
         of_batch = self.code_length
         if self.replays:  # a graph for each shape: the last batch may be smaller
-            of_batch = self._replayed_lengths.setdefault(inputs.shape, Replayed(of_batch))
+            of_batch = self._replayed_validation.setdefault(inputs.shape, Replayed(of_batch))
         self.scored += of_batch(inputs, targets, scored, self.validated)
 
     def code_length(
