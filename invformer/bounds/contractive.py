@@ -14,8 +14,8 @@ The proofs (docs/numerics.md §3, §4, §6) bound the terms of the Jacobian, by 
 
     ∂Y_i/∂q_j = P_ij [I − (2/√d)(q_j − Y_i)(q_j − q_i)ᵀ] + δ_ij (2/√d) C_i,   C_i = Cov_{P_i}(q)
 
-A layer is F(X)_i = Σ_h Y_i^h G_h with q^h = X W_h and σ_h = ‖W_h‖₂. Several layers are bounded at
-once, for less. Arguments of their bounds:
+A layer is F(X)_i = Σ_h Y_i^h G_h with q^h = X W_h and σ_h = ‖W_h‖₂. Each function bounds several
+layers in one call, which launches fewer kernels than a call for each. Arguments:
 
     w_q      W_h as (layers, heads, width, d_head)
     g        output maps G_h as (layers, heads, d_head, width), every constant folded in

@@ -6,13 +6,11 @@ and runs no Python.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-T = TypeVar("T")
 
 
 class Replayed:
@@ -56,21 +54,6 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
     elif isinstance(x, Mapping | tuple | list):
         for part in x.values() if isinstance(x, Mapping) else x:
             yield from tensors_in(part)
-
-
-def side_by_side(device: torch.device, work: Sequence[Callable[[], T]]) -> list[T]:
-    """What several functions return; on a GPU each runs on a stream of its own."""
-    if device.type != "cuda":
-        return [each() for each in work]
-    here, found = torch.cuda.current_stream(device), []
-    streams = [torch.cuda.Stream(device) for _ in work]
-    for stream, each in zip(streams, work, strict=True):
-        stream.wait_stream(here)
-        with torch.cuda.stream(stream):
-            found.append(each())
-    for stream in streams:
-        here.wait_stream(stream)
-    return found
 
 
 class WithParameters(nn.Module):

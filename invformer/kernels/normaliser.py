@@ -12,16 +12,16 @@ a bound start from the Gram matrix G = WᵀW (or WWᵀ, the smaller), scaled to 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from invformer.kernels import native_matrices
-from invformer.kernels.cuda_graph import side_by_side
 from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
 from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
@@ -44,6 +44,7 @@ NUM_VECTORS = 24
 # b/θ − 1 is the relative residual of θ, within these.
 LEAST_LIFT, LARGEST_LIFT = 1e-4, 1e-2
 
+T = TypeVar("T")
 Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[Tensor, "*batch n"]]
 
 
@@ -79,10 +80,28 @@ def gram_normalisers(weights: Sequence[Tensor]) -> list[Normalisation]:
         indices.sort(key=lambda index: weights[index].shape[-2:])
         work.append(partial(_normalise_together, [weights[index] for index in indices]))
     found: dict[int, Normalisation] = {}
-    groups = side_by_side(weights[0].device, work) if work else []
+    groups = _side_by_side(weights[0].device, work) if work else []
     for indices, group in zip(by_gram.values(), groups, strict=True):
         found.update(zip(indices, group, strict=True))
     return [found[index] for index in range(len(weights))]
+
+
+def _side_by_side(device: torch.device, work: Sequence[Callable[[], T]]) -> list[T]:
+    """The results of several functions; on a GPU each runs on a stream of its own.
+
+    It waits for the present stream before, and is waited for after.
+    """
+    if device.type != "cuda":
+        return [each() for each in work]
+    here, found = torch.cuda.current_stream(device), []
+    streams = [torch.cuda.Stream(device) for _ in work]
+    for stream, each in zip(streams, work, strict=True):
+        stream.wait_stream(here)
+        with torch.cuda.stream(stream):
+            found.append(each())
+    for stream in streams:
+        here.wait_stream(stream)
+    return found
 
 
 def _normalise_together(weights: list[Tensor]) -> list[Normalisation]:

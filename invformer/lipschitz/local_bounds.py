@@ -30,7 +30,7 @@ def local_bounds(probe: LipschitzProbe, tight: bool = False) -> Float[Tensor, "b
     launches at any depth. ``tight`` spends an eigenproblem or a spectral norm of D × D
     matrices per token, branch by branch, unless that takes too long.
     """
-    bounds = [bounds_of(at_text, probe.measured, tight).double() for at_text in probe.stacked()]
+    bounds = [bounds_at(at_text, probe.measured, tight).double() for at_text in probe.stacked()]
     return torch.stack(bounds, -1).flatten()
 
 
@@ -44,12 +44,12 @@ def local_bound(
     layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
     alone = jacobians.stacked_class(branch)(layers, weights, x.shape[-2])
     alone.forward(x)
-    bound = bounds_of(alone, measured, tight).item()
+    bound = bounds_at(alone, measured, tight).item()
     # What holds everywhere holds here.
     return bound if measured == "diagonal_block" else min(bound, branch.lipschitz_bound(measured))
 
 
-def bounds_of(at: jacobians.StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
+def bounds_at(at: jacobians.StackedBranches, measured: Measured, tight: bool = False) -> Tensor:
     """The local bounds of stacked branches, the largest over the sequences."""
     diagonal = measured == "diagonal_block"
     unknown = at.inputs[0].new_full((len(at.inputs),), torch.inf)

@@ -98,7 +98,7 @@ class TiedL2Attention(GroupedBranch[L2Weights]):
         dtype: torch.dtype | None,
         weights: Sequence[L2Weights],
     ) -> list[float]:
-        """The theorems of :mod:`invformer.bounds.contractive`."""
+        """Bounds by :mod:`invformer.bounds.contractive`, for sequences of ``seq_len`` tokens."""
         w_q, g = (cast(w, dtype) for w in weights_together(weights))
         positions = [branch.position for branch in branches]
         per_row = log_masses_per_row(positions).cpu()  # log n of every head and row

@@ -164,7 +164,7 @@ class BoundedAttention(GroupedBranch[BoundedWeights]):
         dtype: torch.dtype | None,
         weights: Sequence[BoundedWeights],
     ) -> list[float]:
-        """The theorems of :mod:`invformer.bounds.bounded`."""
+        """Bounds by :mod:`invformer.bounds.bounded`, for sequences of ``seq_len`` tokens."""
         used, first = as_used(weights_together(weights), dtype), branches[0]
         if kind == "global":
             return bounded.lipschitz_bounds(*used, norm, first.position.seq_len)

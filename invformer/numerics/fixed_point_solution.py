@@ -39,7 +39,7 @@ ADVICE = {
 
 @dataclass(frozen=True, kw_only=True)
 class FixedPointSolution:
-    """An approximate inverse x̂ and, per sample and on the processor, how far from the truth it is.
+    """An approximate inverse x̂ and bounds on its error, per sample and on the processor.
 
     Attributes:
         value: x̂, (*batch, N, D).
