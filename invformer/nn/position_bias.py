@@ -110,8 +110,8 @@ class CausalMask(VisibilityMask):
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
         """The bias in every form that attention kernels take."""
-        by_lag, is_zero = self.by_lag(num_tokens), type(self) is CausalMask
-        return LogitBias(lambda: toeplitz(by_lag, num_tokens), by_lag, is_zero)
+        is_zero = type(self) is CausalMask
+        return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens), is_zero)
 
     def log_mass(self) -> Float[Tensor, "heads"]:
         """log n_h, n_h = Σ_{lag = 1}^{N−1} exp b_h(lag), differentiable."""
