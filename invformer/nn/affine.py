@@ -27,9 +27,9 @@ def in_two_formats(x: Tokens) -> tuple[Tokens, Tokens]:
     """x for the residual, as it is, and x for the branch, in autocast's format.
 
     Left to autocast, the branch's gradient is cast in one pass and added in another; here both are
-    one. Without autocast both are x itself.
+    one. Without autocast, and in float64, which it leaves alone, both are x itself.
     """
-    if not has_autocast(x.device):
+    if not has_autocast(x.device) or x.dtype == torch.float64:
         return x, x
     return _TwoFormats.apply(x, torch.get_autocast_dtype(x.device.type))  # type: ignore[return-value]
 
@@ -37,11 +37,21 @@ def in_two_formats(x: Tokens) -> tuple[Tokens, Tokens]:
 class _TwoFormats(torch.autograd.Function):
     """x ↦ (x, x in another format)."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, x, dtype):
+    def forward(x, dtype):
         return x.view_as(x), x.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.dtype = inputs[1]
 
     @staticmethod
     def backward(ctx, *grad_outputs):
         as_it_is, cast = grad_outputs
         return as_it_is + cast, None
+
+    @staticmethod
+    def jvp(ctx, *grad_inputs):
+        return grad_inputs[0].view_as(grad_inputs[0]), grad_inputs[0].to(ctx.dtype)
