@@ -98,9 +98,10 @@ class BoundedAttention(GroupedBranch[BoundedWeights]):
         self.log_temperature = nn.Parameter(torch.full((num_heads,), math.log(INITIAL_TEMPERATURE)))
 
     def group(self) -> Hashable:
-        """Shape, certificate, strict causality and length."""
-        shape = self.w_qkv.weight.shape, self.num_heads, self.position.seq_len
-        return type(self), shape, self.certificate, self.strictly_causal
+        """Shape, certificate, strict causality, and type and length of the mask."""
+        mask = type(self.position), self.position.seq_len
+        shape = self.w_qkv.weight.shape, self.num_heads
+        return type(self), shape, self.certificate, self.strictly_causal, mask
 
     @staticmethod
     def weights_of(

@@ -182,18 +182,21 @@ def bounds_together(
 ) -> list[float]:
     """The bound of every branch of a group, by :meth:`GroupedBranch.bounds_of` if the class has it.
 
-    A class that overrides ``lipschitz_bound`` or ``causal_bound`` is asked branch by branch.
+    A class that overrides ``lipschitz_bound`` or ``causal_bound`` is asked branch by branch; with a
+    Lipschitz bound of its own, it does not inherit the other one.
     """
     cls, methods = type(branches[0]), ("lipschitz_bound", "causal_bound")
     inherits = all(getattr(cls, name) is getattr(GroupedBranch, name) for name in methods)
     if issubclass(cls, GroupedBranch) and inherits:
-        at_once = max(1, NUMBERS_AT_ONCE // sum(w.numel() for w in weights[0]))
+        at_once = max(1, NUMBERS_AT_ONCE // max(1, sum(w.numel() for w in weights[0])))
         parts = [slice(i, i + at_once) for i in range(0, len(branches), at_once)]
         found = (cls.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
         return list(chain(*found))
     each = zip(branches, weights, strict=True)
     if kind == "causal":
-        return [branch.causal_bound(dtype, w) for branch, w in each]
+        inherited = cls.causal_bound is GroupedBranch.causal_bound
+        causal_bound = (LipschitzBranch if inherited else cls).causal_bound
+        return [causal_bound(branch, dtype, w) for branch, w in each]
     return [branch.lipschitz_bound(norm, dtype, w) for branch, w in each]
 
 

@@ -22,7 +22,7 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.nn.branch import LipschitzBranch
+from invformer.nn.branch import GroupedBranch, LipschitzBranch
 from invformer.numerics.norms import NORMS, Norm
 from tests.gpu.emulation import cuda_rules
 from tests.launches import Launches
@@ -259,8 +259,19 @@ class Halved(ContractiveFeedForward):
 
 def test_a_subclass_with_a_bound_of_its_own_is_asked_for_it() -> None:
     blocks = [InvertibleBlock(Halved(4, 8, 0.6), Halved(4, 8, 0.6)) for _ in range(2)]
-    bounds = certify(InvertibleStack(blocks, 4)).per_branch.values()
-    assert all(0.29 < bound <= 0.3 for bound in bounds)
+    for kind in ("global", "causal"):  # it does not inherit the other bound
+        bounds = certify(InvertibleStack(blocks, 4), kind=kind).per_branch.values()
+        assert all(0.29 < bound <= 0.3 for bound in bounds)
+
+
+def test_the_refusal_of_a_mask_names_its_layer() -> None:
+    masks = CausalMask(7), VisibilityMask(torch.ones(7, 7, dtype=torch.bool))
+    blocks = [
+        InvertibleBlock(BoundedAttention(8, 2, 4, mask, 0.9), ContractiveFeedForward(8, 8, 0.9))
+        for mask in masks
+    ]
+    with pytest.raises(NoCertificateError, match=r"^block_01/attention: "):
+        certify(InvertibleStack(blocks, 7), kind="causal")
 
 
 class Tanh(LipschitzBranch[tuple[()]]):
@@ -276,8 +287,14 @@ class Tanh(LipschitzBranch[tuple[()]]):
         return 0.5
 
 
-def test_branches_without_parameters_are_certified_and_inverted() -> None:
-    stack = InvertibleStack([InvertibleBlock(Tanh(0.6), Tanh(0.6))], 4)
+class GroupedTanh(GroupedBranch[tuple[()]]):
+    is_proven = True
+    weights, forward, bounds_of = Tanh.weights, Tanh.forward, lambda branches, *_: [0.5]
+
+
+@pytest.mark.parametrize("branch", [Tanh, GroupedTanh])
+def test_branches_without_parameters_are_certified_and_inverted(branch: Any) -> None:
+    stack = InvertibleStack([InvertibleBlock(branch(0.6), branch(0.6))], 4)
     assert certify(stack).bound_max == enforce(stack).bound_max == 0.5
     x = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(stack.inverse(stack(x)).value, x)
