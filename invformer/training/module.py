@@ -80,7 +80,11 @@ class CharLanguageModel(L.LightningModule):
         self.launch_again()
 
     def setup(self, stage: str) -> None:
-        """Launch again: parameters may have moved since an earlier loop."""
+        """Launch again: parameters may have moved since an earlier loop that failed."""
+        self.launch_again()
+
+    def teardown(self, stage: str) -> None:
+        """Give the memory of graphs back."""
         self.launch_again()
 
     def configure_model(self) -> None:
@@ -225,7 +229,6 @@ class CharLanguageModel(L.LightningModule):
         """Leave whole weights behind, and the average if there is one."""
         gather(self.model)
         set_sample_keys(self.model, None)
-        self.launch_again()
         self.swap_average()
 
     def swap_average(self) -> None:
