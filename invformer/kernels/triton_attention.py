@@ -65,7 +65,8 @@ def triton_attention(
 
     In L2 attention the second leaves −‖q_i‖²/√d out of the logits. In float32 q is taken relative
     to q_0, to lose less to cancellation; in half precision it is not, since products of its numbers
-    are exact in float32. The bias is (H, N) in float32.
+    are exact in float32. Gradients then have the rounding of y as it is: they err more where q is
+    many times farther from zero than from other queries. The bias is (H, N) in float32.
     """
     y, log_mass = _results(q)
     _launch("forward", (y, log_mass), _seen(q, k, v), _bias(q, by_lag), tied=k is None)

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Newton's method below starts right of the root of a convex function, so it descends monotonically;
-# five steps reach float64 rounding for every y. Gradients flow through the last two.
+# five steps reach float64 rounding for every y. Gradients flow through the last two of six.
 NUM_STEPS = 5
 # exp(-750) is zero in float64: below it ω is zero to the last bit and so is its derivative.
 LOWEST_LOG = -750.0
@@ -54,10 +54,10 @@ def causal_gain_upper(log_n: float) -> float:
 
 
 def _omega(y: Tensor) -> Tensor:
-    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, with gradients through the last two steps."""
+    """ω(y) = eᶻ with z + eᶻ = y: Newton on z, with gradients through two more steps."""
     y = y.clamp(min=LOWEST_LOG)
     with torch.no_grad():
-        z = _newton(y, torch.minimum(y, y.clamp(min=1).log()), NUM_STEPS - 2)
+        z = _newton(y, torch.minimum(y, y.clamp(min=1).log()), NUM_STEPS - 1)
     return _newton(y, z, 2).exp()
 
 
