@@ -194,9 +194,9 @@ def bounds_together(
         return list(chain(*found))
     each = zip(branches, weights, strict=True)
     if kind == "causal":
-        inherited = cls.causal_bound is GroupedBranch.causal_bound
-        causal_bound = (LipschitzBranch if inherited else cls).causal_bound
-        return [causal_bound(branch, dtype, w) for branch, w in each]
+        if cls.causal_bound is GroupedBranch.causal_bound:
+            return [LipschitzBranch.causal_bound(branch, dtype, w) for branch, w in each]
+        return [branch.causal_bound(dtype, w) for branch, w in each]
     return [branch.lipschitz_bound(norm, dtype, w) for branch, w in each]
 
 
