@@ -19,7 +19,7 @@ TIME = re.compile(r"(\d\d:)?\d\d:[0-5]\d:[0-5]\d")
 PROJECT, TAG = re.compile(r"[^/\\#?%:]{1,128}"), re.compile(r".{1,64}", re.DOTALL)
 
 CertificateName = Literal["token_max", "kim_entry_max", "kim_frobenius", "causal"]
-# The theorems about every attention, none about a baseline; assemble/model.py builds them.
+# What can be proven of every attention, nothing of a baseline; assemble/model.py builds them all.
 ATTENTIONS: dict[str, tuple[CertificateName, ...]] = {
     "dot_product": (),
     "l2": (),

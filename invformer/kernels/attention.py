@@ -115,7 +115,7 @@ def attend_in_ball(
 def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
     """Tied L2 attention softmax(−‖q_i − q_j‖²/√d + b) q; ValueError as in :func:`attend`.
 
-    Keys are taken relative to the first token. This centre is treated as a constant: rows of P sum
+    Keys are taken relative to the first token. This origin is treated as a constant: rows of P sum
     to one, so its contributions to the gradient cancel.
     """
     kernel = choose(kernel, q, bias, l2=True)
@@ -130,8 +130,8 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
         q = _batched(q)
         if kernel == "native":
             return native_attention(q, None, None, _by_lag(bias, q))[0].view(shape).to(dtype)
-        centre = q[..., :1, :].detach()
-        k = q - centre
+        origin = q[..., :1, :].detach()
+        k = q - origin
         # [2 k_i/√d, 1]·[k_j, −‖k_j‖²/√d] is the logit, except for a term that is constant in j.
         queries = F.pad(k * (2 / math.sqrt(k.shape[-1])), (0, 1), value=1.0)
         keys = with_lengths(k)
@@ -144,7 +144,7 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
             y = y[..., : k.shape[-1]]
         else:
             y = blocked_attention(queries, keys, k, _by_lag(bias, q))
-    return (y + centre).view(shape).to(dtype)
+    return (y + origin).view(shape).to(dtype)
 
 
 def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kernel:

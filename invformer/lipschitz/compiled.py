@@ -63,7 +63,7 @@ def can_take(branches: Sequence[Any], iterations: Sequence[PowerIteration]) -> b
         and all(type(mask) in MASKS for mask in masks)
         and all(
             each.norm != "frobenius"
-            and each.others.shape[-1] <= TOKENS_AT_ONCE
+            and each.slots.shape[-1] <= TOKENS_AT_ONCE
             and each.left.device.type == "cpu"
             and each.left.dtype in FORMATS
             for each in iterations
@@ -93,7 +93,7 @@ def estimates(
         vectors = zip(*own, iteration.left, iteration.lengths, strict=True)
         for branch, value, left, lengths in vectors:
             branch |= {"left": left, "lengths": lengths, "estimate": value}
-            branch |= {"at_once": iteration.others.shape[-1], "turn": iteration.turn}
+            branch |= {"at_once": iteration.slots.shape[-1], "turn": iteration.turn}
     each = [
         _Branch(**{k: v.data_ptr() if isinstance(v, Tensor) else v for k, v in branch.items()})
         for branch in branches

@@ -115,17 +115,17 @@ class StackedBranches:
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
         """The rows of K output tokens i, or only the diagonal blocks ∂f_i/∂x_i in them."""
         tokens = torch.arange(self.num_tokens, device=chosen.device)
-        here = (chosen.flatten(1, 2).unsqueeze(-1) == tokens).unsqueeze(-1)
-        push, pull = self.products(chosen, here.to(self.inputs[0].dtype))
+        is_own = (chosen.flatten(1, 2).unsqueeze(-1) == tokens).unsqueeze(-1)
+        push, pull = self.products(chosen, is_own.to(self.inputs[0].dtype))
         if not diagonal:
             return Products(push, pull)
-        return Products(lambda dx: push(here * dx), lambda dy: at_chosen(pull(dy), chosen))
+        return Products(lambda dx: push(is_own * dx), lambda dy: at_chosen(pull(dy), chosen))
 
-    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
-        """The rows of K output tokens of every sequence, which are one in ``here``."""
+    def products(self, chosen: Chosen, is_own: Float[Tensor, "branches R tokens 1"]) -> Products:
+        """The rows of K output tokens of every sequence; ``is_own`` is one at a row's own token."""
         push, pull = self.whole(chosen.shape[-1])
         return Products(
-            lambda dx: (push(dx) * here).sum(-2), lambda dy: pull(dy.unsqueeze(-2) * here)
+            lambda dx: (push(dx) * is_own).sum(-2), lambda dy: pull(dy.unsqueeze(-2) * is_own)
         )
 
 
@@ -240,7 +240,7 @@ class StackedL2Attention(StackedAttention):
         self.points.append((z, p))
         return merge_heads(p @ q)
 
-    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+    def products(self, chosen: Chosen, is_own: Float[Tensor, "branches R tokens 1"]) -> Products:
         """dY_i = Σ_j P_ij dq_j − s_ij e_ij with s = C_i (e_ij·(dq_j − dq_i)) for each head,
         e_ij = q_i − q_j and C_i = (2/√d)(diag P_i − P_i P_iᵀ).
         """
@@ -248,7 +248,7 @@ class StackedL2Attention(StackedAttention):
         e = self.heads((take(z, chosen).unsqueeze(3) - z.unsqueeze(2)).flatten(1, 2))
         p = take(p.permute(0, 1, 3, 4, 2), chosen).flatten(1, 2)  # (branches, R, tokens, heads)
         minus, weight = p * (-2 / math.sqrt(e.shape[-1])), p.unsqueeze(-1)
-        here = here.unsqueeze(-1)
+        is_own = is_own.unsqueeze(-1)
 
         def minus_of_softmax(a: Tensor) -> Tensor:
             return (minus * (a - (p * a).sum(2, keepdim=True))).unsqueeze(-1)
@@ -262,7 +262,7 @@ class StackedL2Attention(StackedAttention):
             dq = a * e
             torch.mul(minus_of_softmax(dq.sum(-1)), e, out=dq)
             others = dq.sum(2, keepdim=True)
-            dq.addcmul_(weight, a).addcmul_(here, others, value=-1)
+            dq.addcmul_(weight, a).addcmul_(is_own, others, value=-1)
             return dq.flatten(-2)
 
         return self.of_maps(Products(push, pull), chosen)
@@ -285,7 +285,7 @@ class StackedBoundedAttention(StackedAttention):
         self.points.append(at)
         return merge_heads(at.p @ at.v)
 
-    def products(self, chosen: Chosen, here: Float[Tensor, "branches R tokens 1"]) -> Products:
+    def products(self, chosen: Chosen, is_own: Float[Tensor, "branches R tokens 1"]) -> Products:
         """dY_i = Σ_j (P_ij dv_j + dP_ij v_j) for each head, with
         dP_i = τ (diag P_i − P_i P_iᵀ) a_i, a_ij = dq_i·k_j + q_i·dk_j.
         """
@@ -314,7 +314,7 @@ class StackedBoundedAttention(StackedAttention):
         def pull(dy: Tensor) -> Tensor:
             dy = self.heads(dy).unsqueeze(2)
             da = of_softmax((dy * v).sum(-1)).unsqueeze(-1)
-            dq = here * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
+            dq = is_own * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
             dk = at_k.derivative(da * q).flatten(-2)
             dv = at_v.derivative(weight * dy).flatten(-2)
             if is_late:

@@ -170,7 +170,7 @@ class PowerIteration:
         self.lengths = torch.zeros(shape[:-1], dtype=dtype, device=device)  # ‖J_i·x‖, last seen
         self.turn = torch.zeros((), dtype=torch.int64, device=device)
         num_vectors = min(at_once, shape[-2])
-        self.others = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
+        self.slots = torch.arange(num_vectors, device=device).expand(*shape[:2], -1)
 
     def step(self, products: Callable[[Tensor], Products]) -> Step:
         """One step of every branch and sequence; ``products`` are those of chosen tokens' rows.
@@ -178,11 +178,11 @@ class PowerIteration:
         x = Jᵀa/‖Jᵀa‖, the gain is ‖Jx‖, and Jx/‖Jx‖ the next a, up to the norm (:meth:`_improve`).
         """
         if self.norm == "frobenius":
-            new_left, step = self._improve(self.left, products(self.others))
+            new_left, step = self._improve(self.left, products(self.slots))
             self.left.copy_(new_left)
             return step
-        all_at_once = self.others.shape[-1] == self.left.shape[-2]
-        chosen = self.others if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
+        all_at_once = self.slots.shape[-1] == self.left.shape[-2]
+        chosen = self.slots if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
         index = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
         left = self.left if all_at_once else self.left.gather(2, index)  # (…, …, K, D)
         push, pull = products(chosen)
@@ -213,13 +213,13 @@ class PowerIteration:
 
     def _tokens_in_turn(self) -> Tensor:
         """The token that was largest when last visited, and those whose turn it is."""
-        others = (self.others[..., 1:] + self.turn) % self.left.shape[-2]
+        others = (self.slots[..., 1:] + self.turn) % self.left.shape[-2]
         self.turn_by(1)
         return torch.cat([self.lengths.argmax(-1, keepdim=True), others], -1)
 
     def turn_by(self, num_steps: int) -> None:
         """Move on to the tokens whose turn it is after some steps, if not all have theirs."""
-        if (at_once := self.others.shape[-1]) < self.left.shape[-2]:
+        if (at_once := self.slots.shape[-1]) < self.left.shape[-2]:
             self.turn += num_steps * (at_once - 1)
 
     def state_dict(self) -> dict[str, Tensor]:

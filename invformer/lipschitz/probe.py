@@ -101,8 +101,8 @@ class LipschitzProbe:
         self.iterations = [part.iteration for part in self.parts]
         self.is_compiled = compiled.can_take(self.branches, self.iterations)
         self.has_started = False
-        # With weights that are given, and with those that it computes.
-        self.replayed = (Replayed(self.launched), Replayed(self.launched)) if replays else None
+        # Recorded twice: with weights that are given, and with those that it computes.
+        self.replayed = {given: Replayed(self.eager) for given in (True, False) if replays}
 
     @torch.no_grad()
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
@@ -152,16 +152,14 @@ class LipschitzProbe:
             how = self.iterations, num_steps, diagonal, 1 if is_short else torch.get_num_threads()
             values = compiled.estimates(stack, weights, x, *how)
             return values.mul_(rounding_factor(values))
-        if self.replayed is not None and num_steps == 1:
-            return self.replayed[weights is None](weights)
+        if self.replayed and num_steps == 1:
+            return self.replayed[weights is not None](weights)
         # On a CPU small operations lose more by waiting for a second thread than it computes.
         one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
         with one_thread if is_short else nullcontext():
-            return self.launched(weights, num_steps)
+            return self.eager(weights, num_steps)
 
-    def launched(
-        self, weights: StackWeights | None, num_steps: int = 1
-    ) -> Float[Tensor, "branches"]:
+    def eager(self, weights: StackWeights | None, num_steps: int = 1) -> Float[Tensor, "branches"]:
         """The estimates by operations of PyTorch."""
         parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
         return torch.stack(parts, -1).flatten() * rounding_factor(parts[0])

@@ -129,7 +129,7 @@ class ContractiveL2Attention(TiedL2Attention):
     most c; that is enough to invert a causal block, but Lip(f) may exceed c (docs/numerics.md has
     both proofs).
 
-    The output map is learned folded: Ĝ_h ranges over the same functions as W^Q_hᵀ W^V_h W^O_h.
+    Ĝ_h stands for the product W^Q_hᵀ W^V_h W^O_h, and is learned as one matrix.
 
     Args:
         d_model: width D.

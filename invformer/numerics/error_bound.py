@@ -125,8 +125,8 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         E_l = e_l + Q_l,  Q_l = E_{l+1} / (1 − c_l)    for a residual layer,
         E_l = e_l + max_k e^{−s_k} E_{l+1}             for y = x · e^s + b,
 
-    or the sum of the lengths of its parts if that is less: every layer above adds one part, which
-    changes only with the scales of the channels (docs/numerics.md §18).
+    or less: the error is a sum of vectors d, one from each layer above, and of each ‖e^S d‖ ≤ r is
+    known, where S are the scales between that layer and this (docs/numerics.md §18).
 
     Args:
         steps: the inverse layers in the order they were applied, top of the stack first, all in one

@@ -128,15 +128,15 @@ class _Rows:
                 f"it must keep dtype and shape{advice}"
             )
         self.x, self.fx = self.y.clone(), fx.reshape(self.y.shape).clone()
-        length, self.residual = eq.sizes(self.y, self.fx)
-        length = self.by_sample(length)
-        longest = length + self.by_sample(self.residual) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
-        unreachable = eq.unreachable(length) & eq.unreachable(longest)
+        size, self.residual = eq.sizes(self.y, self.fx)
+        size = self.by_sample(size)
+        largest = size + self.by_sample(self.residual) / eq.one_minus_c  # ‖x‖ ≤ ‖y‖ + ‖x − y‖
+        unreachable = eq.unreachable(size) & eq.unreachable(largest)
         status = torch.where(unreachable, InversionStatus.TOLERANCE_BELOW_PRECISION, RUNNING)
         self.status = status.repeat_interleave(self.per_sample)
-        self.length = length.repeat_interleave(self.per_sample)
+        self.size = size.repeat_interleave(self.per_sample)
         self.num_steps = torch.zeros_like(self.status)
-        limit = eq.predicted_steps(self.residual, self.length) if max_steps is None else max_steps
+        limit = eq.predicted_steps(self.residual, self.size) if max_steps is None else max_steps
         self.limit = torch.zeros_like(self.status) + limit
         # Of every sample: the residual, its rounding, and the rounding of y.
         self.errors = torch.zeros(3, len(samples), dtype=torch.float64)
@@ -158,24 +158,24 @@ class _Rows:
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
-        # ‖y − x − f(x)‖, which is the length of the next step, and ‖x‖.
-        residual, length = self.eq.sizes(fx - fx_before, x)
+        # ‖y − x − f(x)‖, the length of the next step, and ‖x‖.
+        residual, size = self.eq.sizes(fx - fx_before, x)
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
         self.x[rows], self.fx[rows] = x, fx  # copies: f may write its next result over fx
-        self.residual[rows], self.length[rows] = residual, length
+        self.residual[rows], self.size[rows] = residual, size
         self.num_steps[rows] += 1
         self.judge(rows, disproved)
 
     def judge(self, rows: slice | Tensor, disproved: Tensor) -> None:
         """The status of some rows after a step; ``disproved`` says where c is."""
         residual = self.residual[rows]
-        longest = self.by_sample(self.length).repeat_interleave(self.per_sample)[rows]
+        largest = self.by_sample(self.size).repeat_interleave(self.per_sample)[rows]
         verdict = self.status[rows]
         for outcome, applies in (  # of several the last one counts
             (InversionStatus.MAX_STEPS, self.num_steps[rows] >= self.limit[rows]),
-            (InversionStatus.CONVERGED, self.eq.within_tolerance(residual, longest)),
+            (InversionStatus.CONVERGED, self.eq.within_tolerance(residual, largest)),
             (InversionStatus.NOT_CONTRACTIVE, disproved),
-            (InversionStatus.NONFINITE, ~(residual + longest < math.inf)),
+            (InversionStatus.NONFINITE, ~(residual + largest < math.inf)),
         ):
             verdict = verdict.masked_fill(applies, outcome)
         self.status[rows] = verdict
@@ -189,7 +189,7 @@ class _Rows:
         chosen = slice(None) if bool(self.unverified.all()) else self.unverified
         self.errors[:, chosen] = self.eq.measure(self.samples[chosen], x[chosen], fx[chosen])
         self.num_measurements += self.unverified & (self.eq.exact is not None)
-        accurate = self.eq.within_tolerance(self.errors[:2].sum(0), self.by_sample(self.length))
+        accurate = self.eq.within_tolerance(self.errors[:2].sum(0), self.by_sample(self.size))
         status = self.status.view(-1, self.per_sample)
         inaccurate = self.unverified & ~accurate & (status == InversionStatus.CONVERGED).all(1)
         out_of_steps = (self.num_steps >= self.limit).view_as(status).any(1)

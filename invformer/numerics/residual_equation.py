@@ -52,10 +52,10 @@ class ResidualEquation:
         in_norm = math.sqrt(rounding.tokens * rounding.width * torch.finfo(torch.float64).tiny)
         self.underflow = 2 * (in_norm + rounding.relative * rounding.underflow)
 
-    def unreachable(self, length: Tensor) -> Tensor:
-        """True if no answer of this length in the format of y can meet the tolerance."""
+    def unreachable(self, size: Tensor) -> Tensor:
+        """True if no answer of this size in the format of y can meet the tolerance."""
         inner = self.rounding.relative * self.rounding.inner_size / self.one_minus_c
-        return self.atol + self.rtol * length < self.least_rtol * length + inner
+        return self.atol + self.rtol * size < self.least_rtol * size + inner
 
     def sizes(self, *xs: Tensor) -> Tensor:
         """‖x‖ of every row of each x, (xs, rows) in float64.
@@ -65,16 +65,16 @@ class ResidualEquation:
         sizes = torch.stack([vector_norm(at_least_single(x), self.norm) for x in xs])
         return sizes.double().cpu()
 
-    def within_tolerance(self, residual: Tensor, length: Tensor) -> Tensor:
+    def within_tolerance(self, residual: Tensor, size: Tensor) -> Tensor:
         """True if residual/(1 − c) ≤ atol + rtol ‖x‖, up to underflow; False for NaN."""
-        return residual <= self.one_minus_c * (self.atol + self.rtol * length) + self.underflow
+        return residual <= self.one_minus_c * (self.atol + self.rtol * size) + self.underflow
 
-    def predicted_steps(self, residual: Tensor, length: Tensor) -> Tensor | int:
+    def predicted_steps(self, residual: Tensor, size: Tensor) -> Tensor | int:
         """Twice the steps that c allows for, and ten, from ‖r₀‖ and ‖x‖: cᵏ ‖r₀‖ ≤ (1 − c) τ/4."""
         c = self.global_bound
         if c is None:
             return STEPS_WITHOUT_PREDICTION
-        ratio = self.one_minus_c * (self.atol + self.rtol * length) / 4 / residual
+        ratio = self.one_minus_c * (self.atol + self.rtol * size) / 4 / residual
         steps = ratio.log() / math.log(max(c, 1e-300))
         return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
 

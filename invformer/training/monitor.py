@@ -60,7 +60,7 @@ class LipschitzMonitor(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Forget the graphs of an earlier loop: they read the memory that parameters had then."""
         if self.probe is not None:
-            self.probe.replayed = None
+            self.probe.replayed.clear()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""

@@ -282,7 +282,7 @@ def test_a_thorough_probe_advances_every_token_of_maps_of_single_tokens() -> Non
     model, tokens = trained_a_little(contractive_model()), random_tokens(1, seed=3)
     true = dense(model, tokens)
     probe = LipschitzProbe(model, tokens, thorough=True)
-    assert [part.iteration.others.shape[-1] for part in probe.parts] == [8, SEQ_LEN]
+    assert [part.iteration.slots.shape[-1] for part in probe.parts] == [8, SEQ_LEN]
     for name, (value, _) in probe.estimate(num_steps=60).items():
         if "feed_forward" in name:
             assert value.item() == pytest.approx(norm_from_below(true[name], "token_max"), rel=1e-4)

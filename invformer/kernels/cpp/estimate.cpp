@@ -173,7 +173,9 @@ struct ChosenRows {
       1024 * std::sqrt(double(call.tokens * width) * std::numeric_limits<T>::min());
   int64_t *chosen, *first;  // the token of each row, and its first column of z and x
   int64_t wide;             // columns of z and x
-  Matrix<T> g, a, z, x;     // vectors of outputs; before V; before h; of inputs, one lag after another
+  // g: gradients of outputs, then J x; a = V g; z: of hidden units, or of all heads' channels;
+  // x: of inputs, one lag after another
+  Matrix<T> g, a, z, x;
   T *p, *s;                 // P of every row and head, and room for one row
   double* factors;
 
