@@ -1,14 +1,16 @@
 """The Lipschitz constant of a whole network, from embedding to logits, and what it buys.
 
-    ‖logits(X) − logits(X′)‖_∞ ≤ L ‖X − X′‖,   ‖X‖ = max_i ‖x_i‖₂,   L = max_v ‖w_v‖₂ Π_l (1 + c_l)
+    ‖logits(X) − logits(X′)‖_∞ ≤ L ‖X − X′‖,   ‖X‖ = max_i ‖x_i‖₂,   L = max_v ‖w_v‖₂ Π_l k_l
 
 X are the embeddings. Every character's embedding has length √D (RMS 1), there is no position
 embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
-For a total L every branch gets the same c, and the head's rows what is left, L/(1 + c)^(2 layers).
-Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π(1 + c_l) ‖X − X′‖.
+A residual layer whose branch has the constant c_l has k_l = 1 + c_l; the feed-forwards of
+studies/non_expansive.py, which ``feed_forward=gradient`` takes, have k_l = 1. For a total L the
+head's rows get the length L/Π_l k_l.
+Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π k_l ‖X − X′‖.
 
 ``rms bound`` is the constant of the same network if tokens and logits are measured by their root
-mean square, √(D/V) ‖W‖₂ Π(1 + c_l), as is usual beside RMS normalisation.
+mean square, √(D/V) ‖W‖₂ Π k_l, as is usual beside RMS normalisation.
 
 On the validation windows: the radius around the embeddings in which a prediction is proven to stay
 (studies/certified_radius.py), PGD at that radius and at multiples of it, and how far logits move if
@@ -20,7 +22,9 @@ different norms are not compared: their loss and accuracy stand beside ours as a
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Integer
@@ -28,11 +32,14 @@ from torch import Tensor, nn
 
 from invformer.config.section import option, section
 from invformer.nn.proof import certify
+from invformer.nn.residual import InvertibleResidual
+from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
-from invformer.numerics.rounding import product_up
+from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.certified_radius import MULTIPLES, attacked, logits_of
+from studies.non_expansive import GradientFeedForward
 from studies.report import Figure, Rows, Summary, curves, look_of, outcome_of, panels, table
 from studies.study import Study, grid, program
 from studies.training import (
@@ -45,6 +52,10 @@ from studies.training import (
 )
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
+FeedForwardName = Literal["contractive", "gradient"]
+# k of a gradient layer: Ŵβ and Ŵᵀ/β are rounded in float64, so that their product is symmetric up
+# to 3 · 2⁻⁵³ ‖Ŵ‖_F² c ≤ 3 · 2⁻⁵³ D.
+GRADIENT = 1 + 1e-12
 NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
@@ -53,7 +64,11 @@ class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
-    c: float = option(0.2, "constant of every branch", "(0, 1)")
+    c: float = option(0.4, "constant of every branch outside gradient layers", "(0, 1)")
+    feed_forward: FeedForwardName = option(
+        "gradient", "kind of feed-forward layers; gradient ones never expand"
+    )
+    c_gradient: float = option(0.9, "constant of the branches of gradient layers", "(0, 1)")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
@@ -68,6 +83,8 @@ class Case(RecipeCase):
 
     total: float
     c: float
+    feed_forward: FeedForwardName
+    c_gradient: float
     num_windows: int
     pgd_steps: int
 
@@ -80,8 +97,8 @@ class Result:
     accuracy: float  # the same
     bound: float  # proven L, from embedding to logits
     stack_below: float  # Π(1 − c_l)
-    stack_above: float  # Π(1 + c_l)
-    rms_bound: float  # √(D/V) ‖W‖₂ Π(1 + c_l), between root mean squares
+    stack_above: float  # Π k_l
+    rms_bound: float  # √(D/V) ‖W‖₂ Π k_l, between root mean squares
     radius: float  # median certified radius of correct positions, of the length √D
     spacing: float  # the least distance of two embeddings, of the length √D
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
@@ -122,9 +139,26 @@ def build(case: Case) -> CharTransformer:
     model.embedding = UnitEmbedding(vocab_size, case.seq_len, case.d_model, width)
     model.embedding.position.requires_grad_(False)
     model.register_module("norm", nn.Identity())
-    left = case.total / (1 + case.c) ** (2 * case.num_layers)
+    num_expanding = 2 * case.num_layers
+    if case.feed_forward == "gradient":
+        num_expanding = case.num_layers
+        for block in model.stack.blocks:
+            d_ff = 2 * block.feed_forward.branch.w_out.weight.shape[0]  # as many parameters
+            branch = GradientFeedForward(case.d_model, d_ff, case.c_gradient)
+            block.feed_forward = InvertibleResidual(branch)
+    left = case.total / (1 + case.c) ** num_expanding
     model.head = BoundedHead(case.d_model, vocab_size, left)
     return model
+
+
+def layer_constants(model: CharTransformer, per_branch: Mapping[str, float]) -> list[float]:
+    """k_l of every residual layer, rounded up, from the constants of the branches."""
+    assert isinstance(model.stack, InvertibleStack)
+    of_layer = dict(model.stack.residual_layers())
+    return [
+        GRADIENT if isinstance(of_layer[name].branch, GradientFeedForward) else sum_up(1, c)
+        for name, c in per_branch.items()
+    ]
 
 
 def cases(options: Options) -> list[Case]:
@@ -146,19 +180,19 @@ def measure(case: Case, device: torch.device) -> Result:
     embeddings = model.embedding.token.weight  # spacing measures the least distance of these
     embeddings.copy_(nn.functional.normalize(embeddings, dim=-1))
     certificate = certify(model, "token_max", dtype=torch.float64)
-    assert certificate.total is not None
     rows, constants = model.head.rows(), certificate.per_branch.values()
-    bound = product_up(certificate.total, rows.norm(dim=-1).amax().item(), 1 + 1e-12)
+    above = product_up(*layer_constants(model, certificate.per_branch))
+    bound = product_up(above, rows.norm(dim=-1).amax().item(), 1 + 1e-12)
     rms = math.sqrt(rows.shape[1] / rows.shape[0])
     windows, targets = windows[: case.num_windows], targets[: case.num_windows]
-    radius, flips = attacked(model, windows, targets, certificate.total, case.pgd_steps)
+    radius, flips = attacked(model, windows, targets, above, case.pgd_steps)
     return Result(
         nats=nats,
         accuracy=accuracy,
         bound=bound,
         stack_below=math.prod(1 - c for c in constants),
-        stack_above=math.prod(1 + c for c in constants),
-        rms_bound=product_up(certificate.total, spectral_norm_bound(rows).item(), rms),
+        stack_above=above,
+        rms_bound=product_up(above, spectral_norm_bound(rows).item(), rms),
         radius=radius / math.sqrt(case.d_model),
         spacing=2 * model.embedding.decoding_margin(),
         flips=flips,

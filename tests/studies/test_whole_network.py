@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from invformer.config.load import load_config
+from invformer.nn.residual import InvertibleResidual
 from studies import whole_network as study
+from studies.non_expansive import GradientFeedForward
 
 WORDS = (
     "totals=[4] d_model=24 num_heads=2 num_steps=3 seq_len=12 num_windows=3 pgd_steps=3 "
@@ -29,14 +31,33 @@ def test_a_network_has_the_constant_that_was_asked_for(row) -> None:
     assert all(share <= 1 for share in result.moved.values())
 
 
-def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row) -> None:
+@pytest.mark.parametrize("feed_forward", ["gradient", "contractive"])
+def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row, feed_forward) -> None:
     case, _ = row
     torch.set_default_dtype(torch.float32)
-    model = study.build(case).double().eval()
+    model = study.build(replace(case, feed_forward=feed_forward)).double().eval()
     x, y = torch.randn(2, 64, 12, 24, dtype=torch.float64)
     y = x + 10.0 ** torch.linspace(-4, 0, 64, dtype=torch.float64)[:, None, None] * y
     change = (model.predict(model.stack(x)) - model.predict(model.stack(y))).abs().amax((1, 2))
     assert (change <= case.total * (x - y).norm(dim=-1).amax(-1)).all()
+
+
+def test_a_gradient_layer_shortens_every_direction_and_the_widest_by_its_constant() -> None:
+    layer = InvertibleResidual(GradientFeedForward(6, 40, 0.9))
+    with torch.no_grad():  # all units on
+        layer.branch.b_in.fill_(100.0)
+    x = torch.randn(6)
+    jacobian = torch.func.jacrev(lambda x: layer(x[None])[0])(x)
+    assert torch.allclose(jacobian, jacobian.T, atol=1e-14)
+    smallest, *_, largest = torch.linalg.eigvalsh(jacobian)
+    assert 0.1 <= smallest < 0.11
+    assert largest <= 1 + 1e-14
+    with torch.no_grad():
+        layer.branch.b_in.normal_()
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda x: layer(x[None])[0]))(torch.randn(99, 6))
+    eigenvalues = torch.linalg.eigvalsh(jacobians)
+    assert 0.1 <= eigenvalues.min() < 0.8
+    assert eigenvalues.max() <= 1 + 1e-14
 
 
 @pytest.mark.parametrize(
