@@ -1,23 +1,26 @@
 """Feed-forward layers that bring no two tokens farther apart, for the constant of a whole network.
 
-    y = x + f(x),   f(x) = −c Ŵ φ_β(Ŵᵀ x + b),   ‖Ŵ‖₂ ≤ 1,   φ = ReLU
+    y = x + f(x),   f(x) = −c Ŵ φ(Ŵᵀ x + b),   ‖Ŵ‖₂ ≤ 1,   φ = ReLU
 
-f is the gradient of a concave function: its Jacobian −c Ŵ S Ŵᵀ, 0 ≤ S ≤ I, is symmetric and has
-eigenvalues in [−c, 0]. Those of the layer's lie in [1 − c, 1], so its Lipschitz constant is 1. Of
-the layer of another branch of constant c only 1 + c is known.
+f is the gradient of a concave function. Its Jacobian −c Ŵ S Ŵᵀ, 0 ≤ S ≤ I, is symmetric and has
+eigenvalues in [−c, 0], so those of the layer's Jacobian lie in [1 − c, 1]: its Lipschitz constant
+is at most 1, in token_max and frobenius. For a layer with any other branch of constant c only the
+bound 1 + c is known.
 
-Source: Meunier et al. 2022 (arXiv 2110.12690), whose c may be 2. Here c < 1, so that the layer can
-be inverted.
+Source: Meunier et al. 2022 (arXiv 2110.12690), with c = 2, the largest for which this holds. Here
+c < 1, so that the layer can be inverted.
 """
 
 from collections.abc import Sequence
+
+import torch
 
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForwardWeights
 from invformer.nn.scaling import ScalingWeights
 
 
 class GradientFeedForward(ContractiveFeedForward):
-    """f(x) = −c Ŵ φ_β(Ŵᵀ x + b).
+    """f(x) = −c Ŵ φ(Ŵᵀ x + b).
 
     Args:
         d_model: width D.
@@ -30,18 +33,17 @@ class GradientFeedForward(ContractiveFeedForward):
     def __init__(self, d_model: int, d_ff: int, lipschitz_target: float) -> None:
         super().__init__(d_model, d_ff, lipschitz_target, activation="relu")
         self.folds_scaling = False
-        del self.w_out
+        del self.w_out, self.log_sharpness  # ReLU has the same shape at every sharpness
 
     @staticmethod
     def weights_of(
         branches: Sequence["GradientFeedForward"], scalings: ScalingWeights | None = None
     ) -> list[FeedForwardWeights]:
-        """Ŵβ, bβ, −c Ŵᵀ/β and β of each."""
+        """Ŵ, b and −c Ŵᵀ of each."""
         found = []
         for branch in branches:
-            w, sharpness = branch.w_in(), branch.log_sharpness.exp()
-            w_out = -branch.target_scale() * (w / sharpness).mT
+            w, b = branch.w_in(), branch.b_in
             found.append(
-                FeedForwardWeights(w * sharpness, branch.b_in * sharpness, w_out, sharpness)
+                FeedForwardWeights(w, b, -branch.target_scale() * w.mT, torch.ones_like(b))
             )
         return found

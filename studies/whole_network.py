@@ -4,9 +4,9 @@
 
 X are the embeddings. Every character's embedding has length √D (RMS 1), there is no position
 embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
-A residual layer whose branch has the constant c_l has k_l = 1 + c_l; the feed-forwards of
-studies/non_expansive.py, which ``feed_forward=gradient`` takes, have k_l = 1. For a total L the
-head's rows get the length L/Π_l k_l.
+k_l is the Lipschitz constant of residual layer l: 1 + c_l if its branch has the constant c_l, and 1
+for the feed-forward layers of studies/non_expansive.py. For a total L the head's rows get the
+length L/Π_l k_l.
 Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π k_l ‖X − X′‖.
 
 ``rms bound`` is the constant of the same network if tokens and logits are measured by their root
@@ -53,9 +53,6 @@ from studies.training import (
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant below 10
 FeedForwardName = Literal["contractive", "gradient"]
-# k of a gradient layer: Ŵβ and Ŵᵀ/β are rounded in float64, so that their product is symmetric up
-# to 3 · 2⁻⁵³ ‖Ŵ‖_F² c ≤ 3 · 2⁻⁵³ D.
-GRADIENT = 1 + 1e-12
 NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
@@ -64,11 +61,13 @@ class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
-    c: float = option(0.4, "constant of every branch outside gradient layers", "(0, 1)")
-    feed_forward: FeedForwardName = option(
-        "gradient", "kind of feed-forward layers; gradient ones never expand"
+    c: float = option(
+        0.4, "constant of the branches, of attentions alone if feed_forward=gradient", "(0, 1)"
     )
-    c_gradient: float = option(0.9, "constant of the branches of gradient layers", "(0, 1)")
+    feed_forward: FeedForwardName = option(
+        "gradient", "gradient: that of a concave function, so that a layer does not expand"
+    )
+    c_gradient: float = option(0.9, "constant of feed-forwards if feed_forward=gradient", "(0, 1)")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
@@ -152,13 +151,19 @@ def build(case: Case) -> CharTransformer:
 
 
 def layer_constants(model: CharTransformer, per_branch: Mapping[str, float]) -> list[float]:
-    """k_l of every residual layer, rounded up, from the constants of the branches."""
+    """k_l of every residual layer, rounded up, from the proven constants c_l of the branches.
+
+    In float64, where a gradient layer's −c Ŵ is rounded: its Jacobian is symmetric up to a matrix
+    of norm ≤ 2⁻⁵³ c ‖Ŵ‖_F² ≤ 2⁻⁵³ D.
+    """
     assert isinstance(model.stack, InvertibleStack)
-    of_layer = dict(model.stack.residual_layers())
-    return [
-        GRADIENT if isinstance(of_layer[name].branch, GradientFeedForward) else sum_up(1, c)
-        for name, c in per_branch.items()
-    ]
+    rounded = 1 + 2.0**-50 * model.head.in_features
+    constants = []
+    for name, layer in model.stack.residual_layers():
+        c, is_plain = per_branch[name], layer.input_radius is None
+        is_gradient = isinstance(layer.branch, GradientFeedForward) and is_plain and c <= 1
+        constants.append(rounded if is_gradient else sum_up(1, c))
+    return constants
 
 
 def cases(options: Options) -> list[Case]:
@@ -180,6 +185,7 @@ def measure(case: Case, device: torch.device) -> Result:
     embeddings = model.embedding.token.weight  # spacing measures the least distance of these
     embeddings.copy_(nn.functional.normalize(embeddings, dim=-1))
     certificate = certify(model, "token_max", dtype=torch.float64)
+    assert certificate.scales == certificate.conditions == {}  # layers are x + f(x)
     rows, constants = model.head.rows(), certificate.per_branch.values()
     above = product_up(*layer_constants(model, certificate.per_branch))
     bound = product_up(above, rows.norm(dim=-1).amax().item(), 1 + 1e-12)
@@ -232,7 +238,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{name}, of allowed": lambda case, result, name=name: result.moved[name]
         for name in rows[0][1].moved
     }
-    lines, findings = table(rows, ["total", "c"], flips | shares), []
+    lines, findings = table(rows, ["total", "c", "feed_forward", "c_gradient"], flips | shares), []
     for line in lines:
         if line["total"] == 10:
             findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))

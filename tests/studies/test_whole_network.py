@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from invformer.config.load import load_config
+from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from studies import whole_network as study
 from studies.non_expansive import GradientFeedForward
@@ -42,7 +43,7 @@ def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row, fe
     assert (change <= case.total * (x - y).norm(dim=-1).amax(-1)).all()
 
 
-def test_a_gradient_layer_shortens_every_direction_and_the_widest_by_its_constant() -> None:
+def test_a_gradient_layer_lengthens_no_direction_and_shortens_by_its_constant_at_most() -> None:
     layer = InvertibleResidual(GradientFeedForward(6, 40, 0.9))
     with torch.no_grad():  # all units on
         layer.branch.b_in.fill_(100.0)
@@ -58,6 +59,16 @@ def test_a_gradient_layer_shortens_every_direction_and_the_widest_by_its_constan
     eigenvalues = torch.linalg.eigvalsh(jacobians)
     assert 0.1 <= eigenvalues.min() < 0.8
     assert eigenvalues.max() <= 1 + 1e-14
+
+
+def test_a_branch_without_a_proven_constant_leaves_the_network_without_one(row) -> None:
+    case, _ = row
+    torch.set_default_dtype(torch.float32)
+    model = study.build(case).double().eval()
+    model.stack.blocks[1].feed_forward.branch.w_in.weight.data[0, 0] = torch.nan
+    constants = study.layer_constants(model, certify(model).per_branch)
+    assert constants[1] < 1 + 1e-12
+    assert constants[3] == torch.inf
 
 
 @pytest.mark.parametrize(
