@@ -37,7 +37,7 @@ class GradientFeedForward(ContractiveFeedForward):
 
     @staticmethod
     def weights_of(
-        branches: Sequence["GradientFeedForward"], scalings: ScalingWeights | None = None
+        branches: Sequence[ContractiveFeedForward], scalings: ScalingWeights | None = None
     ) -> list[FeedForwardWeights]:
         """Ŵ, b and −c Ŵᵀ of each."""
         found = []

@@ -142,8 +142,8 @@ def build(case: Case) -> CharTransformer:
     if case.feed_forward == "gradient":
         num_expanding = case.num_layers
         for block in model.stack.blocks:
-            d_ff = 2 * block.feed_forward.branch.w_out.weight.shape[0]  # as many parameters
-            branch = GradientFeedForward(case.d_model, d_ff, case.c_gradient)
+            # Twice the default's 4 D hidden units, for as many parameters.
+            branch = GradientFeedForward(case.d_model, 8 * case.d_model, case.c_gradient)
             block.feed_forward = InvertibleResidual(branch)
     left = case.total / (1 + case.c) ** num_expanding
     model.head = BoundedHead(case.d_model, vocab_size, left)
