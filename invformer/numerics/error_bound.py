@@ -125,8 +125,8 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
         E_l = e_l + Q_l,  Q_l = E_{l+1} / (1 − c_l)    for a residual layer,
         E_l = e_l + max_k e^{−s_k} E_{l+1}             for y = x · e^s + b,
 
-    or less: the error is a sum of vectors d, one from each layer above, and of each ‖e^S d‖ ≤ r is
-    known, where S are the scales between that layer and this (docs/numerics.md §18).
+    or the next bound if that is smaller: the error is a sum of vectors d, one from each layer
+    above, and ‖e^S d‖ ≤ r is known of each, S the scales at that layer (docs/numerics.md §18).
 
     Args:
         steps: the inverse layers in the order they were applied, top of the stack first, all in one

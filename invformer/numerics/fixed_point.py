@@ -158,7 +158,7 @@ class _Rows:
         fx_before = self.fx[rows]
         x = self.y[rows] - fx_before
         fx = self.f(x)
-        # ‖y − x − f(x)‖, the length of the next step, and ‖x‖.
+        # ‖y − x − f(x)‖, which is also how long the next step is, and ‖x‖.
         residual, size = self.eq.sizes(fx - fx_before, x)
         disproved = self.eq.disproves(self.residual[rows], residual, x, fx)
         self.x[rows], self.fx[rows] = x, fx  # copies: f may write its next result over fx
