@@ -102,7 +102,7 @@ class LipschitzProbe:
         self.is_compiled = compiled.can_take(self.branches, self.iterations)
         self.has_started = False
         # Recorded twice: with weights that are given, and with those that it computes.
-        self.replayed = {given: Replayed(self.eager) for given in (True, False) if replays}
+        self.replayed = {given: Replayed(self.by_torch) for given in (True, False) if replays}
 
     @torch.no_grad()
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
@@ -157,9 +157,11 @@ class LipschitzProbe:
         # On a CPU small operations lose more by waiting for a second thread than it computes.
         one_thread = changed(torch.get_num_threads, torch.set_num_threads, 1)
         with one_thread if is_short else nullcontext():
-            return self.eager(weights, num_steps)
+            return self.by_torch(weights, num_steps)
 
-    def eager(self, weights: StackWeights | None, num_steps: int = 1) -> Float[Tensor, "branches"]:
+    def by_torch(
+        self, weights: StackWeights | None, num_steps: int = 1
+    ) -> Float[Tensor, "branches"]:
         """The estimates by operations of PyTorch."""
         parts = [step.gains.amax((-2, -1)) for step in self.steps(num_steps, weights)]
         return torch.stack(parts, -1).flatten() * rounding_factor(parts[0])
