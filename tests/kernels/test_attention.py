@@ -313,9 +313,9 @@ def test_auto_is_the_kernel_that_was_measured_fastest(
 
 
 def test_float64_on_an_accelerator_is_a_product_of_all_pairs_with_gradients_or_without() -> None:
-    for device, tokens, kernel in (("meta", 300, "math"), ("meta", 2049, "blocked")):
-        b = position("table", 1, tokens, torch.float64).to(device).logit_bias(tokens)
-        q = torch.empty(1, 1, tokens, 16, dtype=torch.float64, device=device)
+    for tokens, kernel in ((300, "math"), (2049, "blocked")):
+        b = position("table", 1, tokens, torch.float64).to("meta").logit_bias(tokens)
+        q = torch.empty(1, 1, tokens, 16, dtype=torch.float64, device="meta")
         assert choose("auto", q.requires_grad_(), b, l2=True) == "math"
         with torch.no_grad():
             assert choose("auto", q, b, l2=True) == kernel
