@@ -17,6 +17,7 @@ import torch
 
 from invformer.nn.feed_forward import ContractiveFeedForward, FeedForwardWeights
 from invformer.nn.scaling import ScalingWeights
+from invformer.nn.spectral import normalised_weights
 
 
 class GradientFeedForward(ContractiveFeedForward):
@@ -40,10 +41,7 @@ class GradientFeedForward(ContractiveFeedForward):
         branches: Sequence[ContractiveFeedForward], scalings: ScalingWeights | None = None
     ) -> list[FeedForwardWeights]:
         """Ŵ, b and −c Ŵᵀ of each."""
-        found = []
-        for branch in branches:
-            w, b = branch.w_in(), branch.b_in
-            found.append(
-                FeedForwardWeights(w, b, -branch.target_scale() * w.mT, torch.ones_like(b))
-            )
-        return found
+        b_in = torch.stack([b.b_in for b in branches])
+        w_in = normalised_weights([b.w_in for b in branches], b_in.new_ones(1, 1, 1))
+        w_out = -torch.stack([b.target_scale() for b in branches])[:, None, None] * w_in.mT
+        return list(map(FeedForwardWeights, w_in, b_in, w_out, torch.ones_like(b_in)))
