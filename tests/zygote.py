@@ -55,20 +55,23 @@ class Zygote:
         environment: dict[str, str | None] | None = None,
         before: str | None = None,
         kill_after: float | None = None,
+        program: str | None = None,
     ) -> int:
         """Begin a run; returns its process number.
 
         Args:
-            arguments: of train.py.
+            arguments: of the program.
             signals: (place, n, signal): the run sends itself a signal when it calls for the n-th
                 time what ``place`` names, such as ``module:Class.method``.
             environment: additional environment variables; None removes one.
             before: ``module:function`` called first, to break something.
             kill_after: seconds after which the run is killed, if it is not done.
+            program: the module whose ``main`` runs as ``python -m`` would run it, not train.py.
         """
         request = {
             "arguments": list(arguments), "signals": list(signals), "folder": str(self.folder),
             "environment": environment or {}, "before": before, "kill_after": kill_after,
+            "program": program,
         }  # fmt: skip
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -138,8 +141,12 @@ def child(request: dict[str, Any]) -> int:
     if request["before"]:
         holder, name = find(request["before"])
         getattr(holder, name)()
-    sys.argv = ["train.py", *request["arguments"]]
+    program = request["program"]
+    sys.argv = [program or "train.py", *request["arguments"]]
     try:
+        if program:
+            sys.orig_argv = [sys.executable, "-m", *sys.argv]
+            return importlib.import_module(program).main()
         run(*COMMANDS["train"])
     except SystemExit as end:
         return int(end.code or 0)

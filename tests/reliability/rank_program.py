@@ -1,4 +1,7 @@
-"""A program of two ranks without any training: ``python -m ... BEHAVIOUR FOLDER``."""
+"""A program of two ranks without any training: ``python -m ... BEHAVIOUR FOLDER``.
+
+Ranks import PyTorch only if they need it; it would take longer than all else.
+"""
 
 import os
 import signal
@@ -8,7 +11,6 @@ from pathlib import Path
 
 from invformer.errors import DataError, Interrupted
 from invformer.runs.exit import guarded, stop_on_signals
-from invformer.runs.launcher import from_first_rank, launch
 from invformer.runs.ranks import end_with_launcher, hear_to_stop, is_rank
 
 
@@ -16,7 +18,6 @@ def rank(behaviour: str, folder: Path) -> None:
     """One of them; the second misbehaves, the first waits for it."""
     end_with_launcher()
     number = os.environ["RANK"]
-    assert from_first_rank("shared" if number == "0" else None) == "shared"
     told: list[int] = []
     if behaviour == "be told":
         hear_to_stop(lambda number, frame: told.append(number))
@@ -25,6 +26,9 @@ def rank(behaviour: str, folder: Path) -> None:
         time.sleep(0.02)
     match behaviour if number == "1" or behaviour == "finish" else "wait":
         case "finish":
+            from invformer.runs.launcher import from_first_rank
+
+            assert from_first_rank("shared" if number == "0" else None) == "shared"
             return
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +49,14 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     stop_on_signals()
     _, behaviour, folder = sys.argv
-    work = (lambda: rank(behaviour, Path(folder))) if is_rank() else (lambda: launch(2))
+
+    def work() -> None:
+        if is_rank():
+            return rank(behaviour, Path(folder))
+        from invformer.runs.launcher import launch
+
+        return launch(2)
+
     return guarded(work, debug=False)
 
 

@@ -14,7 +14,7 @@ import pytest
 from invformer.runs.launcher import conclusion
 from invformer.runs.run_log import read_rows
 from tests.small_runs import DROPOUT, difference, options
-from tests.zygote import ROOT
+from tests.zygote import ROOT, Zygote
 
 PROGRAM, TRAIN = "tests.reliability.rank_program", "tests.reliability.broken_train"
 
@@ -59,15 +59,14 @@ def await_end(pids: list[int]) -> None:
     ],
 )
 def test_a_rank_that_fails_ends_all_with_one_line_and_one_code(
-    tmp_path: Path, behaviour: str, code: int, message: str
+    zygote: Zygote, tmp_path: Path, behaviour: str, code: int, message: str
 ) -> None:
-    process = start(PROGRAM, behaviour, str(tmp_path))
-    pids = ranks(tmp_path)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == code, stderr
-    assert stderr.startswith("error: ")
-    assert message in stderr
-    assert stderr.count("\n") == 1
+    zygote.start([behaviour, str(tmp_path)], program=PROGRAM)
+    pids, ended = ranks(tmp_path), zygote.wait()
+    assert ended.code == code, ended.stderr
+    assert ended.stderr.startswith("error: ")
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
     await_end(pids)
 
 
@@ -109,25 +108,25 @@ def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
     [(signal.SIGTERM, False), (signal.SIGHUP, False), (signal.SIGTERM, True)],
 )
 def test_a_signal_reaches_every_rank_and_each_may_save(
-    tmp_path: Path, number: signal.Signals, to_all: bool
+    zygote: Zygote, tmp_path: Path, number: signal.Signals, to_all: bool
 ) -> None:
-    process = start(PROGRAM, "be told", str(tmp_path))
+    launcher = zygote.start(["be told", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
     time.sleep(0.2)
-    for pid in (process.pid, *pids) if to_all else (process.pid,):
+    for pid in (launcher, *pids) if to_all else (launcher,):
         os.kill(pid, number)
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 128 + number
-    assert stderr.startswith(f"error: interrupted at step 7 by {number.name}, saved")
-    assert stderr.count("\n") == 1
+    ended = zygote.wait()
+    assert ended.code == 128 + number
+    assert ended.stderr.startswith(f"error: interrupted at step 7 by {number.name}, saved")
+    assert ended.stderr.count("\n") == 1
     await_end(pids)
 
 
-def test_ranks_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
-    process = start(PROGRAM, "wait", str(tmp_path))
+def test_ranks_end_when_their_launcher_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+    launcher = zygote.start(["wait", str(tmp_path)], program=PROGRAM)
     pids = ranks(tmp_path)
-    process.kill()
-    process.communicate(timeout=120)
+    os.kill(launcher, signal.SIGKILL)
+    zygote.wait()
     await_end(pids)
 
 
