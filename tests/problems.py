@@ -118,7 +118,7 @@ def norm_from_below(jac: Tensor, norm: Norm) -> float:
 
     In token_max: for every row i, maximise ‖Σ_j J_ij x_j‖ over unit x_j by alternating between the
     x_j and the unit vector that reads the output, from the leading left singular vector and three
-    random ones.
+    random ones, until no norm grows any more.
     """
     if norm == "frobenius":
         return torch.linalg.matrix_norm(jac.flatten(2).flatten(0, 1), 2).item()
@@ -128,12 +128,16 @@ def norm_from_below(jac: Tensor, norm: Norm) -> float:
     generator = torch.Generator().manual_seed(0)
     out = torch.randn(4, *singular.shape, generator=generator, dtype=jac.dtype)
     out[0] = singular
+    norms = torch.zeros(4, len(jac), dtype=jac.dtype)
     for _ in range(200):
         readout = torch.nn.functional.normalize(out, dim=-1)
         pulled = torch.einsum("sid,idje->sije", readout, jac)
         x = torch.nn.functional.normalize(pulled, dim=-1)
         out = torch.einsum("idje,sije->sid", jac, x)
-    return torch.linalg.vector_norm(out, dim=-1).max().item()
+        before, norms = norms, torch.linalg.vector_norm(out, dim=-1)
+        if (norms <= (1 + 1e-12) * before).all():
+            break
+    return norms.max().item()
 
 
 def of_one_layer(bounds: Callable[..., list[Any]], *arguments: Any, **options: Any) -> Any:
