@@ -46,7 +46,7 @@ def local_bounds(
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
 def test_no_dense_jacobian_exceeds_a_bound(strict: bool, scale: float) -> None:
-    for seed in range(10):
+    for seed in range(5):
         torch.manual_seed(seed)
         w_qkv, g = torch.randn(3, 2, 5, 3), torch.randn(2, 3, 5)
         tau, x, bias = 4 * torch.rand(2), scale * torch.randn(6, 5), causal(6)

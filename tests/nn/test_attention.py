@@ -81,23 +81,22 @@ def test_no_output_depends_on_a_later_token(name: str) -> None:
 
 @pytest.mark.parametrize("name", LIPSCHITZ)
 @pytest.mark.parametrize("kind", ["bias", "causal", "full"])
-@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+@pytest.mark.parametrize(("seed", "scale"), [(0, 0.1), (1, 1.0), (2, 10.0)])
 def test_true_constant_below_local_bound_below_certificate_below_target(
-    name: str, kind: str, scale: float
+    name: str, kind: str, seed: int, scale: float
 ) -> None:
     if name == "bounded, strict" and kind == "full":
         pytest.skip("refused")
-    for seed in range(2):
-        layer, x = attention(name, kind, seed), scale * torch.randn(SEQ_LEN, WIDTH)
-        dense = jacobian(layer, x)
-        for norm in NORMS:
-            true, bound = norm_from_below(dense, norm), layer.lipschitz_bound(norm)
-            assert true <= bound
-            if norm != "entry_max":
-                for tight in (True, False):
-                    assert true <= local_bound(layer, x[None], norm, tight) <= bound
-        if name in HELD_IN:
-            assert layer.lipschitz_bound(HELD_IN[name]) <= TARGET
+    layer, x = attention(name, kind, seed), scale * torch.randn(SEQ_LEN, WIDTH)
+    dense = jacobian(layer, x)
+    for norm in NORMS:
+        true, bound = norm_from_below(dense, norm), layer.lipschitz_bound(norm)
+        assert true <= bound
+        if norm != "entry_max":
+            for tight in (True, False):
+                assert true <= local_bound(layer, x[None], norm, tight) <= bound
+        if HELD_IN.get(name) == norm:
+            assert bound <= TARGET
 
 
 @pytest.mark.parametrize("name", LIPSCHITZ)
