@@ -158,15 +158,15 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
         norms["diagonal_block"] = diagonal_norm
     for measured, norm in norms.items():
         probe = LipschitzProbe(model, tokens, measured)
-        estimates = probe.estimate(num_steps=60)
-        bounds = dict(zip(probe.names, local_bounds(probe).tolist(), strict=True))
+        estimates = probe.estimate(num_steps=30)
         for branch, (value, _) in estimates.items():
             expected = norm(true[branch])
             assert value.item() <= expected
             near = 0.3 if measured == "entry_max" else 1e-2  # signs stop at local maxima
             assert value.item() == pytest.approx(expected, rel=near)
-            if measured == certified_in(model):
-                assert expected <= bounds[branch] * (1 + 1e-9)
+        if measured == certified_in(model):
+            for branch, bound in zip(probe.names, local_bounds(probe).tolist(), strict=True):
+                assert norm(true[branch]) <= bound * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("name", ["weighted", "weighted past", "bounded", "actnorm"])
@@ -221,7 +221,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
     norms = ["frobenius", "entry_max"] if preset == "contractive_l2_paper" else [None]
     for measured in norms:
         counts = {}
-        for num_layers in (4, 16):
+        for num_layers in (2, 6):
             model = preset_model(preset, num_layers)
             probe = LipschitzProbe(model, random_tokens(1)[:, :8], measured)
             weights = model.weights()
@@ -232,7 +232,7 @@ def test_an_estimate_takes_few_launches_beside_a_forward_pass_the_same_at_any_de
                 probe.values(weights=weights)
             assert syncs.found == []
             counts[num_layers] = launches.count - forward.count
-        assert counts[16] <= counts[4] <= 2 * 150
+        assert counts[6] <= counts[2] <= 2 * 150
 
 
 def test_estimates_along_a_training_run_are_close_to_converged_ones() -> None:
