@@ -2,6 +2,7 @@
 
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import get_args
@@ -11,9 +12,11 @@ import torch
 
 from invformer.config.load import load_config
 from studies import __main__ as listing
+from studies import memory
 from studies.report import Outcome
 from studies.study import main
 from tests.saved_runs import Saved
+from tests.small_runs import fitted
 
 ROOT = Path(__file__).parents[2]
 STUDIES = listing.find_studies(ROOT / "studies")
@@ -27,7 +30,7 @@ SMALL = {
     "ablation": f"only=[nothing] overrides=[{RUN},model.d_head=8,trainer.max_steps=2,"
     "trainer.val_every=2,logger=none]",
     "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
-    "num_seeds=2 weights=[0.1,1.0]",
+    "num_seeds=1 weights=[0.1]",
     "breaking": "",
     "coupling": f"models=[CERTIFIED] depths=[1,2] num_steps=2 num_windows=2 num_jacobians=1 "
     f"{SHORT} data.val_characters=190",
@@ -72,6 +75,25 @@ def words_in(folder: Path, name: str) -> list[str]:
     return found.replace("CERTIFIED", str(folder / "certified")).split()
 
 
+@pytest.fixture
+def _small(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., int], without_plots: None
+) -> None:
+    """No large matrices and no new processes but the ablation's; memory's are tested beside it."""
+
+    def call(program: str, *words: str) -> None:
+        if program == "train.py":
+            fitted(words)
+        else:
+            assert command("evaluate", *words) == 0
+
+    monkeypatch.setattr("studies.price.call", call)
+    monkeypatch.setattr("studies.growth.GPT2_WIDTH", 96)  # not 768
+    here = replace(memory.STUDY, measure=lambda case, device: memory.measured(case))
+    monkeypatch.setattr(memory, "STUDY", here)
+
+
+@pytest.mark.usefixtures("_small")
 @pytest.mark.parametrize("name", STUDIES)
 def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
     name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from studies import memory
-from studies.memory import Case, measured
+from studies.memory import Case, measure, measured
 
 
 @pytest.mark.parametrize("kind", memory.KINDS)
@@ -16,6 +16,12 @@ def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: st
     assert measured(case).gradient_error == 0
     assert measured(replace(case, strategy="checkpoint")).gradient_error < 1e-6
     assert measured(replace(case, strategy="inverse")).gradient_error < 1e-3
+
+
+def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "step", None)  # in this process alone
+    case = Case("certified", 1, "store", 2, 1, 0, 1)
+    assert measure(case, torch.device("cpu")).gradient_error == 0
 
 
 def test_a_process_begins_at_a_peak_of_its_own_and_not_at_its_parents() -> None:
