@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,12 +191,24 @@ def test_the_console_script_has_every_command(
 # --- exported folders ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def exported(run: Path, tmp_path: Path, typed: Typed) -> Path:
-    typed("evaluate", "evaluate.lipschitz_sequences=0")
-    folder = tmp_path / "shared"
-    assert "written to" in typed("export", f"out={folder}")
+@pytest.fixture(scope="module")
+def whole(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run, evaluated and exported."""
+    torch.set_default_dtype(torch.float32)
+    folder = tmp_path_factory.mktemp("whole") / "shared"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commands, "stop_on_signals", lambda: None)
+        words = {"evaluate": "evaluate.lipschitz_sequences=0", "export": f"out={folder}"}
+        for name, word in words.items():
+            with pytest.raises(SystemExit, match=r"^0$"):
+                commands.run(*commands.COMMANDS[name], [f"checkpoint={run}", word])
     return folder
+
+
+@pytest.fixture
+def exported(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(whole, tmp_path / "shared")
 
 
 def test_an_exported_folder_gives_the_same_logits_and_an_honest_card(
@@ -225,7 +238,7 @@ def test_an_export_in_four_bits_is_small_and_proven_for_what_is_shipped(
     run: Path, exported: Path, tmp_path: Path, typed: Typed
 ) -> None:
     folder = tmp_path / "small"
-    typed("export", f"out={folder}", "bits=4")
+    assert "written to" in typed("export", f"out={folder}", "bits=4")
     model, original = invformer.load(folder), invformer.load(run)
     assert model.certificate is not None
     assert model.certificate.holds
