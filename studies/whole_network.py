@@ -4,9 +4,9 @@
 
 X are the embeddings. Every character's embedding has length √D (RMS 1), there is no position
 embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
-k_l bounds the Lipschitz constant of residual layer l: 1 + c_l if c_l bounds its branch's, and 1
-for the feed-forward layers of studies/non_expansive.py. For a total L the head's rows get the
-length L/Π_l k_l.
+k_l bounds the Lipschitz constant of residual layer l: 1 + c_l if c_l bounds its branch's, 1 for the
+feed-forward layers of studies/non_expansive.py, and √(1 + c²/(β(2 − β))) for the attention layers
+of studies/forgetting_attention.py. For a total L the head's rows get the length L/Π_l k_l.
 Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π k_l ‖X − X′‖.
 
 ``rms bound`` is the constant of the same network if tokens and logits are measured by their root
@@ -22,7 +22,6 @@ it. Constants of different norms are not compared: their loss and accuracy are a
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,14 +30,16 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.config.section import option, section
+from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify
-from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 from studies.certified_radius import MULTIPLES, attacked, logits_of
+from studies.forgetting_attention import ForgettingAttention, forgetting_constant
 from studies.non_expansive import GradientFeedForward
 from studies.report import Figure, Rows, Summary, curves, look_of, outcome_of, panels, table
 from studies.study import Study, grid, program
@@ -52,7 +53,7 @@ from studies.training import (
 )
 
 NEWHOUSE_NATS, NEWHOUSE_ACCURACY = 1.779, 0.60  # at a constant of 2 in their norm
-FeedForwardName = Literal["contractive", "gradient"]
+LayersName = Literal["contractive", "gradient", "forgetting"]
 NOISE = 0.01  # length of the noise on an embedding, of its own length
 
 
@@ -61,13 +62,19 @@ class Options(ModelOptions):
     """Train for a constant of the whole network, and attack what it certifies."""
 
     totals: list[float] = option([2, 10, 100], "L of the whole network", "[1, 1e12]")
-    c: float = option(
-        0.4, "constant of the branches, of attentions alone if feed_forward=gradient", "(0, 1)"
+    layers: LayersName = option(
+        "forgetting",
+        "contractive: any x + f(x); gradient: feed-forwards do not expand; forgetting: attentions "
+        "forget where they write as well",
     )
-    feed_forward: FeedForwardName = option(
-        "gradient", "gradient: of a concave function, x + f(x) does not expand"
+    c: float = option(0.5, "constant of attentions; contractive: of feed-forwards too", "(0, 1)")
+    forgotten: float = option(0.45, "share that attentions forget, less than 1 − c", "(0, 1)")
+    c_gradient: float = option(0.9, "constant of feed-forwards that do not expand", "(0, 1)")
+    num_heads: int = option(1, "attention heads, a divisor of the width", "[1, 1e4]")
+    d_head: int | None = option(None, "channels of a head; null is d_model/num_heads", "[1, 1e5]")
+    d_ff: int | None = option(
+        None, "hidden units; null is 8 d_model, 4 d_model if contractive", "[1, 1e6]"
     )
-    c_gradient: float = option(0.9, "constant of feed-forwards if feed_forward=gradient", "(0, 1)")
     num_layers: int = option(2, "blocks", "[1, 1e3]")
     lr: float = option(5e-3, "peak learning rate of AdamW", "(0, 10]")
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
@@ -75,15 +82,24 @@ class Options(ModelOptions):
     pgd_steps: int = option(20, "gradient steps of an attack", "[1, 1e5]")
     data: WholeTextConfig = section(WholeTextConfig)
 
+    def check(self) -> None:
+        """A layer can be inverted."""
+        super().check()
+        if self.layers == "forgetting" and self.c + self.forgotten >= 1:
+            self.refuse("forgotten", f"c={self.c:g} and {self.forgotten:g} must add to less than 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case(RecipeCase):
     """One network and its training."""
 
     total: float
+    layers: LayersName
     c: float
-    feed_forward: FeedForwardName
+    forgotten: float
     c_gradient: float
+    d_head: int | None
+    d_ff: int | None
     num_windows: int
     pgd_steps: int
 
@@ -132,38 +148,48 @@ class BoundedHead(nn.Linear):
 def build(case: Case) -> CharTransformer:
     """A fresh network whose constant is ``case.total`` in exact arithmetic."""
     model = new_model(
-        case, name="contractive_bounded", lipschitz_target=case.c, diagonal_scaling=False
-    )
+        case, name="contractive_bounded", lipschitz_target=case.c, diagonal_scaling=False,
+        d_head=case.d_head, d_ff=case.d_ff,
+    )  # fmt: skip
     vocab_size, width = model.embedding.token.weight.shape
     model.embedding = UnitEmbedding(vocab_size, case.seq_len, case.d_model, width)
     model.embedding.position.requires_grad_(False)
     model.register_module("norm", nn.Identity())
-    num_expanding = 2 * case.num_layers
-    if case.feed_forward == "gradient":
-        num_expanding = case.num_layers
-        for block in model.stack.blocks:
-            # Twice the default's 4 D hidden units, for as many parameters.
-            branch = GradientFeedForward(case.d_model, 8 * case.d_model, case.c_gradient)
-            block.feed_forward = InvertibleResidual(branch)
-    left = case.total / (1 + case.c) ** num_expanding
-    model.head = BoundedHead(case.d_model, vocab_size, left)
+    expansion = 1 + case.c  # of an attention
+    if case.layers == "forgetting":
+        expansion = forgetting_constant(case.c, case.forgotten)
+    assert isinstance(model.stack, InvertibleStack)
+    for _, layer in model.stack.residual_layers() if case.layers != "contractive" else ():
+        if not isinstance(layer.branch, BoundedAttention):
+            d_ff = case.d_ff or 8 * case.d_model  # as many parameters as others have by 4 D
+            layer.branch = GradientFeedForward(case.d_model, d_ff, case.c_gradient)
+        elif case.layers == "forgetting":
+            # Tokens have the length √D: at a sharpness of 1/2 all would be near the sphere.
+            layer.branch.log_sharpness.data -= math.log(case.d_model) / 2
+            layer.branch = ForgettingAttention(layer.branch, case.forgotten)
+    num_expanding = (2 if case.layers == "contractive" else 1) * case.num_layers
+    model.head = BoundedHead(case.d_model, vocab_size, case.total / expansion**num_expanding)
     return model
 
 
-def layer_constants(model: CharTransformer, per_branch: Mapping[str, float]) -> list[float]:
+def layer_constants(model: CharTransformer, certificate: Certificate) -> list[float]:
     """k_l of every residual layer, rounded up, from the proven constants c_l of the branches.
 
     A gradient layer gets 1 + 2⁻⁵⁰ D, not 1: c Ŵ is rounded in float64, so that its Jacobian is
-    symmetric only up to a matrix of norm ≤ 2⁻⁵³ c ‖Ŵ‖_F² ≤ 2⁻⁵³ D. Unless c ≤ 1 is proven, it gets
-    1 + c.
+    symmetric only up to a matrix of norm ≤ 2⁻⁵³ c ‖Ŵ‖_F² ≤ 2⁻⁵³ D. Unless c_l ≤ 1 is proven, a
+    layer gets 1 + c_l.
     """
     assert isinstance(model.stack, InvertibleStack)
-    of_gradient = 1 + 2.0**-50 * model.head.in_features
+    assert certificate.scales == certificate.conditions == {}  # layers are x + f(x)
     constants = []
     for name, layer in model.stack.residual_layers():
-        c, is_plain = per_branch[name], layer.input_radius is None
-        is_gradient = isinstance(layer.branch, GradientFeedForward) and is_plain and c <= 1
-        constants.append(of_gradient if is_gradient else sum_up(1, c))
+        k, branch = sum_up(1, certificate.per_branch[name]), layer.branch
+        if layer.input_radius is None and k <= 2:
+            if isinstance(branch, GradientFeedForward):
+                k = 1 + 2.0**-50 * model.head.in_features
+            elif isinstance(branch, ForgettingAttention):
+                k = min(k, branch.layer_constant())
+        constants.append(k)
     return constants
 
 
@@ -186,9 +212,8 @@ def measure(case: Case, device: torch.device) -> Result:
     embeddings = model.embedding.token.weight  # spacing measures the least distance of these
     embeddings.copy_(nn.functional.normalize(embeddings, dim=-1))
     certificate = certify(model, "token_max", dtype=torch.float64)
-    assert certificate.scales == certificate.conditions == {}  # layers are x + f(x)
     rows, constants = model.head.rows(), certificate.per_branch.values()
-    above = product_up(*layer_constants(model, certificate.per_branch))
+    above = product_up(*layer_constants(model, certificate))
     bound = product_up(above, rows.norm(dim=-1).amax().item(), 1 + 1e-12)
     rms = math.sqrt(rows.shape[1] / rows.shape[0])
     windows, targets = windows[: case.num_windows], targets[: case.num_windows]
@@ -239,7 +264,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         f"{name}, of allowed": lambda case, result, name=name: result.moved[name]
         for name in rows[0][1].moved
     }
-    lines, findings = table(rows, ["total", "c", "feed_forward", "c_gradient"], flips | shares), []
+    fields = ["total", "layers", "c", "forgotten", "c_gradient"]
+    lines, findings = table(rows, fields, flips | shares), []
     for line in lines:
         if line["total"] == 10:
             findings.append((line["accuracy"] >= NEWHOUSE_ACCURACY, "60 % accuracy at 10"))

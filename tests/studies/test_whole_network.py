@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from invformer.config.load import load_config
+from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.position_bias import CausalMask, RelativePositionBias
 from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from studies import whole_network as study
+from studies.forgetting_attention import ForgettingAttention, forgetting_constant
 from studies.non_expansive import GradientFeedForward
 
 WORDS = (
@@ -32,11 +35,11 @@ def test_a_network_has_the_constant_that_was_asked_for(row) -> None:
     assert all(share <= 1 for share in result.moved.values())
 
 
-@pytest.mark.parametrize("feed_forward", ["gradient", "contractive"])
-def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row, feed_forward) -> None:
+@pytest.mark.parametrize("layers", ["forgetting", "gradient", "contractive"])
+def test_no_pair_of_inputs_moves_logits_by_more_than_the_constant_allows(row, layers) -> None:
     case, _ = row
     torch.set_default_dtype(torch.float32)
-    model = study.build(replace(case, feed_forward=feed_forward)).double().eval()
+    model = study.build(replace(case, layers=layers)).double().eval()
     x, y = torch.randn(2, 64, 12, 24, dtype=torch.float64)
     y = x + 10.0 ** torch.linspace(-4, 0, 64, dtype=torch.float64)[:, None, None] * y
     change = (model.predict(model.stack(x)) - model.predict(model.stack(y))).abs().amax((1, 2))
@@ -66,9 +69,42 @@ def test_a_branch_without_a_proven_constant_leaves_the_network_without_one(row) 
     torch.set_default_dtype(torch.float32)
     model = study.build(case).double().eval()
     model.stack.blocks[1].feed_forward.branch.w_in.weight.data[0, 0] = torch.nan
-    constants = study.layer_constants(model, certify(model).per_branch)
+    constants = study.layer_constants(model, certify(model))
     assert constants[1] < 1 + 1e-12
     assert constants[3] == torch.inf
+
+
+@pytest.mark.parametrize("num_heads", [1, 2])
+@pytest.mark.parametrize(("c", "share"), [(0.5, 0.45), (0.3, 0.1), (0.05, 0.9)])
+def test_what_attention_writes_adds_little_where_it_forgets(num_heads, c, share) -> None:
+    position = RelativePositionBias(num_heads, 8)
+    attention = BoundedAttention(6, num_heads, 3, position, c)
+    layer = InvertibleResidual(ForgettingAttention(attention, share))
+    k = layer.branch.layer_constant()
+    assert k <= forgetting_constant(c, share) + 1e-9
+    assert layer.branch.lipschitz_bound("token_max") <= c + share
+    x = (0.01 * torch.randn(16, 8, 6)).requires_grad_()
+    direction = torch.randn(16, 8, 6).requires_grad_()
+    optimiser = torch.optim.Adam([x, direction], lr=0.05)
+    for _ in range(60):  # ascend the local constant
+        unit = direction / direction.norm(dim=-1, keepdim=True)
+        change = ((layer(x + 1e-4 * unit) - layer(x)) / 1e-4).norm(dim=-1).amax(-1)
+        assert change.max() <= k
+        optimiser.zero_grad()
+        (-change.sum()).backward()
+        optimiser.step()
+
+
+def test_nothing_is_forgotten_where_attention_writes_nothing() -> None:
+    attention = BoundedAttention(6, 1, 2, CausalMask(8), 0.5)
+    layer = InvertibleResidual(ForgettingAttention(attention, 0.45))
+    w = attention.w_g.weight.data.zero_()
+    w[:, :2] = torch.eye(2)
+    x = torch.randn(1, 8, 6)
+    y = layer(x)
+    assert torch.equal(y[..., 2:], x[..., 2:])
+    assert torch.allclose(y[..., :2], 0.55 * x[..., :2] + attention(x)[..., :2], atol=1e-4)
+    assert torch.allclose(layer.inverse(y).value, x, atol=1e-8)
 
 
 @pytest.mark.parametrize(
