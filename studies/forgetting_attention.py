@@ -10,10 +10,10 @@ attention writes, so that the two cannot add up. The layer's constant in token_m
 1.17 for c = 0.5 and β = 0.45, where only 1 + c = 1.5 is known without forgetting. Lip(f) ≤ c + β.
 
 Proof. Let x_i change by a and Z(X)_i by b, ‖a‖ ≤ 1 and ‖b‖ ≤ c. Along a pair of singular vectors of
-Ĝ with the value σ, y_i changes by (1 − βσ²) a_σ + σ b_σ. By Cauchy–Schwarz its square is at most
-((1 − βσ²)²/θ + σ²c²/(1 − θ)) (θ a_σ² + (1 − θ) b_σ²/c²) for every 0 < θ < 1, and the second factors
-add up to at most 1. The first one is convex in σ², so at most the larger of 1/θ (σ = 0) and
-(1 − β)²/θ + c²/(1 − θ) (σ = 1). They are equal, and k², where θ/(1 − θ) = β(2 − β)/c². ∎
+Ĝ with the value σ (0 outside), y_i changes by (1 − βσ²) a_σ + σ b_σ. Its square is at most
+((1 − βσ²)²/θ + σ²c²/(1 − θ)) (θ a_σ² + (1 − θ) b_σ²/c²) for every 0 < θ < 1 (Cauchy–Schwarz), and
+the second factors add up to at most 1. The first one is convex in σ², so at most the larger of 1/θ
+(σ = 0) and (1 − β)²/θ + c²/(1 − θ) (σ = 1). Both are k² where θ/(1 − θ) = β(2 − β)/c². ∎
 """
 
 import math
@@ -27,6 +27,7 @@ from invformer.bounds.bounded import head_gains
 from invformer.nn.affine import Tokens
 from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.certificate import require_type
 from invformer.numerics.norms import Norm, unknown_norm
 from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -57,14 +58,15 @@ class ForgettingAttention(LipschitzBranch[ForgettingWeights]):
     is_proven = True
 
     def __init__(self, attention: BoundedAttention, share: float) -> None:
+        require_type("attention", attention, (BoundedAttention,))
         super().__init__(attention.lipschitz_target + share)
         self.attention, self.share = attention, share
 
     def weights(self) -> ForgettingWeights:
-        """Those of A and √β Ĝ."""
-        return ForgettingWeights(
-            *self.attention.weights(), math.sqrt(self.share) * self.attention.w_g()
-        )
+        """Those of A and √β Ĝ, both less if certification found f above its target."""
+        w_qkv, temperature, g = self.attention.weights()
+        forgotten = (self.correction * self.share).sqrt() * self.attention.w_g()
+        return ForgettingWeights(w_qkv, temperature, self.correction * g, forgotten)
 
     def forward(self, x: Tokens, weights: ForgettingWeights | None = None) -> Tokens:
         """A(X) − X EᵀE."""
@@ -89,9 +91,10 @@ class ForgettingAttention(LipschitzBranch[ForgettingWeights]):
     def layer_constant(self) -> float:
         """A proven k in token_max of y = x + f(x), for the weights as they are in float64.
 
-        The largest of the proof's first factors is ‖[(I − EᵀE)/√θ, √H a_h G_h/√(1 − θ)]‖₂² if
-        a_h ≥ Lip(Z_h), whatever E and G are. Products are rounded by less than what is added for it
-        (D ≤ 2¹⁴).
+        Let a_h be a bound of head h, whose output is z_h, and M the matrix I − EᵀE, divided by √θ,
+        above √H a_h G_h, divided by √(1 − θ). Then y_i changes by a row times M, and the row,
+        [√θ dx_i, √(1 − θ) dz_h/(√H a_h)]_h, is no longer than 1: k = ‖M‖₂, for any E and G.
+        Rounding the products changes it by less than what is added (D ≤ 2¹², θ ≥ 1/4).
         """
         weights = self.weights()
         e, g = weights.forgotten.double(), weights.g.double()

@@ -6,7 +6,8 @@ X are the embeddings. Every character's embedding has length √D (RMS 1), there
 embedding, no diagonal scaling, no ActNorm and no LayerNorm; w_v is the head's row of character v.
 k_l bounds the Lipschitz constant of residual layer l: 1 + c_l if c_l bounds its branch's, 1 for the
 feed-forward layers of studies/non_expansive.py, and √(1 + c²/(β(2 − β))) for the attention layers
-of studies/forgetting_attention.py. For a total L the head's rows get the length L/Π_l k_l.
+of studies/forgetting_attention.py, β being ``forgotten``. For a total L the head's rows get the
+length L/Π_l k_l.
 Stacks are bi-Lipschitz: Π(1 − c_l) ‖X − X′‖ ≤ ‖S(X) − S(X′)‖ ≤ Π k_l ‖X − X′‖.
 
 ``rms bound`` is the constant of the same network if tokens and logits are measured by their root
@@ -68,7 +69,9 @@ class Options(ModelOptions):
         "forget where they write as well",
     )
     c: float = option(0.5, "constant of attentions; contractive: of feed-forwards too", "(0, 1)")
-    forgotten: float = option(0.45, "share that attentions forget, less than 1 − c", "(0, 1)")
+    forgotten: float = option(
+        0.45, "share that attentions forget where they write, less than 1 − c", "(0, 1)"
+    )
     c_gradient: float = option(0.9, "constant of feed-forwards that do not expand", "(0, 1)")
     num_heads: int = option(1, "attention heads, a divisor of the width", "[1, 1e4]")
     d_head: int | None = option(None, "channels of a head; null is d_model/num_heads", "[1, 1e5]")
@@ -180,6 +183,8 @@ def layer_constants(model: CharTransformer, certificate: Certificate) -> list[fl
     layer gets 1 + c_l.
     """
     assert isinstance(model.stack, InvertibleStack)
+    certificate.require("token_max", "global")
+    assert certificate.dtype == "float64"
     assert certificate.scales == certificate.conditions == {}  # layers are x + f(x)
     constants = []
     for name, layer in model.stack.residual_layers():
