@@ -7,7 +7,7 @@ attention writes, so that the two cannot add up. The layer's constant in token_m
 
     k = √(1 + c²/(β(2 − β))),
 
-1.17 for c = 0.5 and β = 0.45, where only 1 + c = 1.5 is known without forgetting. Lip(f) ≤ c + β.
+1.10 for c = 0.4 and β = 0.55, where only 1 + c = 1.4 is known without forgetting. Lip(f) ≤ c + β.
 
 Proof. Let x_i change by a and Z(X)_i by b, ‖a‖ ≤ 1 and ‖b‖ ≤ c. Along a pair of singular vectors of
 Ĝ with the value σ (0 outside), y_i changes by (1 − βσ²) a_σ + σ b_σ. Its square is at most

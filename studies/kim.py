@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.bounds.contractive import mean_gaps
+from invformer.bounds.contractive import phi_inverses
 from invformer.bounds.heads import InputMaps
 from invformer.bounds.layers import row_sum_bound
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up, sum_up
@@ -28,7 +28,7 @@ def entry_max_bound(
     w_q: InputMaps, w_v: InputMaps, w_o: Float[Tensor, "width width_out"], log_mass: Tensor
 ) -> float:
     """Lip(F) in entry_max ≤ (4u + 1/√d) ‖W^Oᵀ‖_∞ max_h(‖W^Q_h‖_∞‖W^Q_hᵀ‖_∞) max_h‖W^V_hᵀ‖_∞."""
-    u = max(mean_gaps(log_mass, len(w_q)))
+    u = max(phi_inverses(log_mass, len(w_q)))
     bracket = sum_up(product_up(4, u), sqrt_up(quotient_up(1, w_q.shape[-1])))
     query = max(product_up(row_sum_bound(w), row_sum_bound(w.mT)) for w in w_q)
     value = max(row_sum_bound(w.mT) for w in w_v)

@@ -68,9 +68,9 @@ class Options(ModelOptions):
         "contractive: any x + f(x); gradient: feed-forwards do not expand; forgetting: attentions "
         "forget where they write as well",
     )
-    c: float = option(0.5, "constant of attentions; contractive: of feed-forwards too", "(0, 1)")
+    c: float = option(0.4, "constant of attentions; contractive: of feed-forwards too", "(0, 1)")
     forgotten: float = option(
-        0.45, "share that attentions forget where they write, less than 1 − c", "(0, 1)"
+        0.55, "share that attentions forget where they write, less than 1 − c", "(0, 1)"
     )
     c_gradient: float = option(0.9, "constant of feed-forwards that do not expand", "(0, 1)")
     num_heads: int = option(1, "attention heads, a divisor of the width", "[1, 1e4]")

@@ -40,14 +40,14 @@ from invformer.numerics.spectral_norm import spectral_norm_bound
 LOG_MASS_SLACK = 1e-9
 
 
-def mean_gaps(log_mass: Tensor, num_heads: int) -> list[float]:
+def phi_inverses(log_mass: Tensor, num_heads: int) -> list[float]:
     """u = φ⁻¹(n) ≥ Σ_j P_ij s_ij of every head."""
     return [phi_inverse_upper(log_n) for log_n in _log_masses(log_mass, num_heads)]
 
 
 def head_gains(log_mass: Tensor, num_heads: int) -> list[float]:
     """4 φ⁻¹(n) + 1 ≥ Σ_j ‖∂Y_i/∂q_j‖₂ of every head."""
-    return [sum_up(product_up(4, u), 1) for u in mean_gaps(log_mass, num_heads)]
+    return [sum_up(product_up(4, u), 1) for u in phi_inverses(log_mass, num_heads)]
 
 
 def diagonal_gains(log_mass: Tensor, num_heads: int) -> list[float]:
@@ -99,7 +99,7 @@ def entry_max_bounds(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> list[fl
         # A chain of H d sums behind one product; inf · 0 is NaN, which rounds up to inf.
         return round_up(weighted.sum((0, 1)).amax().item(), len(gains) * w_q.shape[-1] + 1)
 
-    return list(map(bound, _of_layers(mean_gaps, w_q, log_mass), w_q, g))
+    return list(map(bound, _of_layers(phi_inverses, w_q, log_mass), w_q, g))
 
 
 def causal_bounds(w_q: InputMaps, g: OutputMaps, log_mass: Tensor) -> list[float]:

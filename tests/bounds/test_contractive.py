@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from invformer.bounds import contractive
-from invformer.bounds.contractive import diagonal_gains, mean_gaps
+from invformer.bounds.contractive import diagonal_gains, phi_inverses
 from tests.problems import (
     AttentionProblem,
     attention_problems,
@@ -177,7 +177,7 @@ def test_entry_max_needs_root_d_and_the_sum_of_the_heads() -> None:
     direction = torch.full((d_head,), 1 / math.sqrt(2 * (d_head - 1)))
     direction[0] = 1 / math.sqrt(2)
     eye, twice = torch.eye(d_head)[None], torch.ones(2, 1, 1)
-    (g,) = mean_gaps(log_mass_of(num_tokens), 1)
+    (g,) = phi_inverses(log_mass_of(num_tokens), 1)
     for x, w, biases, too_small in (
         (math.sqrt(gap * math.sqrt(d_head)) * sides * direction, eye, bias, 4 * g + 1),
         (math.sqrt(gap) * sides, twice, bias.expand(2, -1, -1), 4 * g + 1),

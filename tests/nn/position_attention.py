@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from invformer.nn import CausalMask
 from invformer.nn.branch import LipschitzBranch, cast
+from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.spectral import SpectralNormalised
 from invformer.numerics.norms import Norm
 from invformer.numerics.spectral_norm import spectral_norm_bound
@@ -28,7 +28,7 @@ class PositionAttention(LipschitzBranch[PositionWeights]):
 
     is_proven = True
 
-    def __init__(self, d_model: int, position: CausalMask, lipschitz_target: float) -> None:
+    def __init__(self, d_model: int, position: VisibilityMask, lipschitz_target: float) -> None:
         super().__init__(lipschitz_target)
         self.position = position
         self.w_g = SpectralNormalised(torch.randn(d_model, d_model) / math.sqrt(d_model))
