@@ -99,9 +99,7 @@ class ForgettingAttention(LipschitzBranch[ForgettingWeights]):
         weights = self.weights()
         e, g = weights.forgotten.double(), weights.g.double()
         gains = e.new_tensor(head_gains(weights.w_qkv[None], weights.temperature[None])[0])
-        c = self.attention.target_scale().item()
-        odds = self.share * (2 - self.share) / c**2  # θ/(1 − θ)
-        theta = odds / (1 + odds)
+        theta = forgetting_constant(self.attention.target_scale().item(), self.share) ** -2
         kept = torch.eye(e.shape[-1]).to(e) - e.mT @ e
         written = (math.sqrt(len(g)) * gains[:, None, None] * g).flatten(0, 1)
         both = torch.cat([kept / math.sqrt(theta), written / math.sqrt(1 - theta)])
