@@ -10,14 +10,20 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jaxtyping
 import pytest
-import torch
 
-from tests import shapes
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    import torch  # not at the top: the process that hands tests to others has no use for it
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _double_precision_and_a_fixed_seed() -> Iterator[None]:
     """float64 unless a test says otherwise, the same random numbers in any order of tests."""
+    import torch
+
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
@@ -28,6 +34,8 @@ def _double_precision_and_a_fixed_seed() -> Iterator[None]:
 @pytest.fixture
 def single_precision() -> None:
     """The precision that the application runs in."""
+    import torch
+
     torch.set_default_dtype(torch.float32)
 
 
@@ -84,8 +92,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    torch.set_num_threads(1)
     if config.getoption("--check-shapes"):
+        from tests import shapes
+
         # Before the first test module is imported: the hook decorates modules as they load.
         jaxtyping.install_import_hook(
             "invformer", f"{shapes.__name__}.{shapes.shapes_only.__name__}"
