@@ -54,6 +54,7 @@ class Noting(TorchDispatchMode):
 def noted_graphs() -> Iterator[None]:
     """What PyTorch calls CUDA graphs are notes inside."""
     with (
+        patch("gc.collect", lambda: 0),  # for CUDA alone, and slow in a process that tests
         patch("torch.cuda.CUDAGraph", NotedGraph),
         patch("torch.cuda.graph", Noting),
         patch("torch.cuda.graphs.graph_pool_handle", lambda: None),
