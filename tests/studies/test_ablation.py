@@ -50,6 +50,7 @@ def test_only_what_is_asked_for_is_trained_beside_the_unchanged_model() -> None:
 
 
 def test_a_training_that_fails_is_an_error_and_no_row(tmp_path: Path) -> None:
+    ablation.call("train.py", "--help")  # succeeds
     case = Case("nothing", "model.d_modl=3", str(tmp_path), 0)
     with pytest.raises(InvformerError, match="exit code 2"):
         measure(case, CPU)

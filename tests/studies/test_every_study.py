@@ -32,9 +32,9 @@ SMALL = {
     "attention_distribution": f"{MODEL} {SHORT} data.val_characters=200 layer_sizes=[5] "
     "num_seeds=1 weights=[0.1]",
     "breaking": "",
-    "coupling": f"models=[CERTIFIED] depths=[1,2] num_steps=2 num_windows=2 num_jacobians=1 "
+    "coupling": f"models=[CERTIFIED] depths=[1] num_steps=2 num_windows=2 num_jacobians=1 "
     f"{SHORT} data.val_characters=190",
-    "damage": "models=[CERTIFIED,TWIN] bits=[12,4] noise=[2] dropped=[1] num_windows=2",
+    "damage": "models=[CERTIFIED,TWIN] bits=[4] noise=[2] dropped=[1] num_windows=1",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
     "data.val_characters=200",
     "equal_time": "kinds=[nanogpt,nanogpt_tuned] adam_rates=[1e-3] minutes=[1e-6] num_turns=1 "
@@ -43,7 +43,7 @@ SMALL = {
     "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
     "models=[l2,dot_product,contractive_bounded]",
     "growth": "text=TEXT sizes=[4] num_sequences=2 attack_sizes=[7]",
-    "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
+    "invertibility": "scales=[0.9] seq_len=8 d_model=16 batch_size=2 num_steps=9 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
     "memory": "depths=[1] batch_size=2 repeats=1",
@@ -79,7 +79,7 @@ def words_in(folder: Path, name: str) -> list[str]:
 def _small(
     monkeypatch: pytest.MonkeyPatch, command: Callable[..., int], without_plots: None
 ) -> None:
-    """No large matrices and no new processes but the ablation's; memory's are tested beside it."""
+    """No large matrices and no new processes: these are tested beside their studies."""
 
     def call(program: str, *words: str) -> None:
         if program == "train.py":
@@ -87,6 +87,7 @@ def _small(
         else:
             assert command("evaluate", *words) == 0
 
+    monkeypatch.setattr("studies.ablation.call", call)
     monkeypatch.setattr("studies.price.call", call)
     monkeypatch.setattr("studies.growth.GPT2_WIDTH", 96)  # not 768
     here = replace(memory.STUDY, measure=lambda case, device: memory.measured(case))

@@ -1,6 +1,5 @@
 """Three ways to a gradient."""
 
-import multiprocessing
 from dataclasses import replace
 
 import pytest
@@ -18,13 +17,9 @@ def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: st
     assert measured(replace(case, strategy="inverse")).gradient_error < 1e-3
 
 
-def test_a_case_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_has_a_process_and_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "step", None)  # in this process alone
-    case = Case("certified", 1, "store", 2, 1, 0, 1)
-    assert measure(case, torch.device("cpu")).gradient_error == 0
-
-
-def test_a_process_begins_at_a_peak_of_its_own_and_not_at_its_parents() -> None:
-    large = torch.ones(2**28, dtype=torch.float32)
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        assert pool.apply(memory.resident) < large.nbytes / 2**20 <= memory.resident()
+    large = torch.ones(2**28, dtype=torch.float32)  # above it nothing would be measured
+    found = measure(Case("certified", 1, "store", 16, 1, 0, 1), torch.device("cpu"))
+    assert found.gradient_error == 0
+    assert 1 < found.peak < large.nbytes / 2**20 <= memory.resident()
