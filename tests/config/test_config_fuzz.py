@@ -59,7 +59,7 @@ def _one_tree_for_all() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_a_random_command_line_is_valid_or_refused_by_name(
     schema: type[Root], data: st.DataObject

@@ -371,7 +371,7 @@ def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
     contents = {name: (good / name).read_bytes() for name in (*FILES, MANIFEST)}
     folder, refused = tmp_path / "copy", 0
     shutil.copytree(good, folder)
-    for seed in range(100):
+    for seed in range(50):
         chance = random.Random(seed)
         name, sealed = chance.choice([*FILES, MANIFEST]), chance.random() < 0.5
         (folder / name).write_bytes(mutated(contents[name], chance))
@@ -390,4 +390,4 @@ def test_mutations_are_refused_or_harmless(good: Path, tmp_path: Path) -> None:
                 assert checkpoint.configuration().model.d_model == 12, seed
         for restored in {name, MANIFEST}:
             (folder / restored).write_bytes(contents[restored])
-    assert refused > 60
+    assert refused > 30
