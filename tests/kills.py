@@ -17,16 +17,16 @@ MODULE = "invformer.training.module:CharLanguageModel"
 DIRECTORY = "invformer.runs.checkpoint"
 # Where a run may kill itself, and how often it comes by there.
 PLACES = {
-    f"{MODULE}.training_step": 28,
-    f"{MODULE}.optimizer_step": 28,
-    "invformer.training.module:refresh_normalisers": 30,
-    f"{MODULE}.validation_step": 16,
-    f"{MODULE}.on_validation_epoch_end": 4,
-    "invformer.runs.json_lines:JsonLinesLogger.save": 28,
-    "invformer.runs.checkpoint:write_new": 20,
-    f"{DIRECTORY}:sync_folder": 12,
-    f"{DIRECTORY}:keep_only": 4,
-    "os:rename": 6,
+    f"{MODULE}.training_step": 15,
+    f"{MODULE}.optimizer_step": 15,
+    "invformer.training.module:refresh_normalisers": 16,
+    f"{MODULE}.validation_step": 9,
+    f"{MODULE}.on_validation_epoch_end": 3,
+    "invformer.runs.json_lines:JsonLinesLogger.save": 24,
+    "invformer.runs.checkpoint:write_new": 15,
+    f"{DIRECTORY}:sync_folder": 6,
+    f"{DIRECTORY}:keep_only": 3,
+    "os:rename": 4,
     "os:replace": 4,
     "invformer.assemble.run:build_callbacks": 1,
 }

@@ -16,8 +16,8 @@ from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import Row, read_rows
 from invformer.training.fit import fit
 
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(56))  # 7 steps an epoch
-STEPS, VAL_EVERY = 28, 7  # four epochs; a validation at the end as well
+TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))  # 5 steps an epoch
+STEPS, VAL_EVERY = 15, 5  # three epochs; a validation at the end as well
 CONTRACTIVE = ("model.d_model=16", "model.num_layers=1", "model.num_heads=2")
 DROPOUT = ("model=dot_product", "model.dropout=0.1", *CONTRACTIVE)
 

@@ -158,13 +158,13 @@ def child(request: dict[str, Any]) -> int:
 
 def main() -> None:
     """Import, then fork on demand."""
-    import matplotlib.figure
+    import matplotlib.figure  # noqa: F401
+    import omegaconf  # noqa: F401
     import torch
 
     import invformer.assemble.run
     import invformer.training.fit  # noqa: F401
 
-    assert matplotlib.figure
     torch.set_num_threads(1)
     sys.path.insert(0, str(ROOT))
     for line in sys.stdin:

@@ -37,7 +37,7 @@ def test_a_replacement_character_is_one_that_a_vocabulary_may_lack() -> None:
 
 
 def test_unknown_characters_are_refused_where_that_is_asked_for(folder: Path) -> None:
-    (folder / "squares.txt").write_text(TEXT + "Ω" * 99, encoding="utf-8")
+    (folder / "squares.txt").write_text(TEXT + "Ω" * 60, encoding="utf-8")
     with pytest.raises(
         DataError, match=r"squares.txt: the vocabulary of the model lacks 'Ω'; take"
     ):

@@ -1,6 +1,6 @@
 """``python -m tests.long.kill_resume``: hundreds of runs, killed and continued, bit for bit.
 
-Every run trains over four epochs, is killed with SIGKILL one to four times at random times and
+Every run trains over three epochs, is killed with SIGKILL one to four times at random times and
 places, is continued by the same command, and is compared with the run that nobody disturbed: every
 number of every row but clocks as float.hex, weights, optimiser, random generators, monitor.
 """

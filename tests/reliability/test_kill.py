@@ -1,4 +1,4 @@
-"""kill -9 at random times and places over four epochs: the same losses, the same final state.
+"""kill -9 at random times and places over three epochs: the same losses, the same final state.
 
 The long version is ``python -m tests.long.kill_resume``.
 """
@@ -10,7 +10,7 @@ import pytest
 from tests.kills import MODELS, kill_and_resume
 from tests.zygote import Zygote
 
-KILLS = 4
+KILLS = 3
 
 
 @pytest.mark.parametrize("seed", range(2))

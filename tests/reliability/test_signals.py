@@ -14,17 +14,17 @@ from tests.zygote import Zygote
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"
 PLACES = {
-    "in a forward pass": [(f"{MODULE}:CharLanguageModel.training_step", 5, TERM)],
-    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 12, INT)],
-    "after the update before a validation": [(f"{MODULE}:refresh_normalisers", 7, TERM)],
+    "in a forward pass": [(f"{MODULE}:CharLanguageModel.training_step", 4, TERM)],
+    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 11, INT)],
+    "after the update before a validation": [(f"{MODULE}:refresh_normalisers", 6, TERM)],
     "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
-    "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 6, TERM)],
-    "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 15, INT)],
+    "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 5, TERM)],
+    "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 8, INT)],
     "in a checkpoint's write": [("invformer.runs.checkpoint:write_new", 8, TERM)],
-    "in the last checkpoint's write": [("invformer.runs.checkpoint:write_new", 17, TERM)],
+    "in the last checkpoint's write": [("invformer.runs.checkpoint:write_new", 12, TERM)],
     "twice": [
-        (f"{MODULE}:CharLanguageModel.training_step", 16, TERM),
-        (f"{MODULE}:refresh_normalisers", 20, INT),
+        (f"{MODULE}:CharLanguageModel.training_step", 9, TERM),
+        (f"{MODULE}:refresh_normalisers", 10, INT),
     ],
     "twice, the second time while the state is being saved": [
         (f"{MODULE}:CharLanguageModel.training_step", 4, TERM),
@@ -80,11 +80,11 @@ def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_sam
     zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
 ) -> None:
     arguments = options(root, "hang-up")
-    signals = [(f"{MODULE}:CharLanguageModel.training_step", 5, int(signal.SIGHUP))]
+    signals = [(f"{MODULE}:CharLanguageModel.training_step", 4, int(signal.SIGHUP))]
     ended = zygote.run(arguments, signals=signals, before=f"{__name__}:hears_hang_up")
     assert ended.code == 129, ended.stderr
-    assert ended.stderr.startswith("error: interrupted at step 5 by SIGHUP, saved")
-    assert newest(root / "hang-up").step == 5
+    assert ended.stderr.startswith("error: interrupted at step 4 by SIGHUP, saved")
+    assert newest(root / "hang-up").step == 4
     ended = zygote.run(arguments, signals=signals, before=f"{__name__}:is_under_nohup")
     assert ended.code == 0, ended.stderr
     assert difference(uninterrupted["contractive"], root / "hang-up") is None

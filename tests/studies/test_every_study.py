@@ -43,7 +43,7 @@ SMALL = {
     "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
     "models=[l2,dot_product,contractive_bounded]",
     "growth": "text=TEXT sizes=[4] num_sequences=2 attack_sizes=[7]",
-    "invertibility": "scales=[0.9] seq_len=8 d_model=16 batch_size=2 num_steps=9 train_steps=5",
+    "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
     "memory": "depths=[1] batch_size=2 repeats=1",

@@ -17,7 +17,7 @@ from invformer.training.module import CharLanguageModel
 from invformer.training.optimizers import build_optimizer
 from tests.small_runs import CONTRACTIVE, DROPOUT, built, newest, options
 
-BAD_STEP, LAST_SAVED = 9, 7
+BAD_STEP, LAST_SAVED = 6, 5
 NAN, INF = float("nan"), float("inf")
 pytestmark = pytest.mark.usefixtures("single_precision")
 
