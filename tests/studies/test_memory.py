@@ -19,7 +19,7 @@ def test_recomputing_by_checkpoint_or_inverse_gives_the_stored_gradient(kind: st
 
 def test_a_case_has_a_process_and_a_peak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "step", None)  # in this process alone
-    large = torch.ones(2**28, dtype=torch.float32)  # above it nothing would be measured
+    large = torch.ones(2**28, dtype=torch.float32)  # of this process, not of the case's
     found = measure(Case("certified", 1, "store", 16, 1, 0, 1), torch.device("cpu"))
     assert found.gradient_error == 0
     assert 1 < found.peak < large.nbytes / 2**20 <= memory.resident()
