@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils import clip_grads_with_norm_
@@ -210,30 +211,31 @@ class CharLanguageModel(L.LightningModule):
         """Normalise the weights that were loaded."""
         self._losses.clear()  # of a step that an earlier run of this module did not end
         gather(self.model)
+        if self.average is not None:
+            self.average.follow()
+        self.use_average(False)  # which an earlier run of this module left behind
         self.refresh()
         if self.replays and normalised(self.model):
             self._replayed_refresh = Replayed(self.refresh)
-        if self.average is not None:
-            self.average.follow()
 
     def on_validation_model_eval(self) -> None:
         """Validate, certify and save the average of the weights, if there is one."""
-        self.swap_average()
+        self.use_average(True)
         super().on_validation_model_eval()
 
     def on_validation_end(self) -> None:
-        """Go back to the weights that learn."""
-        self.swap_average()
+        """Go back to the weights that learn, if they are still learning."""
+        self.use_average(self.trainer.state.fn != TrainerFn.FITTING)
 
     def on_train_end(self) -> None:
         """Leave whole weights behind, and the average if there is one."""
         gather(self.model)
         set_sample_keys(self.model, None)
-        self.swap_average()
+        self.use_average(True)
 
-    def swap_average(self) -> None:
-        """Exchange the weights that learn and their average, if there is one."""
-        if self.average is not None:
+    def use_average(self, wanted: bool) -> None:
+        """Put the average of the weights into the model, or the weights that learn."""
+        if self.average is not None and self.average.in_use != wanted:
             self.average.swap()
             refresh_normalisers(self.model)
 

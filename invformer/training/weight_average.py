@@ -62,5 +62,6 @@ class WeightAverage:
         """The inverse of :meth:`put_into`: the checkpoint's weights are then those that learn."""
         average = checkpoint["state_dict"]
         self.kept = {name: average[PREFIX + name] for name in self.parameters}
+        self.in_use = False
         learning = {PREFIX + name: checkpoint[LEARNING][name] for name in self.parameters}
         checkpoint["state_dict"] = average | learning

@@ -1,7 +1,9 @@
 """The average of the weights is the formula's, and it is what a run validates and leaves behind."""
 
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
@@ -52,3 +54,27 @@ def test_a_run_validates_certifies_and_saves_the_average(tmp_path: Path, model: 
         bounds = pytest.approx(certificate.per_branch, rel=1e-6)
         assert saved.metadata["certificate"]["per_branch"] == bounds
         assert certificate.holds
+
+
+class Trained(L.Callback):
+    """Keeps the weights that another trainer starts from."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, *_: object) -> None:
+        self.start = pl_module.model.head.weight.detach().clone()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
+@pytest.mark.usefixtures("single_precision", "without_plots")
+def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path: Path) -> None:
+    run = fitted(tmp_path, "ema", "optim.ema_decay=0.9", "trainer.precision=32-true")
+    module, watch = run.module, Trained()
+    quiet: dict[str, Any] = {
+        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "accelerator": "cpu", "max_steps": 1,
+    }  # fmt: skip
+    assert module.average is not None
+    learning = module.average.kept["head.weight"].clone()
+    found = L.Trainer(**quiet).validate(module, run.data, verbose=False)[0]["val/bpc"]
+    assert found == pytest.approx(read_rows(run.directory.metrics)[-1]["val/bpc"], rel=1e-5)
+    L.Trainer(**quiet, callbacks=[watch]).fit(module, run.data)
+    assert watch.start.equal(learning)
