@@ -44,7 +44,8 @@ class CharLanguageModel(L.LightningModule):
         make_optimizer: of the model; on a GPU one that takes ``found_inf``, such as fused AdamW.
         make_schedule: of learning rates, of the optimiser; None keeps the rate.
         metadata: a plain dict stored in every checkpoint (configuration, vocabulary, provenance).
-        grad_clip: largest gradient norm; None leaves gradients alone.
+        grad_clip: largest gradient norm, unless the trainer has a ``gradient_clip_val``; None
+            leaves gradients alone.
         ema_decay: keep an average of the weights, which is what is validated, certified and saved
             for evaluation; None keeps none.
         seed: of the dropout.
@@ -153,7 +154,12 @@ class CharLanguageModel(L.LightningModule):
         recomputes = getattr(self.model.stack, "checkpoint_activations", False)
         return alone and not recomputes and self.trainer.accumulate_grad_batches == 1
 
-    def configure_gradient_clipping(self, optimizer: Optimizer, *_: Any, **__: Any) -> None:
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
         """Record the loss and the gradient's norm, and clip the gradient.
 
         Raises:
@@ -173,7 +179,9 @@ class CharLanguageModel(L.LightningModule):
         else:
             assert self.guard.lost is not None
             optimizer.found_inf = self.guard.lost.float()  # type: ignore[attr-defined]
-        if self.grad_clip is not None:
+        if gradient_clip_val is not None:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif self.grad_clip is not None:
             clip_grads_with_norm_(self.model.parameters(), self.grad_clip, norm)
 
     def refuse_lost_update(self) -> None:

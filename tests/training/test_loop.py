@@ -177,3 +177,23 @@ def test_no_step_waits_for_the_device_between_flushes(
     watch = BetweenFlushes()
     small_runs.fitted(arguments(tmp_path, "syncs", *more), watch)
     assert watch.per_step[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
+@pytest.mark.parametrize("how", [("norm", 1e-3), ("value", 1e-5)])
+def test_a_trainers_own_clipping_replaces_the_modules(
+    tmp_path: Path, how: tuple[str, float]
+) -> None:
+    run, (algorithm, largest) = built(arguments(tmp_path, "clipped")), how
+    run.module.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)
+    run.module.make_schedule = None
+    before = {name: p.detach().clone() for name, p in run.module.model.named_parameters()}
+    L.Trainer(
+        max_steps=1, accelerator="cpu", precision="64-true", logger=False, limit_val_batches=0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        gradient_clip_val=largest, gradient_clip_algorithm=algorithm,
+    ).fit(run.module, run.data)  # fmt: skip
+    after = run.module.model.named_parameters()
+    moves = torch.cat([(p.detach() - before[name]).flatten() for name, p in after])
+    size = moves.norm() if algorithm == "norm" else moves.abs().max()
+    assert size == pytest.approx(largest, rel=1e-2)
