@@ -64,7 +64,8 @@ class LipschitzMonitor(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Bind to the model on its device, and to the vectors of a checkpoint."""
-        self.inputs = move_data_to_device(self.inputs, pl_module.device)
+        inputs = move_data_to_device(self.inputs, pl_module.device)
+        self.inputs = trainer.precision_plugin.convert_input(inputs)  # as batches are
         self.watch = Stopwatch(pl_module.device)
         self.beside, self.early = None, {}
         if not isinstance(pl_module, CharLanguageModel):

@@ -1,6 +1,7 @@
 """The monitor records an estimate at every step, touches nothing, and repeats to the bit."""
 
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -120,6 +121,14 @@ class Foreign(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def quiet(*callbacks: L.Callback, **options: Any) -> L.Trainer:
+    """A trainer of somebody else."""
+    return L.Trainer(
+        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+
+
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
@@ -133,11 +142,7 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
         logged: dict[int, dict] = {}
         rows.listeners.append(lambda step, row, logged=logged: logged.update({step: row}))
         monitor = LipschitzMonitor(inputs, every=2)
-        trainer = L.Trainer(
-            max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[rows] if inputs is None else [monitor, rows],
-        )  # fmt: skip
+        trainer = quiet(rows) if inputs is None else quiet(monitor, rows)
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
         weights.append(module.net[0].weight)
     assert torch.equal(*weights)
@@ -147,6 +152,20 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
     assert monitor.skipped == dict.fromkeys(["spare", "spare.0"], "it is not called")
     (line,) = said
     assert line == "the Lipschitz monitor skips modules, see its `skipped`: it is not called (2)"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
+)
+@pytest.mark.usefixtures("single_precision")
+@pytest.mark.parametrize(("precision", "measured"), [("64-true", True), ("bf16-true", False)])
+def test_inputs_have_the_precision_of_a_foreign_trainers_batches(
+    precision: str, measured: bool
+) -> None:
+    monitor = LipschitzMonitor(torch.ones(2, 3))
+    data = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
+    quiet(monitor, precision=precision).fit(Foreign(), data)
+    assert ("net" not in monitor.skipped) == measured
 
 
 def test_a_stopwatch_compares_what_is_inside_with_what_is_outside(
