@@ -283,6 +283,8 @@ class CharTransformer(nn.Module):
             raise ValueError("the prompt is empty: it needs at least one symbol")
         if length < 0 or not temperature >= 0:  # nor NaN
             raise ValueError(f"negative: length {length} or temperature {temperature}")
+        if (top_k is not None and top_k < 1) or (top_p is not None and not top_p > 0):
+            raise ValueError(f"top_k={top_k}, top_p={top_p} keep no symbol; None keeps all")
         text = prompt[..., -self.seq_len :]
         past: dict[int, AttentionCache] = {}
         new, in_view = text, 0

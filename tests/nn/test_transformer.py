@@ -204,6 +204,8 @@ def test_the_lowest_temperatures_take_the_likeliest_character(temperature: float
         ({"length": -1}, "negative: length -1"),
         ({"temperature": -1.0}, "negative: .* temperature -1.0"),
         ({"temperature": math.nan}, "negative: .* temperature nan"),
+        ({"top_k": 0}, "top_k=0, top_p=None keep no symbol"),
+        ({"top_p": 0.0}, "top_k=None, top_p=0.0 keep no symbol"),
     ],
 )
 def test_impossible_generation_is_refused_in_one_line(change: dict, message: str) -> None:
