@@ -36,8 +36,8 @@ class StackSolution:
     Attributes:
         value: the recovered input, (*batch, N, D).
         error_bound: bound on the distance of ``value`` from the input that was pushed up, forward
-            rounding included (by the rounding model of docs/numerics.md), in the stack's norm, per
-            sample; inf where nothing is proven.
+            rounding included (by the rounding model of docs/numerics.md; not that of autocast), in
+            the stack's norm, per sample; inf where nothing is proven.
         layers: the fixed-point solution of every residual layer, from the top down.
     """
 
