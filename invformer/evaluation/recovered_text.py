@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.data.vocabulary import Vocabulary, raw_bytes
+from invformer.numerics.precision import at_least_single
 from invformer.runs.console import printable
 
 WIDTH = 72  # characters of text on a line
@@ -20,8 +21,10 @@ def perturb(
     """States with Gaussian noise added, then rounded to a number of bits, if there is one.
 
     The noise is in units of the states' root mean square. The levels that bits number are evenly
-    spaced between the least and the largest value.
+    spaced between the least and the largest value. States in half precision become float32 first:
+    float16 has no number for the 65536th level.
     """
+    z = at_least_single(z)
     if noise:
         generator = torch.Generator().manual_seed(seed)
         size = noise * z.square().mean().sqrt()

@@ -17,6 +17,12 @@ def test_states_are_rounded_to_the_bits_asked_for() -> None:
     assert abs(noise.std() / z.square().mean().sqrt() - 0.5) < 0.05
 
 
+def test_levels_beyond_half_precision_move_its_states_by_at_most_half_a_level() -> None:
+    z = torch.randn(50, 8, dtype=torch.float16)
+    level = (z.max() - z.min()).item() / (2**16 - 1)
+    assert (perturb(z, 0.0, 16, 0) - z).abs().max() <= 0.51 * level
+
+
 def test_bytes_are_shown_as_the_characters_that_they_are() -> None:
     symbols = "Hé 🦊".encode().decode("latin-1")
     proven = (True, True, False, True, True, True, True, True)
