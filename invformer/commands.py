@@ -193,7 +193,7 @@ def invert(config: InvertConfig) -> None:
     print(f"{sum(found.proven)} of {count} proven{why}")
     if found.radius > 0:
         radius = shortened_down(found.radius)
-        print(f"any other text has a state farther than {radius} from the given one")
+        print(f"any other symbols have a state farther than {radius} from the given one")
     print(f"error {found.residual:.2g} at the embedding{solver}")
     print(f"at most {found.num_steps} solver steps in a layer, {seconds:.2f} s")
 

@@ -53,7 +53,7 @@ class RecoveredText:
             the states, by the rounding model of docs/numerics.md; inf if none is known.
         num_steps: largest number of solver steps in any layer.
         residual: largest distance of the recovered embeddings from those of the text.
-        radius: if positive, any other text has a state farther than this from the given one.
+        radius: if positive, any other symbols have a state farther than this from the given one.
         unproven: why nothing is proven, if the rounding of this model is not bounded.
     """
 

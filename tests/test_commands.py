@@ -88,7 +88,7 @@ def test_a_text_comes_back_and_is_proven(typed: Typed) -> None:
     text = "12 times 12 is 144; 13 times 13 is 169"  # longer than seq_len
     said = typed("invert", f"text={text}")
     assert re.search(rf"text +{text}\n +recovered +{text}\n +proven +✓{{38}}\n", said)
-    assert "38 of 38 characters recovered, 38 of 38 proven\nany other text has a state" in said
+    assert "38 of 38 characters recovered, 38 of 38 proven\nany other symbols have a state" in said
 
 
 def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_order_mark(

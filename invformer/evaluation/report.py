@@ -257,4 +257,4 @@ def proof(inversion: Mapping[str, Any]) -> str:
         away = f"the states of this text are up to {inversion['distance']:.2g} away"
         return f"not of every character: {numbers}; {away}"
     radius = shortened_down(inversion["radius"])
-    return f"any other text has a state farther than {radius} from the given one ({numbers})"
+    return f"any other symbols have a state farther than {radius} from the given one ({numbers})"
