@@ -51,6 +51,13 @@ def options(root: Path, name: str, *more: str, model: Sequence[str] = CONTRACTIV
     ]  # fmt: skip
 
 
+def own_trainer(*callbacks: L.Callback, **options: Any) -> L.Trainer:
+    """A trainer of one's own, without output; ``options`` replace what it would say."""
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(names, False)
+    return L.Trainer(callbacks=list(callbacks), **{"accelerator": "cpu"} | quiet | options)
+
+
 def built(words: Sequence[str], *callbacks: L.Callback) -> Run:
     """A run of train.py with these arguments; the callbacks come before its own."""
     run = build_run(load_config(words))

@@ -17,6 +17,7 @@ from invformer.data.corpus import Corpus
 from invformer.data.datamodule import TextDataModule
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError
+from tests.small_runs import own_trainer
 
 pytestmark = [  # Lightning's calls into PyTorch, and its advice
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
@@ -56,18 +57,15 @@ class Recorder(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def own_trainer(folder: Path, every: int, **options: Any) -> L.Trainer:
-    return L.Trainer(
-        accelerator="cpu", logger=False, num_sanity_val_steps=0, enable_progress_bar=False,
-        enable_model_summary=False, **options,
-        callbacks=[ModelCheckpoint(folder, "saved", every_n_train_steps=every)],
-    )  # fmt: skip
+def saving_trainer(folder: Path, every: int, **options: Any) -> L.Trainer:
+    keeper = ModelCheckpoint(folder, "saved", every_n_train_steps=every)
+    return own_trainer(keeper, enable_checkpointing=True, num_sanity_val_steps=0, **options)
 
 
 def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_path: Path) -> None:
     def batches(max_steps: int, checkpoint: Path | None = None) -> list[list]:
         module = Recorder()
-        trainer = own_trainer(tmp_path, 5, max_steps=max_steps, accumulate_grad_batches=2)
+        trainer = saving_trainer(tmp_path, 5, max_steps=max_steps, accumulate_grad_batches=2)
         trainer.fit(module, make_data(), ckpt_path=checkpoint, weights_only=True)
         return module.batches
 
@@ -78,7 +76,7 @@ def test_lightnings_own_trainer_and_checkpoints_continue_at_the_next_batch(tmp_p
 @pytest.mark.filterwarnings("ignore:You're resuming")
 def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -> None:
     def num_steps(checkpoint: Path | None = None) -> int:
-        trainer = own_trainer(tmp_path, 12, max_epochs=4, limit_train_batches=5)
+        trainer = saving_trainer(tmp_path, 12, max_epochs=4, limit_train_batches=5)
         trainer.fit(Recorder(), make_data(), ckpt_path=checkpoint, weights_only=True)
         return trainer.global_step
 
@@ -88,8 +86,8 @@ def test_a_run_of_several_short_epochs_is_continued_to_its_end(tmp_path: Path) -
 
 def test_an_epoch_goes_on_where_the_one_before_ended(tmp_path: Path) -> None:
     limited, endless = Recorder(), Recorder()
-    own_trainer(tmp_path, 99, max_epochs=3, limit_train_batches=4).fit(limited, make_data())
-    own_trainer(tmp_path, 99, max_steps=12).fit(endless, make_data())
+    saving_trainer(tmp_path, 99, max_epochs=3, limit_train_batches=4).fit(limited, make_data())
+    saving_trainer(tmp_path, 99, max_steps=12).fit(endless, make_data())
     assert limited.batches == endless.batches
 
 

@@ -19,7 +19,7 @@ from invformer.training.monitor import LipschitzMonitor
 from tests.gpu.emulation import cuda_rules
 from tests.gpu.graphs import noted_graphs
 from tests.nn.builders import contractive_model, random_tokens
-from tests.small_runs import built, options
+from tests.small_runs import built, options, own_trainer
 
 SIZES = ("data.seq_len=16", "data.batch_size=4", "model.d_model=24", "model.num_layers=2")
 STEPS = ("trainer.max_steps=6", "trainer.val_every=3", "optim.ema_decay=0.9")
@@ -64,9 +64,7 @@ def module() -> CharLanguageModel:
 
 def trainer(*callbacks: L.Callback, **more: Any) -> L.Trainer:
     """Four epochs of two steps."""
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
-    how: Any = quiet | {"max_epochs": 4, "enable_model_summary": False, "accelerator": "cpu"}
-    return L.Trainer(callbacks=list(callbacks), **how, **more)
+    return own_trainer(*callbacks, max_epochs=4, **more)
 
 
 def text(batch_size: int = 4) -> DataLoader:

@@ -18,7 +18,7 @@ from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from tests import small_runs
 from tests.host_syncs import HostSyncs
-from tests.small_runs import built, losses, options
+from tests.small_runs import built, losses, options, own_trainer
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
@@ -188,10 +188,9 @@ def test_a_trainers_own_clipping_replaces_the_modules(
     run.module.make_optimizer = lambda model: torch.optim.SGD(model.parameters(), lr=1.0)
     run.module.make_schedule = None
     before = {name: p.detach().clone() for name, p in run.module.model.named_parameters()}
-    L.Trainer(
-        max_steps=1, accelerator="cpu", precision="64-true", logger=False, limit_val_batches=0,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        gradient_clip_val=largest, gradient_clip_algorithm=algorithm,
+    own_trainer(
+        max_steps=1, precision="64-true", limit_val_batches=0, gradient_clip_val=largest,
+        gradient_clip_algorithm=algorithm,
     ).fit(run.module, run.data)  # fmt: skip
     after = run.module.model.named_parameters()
     moves = torch.cat([(p.detach() - before[name]).flatten() for name, p in after])

@@ -1,7 +1,6 @@
 """The monitor records an estimate at every step, touches nothing, and repeats to the bit."""
 
 from pathlib import Path
-from typing import Any
 
 import lightning as L
 import pytest
@@ -13,7 +12,7 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.monitor import LipschitzMonitor, Stopwatch
 from invformer.training.rows import Rows
-from tests.small_runs import built, options
+from tests.small_runs import built, options, own_trainer
 
 
 def run_with(folder: Path, *more: str) -> Run:
@@ -121,14 +120,6 @@ class Foreign(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def quiet(*callbacks: L.Callback, **options: Any) -> L.Trainer:
-    """A trainer of somebody else."""
-    return L.Trainer(
-        max_steps=4, accelerator="cpu", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks), **options,
-    )  # fmt: skip
-
-
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.*:FutureWarning", "ignore:.*does not have many workers"
 )
@@ -142,7 +133,7 @@ def test_submodules_of_a_foreign_model_are_logged_and_its_training_is_the_same(
         logged: dict[int, dict] = {}
         rows.listeners.append(lambda step, row, logged=logged: logged.update({step: row}))
         monitor = LipschitzMonitor(inputs, every=2)
-        trainer = quiet(rows) if inputs is None else quiet(monitor, rows)
+        trainer = own_trainer(*([] if inputs is None else [monitor]), rows, max_steps=4)
         trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2))
         weights.append(module.net[0].weight)
     assert torch.equal(*weights)
@@ -164,7 +155,7 @@ def test_inputs_have_the_precision_of_a_foreign_trainers_batches(
 ) -> None:
     monitor = LipschitzMonitor(torch.ones(2, 3))
     data = torch.utils.data.DataLoader(torch.ones(8, 3), batch_size=2)
-    quiet(monitor, precision=precision).fit(Foreign(), data)
+    own_trainer(monitor, max_steps=4, precision=precision).fit(Foreign(), data)
     assert ("net" not in monitor.skipped) == measured
 
 

@@ -12,7 +12,7 @@ from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.runs.run_log import read_rows
 from invformer.training.weight_average import WeightAverage
-from tests.small_runs import newest
+from tests.small_runs import newest, own_trainer
 from tests.training.test_loop import fitted
 
 
@@ -68,13 +68,9 @@ class Trained(L.Callback):
 def test_another_trainer_validates_the_average_and_trains_what_learns(tmp_path: Path) -> None:
     run = fitted(tmp_path, "ema", "optim.ema_decay=0.9", "trainer.precision=32-true")
     module, watch = run.module, Trained()
-    quiet: dict[str, Any] = {
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
-        "enable_model_summary": False, "accelerator": "cpu", "max_steps": 1,
-    }  # fmt: skip
     assert module.average is not None
     learning = module.average.kept["head.weight"].clone()
-    found = L.Trainer(**quiet).validate(module, run.data, verbose=False)[0]["val/bpc"]
+    found = own_trainer().validate(module, run.data, verbose=False)[0]["val/bpc"]
     assert found == pytest.approx(read_rows(run.directory.metrics)[-1]["val/bpc"], rel=1e-5)
-    L.Trainer(**quiet, callbacks=[watch]).fit(module, run.data)
+    own_trainer(watch, max_steps=1).fit(module, run.data)
     assert watch.start.equal(learning)
