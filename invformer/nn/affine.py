@@ -27,9 +27,11 @@ def in_two_formats(x: Tokens) -> tuple[Tokens, Tokens]:
     """x for the residual, as it is, and x for the branch, in autocast's format.
 
     Left to autocast, the branch's gradient is cast in one pass and added in another; here both are
-    one. Without autocast, and in float64, which it leaves alone, both are x itself.
+    one. Without autocast, and in float64, which it leaves alone, both are x itself; compiled, too:
+    a compiler joins the passes itself, and gives up where a function has a ``jvp``.
     """
-    if not has_autocast(x.device) or x.dtype == torch.float64:
+    is_compiled = torch.compiler.is_compiling()
+    if is_compiled or not has_autocast(x.device) or x.dtype == torch.float64:
         return x, x
     return _TwoFormats.apply(x, torch.get_autocast_dtype(x.device.type))  # type: ignore[return-value]
 

@@ -76,14 +76,23 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
-@pytest.mark.parametrize("build", [*CONTRACTIVE, partial(contractive_model, input_radius=1.0)])
-def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build) -> None:
-    model = build().train()
+@pytest.mark.parametrize(
+    ("build", "autocast"),
+    [
+        *((build, False) for build in CONTRACTIVE),
+        (partial(contractive_model, input_radius=1.0), False),
+        (scaled_model, True),
+    ],
+)
+def test_compiled_blocks_are_one_graph_each_and_have_the_same_gradients(build, autocast) -> None:
+    model = build().train().to(torch.float32 if autocast else torch.float64)
     set_manual_refresh(model)
     parameters = list(model.stack.parameters())
 
     def gradients() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(model(random_tokens(2)).logsumexp(-1).sum(), parameters)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(random_tokens(2)).float().logsumexp(-1).sum()
+        return torch.autograd.grad(loss, parameters)
 
     plain = gradients()
     for block in model.stack.blocks:
