@@ -30,8 +30,7 @@ def in_two_formats(x: Tokens) -> tuple[Tokens, Tokens]:
     one. Without autocast, and in float64, which it leaves alone, both are x itself; compiled, too:
     a compiler joins the passes itself, and gives up where a function has a ``jvp``.
     """
-    is_compiled = torch.compiler.is_compiling()
-    if is_compiled or not has_autocast(x.device) or x.dtype == torch.float64:
+    if torch.compiler.is_compiling() or not has_autocast(x.device) or x.dtype == torch.float64:
         return x, x
     return _TwoFormats.apply(x, torch.get_autocast_dtype(x.device.type))  # type: ignore[return-value]
 

@@ -38,8 +38,9 @@ class WeightAverage:
     def update(self, step: int) -> None:
         """Include the weights after optimiser step ``step``, counted from zero."""
         decay = min(self.decay, (step + 1) / (step + 10))
-        for name, parameter in self.parameters.items():
-            self.kept[name].lerp_(parameter, 1 - decay)
+        learning = self.parameters
+        kept = [self.kept[name] for name in learning]
+        torch._foreach_lerp_(kept, list(learning.values()), 1 - decay)  # pyright: ignore[reportPrivateImportUsage]
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -12,6 +12,7 @@ from invformer.nn import certify
 from invformer.runs.checkpoint import LEARNING, PREFIX
 from invformer.runs.run_log import read_rows
 from invformer.training.weight_average import WeightAverage
+from tests.launches import Launches
 from tests.small_runs import newest, own_trainer
 from tests.training.test_loop import fitted
 
@@ -32,6 +33,13 @@ def test_it_is_the_mean_of_all_weights_with_powers_of_the_decay() -> None:
     assert model.weight.allclose(expected)
     average.swap()
     assert model.weight.equal(learning)
+
+
+def test_a_step_is_one_launch_for_all_weights() -> None:
+    average = WeightAverage(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4)), decay=0.4)
+    with Launches() as launches:
+        average.update(0)
+    assert launches.count == 1
 
 
 @pytest.mark.usefixtures("single_precision", "without_plots")
