@@ -147,8 +147,6 @@ def attention(machine: Machine) -> Iterator[Row]:
                     where = where.replace("torch.", "")
                     try:
                         milliseconds = 1e3 * machine.seconds({"": partial(call, kernel)})[""]
-                    except ValueError:
-                        continue
                     except Exception as error:
                         yield failed("L2 attention", where, error)
                         continue
