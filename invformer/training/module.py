@@ -143,7 +143,10 @@ class CharLanguageModel(L.LightningModule):
         trainer = self.trainer
         batch = trainer.global_step * trainer.accumulate_grad_batches + len(self._losses)
         first = (batch * trainer.world_size + trainer.global_rank) * count
-        return sample_keys(self.seed, first, count).to(self.device)
+        keys = sample_keys(self.seed, first, count)
+        if self.device.type == "cuda":  # which copies from page-locked memory without waiting
+            keys = keys.pin_memory()
+        return keys.to(self.device, non_blocking=True)
 
     @property
     def replays(self) -> bool:

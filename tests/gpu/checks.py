@@ -177,11 +177,10 @@ def runs(machine: Machine) -> Iterator[Row]:
 
     every = list(itertools.product(TRAINED, ("32-true", "bf16-mixed")))
     for model, precision in every if machine.is_gpu else every[1:3]:
-        words, case = (
-            [f"model={model}", f"trainer.precision={precision}"],
-            f"{model}, {precision}",
-        )
+        words, case = [f"model={model}", f"trainer.precision={precision}"], f"{model}, {precision}"
         name = f"{model}-{precision}"
+        if model == "dot_product":
+            words, case = [*words, "model.dropout=0.1"], f"{case}, dropout"
         with machine.rules():
             watch = Waits()
             long = ["trainer.max_steps=21", "trainer.val_every=21"]
