@@ -26,7 +26,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA start
 
 CHECKS = (
     checks.arithmetic, checks.inversion, checks.skipped_step, checks.runs, checks.distributed,
-    speed.steps, speed.monitor, speed.validation, speed.attention,
+    speed.steps, speed.monitor, speed.validation, speed.attention, checks.compiled,
 )  # fmt: skip
 SECONDS, TRAIN_SECONDS = 470.0, 540.0
 NANOGPT = 1.4697  # nats, nanoGPT's README: its best validation loss at this size

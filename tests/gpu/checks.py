@@ -64,6 +64,33 @@ def arithmetic(machine: Machine) -> Iterator[Row]:
                 )
 
 
+def compiled(machine: Machine) -> Iterator[Row]:
+    """Gradients under bfloat16 autocast of blocks that are compiled, each as one graph."""
+    from invformer.kernels.attention import only
+    from invformer.kernels.host import compiler_complaint
+    from invformer.nn.spectral import set_manual_refresh
+
+    why = compiler_complaint(machine.device) if machine.is_gpu else "needs a GPU: takes minutes"
+    if why is not None:
+        yield Row("compiled blocks", "all", verdict="not run", note=f"{why:.200}")
+        return
+    for name in TRAINED:
+        model, text = machine.model(name)
+        with only("math"):
+            _, wanted = gradients(copy.deepcopy(model).double(), text, "32-true")
+        model, text = model.to(machine.device), text.to(machine.device)
+        set_manual_refresh(model)  # as in training
+        for block in model.stack.blocks:
+            block.compile(fullgraph=True)
+        try:
+            _, found = gradients(model, text, "bf16-mixed")
+        except Exception as error:
+            yield failed("compiled blocks", name, error)
+            continue
+        error = ((found - wanted).norm() / wanted.norm()).item()
+        yield at_most("compiled blocks", name, error, LIMITS["bf16-mixed"][1])
+
+
 @torch.no_grad()
 def inversion(machine: Machine) -> Iterator[Row]:
     """The certificate of every invertible model, and a round trip in two precisions."""
