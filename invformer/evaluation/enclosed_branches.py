@@ -88,7 +88,7 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
     """φ(x): |φ(x ± r) − φ(x)| ≤ r min(sup |φ′|, |φ′(x)| + r sup |φ″|)."""
     middle = ACTIVATIONS[activation](x.middle)
     if activation == "relu":  # which bends at zero
-        slope = (x.middle.float() * (1 + 2.0**-22) + x.radius >= 0).float()
+        slope = (x.middle.float() * (1 - 2.0**-22) + x.radius >= 0).float()
     else:
         slope = activation_slope(activation, x.middle.float()).abs_().add_(SLOPE_ERROR)
         slope = slope.addcmul_(x.radius, x.radius.new_tensor(CURVATURE[activation]))

@@ -399,3 +399,8 @@ def test_an_activation_of_any_number_in_an_enclosure_is_in_its_enclosure(
     for share in torch.linspace(-1, 1, 9):
         value = ACTIVATIONS[name](x + share * radius)
         assert ((value - found.middle).abs() <= found.radius + 1e-15).all()
+
+
+def test_relu_passes_on_an_enclosure_that_reaches_just_beyond_zero() -> None:
+    x = Enclosure(torch.tensor([-1.0]), torch.tensor([1 + 2.0**-23], dtype=torch.float32))
+    assert activate(x, "relu").radius >= 2.0**-23
