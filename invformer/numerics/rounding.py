@@ -8,7 +8,7 @@ the smallest normal number is returned. Overflow and NaN give inf.
 
 import math
 import struct
-from decimal import ROUND_FLOOR, Context
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 
 # Unit roundoff of float64: fl(a ∘ b) = (a ∘ b)(1 + δ), |δ| ≤ 2⁻⁵³.
 UNIT_ROUNDOFF = 2.0**-53
@@ -80,8 +80,10 @@ def _known(value: float) -> float:
 
 def upwards(bound: float, digits: int) -> str:
     """A proven bound with some digits after the point, none of them rounded down."""
-    scaled = bound * 10**digits
-    return f"{math.ceil(scaled) / 10**digits if math.isfinite(scaled) else bound:.{digits}f}"
+    if not math.isfinite(bound):
+        return str(bound)
+    exactly = Context(prec=400, rounding=ROUND_CEILING)
+    return f"{Decimal(bound).quantize(Decimal(10) ** -digits, context=exactly):f}"
 
 
 def shortened_down(length: float, digits: int = 3) -> str:
