@@ -36,8 +36,9 @@ from invformer.numerics.lambert_w import causal_gain_upper, phi_inverse_upper
 from invformer.numerics.rounding import product_up, round_up, sqrt_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 
-# Added to log masses, which come from a float64 logsumexp: far above its rounding.
-LOG_MASS_SLACK = 1e-9
+# Added to log masses, which come from a float64 logsumexp: far above its rounding. Those of huge
+# position biases are rounded relative to their size, N times.
+LOG_MASS_SLACK, RELATIVE_SLACK = 1e-9, 1e-10
 
 
 def phi_inverses(log_mass: Tensor, num_heads: int) -> list[float]:
@@ -125,4 +126,5 @@ def _log_masses(log_mass: Tensor, num_heads: int) -> list[float]:
             f"a certificate needs log masses in float64, one or {num_heads} of them, "
             f"got {log_mass.dtype} of shape {tuple(log_mass.shape)}"
         )
-    return [log_n + LOG_MASS_SLACK for log_n in log_mass.detach().expand(num_heads).tolist()]
+    each = log_mass.detach().expand(num_heads).tolist()
+    return [max(log_n + LOG_MASS_SLACK, log_n * (1 + RELATIVE_SLACK)) for log_n in each]
