@@ -67,7 +67,8 @@ def mean_field_bound(norm_a: float, norm_v: float, radius: float, *, masked: boo
     Source: Castin et al. 2024, Theorems 3.5 and 4.4; the factor c is ours.
     """
     bend = norm_a * radius * radius
-    bound = (2 if masked else 1) * math.exp(2 * bend) * (1 + 3 * bend)
+    growth = math.exp(2 * bend) if bend < 354 else math.inf
+    bound = (2 if masked else 1) * growth * (1 + 3 * bend)
     return round_up(norm_v * bound, 12 + math.ceil(8 * bend))
 
 

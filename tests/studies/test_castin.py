@@ -103,6 +103,7 @@ def test_a_mean_field_bound_is_rounded_up(masked: bool) -> None:
             b = mpmath.mpf(bend)
             exact = (2 if masked else 1) * mpmath.exp(2 * b) * (1 + 3 * b)
             assert exact <= bound <= exact * (1 + mpmath.mpf("1e-12"))
+    assert castin.mean_field_bound(400.0, 1.0, 1.0, masked=masked) == math.inf
 
 
 def test_the_multi_head_lemma_holds_and_is_exact_for_heads_that_do_not_meet() -> None:
