@@ -83,7 +83,10 @@ class LipschitzProbe:
             names = [full_name(i, part) for i in range(len(blocks))]
             layers = [getattr(block, part) for block in blocks]
             branches = [layer.branch if model.is_invertible else layer for layer in layers]
-            if len({(type(f).forward, *(w.shape for w in f.parameters())) for f in branches}) > 1:
+            kinds = {(type(f).forward, *(w.shape for w in f.parameters())) for f in branches}
+            invertible = layers if model.is_invertible else []
+            groups = {(layer.group(), layer.input_radius) for layer in invertible}
+            if max(len(kinds), len(groups)) > 1:
                 raise ValueError(f"{part} layers of different kinds or shapes have no estimates")
             norm: Norm = "token_max"  # of rows; diagonal blocks are parts of them
             # A map of single tokens is as large in frobenius as its largest token.

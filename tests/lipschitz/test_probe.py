@@ -114,6 +114,16 @@ def test_blocks_that_are_not_alike_are_refused() -> None:
             LipschitzProbe(model, random_tokens(1))
 
 
+def test_blocks_that_compute_something_else_with_weights_of_one_shape_are_refused() -> None:
+    activation, strict, radius = (contractive_model(bounded=True) for _ in range(3))
+    activation.stack.blocks[1].feed_forward.branch.activation = "tanh"
+    strict.stack.blocks[1].attention.branch.strictly_causal = True
+    radius.stack.blocks[1].attention.input_radius = 50.0
+    for model in (activation, strict, radius):
+        with pytest.raises(ValueError, match="layers of different kinds or shapes"):
+            LipschitzProbe(model, random_tokens(1))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> None:
     model = trained_a_little(MODELS[name]())
