@@ -10,7 +10,7 @@ it gives back as many characters or more.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from invformer.assemble.model import build_model
-from invformer.config.section import option, section
+from invformer.config.section import option
 from invformer.evaluation.inversion import in_turns
 from invformer.kernels.attention import only
 from invformer.nn.transformer import CharTransformer
@@ -43,7 +43,7 @@ class Options(StudyOptions):
     num_steps: int = option(200, "optimiser steps of the small models", "[1, 1e6]")
     num_windows: int = option(8, "windows that are inverted", "[1, 1e4]")
     num_jacobians: int = option(2, "windows whose Jacobian is taken", "[0, 100]")
-    data: TextConfig = section(TextConfig)
+    data: TextConfig = field(default_factory=TextConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ The default is 12 small trainings; docs/results-archive.md has the command of a 
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -26,7 +26,7 @@ from jaxtyping import Integer
 from torch import Tensor
 
 from invformer.config.schema import MANY, AttentionName, ModelConfig
-from invformer.config.section import option, section
+from invformer.config.section import option
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.lipschitz import require_sandwich
@@ -67,7 +67,7 @@ class Options(ModelOptions):
     seq_len: int = option(64, "context, characters", "[2, 1e5]")
     num_steps: int = option(400, "optimiser steps", MANY)
     num_windows: int = option(4, "validation windows for estimates", "[1, 1e4]")
-    data: WholeTextConfig = section(WholeTextConfig)
+    data: WholeTextConfig = field(default_factory=WholeTextConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

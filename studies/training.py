@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig, OptimConfig
-from invformer.config.section import Section, option, section
+from invformer.config.section import Section, option
 from invformer.data.corpora import read_corpus
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import TrainingWindows
@@ -173,7 +173,7 @@ class AdamOptions(ModelOptions):
     batch_size: int = option(16, "windows per batch", "[1, 1e6]")
     num_steps: int = option(100, "optimiser steps", MANY)
     lr: float = option(5e-3, "learning rate of Adam, constant", "(0, 10]")
-    data: TextConfig = section(TextConfig)
+    data: TextConfig = field(default_factory=TextConfig)
 
 
 @dataclass(frozen=True, kw_only=True)

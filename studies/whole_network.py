@@ -23,14 +23,14 @@ it. Constants of different norms are not compared: their loss and accuracy are a
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.config.section import option, section
+from invformer.config.section import option
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify
@@ -83,7 +83,7 @@ class Options(ModelOptions):
     muon_lr: float = option(2e-2, "peak learning rate of Muon", "(0, 10]")
     num_windows: int = option(16, "validation windows that are attacked", "[1, 1e5]")
     pgd_steps: int = option(20, "gradient steps of an attack", "[1, 1e5]")
-    data: WholeTextConfig = section(WholeTextConfig)
+    data: WholeTextConfig = field(default_factory=WholeTextConfig)
 
     def check(self) -> None:
         """A layer can be inverted."""

@@ -4,10 +4,10 @@ Integers have a ceiling too, so that ``10**20`` steps are refused before anythin
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from invformer.config.section import Root, Section, option, section, shown
+from invformer.config.section import Root, Section, option, shown
 
 MANY = "[1, 1e9]"
 MANY_CHARACTERS = "[1, 1e12]"
@@ -279,13 +279,13 @@ class TrainConfig(Root):
     init_from: str | None = option(
         None, "run, exported folder or USER/NAME on the Hub that training starts with"
     )
-    model: ModelConfig = section(ModelConfig)
-    data: DataConfig = section(DataConfig)
-    optim: OptimConfig = section(OptimConfig)
-    trainer: TrainerConfig = section(TrainerConfig)
-    logger: LoggerConfig = section(LoggerConfig)
-    monitor: MonitorConfig = section(MonitorConfig)
-    run: RunConfig = section(RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    run: RunConfig = field(default_factory=RunConfig)
 
     def check(self) -> None:
         """The schedule fits the run, batches the devices, and sharding the optimiser."""

@@ -23,11 +23,6 @@ def option(
     return field(default=default, metadata=metadata)
 
 
-def section(kind: type) -> Any:
-    """A group of fields, at its defaults."""
-    return field(default_factory=kind)
-
-
 # What other programs call our fields.
 SYNONYMS = {
     "learning_rate": "lr", "heads": "num_heads", "n_head": "num_heads", "layers": "num_layers",

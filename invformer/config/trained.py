@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from invformer.config.schema import MANY_CHARACTERS, SEED, SIZE, CorpusName, ScoredSplit, Unknown
-from invformer.config.section import ANY_TEXT, Root, Section, option, section
+from invformer.config.section import ANY_TEXT, Root, Section, option
 
 DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
@@ -58,8 +58,8 @@ class EvaluateConfig(Root):
         metadata={"help": f"{CHECKPOINT}; given again, they are compared", "again": True}
     )
     verbose: bool = option(False, "print the branches in every norm that is measured")
-    data: EvaluateDataConfig = section(EvaluateDataConfig)
-    evaluate: MeasureConfig = section(MeasureConfig)
+    data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
+    evaluate: MeasureConfig = field(default_factory=MeasureConfig)
 
 
 @dataclass(kw_only=True)

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from invformer.config.load import command_line, load_config
-from invformer.config.section import Section, option, section
+from invformer.config.section import Section, option
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
 from studies.report import Summary, finished, outcome_of, panels
@@ -33,7 +33,7 @@ class Options(StudyOptions):
 
     numbers: list[int] = option([1, 2, 3], "what to square", within="[0, 1000]")
     offset: float = option(0.0, "added to every square", within="[0, 1]")
-    text: TextSection = section(TextSection)
+    text: TextSection = field(default_factory=TextSection)
 
 
 @dataclass(frozen=True)
