@@ -20,11 +20,12 @@ from typing import TypeVar
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional as F
 
 from invformer.kernels import native_matrices
 from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
-from invformer.numerics.spectral_norm import check_matrix, tall_side, unit
+from invformer.numerics.spectral_norm import check_matrix, tall_side
 
 # K − 1: on trained weights the bound then exceeds the norm by about 0.1 %.
 NUM_SQUARINGS = 7
@@ -142,7 +143,7 @@ def _log_norms(weights: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
     lefts: list[Tensor] = []  # W v/‖W v‖₂
     vectors = rights.unsqueeze(-1).split(list(map(len, tall)))
     for w, v, each in zip(tall, vectors, same_shape, strict=True):
-        lefts += unit((w @ v).squeeze(-1)).split(list(map(len, each)))
+        lefts += _unit((w @ v).squeeze(-1)).split(list(map(len, each)))
     return log_bound / 2 + log_scale, rights, lefts
 
 
@@ -187,7 +188,7 @@ def _gram_iteration(g: Tensor) -> tuple[Tensor, Tensor]:
         g, other = other, g
     log_bound = log_bound + _wolkowicz_styan(g).clamp(min=tiny).log() / 2**NUM_SQUARINGS
     column = g.diagonal(dim1=-2, dim2=-1).argmax(-1)[:, None, None]
-    return log_bound, unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1))
+    return log_bound, _unit(torch.take_along_dim(g, column, dim=-1).squeeze(-1))
 
 
 def _wolkowicz_styan(m: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ def _ritz(g: Tensor, space: KrylovSpace) -> tuple[Tensor, Tensor, Tensor]:
     tridiagonal = torch.diag_embed(space.alongs)
     tridiagonal.diagonal(offset=-1, dim1=-2, dim2=-1).copy_(space.besides[:, :-1])
     weights = torch.linalg.eigh(tridiagonal).eigenvectors[:, :, -1:]  # it reads the lower half
-    vector = unit((weights.mT @ space.vectors).squeeze(-2))
+    vector = _unit((weights.mT @ space.vectors).squeeze(-2))
     # Rows vᵀG: on a CPU their batches cost less than those of columns.
     image = torch.bmm(vector.unsqueeze(-2), g).squeeze(-2)
     theta = torch.linalg.vecdot(image, vector)
@@ -257,3 +258,8 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
     if backend is not None and backend.matmul.fp32_precision in ("tf32", "bf16"):
         return torch.float64
     return torch.promote_types(weight.dtype, torch.float32)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x/‖x‖₂ along the last dimension; zero stays zero."""
+    return F.normalize(x, dim=-1, eps=torch.finfo(x.dtype).tiny)

@@ -152,9 +152,3 @@ def _product_error(g: Tensor) -> Tensor:
 def _frobenius_up(g: Tensor) -> Tensor:
     """‖G‖_F, rounded up."""
     return _up(g.square().sum(-1).sum(-1).sqrt(), sum(g.shape[-2:]) + 1)
-
-
-def unit(x: Tensor) -> Tensor:
-    """x/‖x‖₂ along the last dimension; zero stays zero."""
-    tiny = torch.finfo(x.dtype).tiny
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp(min=tiny)
