@@ -37,9 +37,9 @@ def build(config: WorkspaceConfig) -> Any:
         return wr.LinePlot(title=title, x=STEP, y=list(keys))
 
     def block(number: int) -> wr.LinePlot:
-        kinds = ("estimate", "local_bound", "bound")
+        names = ("estimate", "local_bound", "bound")
         branches = [f"block_{number:02d}/{name}" for name in ("attention", "feed_forward")]
-        keys = [f"{DETAIL}lipschitz_branches/{b}/{kind}" for b in branches for kind in kinds]
+        keys = [f"{DETAIL}lipschitz_branches/{b}/{name}" for b in branches for name in names]
         return lines(f"block {number}: estimate ≤ local bound ≤ bound", *keys)
 
     tables = ("view/sample", "view/recovered", "view/certificate")

@@ -121,8 +121,8 @@ def branches_of(stack: InvertibleStack, weights: StackWeights) -> list[Fields]:
 def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
     """Maps and scalings of a layer, and what its branch is."""
     branch: Any = layer.branch
-    kind: Any = stacked_class(branch)
-    w, v, *biases = kind.maps(weights.branch)
+    stacked: Any = stacked_class(branch)
+    w, v, *biases = stacked.maps(weights.branch)
     own: Fields = {"w": w.contiguous(), "v": v.contiguous(), "inner": w.shape[-1], "outer": len(v)}
     own["radius"] = layer.input_radius or 0.0
     if weights.centre is not None and layer.scaling is not None:  # D is folded in
@@ -137,7 +137,7 @@ def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
     if isinstance(branch.position, RelativePositionBias):
         table = branch.position.table
         own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
-    if kind is StackedBoundedAttention:
+    if stacked is StackedBoundedAttention:
         late, temperatures = branch.strictly_causal, weights.branch.temperature
         own |= {"temperatures": temperatures, "late": late}
     return own

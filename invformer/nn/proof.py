@@ -92,7 +92,7 @@ def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
     stack = invertible_stack(model)
     dtype = dtype or parameter_dtype(stack)
     require_finite(stack)
-    refresh_normalisers(stack)  # a correction is kept: it must not make up for old constants
+    refresh_normalisers(stack)  # a correction is kept: it must not make up for an old σ̄
     certificate = certify(stack, dtype=dtype)
     for attempt in range(5):
         if certificate.holds:

@@ -63,11 +63,11 @@ def refresh_normalisers(model: nn.Module) -> None:
     In place, where CUDA graphs read them, unless the weights have another device or format now.
     """
     modules = normalised(model)
-    constants = compute_constants(modules)
+    now = normalisations(modules)
     held = [t for module in modules for t in (module.sigma_bound, module.u, module.v)]
-    found = [t for each in constants for t in each]
+    found = [t for each in now for t in each]
     if any(h.device != f.device or h.dtype != f.dtype for h, f in zip(held, found, strict=True)):
-        for module, each in zip(modules, constants, strict=True):
+        for module, each in zip(modules, now, strict=True):
             module.sigma_bound, module.u, module.v = each
     elif held:
         torch._foreach_copy_(held, found)  # pyright: ignore[reportPrivateImportUsage]
@@ -78,7 +78,7 @@ def normalised(model: nn.Module) -> list[SpectralNormalised]:
     return [module for module in model.modules() if isinstance(module, SpectralNormalised)]
 
 
-def compute_constants(weights: Sequence[SpectralNormalised]) -> list[Normalisation]:
+def normalisations(weights: Sequence[SpectralNormalised]) -> list[Normalisation]:
     """σ̄, u and v of the present weights."""
     matrices = [w.weight.detach() for w in weights]
     if torch.compiler.is_compiling():  # as a decorator, disable loads the compiler (1.5 s)
@@ -96,10 +96,10 @@ def sigmas(
 ) -> Float[Tensor, "weights *batch"]:
     """σ̄ of several weights with the gradient of uᵀWv; ``w`` is these weights, :func:`stacked`."""
     if weights[0].manual_refresh:
-        constants = [(each.sigma_bound, each.u, each.v) for each in weights]
+        known = [(each.sigma_bound, each.u, each.v) for each in weights]
     else:
-        constants = compute_constants(weights)
-    bound, u, v = map(torch.stack, zip(*constants, strict=True))
+        known = normalisations(weights)
+    bound, u, v = map(torch.stack, zip(*known, strict=True))
     if not torch.is_grad_enabled():
         return bound
     with without_autocast(w.device):

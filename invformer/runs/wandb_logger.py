@@ -217,10 +217,10 @@ def branch_charts(row: Mapping[str, float]) -> dict[str, Any]:
     wandb = sys.modules["wandb"]
     branches = sorted(by_branch(row).items())
     found = {}
-    for kind in ("estimate", "local_bound", "bound"):
-        bars = wandb.Table(["branch", kind], [[name, values[kind]] for name, values in branches])
-        title = f"{kind} of every branch"
-        found[f"view/{kind}_by_branch"] = wandb.plot.bar(bars, "branch", kind, title)
+    for key in ("estimate", "local_bound", "bound"):
+        bars = wandb.Table(["branch", key], [[name, values[key]] for name, values in branches])
+        title = f"{key} of every branch"
+        found[f"view/{key}_by_branch"] = wandb.plot.bar(bars, "branch", key, title)
     return found
 
 

@@ -90,7 +90,7 @@ def fit(run: Run) -> None:
 def train(run: Run) -> None:
     """Run the training loop; a state that cannot be restored is a CheckpointError.
 
-    While the loop runs, the module computes the constants of normalised weights, and forward passes
+    While the loop runs, the module computes every σ̄ that weights are divided by, and forward passes
     do not. Left like that, another loop would train this model without constraints.
     """
     start = run.resume

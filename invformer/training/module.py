@@ -35,7 +35,7 @@ LN2 = math.log(2)
 class CharLanguageModel(L.LightningModule):
     """Minimises nats per character.
 
-    Right after every optimiser step it computes the constants that normalise weights, so that
+    Right after every optimiser step it computes every σ̄ that weights are divided by, so that
     callbacks see a model that keeps its constraints. :func:`invformer.training.fit.train` therefore
     turns off their computation in forward passes.
 
@@ -198,7 +198,7 @@ class CharLanguageModel(L.LightningModule):
         raise NonFiniteError.at(step, f"{what}{where}; the update was not made")
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the weights, then the constants that normalise them."""
+        """Update the weights, then every σ̄ that they are divided by."""
         super().optimizer_step(*args, **kwargs)
         if not self.replays:
             self.weights = None
@@ -208,7 +208,7 @@ class CharLanguageModel(L.LightningModule):
         (self._replayed_refresh or self.refresh)()
 
     def refresh(self) -> None:
-        """Compute the constants that normalise the present weights."""
+        """Compute every σ̄ of the present weights."""
         refresh_normalisers(self.model)
 
     def launch_again(self) -> None:

@@ -162,8 +162,8 @@ def in_words(curves: Mapping[str, Series], sample: str) -> str:
 
 def short(name: str) -> str:
     """``0 attention`` for block_00/attention."""
-    block, _, kind = name.partition("/")
-    return f"{int(block.removeprefix('block_'))} {kind.replace('_', '-')}"
+    block, _, layer = name.partition("/")
+    return f"{int(block.removeprefix('block_'))} {layer.replace('_', '-')}"
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:

@@ -8,11 +8,10 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils import deterministic
 
-from invformer.nn.spectral import SpectralNormalised
+from invformer.nn.spectral import normalised
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
@@ -120,10 +119,6 @@ class Failing(L.Callback):
         self.manual |= {w.manual_refresh for w in normalised(pl_module.model)}
         if self.fail and trainer.global_step == 3:
             raise ArithmeticError("broken on purpose")
-
-
-def normalised(model: nn.Module) -> list[SpectralNormalised]:
-    return [m for m in model.modules() if isinstance(m, SpectralNormalised)]
 
 
 @pytest.mark.parametrize("fail", [False, True])
