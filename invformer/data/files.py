@@ -54,7 +54,7 @@ def require_texts(files: Iterable[Path], path: str) -> None:
         except FileNotFoundError:
             refuse(file, "no such file or folder", path, "check data.path")
         except OSError as error:
-            raise unreadable(file, error) from None
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from None
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
         if not (stat.S_ISREG(status.st_mode) or is_pipe):
             refuse(file, "not a regular file", path)
@@ -76,7 +76,7 @@ def chunks(file: Path, path: str) -> Iterator[bytes]:
                     refuse(file, "a megabyte of zero bytes is no text", path)
                 yield chunk
     except OSError as error:
-        raise unreadable(file, error) from None
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
 
 
 @contextmanager
@@ -99,11 +99,6 @@ def opened(stream: IO[bytes], file: Path, path: str) -> Iterator[IO[bytes]]:
                 yield inner
     except ARCHIVE_ERRORS as error:
         raise DataError(f"{file}: not a readable archive ({error})") from None
-
-
-def unreadable(file: Path, error: OSError) -> DataError:
-    """The error for a file that is closed to us."""
-    return DataError(f"{file}: cannot be read ({error.strerror})")
 
 
 def refuse(

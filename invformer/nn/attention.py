@@ -20,7 +20,7 @@ from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
-from invformer.nn.position_bias import VisibilityMask, log_masses, log_masses_per_row
+from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -101,7 +101,8 @@ class TiedL2Attention(GroupedBranch[L2Weights]):
         """Bounds by :mod:`invformer.bounds.contractive`, for sequences of ``seq_len`` tokens."""
         w_q, g = (cast(w, dtype) for w in weights_together(weights))
         positions = [branch.position for branch in branches]
-        per_row = log_masses_per_row(positions).cpu()  # log n of every head and row
+        # log n of every head and row
+        per_row = torch.stack([position.log_mass_per_row() for position in positions]).cpu()
         log_mass = per_row.amax(-1)
         if kind == "causal":
             for position in positions:

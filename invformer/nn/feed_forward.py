@@ -34,12 +34,7 @@ INITIAL_PAST = 0.5
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 MODULES = {"silu": nn.SiLU, "gelu": nn.GELU, "relu": nn.ReLU, "tanh": nn.Tanh}
 # The same, written over their argument: new memory costs more than the function.
-IN_PLACE = {
-    "silu": torch.ops.aten.silu_,
-    "gelu": torch.ops.aten.gelu_,
-    "relu": torch.relu_,
-    "tanh": torch.tanh_,
-}
+IN_PLACE = {name: getattr(torch.ops.aten, f"{name}_") for name in ACTIVATIONS}
 
 
 class FeedForward(nn.Sequential):

@@ -118,8 +118,9 @@ class CausalMask(VisibilityMask):
         return self.by_lag(self.seq_len)[:, 1:].logsumexp(-1)
 
     def log_mass_per_row(self) -> Float[Tensor, "heads tokens"]:
-        """log n_hi of every row i: the mass of the lags that row can see, in float64."""
-        return log_masses_by_lag(self.by_lag(self.seq_len)[:, 1:])
+        """log n_hi of every row i, in float64: row i sees the lags 1 … i besides itself."""
+        masses = self.by_lag(self.seq_len)[:, 1:].double().logcumsumexp(-1)
+        return nn.functional.pad(masses, (1, 0), value=-math.inf)
 
 
 class RelativePositionBias(CausalMask):
@@ -156,18 +157,6 @@ def log_masses(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads"]:
     if tables := tables_of(masks):
         return torch.stack(tables).logsumexp(-1)
     return torch.stack([mask.log_mass() for mask in masks])
-
-
-def log_masses_per_row(masks: Sequence[VisibilityMask]) -> Float[Tensor, "masks heads tokens"]:
-    """log n_hi of every row i of several masks; of tables of one size at once."""
-    if tables := tables_of(masks):
-        return log_masses_by_lag(torch.stack(tables))
-    return torch.stack([mask.log_mass_per_row() for mask in masks])
-
-
-def log_masses_by_lag(bias: Float[Tensor, "*masks heads lags"]) -> Tensor:
-    """log n_hi of every row i, in float64, from b_h at the lags from 1 on: row i sees i of them."""
-    return nn.functional.pad(bias.double().logcumsumexp(-1), (1, 0), value=-math.inf)
 
 
 def biases_together(
