@@ -30,7 +30,7 @@ class Replayed:
 
     @torch.no_grad()
     def __call__(self, *arguments: Any) -> Any:
-        """The result. The next call overwrites it, and the arguments of the second call."""
+        """The result. The next call overwrites it; later calls copy into the second's arguments."""
         if not self.was_launched:
             self.was_launched = True
             return self.function(*arguments)

@@ -78,7 +78,7 @@ class TiedL2Attention(GroupedBranch[L2Weights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: L2Weights | None = None
     ) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
+        """As :meth:`.LipschitzBranch.next_outputs`, from the keys of the tokens in ``past``."""
         w_q, g = weights or self.weights()
         q = split_heads(x @ merge_heads(w_q), len(w_q))
         if past.origin is None:  # distances ignore a shift, rows of P sum to one: less rounding

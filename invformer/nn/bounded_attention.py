@@ -142,7 +142,7 @@ class BoundedAttention(GroupedBranch[BoundedWeights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: BoundedWeights | None = None
     ) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
+        """As :meth:`.LipschitzBranch.next_outputs`, from keys and values in ``past``."""
         weights = weights or self.weights()
         q, k, v = self.in_ball(x, weights)
         k, v = past.append(k, v)

@@ -38,7 +38,7 @@ class DotProductAttention(nn.Module):
         return self.out(merge_heads(y))
 
     def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
+        """As :meth:`.LipschitzBranch.next_outputs`, with the weights of this module."""
         q, k, v = (split_heads(part, self.num_heads) for part in self.qkv(x).chunk(3, dim=-1))
         k, v = past.append(k, v)
         bias = self.position.last_rows(x.shape[-2], k.shape[-2]).to(q)

@@ -60,7 +60,7 @@ class FeedForward(nn.Sequential):
         return super().forward(windows(input, self.kernel))
 
     def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
+        """As :meth:`.LipschitzBranch.next_outputs`, with the weights of this module."""
         return self(with_past(x, self.kernel, past))[..., -x.shape[-2] :, :]
 
 
@@ -154,7 +154,7 @@ class ContractiveFeedForward(GroupedBranch[FeedForwardWeights]):
     def next_outputs(
         self, x: Tokens, past: AttentionCache, weights: FeedForwardWeights | None = None
     ) -> Tokens:
-        """Outputs of the tokens after those in ``past``, to which the new ones are added."""
+        """As :meth:`.LipschitzBranch.next_outputs`, of new tokens and the k − 1 before."""
         return self(with_past(x, self.kernel, past), weights)[..., -x.shape[-2] :, :]
 
     def group(self) -> Hashable:

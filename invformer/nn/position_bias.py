@@ -109,7 +109,7 @@ class CausalMask(VisibilityMask):
         return toeplitz(self.by_lag(num_tokens), num_rows)
 
     def logit_bias(self, num_tokens: int) -> LogitBias:
-        """The bias in every form that attention kernels take."""
+        """The same, with b at every lag, which kernels need whose memory is linear in N."""
         is_zero = type(self) is CausalMask
         return LogitBias(lambda: self(num_tokens), self.by_lag(num_tokens), is_zero)
 

@@ -200,7 +200,7 @@ class CharTransformer(nn.Module):
         return self.predict(self.stack(x) if weights is None else self.stack(x, weights))
 
     def predict(self, z: Tokens) -> Float[Tensor, "*batch tokens vocab"]:
-        """The logits that outputs of the stack mean."""
+        """Logits of the next symbols, from the output of the stack."""
         return self.head(self.dropout(self.norm(z)))
 
     def initialise(self, tokens: Integer[Tensor, "*batch tokens"]) -> None:

@@ -1,1 +1,1 @@
-"""Numerics on torch alone: bounds, certified norms, estimators, solvers, log-determinants."""
+"""Numerics on torch alone: norms, outward rounding, fixed points, log-determinants."""

@@ -1,1 +1,1 @@
-"""Checkpoints as directories of safetensors and JSON: nothing in them can be executed."""
+"""A run from start to end: folder, checkpoints, resuming, signals, processes, exit code, W&B."""

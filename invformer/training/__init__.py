@@ -1,1 +1,1 @@
-"""Training: the Lightning module, its callbacks, optimisers, and the folder a run leaves."""
+"""Training: the Lightning module, its callbacks, optimisers, and the picture of a run."""
