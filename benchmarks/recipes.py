@@ -25,7 +25,6 @@ from invformer.numerics.precision import denormals_flushed
 from invformer.training.optimizers import build_optimizer
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parent.parent
 CASE = Case(seq_len=64, d_model=128, num_layers=4, num_heads=4, batch_size=12)
 RECIPES = {
     "contractive_bounded, strictly causal": ["experiment=nanogpt_cpu_causal"],

@@ -2,8 +2,6 @@
 
 import json
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -116,17 +114,12 @@ class Machine:
             torch.cuda.synchronize()
 
     def seconds(self, work: dict[str, Callable[[], object]]) -> dict[str, float]:
-        """Median seconds of each piece of work, in turns, after warming up."""
-        times: dict[str, list[float]] = {name: [] for name in work}
-        for turn in range(12 if self.is_gpu else 3):
-            for name, call in work.items():
-                self.finish()
-                began = time.perf_counter()
-                call()
-                self.finish()
-                if turn > 1 or not self.is_gpu:
-                    times[name].append(time.perf_counter() - began)
-        return {name: statistics.median(found) for name, found in times.items()}
+        """Median seconds of each piece of work, in turns; on a GPU after warming up."""
+        from invformer.evaluation.inversion import in_turns
+
+        if self.is_gpu:
+            in_turns(work, 2)
+        return in_turns(work, 10 if self.is_gpu else 3)
 
     def config(self, *words: str) -> Any:
         """A configuration as train.py would have it."""

@@ -231,7 +231,7 @@ def test_a_deeper_stack_is_certified_in_hardly_more_launches(preset: str) -> Non
         with cuda_rules(), Launches() as launches:
             certify(model)
         counts.append(launches.count)
-    assert counts[1] < counts[0] + 100  # were 500 a layer
+    assert counts[1] < counts[0] + 100  # one layer after the other: 500 each
 
 
 @pytest.mark.parametrize("at_once", [1, 2**23])
