@@ -114,7 +114,8 @@ class Prefix:
             for name, layer in stack.layers():
                 w = self.weights[name]
                 if isinstance(layer, InvertibleResidual):
-                    x = x + w.leave(self.branch(layer.branch, layer.seen(w.enter(x)), w.branch))
+                    u = layer.seen(w.scale_input(x))
+                    x = x + w.unscale_output(self.branch(layer.branch, u, w.branch))
                 else:
                     x = layer(x, w)
             return x
@@ -148,7 +149,7 @@ class Prefix:
             if not isinstance(layer, InvertibleResidual):
                 z = w.undo(z)
                 continue
-            v = w.enter(z)
+            v = w.scale_input(z)
             u = v
             for _ in range(MOST_STEPS):
                 previous, u = u, v - self.branch(layer.branch, layer.seen(u), w.branch)

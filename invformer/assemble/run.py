@@ -53,9 +53,9 @@ START_SECONDS = 120.0  # in which a process loads what it needs
 def build_run(config: TrainConfig) -> Run:
     """Data, model, callbacks and trainer of one run, in a folder of its own."""
     quieten()
-    how = config.trainer
-    if how.num_threads is not None:
-        torch.set_num_threads(how.num_threads)
+    options = config.trainer
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
     refuse_missing_requirements(config)
     start = None if config.init_from is None else load_trained(config.init_from)
     if start is not None:  # its model, and what belongs to it
@@ -66,7 +66,7 @@ def build_run(config: TrainConfig) -> Run:
     directory = directory_of(config)
     metadata = build_metadata(config, data)
     resume = resume_point(directory, config, metadata)
-    is_finished = directory.summary.exists() and is_complete(resume, how.max_steps)
+    is_finished = directory.summary.exists() and is_complete(resume, options.max_steps)
     if is_first_process():
         named = replace(config, run=replace(config.run, name=directory.path.name))
         replace_file(directory.config, to_yaml(named))
@@ -80,22 +80,22 @@ def build_run(config: TrainConfig) -> Run:
         logger.log_hyperparams({**asdict(config), **words, "parameters": parameters})
     saved = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
     trainer = L.Trainer(
-        max_steps=how.max_steps,
-        val_check_interval=how.val_every * how.accumulate,
+        max_steps=options.max_steps,
+        val_check_interval=options.val_every * options.accumulate,
         check_val_every_n_epoch=None,
-        accelerator=training_device(how).type,
+        accelerator=training_device(options).type,
         devices=launcher_value("LOCAL_WORLD_SIZE", 1),
         num_nodes=launcher_value("GROUP_WORLD_SIZE", 1),
-        precision=how.precision,
-        accumulate_grad_batches=how.accumulate,
-        deterministic=how.deterministic,
+        precision=options.precision,
+        accumulate_grad_batches=options.accumulate,
+        deterministic=options.deterministic,
         callbacks=build_callbacks(config, directory, module, data, resume),
         # Lightning's own requeueing on a cluster would save behind our back.
         plugins=[
             DirectoryCheckpointIO(saved),
             TorchElasticEnvironment() if is_rank() else LightningEnvironment(),
         ],
-        strategy=build_strategy(how, saved),
+        strategy=build_strategy(options, saved),
         logger=loggers,
         enable_checkpointing=False,
         use_distributed_sampler=False,
@@ -185,27 +185,28 @@ def build_callbacks(
     resume: Checkpoint | None,
 ) -> list[L.Callback]:
     """Certify, measure, then send the rows that were recorded, then save checkpoints."""
-    monitor, how = config.monitor, config.trainer
+    monitor, options = config.monitor, config.trainer
     callbacks: list[L.Callback] = [RandomState()]
     probe, is_invertible = None, module.model.is_invertible
     if is_invertible:
-        callbacks.append(CertificateKeeper(directory.certificate, FORWARD_DTYPE[how.precision]))
+        callbacks.append(CertificateKeeper(directory.certificate, FORWARD_DTYPE[options.precision]))
     if monitor.enabled:
         probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
         callbacks.append(LipschitzMonitor(probe, every=monitor.every, seed=config.run.seed))
         if is_invertible and monitor.inversion:
             text = data.probe("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, data.vocabulary.text))
-    if length := how.sample_length:
+    if length := options.sample_length:
         prompt = data.probe("val", 1)[0, :16]
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
     rows = Rows(monitor.flush_every, directory.path / "violation.json", probe)
     checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name)
     callbacks += [Speed(monitor.flush_every), rows, checkpoints]
     if is_first_process():
-        callbacks.append(Progress(directory.metrics, how.max_steps, how.val_every, how.progress))
+        last, every, bar = options.max_steps, options.val_every, options.progress
+        callbacks.append(Progress(directory.metrics, last, every, bar))
     stop = Interruption(rows.send, directory.command)
-    return [*callbacks, LastValidation(how.max_seconds), stop]
+    return [*callbacks, LastValidation(options.max_seconds), stop]
 
 
 def build_loggers(
@@ -215,17 +216,17 @@ def build_loggers(
     resume: Checkpoint | None,
 ) -> list[Logger]:
     """metrics.jsonl, and what is asked for beside it; notes W&B's name for the run."""
-    how, step = config.logger, 0 if resume is None else resume.step
+    options, step = config.logger, 0 if resume is None else resume.step
     built: list[Logger] = [JsonLinesLogger(directory.metrics, step)]
-    for name in how.name:
+    for name in options.name:
         match name:
             case "wandb":
                 run_id = resume and resume.metadata.get("wandb_run_id")
                 wandb = open_wandb(
-                    directory.path, mode=how.mode, run_id=run_id,
-                    name=directory.path.name, project=how.project, entity=how.entity,
-                    group=how.group, notes=how.notes, job_type="train",
-                    tags=[*how.tags, config.model.name, config.data.name],
+                    directory.path, mode=options.mode, run_id=run_id,
+                    name=directory.path.name, project=options.project, entity=options.entity,
+                    group=options.group, notes=options.notes, job_type="train",
+                    tags=[*options.tags, config.model.name, config.data.name],
                 )  # fmt: skip
                 if run_id := (wandb and wandb.online_id) or run_id:
                     metadata["wandb_run_id"] = run_id

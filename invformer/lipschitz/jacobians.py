@@ -70,14 +70,15 @@ class StackedBranches:
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
-        index, u = len(self.inputs), self.enter(x)
+        index, u = len(self.inputs), self.next_input(x)
         if isinstance(self.branches[index], PreNormBranch):
             return self.branches[index](u)
-        return x + self.layer_weights[index].leave(self.branches[index](u, self.weights[index]))
+        f = self.branches[index](u, self.weights[index])
+        return x + self.layer_weights[index].unscale_output(f)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def next_input(self, x: Tensor) -> Tensor:
         """The next branch's input."""
-        self.inputs.append(self.layer_weights[len(self.inputs)].enter(x))
+        self.inputs.append(self.layer_weights[len(self.inputs)].scale_input(x))
         return self.seen(self.inputs[-1])
 
     def seen(self, u: Tensor) -> Tensor:
@@ -147,10 +148,10 @@ class StackedMaps(StackedBranches):
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """The layer; what its Jacobian is made of is kept."""
         index = len(self.inputs)
-        u, (w, b, v), layer = self.enter(x), self.each[index], self.layer_weights[index]
+        u, (w, b, v), layer = self.next_input(x), self.each[index], self.layer_weights[index]
         z = torch.addmm(b, u.flatten(0, -2), w).view(*x.shape[:-1], -1)
         hidden = self.inner(index, z).flatten(0, -2)
-        return x + layer.leave(hidden @ v).view(x.shape)
+        return x + layer.unscale_output(hidden @ v).view(x.shape)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """h(z) of a branch."""
@@ -186,9 +187,9 @@ class StackedFeedForward(StackedMaps):
         """W, V and b."""
         return weights.w_in, weights.w_out, weights.b_in
 
-    def enter(self, x: Tensor) -> Tensor:
+    def next_input(self, x: Tensor) -> Tensor:
         """The tokens that hidden units see."""
-        return windows(super().enter(x), self.weights[0].kernel)
+        return windows(super().next_input(x), self.weights[0].kernel)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """φ(z); z is kept."""

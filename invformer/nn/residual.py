@@ -32,7 +32,7 @@ class ResidualWeights(NamedTuple):
     scaling: ScalingWeights | None = None
     centre: Tensor | None = None
 
-    def enter(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def scale_input(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """u = D x + b; x + m where D is folded in."""
         if self.centre is not None:
             return x + self.centre
@@ -43,7 +43,7 @@ class ResidualWeights(NamedTuple):
         if self.centre is not None:
             raise ValueError("weights for training, D folded in: compute them under torch.no_grad")
 
-    def leave(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    def unscale_output(self, f: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         """D⁻¹ f."""
         return f if self.scaling is None else f * self.scaling.inverse
 
@@ -81,7 +81,8 @@ class InvertibleResidual(nn.Module):
         if weights.centre is not None:
             x, seen = in_two_formats(x)
             return x + self.branch(seen, weights.branch, weights.centre)
-        return x + weights.leave(self.f(weights.enter(x), weights.branch))
+        u = weights.scale_input(x)  # D x + b
+        return x + weights.unscale_output(self.f(u, weights.branch))  # x + D⁻¹ f(ψ_R(u))
 
     def f(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
@@ -178,7 +179,7 @@ class InvertibleResidual(nn.Module):
             f_in_double = partial(self.f, weights=type(weights.branch)(*in_double))
         solution = invert_residual(
             partial(self.f, weights=weights.branch),
-            weights.enter(y),
+            weights.scale_input(y),
             lipschitz_bound=c,
             norm=norm,
             kind=kind,

@@ -235,8 +235,8 @@ class CharTransformer(nn.Module):
             for name, layer in self.stack.layers():
                 w = weights[name]
                 if isinstance(layer, InvertibleResidual):
-                    u = layer.seen(w.enter(x))
-                    x = x + w.leave(next_outputs(layer.branch, u, w.branch))
+                    u = layer.seen(w.scale_input(x))
+                    x = x + w.unscale_output(next_outputs(layer.branch, u, w.branch))
                 else:
                     x = layer(x, w)
         else:

@@ -88,12 +88,12 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "fused": True}
     if config.name == "muon":
         fused = {id(p) for name, p in model.named_parameters() if name.endswith("qkv.weight")}
-        how = {"lr": config.muon_lr, "weight_decay": decay, "momentum": muon.MOMENTUM}
+        options = {"lr": config.muon_lr, "weight_decay": decay, "momentum": muon.MOMENTUM}
         groups = [
             {"params": [p for p in matrices if (id(p) in fused) == (parts == 3)], "parts": parts}
             for parts in (1, 3)
         ]
-        of_muon = [group | how for group in groups if group["params"]]
+        of_muon = [group | options for group in groups if group["params"]]
         return MuonWithAdamW(of_muon, AdamW(others, weight_decay=0.0, **adamw))
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     return AdamW(groups, **adamw)
