@@ -150,13 +150,6 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
 def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kernel:
     """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
 
-    ``auto`` is ``math`` for gradients in float64 (on accelerators, whose fused kernels do not take
-    it, for all of float64 up to 2,048 tokens), for short sequences, for masks that are not causal
-    and under torch.func; otherwise, on a CPU, ``native`` if it can be compiled and there are enough
-    pairs of sample and head for the threads, and on a GPU, with distances or a bias, ``triton`` if
-    it can be; otherwise ``sdpa`` (with distances or a bias on accelerators only, and up to 2,048
-    tokens if there is a bias), and ``blocked``.
-
     Raises:
         ValueError: the kernel cannot do this, why, and what to choose.
     """
@@ -164,6 +157,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
     on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
     if kernel == "auto":
         short, long = q.shape[-2] <= SHORT, q.shape[-2] > LONGEST_MASK
+        # Accelerators have no fused kernel for float64; longer texts need one of less memory.
         precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
         plain = precise or short or bias.by_lag is None or not q.numel()
         if plain or torch._C._are_functorch_transforms_active():
