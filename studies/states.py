@@ -108,20 +108,7 @@ class Prefix:
 
     def states(self, x: Float[Tensor, "texts candidates width"]) -> Tensor:
         """The top states of candidates for the next position, given as the stack's input."""
-        stack = self.model.stack
-        if isinstance(stack, InvertibleStack):
-            assert self.weights is not None
-            for name, layer in stack.layers():
-                w = self.weights[name]
-                if isinstance(layer, InvertibleResidual):
-                    u = layer.seen(w.scale_input(x))
-                    x = x + w.unscale_output(self.branch(layer.branch, u, w.branch))
-                else:
-                    x = layer(x, w)
-            return x
-        for block in stack.blocks:
-            x = block.compose(x, lambda branch, x: self.branch(branch.inner, branch.norm(x)))  # pyright: ignore
-        return x
+        return self.model.through_stack(x, self.branch, self.weights)
 
     def append(self, symbols: Integer[Tensor, "texts"]) -> None:
         """Take the next symbol of every text as known."""
@@ -137,10 +124,7 @@ class Prefix:
         if isinstance(stack, CouplingStack):
             for block in reversed(list[nn.Module](stack.blocks)):
                 assert isinstance(block, CouplingBlock)
-                y1, y2 = z.chunk(2, dim=-1)
-                x2 = y2 - self.branch(block.feed_forward.inner, block.feed_forward.norm(y1))
-                x1 = y1 - self.branch(block.attention.inner, block.attention.norm(x2))
-                z = torch.cat([x1, x2], dim=-1)
+                z = block.inverse(z, lambda f, x: self.branch(f.inner, f.norm(x)))
             return z
         assert isinstance(stack, InvertibleStack)
         assert self.weights is not None

@@ -230,20 +230,26 @@ class CharTransformer(nn.Module):
             cache = past.setdefault(next(places), AttentionCache(self.seq_len))
             return branch.next_outputs(x, cache, *weights)
 
+        return self.predict(self.through_stack(x, next_outputs, weights))
+
+    def through_stack(
+        self, x: Tokens, outputs: Callable[..., Tensor], weights: StackWeights | None = None
+    ) -> Tokens:
+        """The stack, where ``outputs(branch, input, weights)`` stands for each of its branches."""
         if isinstance(self.stack, InvertibleStack):
             weights = weights or self.stack.weights()
             for name, layer in self.stack.layers():
                 w = weights[name]
                 if isinstance(layer, InvertibleResidual):
                     u = layer.seen(w.scale_input(x))
-                    x = x + w.unscale_output(next_outputs(layer.branch, u, w.branch))
+                    x = x + w.unscale_output(outputs(layer.branch, u, w.branch))
                 else:
                     x = layer(x, w)
-        else:
-            for block in self.stack.blocks:
-                assert isinstance(block, PreNormBlock)
-                x = block.compose(x, lambda branch, x: next_outputs(branch.inner, branch.norm(x)))
-        return self.predict(x)
+            return x
+        for block in self.stack.blocks:
+            assert isinstance(block, PreNormBlock)
+            x = block.compose(x, lambda branch, x: outputs(branch.inner, branch.norm(x)))
+        return x
 
     @torch.no_grad()
     def generate(
