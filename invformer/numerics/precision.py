@@ -52,8 +52,7 @@ def changed(read: Callable[[], Any], write: Callable[[Any], object], value: Any)
         write(before)
 
 
-@contextmanager
-def denormals_flushed() -> Iterator[None]:
+def denormals_flushed() -> AbstractContextManager[None]:
     """Treat denormal numbers as zero in this thread, where the CPU can, and then as before.
 
     Arithmetic with them is a hundred times as slow. Steep position biases make many, and so do the
@@ -61,12 +60,7 @@ def denormals_flushed() -> Iterator[None]:
     PyTorch starts inside do the same, for as long as they live.
     """
     smallest = 5e-324
-    before = smallest * 1.0 == 0.0
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
+    return changed(lambda: smallest * 1.0 == 0.0, torch.set_flush_denormal, True)
 
 
 def is_denormal(x: Tensor) -> Tensor:
