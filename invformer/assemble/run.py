@@ -191,13 +191,13 @@ def build_callbacks(
     if is_invertible:
         callbacks.append(CertificateKeeper(directory.certificate, FORWARD_DTYPE[options.precision]))
     if monitor.enabled:
-        probe = data.probe("train", monitor.num_sequences)[:, : monitor.length]
+        probe = data.first_windows("train", monitor.num_sequences)[:, : monitor.length]
         callbacks.append(LipschitzMonitor(probe, every=monitor.every, seed=config.run.seed))
         if is_invertible and monitor.inversion:
-            text = data.probe("val", monitor.inversion_sequences)
+            text = data.first_windows("val", monitor.inversion_sequences)
             callbacks.append(InversionMonitor(text, data.vocabulary.text))
     if length := options.sample_length:
-        prompt = data.probe("val", 1)[0, :16]
+        prompt = data.first_windows("val", 1)[0, :16]
         callbacks.append(Sample(prompt, length, data.vocabulary.text, config.run.seed))
     rows = Rows(monitor.flush_every, directory.path / "violation.json", probe)
     checkpoints = Checkpoints(directory.checkpoints, resume and resume.path.name)

@@ -67,9 +67,9 @@ class TextDataModule(L.LightningDataModule):
             )
         return tokens
 
-    def probe(self, split: Split, num_sequences: int) -> Integer[Tensor, "sequences seq_len"]:
+    def first_windows(self, split: Split, count: int) -> Integer[Tensor, "windows seq_len"]:
         """At most so many first windows of a split, one after the other: input for measurements."""
-        return first_sequences(self.tokens(split), self.seq_len, num_sequences)
+        return first_sequences(self.tokens(split), self.seq_len, count)
 
     def first_batch(self, num_batches: int = 1) -> Batch:
         """The first training batches in one, for initialisation."""

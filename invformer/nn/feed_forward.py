@@ -52,6 +52,7 @@ class FeedForward(nn.Sequential):
     ) -> None:
         super().__init__(nn.Linear(d_model, d_ff), MODULES[activation](), nn.Linear(d_ff, d_model))
         self.kernel = kernel
+        self.is_token_wise = kernel == 1
         if kernel > 1:
             self[0] = nn.Linear(kernel * d_model, d_ff)
 

@@ -88,7 +88,7 @@ class PreNormBranch(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
         self.inner = inner
-        self.is_token_wise = getattr(inner, "kernel", 0) == 1
+        self.is_token_wise = getattr(inner, "is_token_wise", False)
         self.dropout = Dropout(dropout)  # applied by the block: it is no part of the map
 
     def forward(self, x: Tokens) -> Tokens:

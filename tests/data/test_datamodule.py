@@ -120,10 +120,10 @@ def test_every_loader_reads_its_own_split_and_the_vocabulary_is_that_of_training
 
 def test_the_probe_is_the_beginning_of_a_split_and_the_first_batch_what_training_sees() -> None:
     data = make_data()
-    probe = data.probe("val", 3)
+    probe = data.first_windows("val", 3)
     assert probe.dtype == torch.int64
     assert data.vocabulary.decode(probe.flatten()) == CORPUS.split("val")[: 3 * SEQ_LEN]
-    assert data.probe("val", 10**6).shape == (len(CORPUS.split("val")) // SEQ_LEN, SEQ_LEN)
+    assert data.first_windows("val", 10**6).shape == (len(CORPUS.split("val")) // SEQ_LEN, SEQ_LEN)
     assert torch.equal(data.first_batch()[0], next(iter(data.train_dataloader()))[0])
 
 
