@@ -150,9 +150,7 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         "difference": lambda case, result: found[case.variant],
         "changes": lambda case, result: VARIANTS[case.variant],
     }
-    ours = ", ".join(f"{name} {value:+.3f}" for name, value in found.items() if name != NOTHING)
-    lines, why = table(rows, ["variant"], more), "the spread of one recipe is 0.003 to 0.016"
-    return Summary(lines, "ours", ours or "not run", "not in the paper", why)
+    return Summary(table(rows, ["variant"], more))
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:

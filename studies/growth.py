@@ -54,7 +54,6 @@ from studies.report import (
     curves,
     look_of,
     mean,
-    outcome_of,
     panels,
 )
 from studies.study import Study, StudyOptions, grid, program
@@ -66,7 +65,6 @@ GPT2_INIT, GPT2_WIDTH, GPT2_HEADS = 0.02, 768, 12
 PUBLISHED_RADIUS, LARGE_RADIUS = 100.0, 1000.0  # R of the attack
 L2_RADII = tuple(2.0**k for k in range(-8, 1))  # L2 is attacked at all of these, in units of R
 PUBLISHED_C = 0.92  # C n^(1/2) of all heads, the attack made for head 0
-IN_PAPER = "GPT-2 at initialisation, layer 6, all heads attacked by head 0, R = 100: 0.92 n^0.5"
 EXPONENT_TOLERANCE = 0.05  # of the attack's 1/2
 COEFFICIENT_FACTOR = 2.0  # between the paper's C and ours
 NO_GROWTH = 0.25  # an exponent below it is not the attack's 1/2
@@ -318,19 +316,12 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     if slower := [one.exponent < 0.5 for part, one in fitted if not part[0][0].radius]:
         words = f"{sum(slower)} of {len(slower)} curves on text grow slower than n^(1/2); none is"
         findings.append((None, f"{words} of the paper's layers, whose exponent is about 1/4"))
-    published = any(is_published(part[0][0]) for part, _ in fitted)
     lines = [
         {"layer": label(part[0][0]), "fit": one and str(one)}
         | {f"n = {c.num_tokens}": constant(c, r) for c, r in part}
         for part, one in found
     ]
-    return Summary(
-        lines,
-        IN_PAPER if published else "about n^(1/4) on text",
-        "; ".join(f"{label(part[0][0])}: {one}" for part, one in fitted) or "too few lengths",
-        outcome_of(findings),
-        "; ".join(words for _, words in findings),
-    )
+    return Summary(lines, findings)
 
 
 def attack_finding(part: Part, one: Fit) -> Finding:

@@ -34,14 +34,13 @@ from invformer.nn.kim_attention import L2Attention
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBlock
 from studies import depth_stability, kim
-from studies.report import Figure, Outcome, Rows, Summary, by, look_of, panels, table
+from studies.report import Figure, Finding, Rows, Summary, by, look_of, panels, table, values
 from studies.study import Study, grid, program, progress
 from studies.training import ModelOptions, train_by_adam
 
 Map = Literal["dot_product", "l2", "contractive_kim", "contractive"]
 Weights = Literal["random", "trained"]
 
-MUCH_WIDER = 2.0  # how many times, to count as the paper's output-variance result
 REACHED = 1e-12  # the error at which a float64 inverse counts as found
 
 
@@ -178,21 +177,23 @@ def trained_attention(case: depth_stability.Case) -> nn.Module:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """The verdict is about random weights, as in the paper's figure."""
+    """Claims are about random weights, as in the paper's figure."""
     more = {"error": lambda case, result: result.errors[-1]}
+    groups = by([row for row in rows if row[0].weights == "random"], "map", "reach")
+    inverted = {key: values(group, "inverted") for key, group in groups.items()}
+    never = any(not any(found) for (map, _), found in inverted.items() if map == "dot_product")
+    always = all(all(found) for (map, _), found in inverted.items() if map != "dot_product")
+    findings: list[Finding] = [(never, "dot product is inverted at no c on some range")]
+    for (map, reach), group in groups.items():
+        findings.append((None, f"{map} on ±{reach:g}: {inverted_scales(group)}"))
+    widest = max(values(rows, "reach"))
+    spread = {c.map: r.spread for c, r in rows if (c.weights, c.reach) == ("trained", widest)}
+    if spread:
+        times = spread["dot_product"] / spread["l2"]
+        words = f"trained dot product spreads its outputs {times:.2f} times as wide as L2"
+        findings.append((None, f"{words}; the paper: much wider"))
     lines = table(rows, ("map", "weights", "reach", "scale"), more)
-    random = [row for row in rows if row[0].weights == "random"]
-    groups = by(random, "map", "reach").items()
-    ours = "; ".join(f"{map} on ±{r:g}: {inverted_scales(group)}" for (map, r), group in groups)
-    paper = (
-        "dot product is not inverted, L2 is for small enough c (c in 0.5, 0.7, 0.9; a figure "
-        "without numbers, input range not stated); the outputs of trained dot product spread much "
-        "wider than those of L2"
-    )
-    outcome, why = verdict(random)
-    if wider := output_spread(rows):
-        why += f"; {wider}"
-    return Summary(lines, paper, ours, outcome, why)
+    return Summary(lines, findings, must=[(always, "every L2 map is inverted at every c")])
 
 
 def inverted_scales(rows: Rows[Case, Result]) -> str:
@@ -201,31 +202,6 @@ def inverted_scales(rows: Rows[Case, Result]) -> str:
     if len(good) == len(rows):
         return "inverted for every c"
     return f"inverted for c = {', '.join(map(str, sorted(good)))}" if good else "never inverted"
-
-
-def verdict(random: Rows[Case, Result]) -> tuple[Outcome, str]:
-    """Whether dot product fails on some range and L2 on none."""
-    others = [r.errors[-1] for c, r in random if c.map != "dot_product" and not r.inverted]
-    if others:
-        return "not reproduced", f"an L2 map was not inverted (error {max(others):.1e})"
-    ranges = by([row for row in random if row[0].map == "dot_product"], "reach").values()
-    fails = any(inverted_scales(group) == "never inverted" for group in ranges)
-    return (
-        "reproduced" if fails else "not reproduced",
-        "every L2 map reaches 1e-12; for dot product the range decides",
-    )
-
-
-def output_spread(rows: Rows[Case, Result]) -> str:
-    """What the trained weights say about the paper's output-variance experiment."""
-    trained = [row for row in rows if row[0].weights == "trained"]
-    widest = max((case.reach for case, _ in trained), default=0.0)
-    found = {c.map: r.spread for c, r in trained if c.reach == widest}
-    if len(found) < 2:
-        return ""
-    ratio = found["dot_product"] / found["l2"]
-    seen = "as in the paper" if ratio >= MUCH_WIDER else "not the paper's much wider spread"
-    return f"trained dot product spreads its outputs {ratio:.2f} times as wide as L2, {seen}"
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:

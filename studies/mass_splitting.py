@@ -31,7 +31,7 @@ from invformer.config.section import option
 from invformer.numerics.linear_map import SequenceMap
 from studies import castin
 from studies.castin import MassSplitting
-from studies.report import Figure, Outcome, Rows, Summary, by, curves, panels, table, values
+from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table, values
 from studies.study import Study, StudyOptions, program, progress
 
 Part = Literal["random", "grid", "finite"]
@@ -223,43 +223,25 @@ def jump(case: Case) -> Result:
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Agreement with brute force, and whether splitting pays on the dot product's grids."""
+    """Agreement with brute force, and where splitting pays."""
     parts = by(rows, "part")
-    error = max(r.error for _, r in parts["random"])
-    gain = max(r.gain for _, r in parts["grid"])
-    areas = [
-        f"{kind}, A={a:g}: {100 * min(shares):.2g} to {100 * max(shares):.2g} %"
-        for (kind, a), group in by(parts["grid"], "kind", "parameter").items()
-        if (shares := values(group, "share"))
+    dot = by(parts["grid"], "kind")["dot_product"]
+    areas = any(r.share >= AREA and r.gain >= 1 + AREA for _, r in dot)
+    findings: list[Finding] = [
+        (any(r.share > 0 for _, r in dot), "splitting beats moving for dot products"),
+        (areas, f"it does so on {AREA:.0%} of a plane or more, by {AREA:.0%} or more"),
     ]
-    paper = (
-        "v1 of the paper shows that splitting can beat moving, in well-defined areas for D = 1; "
-        "its numbers and its closed form are not published"
-    )
-    ours = (
-        f"closed form within {error:.0e} of brute force; splitting pays on the grid: "
-        f"{', '.join(areas)}, by up to {gain:.3f}; a finite jump of a vanishing "
-        f"mass gains {parts['finite'][0][1].jump:.2f}, so neither is the constant for W2"
-    )
-    return Summary(table(rows), paper, ours, *verdict(rows))
-
-
-def verdict(rows: Rows[Case, Result]) -> tuple[Outcome, str]:
-    """Whether splitting beats moving on the dot product's grids."""
-    if not all(r.error <= AGREEMENT for c, r in rows if c.part == "random"):
-        return "not reproduced", "the closed form and brute force disagree: one of them is wrong"
-    grids = [r for c, r in rows if c.part == "grid" and c.kind == "dot_product"]
-    outcome, words = "not reproduced", "never beats"
-    if any(r.share >= AREA and r.gain >= 1 + AREA for r in grids):
-        outcome, words = "reproduced", "beats"
-    elif any(r.share > 0 for r in grids):
-        outcome, words = "partly reproduced", "hardly beats"
-    pays = any(r.share > 0 for c, r in rows if c.kind == "l2")
-    return outcome, (
-        f"splitting {words} moving for dot-product attention on the grid; for tied L2 splitting "
-        f"{'beats' if pays else 'never beats'} moving; the share depends on the fixed atom, which "
-        "the paper's figure cannot be compared in"
-    )
+    for (kind, a), group in by(parts["grid"], "kind", "parameter").items():
+        shares, gain = values(group, "share"), max(values(group, "gain"))
+        words = f"{min(shares):.2%} to {max(shares):.2%} of the plane, gain at most {gain:.3f}"
+        findings.append((None, f"{kind}, A={a:g}: {words}"))
+    jump = parts["finite"][0][1].jump
+    words = f"a finite jump of a vanishing mass gains {jump:.2f}: neither is the constant for W2"
+    findings.append((None, words))
+    agrees = all(r.error <= AGREEMENT for _, r in parts["random"])
+    error = max(r.error for _, r in parts["random"])
+    must = [(agrees, f"closed form and brute force agree within {error:.0e}")]
+    return Summary(table(rows), findings, must)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:

@@ -20,6 +20,7 @@ else:
 
 Outcome = Literal["reproduced", "partly reproduced", "not reproduced", "not in the paper"]
 Finding = tuple[bool | None, str]  # whether a claim holds (None: there is no claim), in words
+SAID = {True: "holds:  ", False: "fails:  ", None: "found:  "}
 Rows = Sequence[tuple[AnyCase, AnyResult]]
 Name = str | Callable[[Any, Any], Any]
 Item = TypeVar("Item")
@@ -27,42 +28,37 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Summary:
-    """What a study found."""
+    """What a study found, in a table and in words, and what that says about the claims.
 
-    table: list[dict[str, Any]]  # lines, the paper's value beside ours
-    paper: str  # what the paper reports, in a few words
-    ours: str  # the same of this run
-    outcome: Outcome
-    why: str  # what agrees, what does not, and what could not be compared
+    If one of ``must`` fails, a bound or the code is wrong, or a claim is refuted: then nothing is
+    reproduced. Otherwise all claims of the findings hold, or some, or none; without a claim there
+    is nothing to reproduce.
+    """
+
+    table: list[dict[str, Any]]
+    findings: Sequence[Finding] = ()
+    must: Sequence[Finding] = ()
 
     @property
-    def verdict(self) -> str:
-        """Outcome and reason."""
-        return f"{self.outcome}: {self.why}"
+    def outcome(self) -> Outcome:
+        """The verdict."""
+        held = [holds for holds, _ in self.findings if holds is not None]
+        if not all(holds for holds, _ in self.must) or (held and not any(held)):
+            return "not reproduced"
+        if not held:
+            return "not in the paper"
+        return "reproduced" if all(held) else "partly reproduced"
 
     def __str__(self) -> str:
         columns = list(dict.fromkeys(key for line in self.table for key in line))
         lines = [columns, *([as_cell(line.get(name)) for name in columns] for line in self.table)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         pairs = [zip(line, widths, strict=True) for line in lines]
-        said = f"paper:   {self.paper}\nours:    {self.ours}\nverdict: {self.verdict}"
-        return "\n".join([*("  ".join(c.rjust(w) for c, w in line) for line in pairs), said])
-
-
-def outcome_of(findings: Iterable[Finding]) -> Outcome:
-    """All claims hold, some, or none; without a claim there is nothing to reproduce."""
-    held = [holds for holds, _ in findings if holds is not None]
-    if not held:
-        return "not in the paper"
-    return "reproduced" if all(held) else "partly reproduced" if any(held) else "not reproduced"
-
-
-def judged(
-    findings: Sequence[Finding], table: list[dict[str, Any]], paper: str, why: str
-) -> Summary:
-    """The summary whose outcome follows from findings, in their words."""
-    ours = "; ".join(words for _, words in findings) or "not run"
-    return Summary(table, paper, ours, outcome_of(findings), why)
+        said = [
+            f"{SAID[holds]} {words}" for holds, words in dict.fromkeys([*self.must, *self.findings])
+        ]
+        shown = ["  ".join(c.rjust(w) for c, w in line) for line in pairs]
+        return "\n".join([*shown, *said, f"verdict: {self.outcome}"])
 
 
 def of(row: tuple[Any, Any], name: Name) -> Any:

@@ -193,6 +193,7 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
         "hardware": ", ".join(dict.fromkeys(row.hardware for row in measured)),
         "seconds": round(sum(row.seconds for row in measured), 1),
         "options": asdict(chosen),
+        "outcome": summary.outcome,
         **asdict(summary),
         "torch": torch.__version__,
     }

@@ -10,7 +10,8 @@ from invformer.config.load import load_config
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from studies import depth_stability, training
-from studies.depth_stability import Case, Kind, Options, Result, build_kind, cases, measure, verdict
+from studies.depth_stability import Case, Kind, Options, Result, build_kind, cases, claims, measure
+from studies.report import Summary
 
 CPU = torch.device("cpu")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -95,7 +96,7 @@ def test_no_better_than_single_characters_counts_as_failed() -> None:
 def test_the_verdict_follows_who_failed_beyond_ten_layers(
     failed: dict[Kind, dict[int, bool]], outcome: str
 ) -> None:
-    assert verdict(failed)[0].startswith(outcome)
+    assert Summary([], *claims(failed)).outcome.startswith(outcome)
 
 
 def test_activations_kept_by_a_batch_grow_with_depth_and_leave_weights_out() -> None:

@@ -110,7 +110,7 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
     assert (out / f"{name}.png").stat().st_size > 10_000
     assert main(replace(study, measure=None), argv) == 0
     again = json.loads((out / "result.json").read_text())
-    assert (again["ours"], again["why"]) == (result["ours"], result["why"])
+    assert (again["findings"], again["must"]) == (result["findings"], result["must"])
     assert (out / "rows.csv").read_text() == rows
 
 

@@ -16,7 +16,7 @@ from invformer.config.load import command_line, load_config
 from invformer.config.section import Section, option
 from invformer.errors import CertificateViolation, ConfigurationError, StorageError
 from studies import __main__ as listing
-from studies.report import Summary, finished, outcome_of, panels
+from studies.report import Summary, finished, panels
 from studies.study import Study, StudyOptions, case_of, main, run
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
@@ -70,7 +70,7 @@ class Squares:
     def summarise(self, rows: list[tuple[Case, Result]]) -> Summary:
         table = [{"number": c.number, "square": r.square, "paper": math.nan} for c, r in rows]
         ours = ", ".join(str(r.square) for _, r in rows)
-        return Summary(table, "paper", ours, "reproduced", "they are\nsquares")
+        return Summary(table, [(True, ours)])
 
     def draw(self, rows: list[tuple[Case, Result]]) -> Any:
         figure, (axes,) = panels(1, 1)
@@ -87,10 +87,10 @@ def options_in(folder: Path, *words: str) -> Options:
 
 def test_a_study_leaves_its_rows_a_figure_and_a_verdict(tmp_path: Path) -> None:
     summary = run(Squares().study(), options_in(tmp_path))
-    assert summary.ours == "1.0, 4.0, 9.0"
+    assert summary.findings == [(True, "1.0, 4.0, 9.0")]
     assert {f.name for f in tmp_path.iterdir()} == {"rows.csv", "test_study.png", "result.json"}
     result = json.loads((tmp_path / "result.json").read_text())
-    assert (result["outcome"], result["why"]) == ("reproduced", "they are\nsquares")
+    assert (result["outcome"], result["findings"]) == ("reproduced", [[True, "1.0, 4.0, 9.0"]])
     assert result["table"][0] == {"number": 1, "square": 1.0, "paper": None}
 
 
@@ -122,7 +122,7 @@ def test_other_options_add_rows_and_are_never_mixed_with_the_old_ones(
     other = Squares()
     summary = run(other.study(), options_in(tmp_path, "offset=0.5", "numbers=[2]"))
     assert other.measured == [2]
-    assert summary.ours == "4.5"
+    assert summary.findings == [(True, "4.5")]
     assert "3 rows belong to other options" in capsys.readouterr().out
     assert len((tmp_path / "rows.csv").read_text().splitlines()) == 5
 
@@ -133,7 +133,7 @@ def test_a_torn_last_line_is_measured_again(tmp_path: Path, missing: int) -> Non
     rows = tmp_path / "rows.csv"
     rows.write_bytes(rows.read_bytes()[:-missing])
     second = Squares()
-    assert run(second.study(), options_in(tmp_path)).ours == "1.0, 4.0, 9.0"
+    assert run(second.study(), options_in(tmp_path)).findings == [(True, "1.0, 4.0, 9.0")]
     assert second.measured == [3]
     assert len(rows.read_text().splitlines()) == 4
 
@@ -268,7 +268,11 @@ def test_few_round_values_of_a_logarithmic_axis_are_its_ticks(
     ],
 )  # fmt: skip
 def test_a_study_without_a_claim_reproduces_nothing(held: list[bool | None], outcome: str) -> None:
-    assert outcome_of((holds, "words") for holds in held) == outcome
+    findings = [(holds, "words") for holds in held]
+    assert (
+        Summary([], findings).outcome == Summary([], findings, [(True, "must")]).outcome == outcome
+    )
+    assert Summary([], findings, [(False, "must")]).outcome == "not reproduced"
 
 
 def test_a_case_takes_what_it_is_not_given_from_the_options() -> None:
