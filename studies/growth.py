@@ -77,7 +77,6 @@ class Options(StudyOptions):
     """Growth of the local Lipschitz constant with the sequence length, on text and under attack."""
 
     checkpoint: str | None = option(None, "run folder; null is small layers at initialisation")
-    text: str | None = option(None, "a text file or folder; null is python_docs, or a run's own")
     sizes: list[int] = option([4, 8, 16, 32, 64, 96], "n on text, tokens", "[2, 1e5]")
     num_sequences: int = option(4, "texts per n, the same starts for all n", "[1, 1e4]")
     attack_sizes: list[int] = option([7, 17, 32, 47, 62, 77, 97], "n under attack", "[2, 1e5]")
@@ -99,7 +98,6 @@ class Case:
     alone: bool = False
     radius: float = 0.0
     num_sequences: int = 1
-    text: str = ""
     sha256: str = ""
     seed: int
 
@@ -115,8 +113,8 @@ class Result:
 def cases(options: Options) -> list[Case]:
     """Lengths on text, then the attack on random weights."""
     attentions, num_layers, context = OURS, SMALL_LAYERS, SMALL_CONTEXT
-    path, text = options.checkpoint or "", options.text or ""
-    sha256 = corpus_of(path, text).sha256[:16] if options.sizes else ""
+    path = options.checkpoint or ""
+    sha256 = corpus_of(path).sha256[:16] if options.sizes else ""
     if path:
         checkpoint = read_checkpoint(path)
         trained = checkpoint.configuration(monitor={})
@@ -128,7 +126,7 @@ def cases(options: Options) -> list[Case]:
     sizes = [n for n in options.sizes if n <= context]
     if len(sizes) < len(options.sizes):
         print(f"growth: the model takes at most {context} tokens; longer sizes are left out")
-    same = {"path": path, "text": text, "sha256": sha256}
+    same = {"path": path, "sha256": sha256}
     masks = [True] if path else [True, False]  # unmasked, a trained layer would lose its bias
     layers = sorted({0, num_layers // 2})
     on_text = grid(
@@ -161,21 +159,19 @@ def estimate(jacobian: LinearMap, seed: int) -> Result:
 # --- on text -------------------------------------------------------------------------------------
 
 
-def corpus_of(path: str, text: str) -> Corpus:
-    """The text that was asked for, or that of the run, or python_docs."""
-    config = read_checkpoint(path).configuration(monitor={}).data if path else DataConfig()
-    try:
-        return read_corpus(DataConfig(name="text_file", path=text) if text else config)
-    except DataError as error:  # which names the option of train.py; it is another one here
-        raise DataError(str(error).replace("data.path", "text")) from None
+def corpus_of(path: str) -> Corpus:
+    """The text of a run, or python_docs."""
+    return read_corpus(
+        read_checkpoint(path).configuration(monitor={}).data if path else DataConfig()
+    )
 
 
 @lru_cache(maxsize=1)
 def model_and_text(
-    path: str, attention: AttentionName, text: str, seed: int
+    path: str, attention: AttentionName, seed: int
 ) -> tuple[CharTransformer, Tensor]:
     """A trained model, or a small one without position bias: its mask alone says who sees whom."""
-    words = corpus_of(path, text).split("test" if path and not text else "train")
+    words = corpus_of(path).split("test" if path else "train")
     if path:
         trained = load_trained(path)
         return trained.model.to(DTYPE), trained.vocabulary.encode(words).long()
@@ -202,7 +198,7 @@ def sequences(
     if room < 2 * num_tokens:
         raise DataError(
             f"the text has {len(tokens)} tokens, too few for {count} places of {2 * num_tokens}; "
-            "choose fewer num_sequences, smaller sizes or another text"
+            "choose fewer num_sequences or smaller sizes"
         )
     share = torch.rand(count, generator=torch.Generator().manual_seed(seed))
     starts = room * torch.arange(count) + (share * (room // 2)).long()
@@ -211,7 +207,7 @@ def sequences(
 
 def on_text(case: Case) -> Result:
     """A layer at the inputs that its model gives it, or one in which every token sees all."""
-    model, text = model_and_text(case.path, case.attention, case.text, case.seed)
+    model, text = model_and_text(case.path, case.attention, case.seed)
     with torch.no_grad(), recorded_inputs(model) as found:
         model(sequences(text, case.num_tokens, case.num_sequences, case.seed))
     layer, x = found[case.layer]

@@ -42,7 +42,7 @@ SMALL = {
     "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
     "strictly_causal=[false,true] optimisers=[adamw] lipschitz_targets=[0.8] "
     "models=[l2,dot_product,contractive_bounded]",
-    "growth": "text=TEXT sizes=[4] num_sequences=2 attack_sizes=[7]",
+    "growth": "sizes=[4] num_sequences=2 attack_sizes=[7]",
     "invertibility": "seq_len=8 d_model=8 num_heads=2 batch_size=2 num_steps=30 train_steps=5",
     "mass_splitting": "num_measures=9",
     "mean_field": "",
@@ -131,7 +131,6 @@ def test_every_study_has_valid_options_and_columns_of_different_names(name: str)
         ("frontier", "data.val_fraction=0.97", 2, "leaves no text for training"),
         ("frontier", "data.max_characters=9000 seq_len=5000", 3, "make 0 windows of 5000"),
         ("frontier", "data.max_characters=9000 seq_len=8500", 3, "seq_len=8500: the"),
-        ("growth", "text=/nowhere.txt", 3, "/nowhere.txt: no such file or folder; check text"),
         ("growth", "checkpoint=/nowhere", 4, "/nowhere"),
         ("price", "kinds=[other]", 2, "'[other]' is not [certified|token_max|plain|twin, ...]"),
         ("ablation", "only=[no_bia]", 2, "did you mean 'no_bias'?"),

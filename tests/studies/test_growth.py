@@ -18,19 +18,11 @@ from tests.problems import dense_jacobian
 from tests.saved_runs import Saved
 
 CPU = torch.device("cpu")
-TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept() -> None:
     growth.model_and_text.cache_clear()
-
-
-@pytest.fixture
-def text_file(tmp_path: Path) -> str:
-    path = tmp_path / "squares.txt"
-    path.write_text(TEXT)
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +31,11 @@ def text_file(tmp_path: Path) -> str:
      ("contractive_l2", True)],
 )  # fmt: skip
 def test_the_constant_of_a_layer_is_a_dense_singular_value(
-    attention: AttentionName, causal: bool, text_file: str
+    attention: AttentionName, causal: bool
 ) -> None:
-    case = Case(
-        attention=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2,
-        text=text_file, seed=0,
-    )  # fmt: skip
+    case = Case(attention=attention, layer=1, causal=causal, num_tokens=4, num_sequences=2, seed=0)
     found = measure(case, CPU)
-    model, text = growth.model_and_text("", attention, text_file, 0)
+    model, text = growth.model_and_text("", attention, 0)
     probe = LipschitzProbe(model, growth.sequences(text, 4, 2, 0))
     attentions = probe.stacked()[0]
     layer, inputs = attentions.branches[1], attentions.seen(attentions.inputs[1])
@@ -150,11 +139,6 @@ def test_sequences_do_not_overlap_and_longer_ones_begin_alike() -> None:
     assert not torch.equal(short, growth.sequences(tokens, 10, 5, 4))
     with pytest.raises(DataError, match="too few"):
         growth.sequences(tokens, 200, 5, 0)
-
-
-def test_errors_of_a_text_name_the_option_of_this_study(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="give text a file"):
-        cases(Options(text=str(tmp_path)))
 
 
 def cases_of_a_run(folder: Path) -> list[Case]:
