@@ -33,7 +33,7 @@ from invformer.evaluation.lipschitz import require_sandwich
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
-from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
+from studies.report import Figure, Name, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.study import Study, case_of, program
 from studies.training import (
     ModelOptions,
@@ -184,23 +184,16 @@ def largest_estimate(model: CharTransformer, windows: Integer[Tensor, "count seq
 CONFIGURATION = (
     "model", "certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target", "optimiser",
 )  # fmt: skip
-Row = tuple[Case, Result]
 
 
-def best_rates(rows: Rows[Case, Result]) -> list[Row]:
+def best_rates(rows: Rows[Case, Result]) -> list[tuple[Case, Result]]:
     """Every configuration at the learning rate with the smallest loss."""
     return [min(group, key=loss) for group in by(rows, *CONFIGURATION).values()]
 
 
-def loss(row: Row | None) -> float:
-    """Nats per character; infinite if the training failed, NaN if none was run."""
-    return row[1].nats if row else math.nan
-
-
-def best_of(rows: Iterable[Row], certified: bool) -> Row | None:
-    """The best certified or the best unconstrained configuration; None if none has a loss."""
-    kept = [row for row in rows if bool(row[0].certificate) == certified and loss(row) < math.inf]
-    return min(kept, key=loss, default=None)
+def loss(row: tuple[Case, Result]) -> float:
+    """Nats per character; infinite if the training failed."""
+    return row[1].nats
 
 
 def label(case: Case, result: Result | None = None) -> str:
@@ -213,38 +206,35 @@ def label(case: Case, result: Result | None = None) -> str:
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
     kept = best_rates(rows)
-    certified, unconstrained = best_of(kept, True), best_of(kept, False)
-    more = {
-        "bpc": "bpc", "gap, nats": lambda case, result: result.nats - loss(unconstrained),
-    }  # fmt: skip
+    trained = by([row for row in kept if loss(row) < math.inf], is_certified)
+    best = {certified: min(group, key=loss) for certified, group in trained.items()}
+    said = [
+        f"best {'certified' if certified else 'unconstrained'} {described(row)}"
+        for certified, row in best.items()
+    ]
+    gap = loss(best[True]) - loss(best[False]) if len(best) == 2 else math.nan
+    said.append(f"gap {gap:+.3f} nats, {gap / LN2:+.3f} bpc")
+    said.append(f"5-gram {rows[0][1].ngram_nats:.3f} nats")
+    said.append(f"{values(kept, 'nats').count(math.inf)} of the best rates' trainings failed")
+    more: dict[str, Name] = {"bpc": "bpc"}
+    if False in best:
+        more["gap, nats"] = lambda case, result: result.nats - loss(best[False])
     names = (*CONFIGURATION, "muon_lr")
     lines = table(kept, names, more, without=("ngram_nats", "num_characters"))
-    case, result = rows[0]
-    price = loss(certified) - loss(unconstrained)
-    failed = values(kept, "nats").count(math.inf)
-    said = (
-        f"best certified {described(certified)}",
-        f"best unconstrained {described(unconstrained)}",
-        f"gap {price:+.3f} nats, {price / LN2:+.3f} bpc; 5-gram {result.ngram_nats:.3f} nats",
-        f"{case.corpus}, all {result.num_characters} validation characters once",
-        f"{failed} of the best learning rates' trainings failed",
-    )
     return Summary(lines, [(None, words) for words in said])
 
 
-def described(row: Row | None) -> str:
-    """The best configuration of a kind."""
-    if row is None:
-        return "not run"
+def is_certified(case: Case, result: Result) -> bool:
+    """Whether something is proven of it."""
+    return bool(case.certificate)
+
+
+def described(row: tuple[Case, Result]) -> str:
+    """A configuration and its numbers."""
     case, result = row
-    said = f"{label(case)}, {case.optimiser}"
-    if case.certificate:
-        blocks = "diagonal blocks" if case.certificate == "causal" else "branches"
-        said += f", c={case.lipschitz_target:g}, {blocks} ≤ {result.certified:.4f}"
-    return (
-        f"{result.nats:.3f} nats, {result.bpc:.3f} bpc ({said}, estimate {result.estimate:.3g} in "
-        "token_max)"
-    )
+    bound = f", bound {result.certified:.4f}" if result.certified else ""
+    numbers = f"{result.nats:.3f} nats, {result.bpc:.3f} bpc, estimate {result.estimate:.3g}"
+    return f"{numbers}{bound} ({label(case)}, {case.optimiser})"
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:
