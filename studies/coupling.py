@@ -173,6 +173,13 @@ def amplification(case: Case, result: Result) -> float:
     return 1 / result.smallest
 
 
+AXES = {
+    "1/σ_min: how much the inverse amplifies": "log",
+    "relative error of the inverse": "log",
+    "validation nats per character": "linear",
+}
+
+
 def draw(rows: Rows[Case, Result]) -> Figure:
     """The inverse's constant, errors and loss against depth."""
     small = [row for row in rows if row[0].num_layers is not None]
@@ -181,9 +188,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     curves(axes[1], small, "num_layers", "error_float32", ("name",), "float32")
     curves(axes[1], small, "num_layers", "error_bfloat16", ("name",), "bfloat16", color="0.6")
     curves(axes[2], small, "num_layers", "nats", ("name",))
-    titles = ("1/σ_min of the stack, 16 characters", "relative error of the inverse", "nats")
-    for one, title, scale in zip(axes, titles, ("log", "log", "linear"), strict=True):
-        one.set(title=title, xlabel="layers", xscale="log", yscale=scale)
+    for one, (ylabel, scale) in zip(axes, AXES.items(), strict=True):
+        one.set(xlabel="layers", xscale="log", ylabel=ylabel, yscale=scale)
     return figure
 
 

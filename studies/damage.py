@@ -197,7 +197,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         for index, (field, words) in enumerate(SHARES.items()):
             curves(one, some, "level", field, label=words, **look_of(index))
         one.set(
-            title=f"{name}, {scales[kind]}", xlabel="bits", ylabel="share of characters",
+            title=f"{name}, {scales[kind]}", xlabel="bits of a rounded entry",
+            ylabel="share of characters",
             ylim=(-0.03, 1.03),
         )  # fmt: skip
     return figure

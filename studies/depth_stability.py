@@ -238,20 +238,28 @@ def claims(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[list[Finding], li
     return findings, must
 
 
+def nats_if_trained(case: Case, result: Result) -> float:
+    """Validation nats, or NaN."""
+    return math.nan if result.failed else result.val_nats
+
+
 def draw(rows: Rows[Case, Result]) -> Figure:
-    """Nats against depth, where a cross is a model that did not train; gradients of the deepest."""
+    """Nats against depth; marks of models that did not train, above a line; gradients."""
     figure, (nats, gradients) = panels(1, 2)
-    curves(nats, rows, "num_layers", "val_nats", ("kind",))
-    failed = [(c.num_layers, r.unigram_nats) for c, r in rows if r.failed]
-    nats.plot(*zip(*failed, strict=True) if failed else ((), ()), "kx", markersize=11)
-    unigram = rows[0][1].unigram_nats
-    nats.axhline(unigram, color="0.5", linewidth=0.8, label="single characters' frequencies")
+    curves(nats, rows, "num_layers", nats_if_trained, ("kind",))
+    case, unigram = rows[0][0], rows[0][1].unigram_nats
+    label = "single characters' frequencies; above: failed"
+    nats.axhline(unigram, color="0.5", linewidth=0.8, label=label)
+    kinds, failed = list(by(rows, "kind")), by([row for row in rows if row[1].failed], "kind")
+    for place, (kind, group) in enumerate(failed.items(), 1):
+        look = look_of(kinds.index(kind)) | {"linestyle": "none"}
+        nats.plot(values(group, "num_layers"), len(group) * [unigram + 0.04 * place], **look)
     deepest = max(values(rows, "num_layers"))
-    for index, (case, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
+    for index, (one, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
         norms = result.first_gradients
-        gradients.plot(range(1, deepest + 1), norms, label=case.kind, **look_of(index))
-    text, steps = rows[0][0].corpus, rows[0][0].num_steps
-    nats.set(ylabel="validation nats per character", title=f"{text}, {steps} steps")
+        gradients.plot(range(1, deepest + 1), norms, label=one.kind, **look_of(index))
+    nats.set(ylabel="validation nats per character")
+    nats.set(title=f"{case.corpus}, {case.num_steps} steps of Adam at {case.lr:g}")
     gradients.set(ylabel="gradient norm before training", yscale="log", title=f"{deepest} blocks")
     for axes, what in ((nats, "blocks"), (gradients, "block, bottom first")):
         axes.set(xlabel=what)

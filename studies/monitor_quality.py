@@ -100,8 +100,8 @@ def draw(found: dict[str, list[float]], steps: list[int], path: Path) -> None:
         style = "-" if name.endswith("attention") else "--"
         shown = [max(100 * value, 1e-4) for value in values]
         axes.plot(steps, shown, style, linewidth=1, label=name.replace("_", " "))
-    for name, target in TARGETS.items():
-        axes.axhline(100 * target, color="black", linestyle=":", label=f"target of the {name}")
+    for line, (name, target) in zip(":-", TARGETS.items(), strict=True):
+        axes.axhline(100 * target, color="black", linestyle=line, label=f"goal for the {name}")
     axes.set(
         xlabel="optimiser step", ylabel="estimate below the constant, %", yscale="log",
         ylim=(1e-4, 100),

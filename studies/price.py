@@ -201,8 +201,8 @@ def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[st
     loss.axhline(rows[0][1].test_ngram, color="0.8", label="5-gram")
     loss.set(ylabel="nats per character of the test split", title="loss")
     price.axhline(0, color="0.5")
-    price.axhline(ALLOWED, color="0.8", label="allowed")
-    price.set(ylabel=f"nats per character behind {' or '.join(others)}", title="price")
+    price.axhline(ALLOWED, color="0.8", label=f"limit set beforehand: {ALLOWED}")
+    price.set(ylabel=f"nats per character behind the {' or '.join(others)}", title="price")
     for axes in (loss, price):
         axes.set(xscale="log", xlabel=f"{unit}, each with its own schedule")
     return figure

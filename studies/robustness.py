@@ -157,7 +157,8 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     for index, (kind, group) in enumerate(by(trained(rows), "kind").items()):
         shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
         axes.plot(MULTIPLES, shares, label=kind, **look_of(index))
-    axes.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
+    axes.set(xscale="log", xlabel="size of the attack, in certified radii")
+    axes.set(ylabel="share of attacked predictions that changed")
     return figure
 
 

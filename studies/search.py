@@ -214,13 +214,20 @@ def passes_each(case: Case, result: Result) -> float:
     return result.passes / case.length
 
 
+def characters(case: Case, result: Result) -> str:
+    """The length of the text, for a legend."""
+    return f"{case.length:,} characters"
+
+
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Seconds and passes against the vocabulary, a line per length and method."""
     figure, (seconds, passes) = panels(1, 2)
-    curves(seconds, rows, "vocab_size", "time", ("method", "length"))
-    curves(passes, rows, "vocab_size", passes_each, ("method", "length"))
-    seconds.set(xlabel="symbols", ylabel="seconds a text", xscale="log", yscale="log")
-    passes.set(xlabel="symbols", ylabel="passes a character", xscale="log", yscale="log")
+    for axes, name, ylabel in (
+        (seconds, "time", "seconds for a whole text"),
+        (passes, passes_each, "forward passes a character"),
+    ):
+        curves(axes, rows, "vocab_size", name, ("method", characters))
+        axes.set(xlabel="symbols in the vocabulary", ylabel=ylabel, xscale="log", yscale="log")
     return figure
 
 

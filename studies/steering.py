@@ -152,8 +152,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         curves(top, group, "strength", "least", ("vector",))
         curves(bottom, group, "strength", "changed", ("vector",))
         top.axhline(1, color="0.6")
-        ylabel = "farthest position from a text, least of all windows"
-        top.set(title=name, xlabel="strength", ylabel=ylabel)
+        top.set(title=name, xlabel="strength", ylabel="distance from a text (1: a cell's edge)")
         top.set_yscale("symlog", linthresh=0.01)
         top.set_ylim(bottom=0)
         bottom.set(xlabel="strength", ylabel="share of symbols changed")

@@ -291,11 +291,18 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     """Loss against the constant; flips against the radius of the attack."""
     figure, (left, right) = panels(1, 2)
     curves(left, rows, "total", "nats")
-    left.axhline(NEWHOUSE_NATS, color="0.5", linestyle=":", label="Newhouse et al.")
-    left.set(xscale="log", xlabel="L, embedding to logits", ylabel="validation nats per character")
+    left.axhline(
+        NEWHOUSE_NATS,
+        color="0.5",
+        linestyle=":",
+        label=f"Newhouse et al.: {NEWHOUSE_NATS}, another norm",
+    )
+    left.set(xscale="log", xlabel="proven L, from embeddings to logits")
+    left.set(ylabel="validation nats per character")
     for index, (case, result) in enumerate(rows):
         right.plot(MULTIPLES, result.flips, label=f"L = {case.total:g}", **look_of(index))
-    right.set(xscale="log", xlabel="attack, in certified radii", ylabel="predictions that changed")
+    right.set(xscale="log", xlabel="size of the attack, in certified radii")
+    right.set(ylabel="share of attacked predictions that changed")
     return figure
 
 

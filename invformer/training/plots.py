@@ -137,7 +137,7 @@ def draw_course(axes: "Axes", curves: Mapping[str, Series]) -> None:
             steps, values = curves[f"lipschitz/{key}"]
             axes.plot(steps, values, style, color="black", label=key.replace("_", " "))
     axes.set(xlabel="optimiser step", ylabel="Lipschitz constant, worst branch")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])  # marks of the bound lie on the target
     if axes.lines:
         axes.legend(**LEGEND)
 
