@@ -8,7 +8,7 @@ in balls of token_max.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,6 +18,7 @@ from invformer.nn.proof import certify
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import divide
 from invformer.numerics.rounding import product_up, quotient_up, sqrt_up
+from studies.report import Axes, look_of
 
 INWARD = 1 - 1e-12  # a radius is rounded down, a perturbation stays inside its ball
 ROUNDING = 1e-11  # of the logits in float64, relative to the largest: no margin below it counts
@@ -80,10 +81,16 @@ def attacked(
     radii = certified_radii(model, clean, correct, constant)
     flips = [
         attack_at_radius(model, x, targets, clean, radii * multiple, num_steps)
-        / max(1, int(correct.any(-1).sum()))
         for multiple in MULTIPLES
     ]
     return radii[correct].median().item() if correct.any() else math.nan, flips
+
+
+def draw_flips(axes: Axes, index: int, label: str, flips: Sequence[float]) -> None:
+    """The share of changed predictions against the size of the attack, one of several curves."""
+    axes.plot(MULTIPLES, flips, label=label, **look_of(index))
+    axes.set(xscale="log", xlabel="size of the attack, in certified radii")
+    axes.set(ylabel="share of attacked predictions that changed")
 
 
 def attack_at_radius(
@@ -93,8 +100,8 @@ def attack_at_radius(
     clean: Float[Tensor, "windows tokens vocab"],
     radii: Float[Tensor, "windows tokens"],
     num_steps: int,
-) -> int:
-    """How many predictions change by PGD on the margin of each window's last correct position.
+) -> float:
+    """Share of predictions that PGD changes, on the margin of each window's last correct position.
 
     Every position is attacked with its own radius.
     """
@@ -102,7 +109,7 @@ def attack_at_radius(
     position = torch.where(clean.argmax(-1) == targets, number, -1).amax(-1)
     chosen = position >= 0
     if not chosen.any():
-        return 0
+        return 0.0
     rows = torch.arange(int(chosen.sum()), device=x.device)
     x, targets, position = x[chosen], targets[chosen], position[chosen]
 
@@ -110,7 +117,7 @@ def attack_at_radius(
         return -margins(logits_of(model, x), targets)[rows, position]
 
     moved = pgd(lost, x, radii[chosen, position], num_steps)
-    return int((lost(moved) > 0).sum())
+    return (lost(moved) > 0).double().mean().item()
 
 
 def pgd(

@@ -29,8 +29,8 @@ from invformer.config.section import option
 from invformer.nn.transformer import CharTransformer
 from invformer.numerics.rounding import product_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies.certified_radius import MULTIPLES, attacked, feature_constant
-from studies.report import Figure, Rows, Summary, by, look_of, mean, panels, table, values
+from studies.certified_radius import MULTIPLES, attacked, draw_flips, feature_constant
+from studies.report import Figure, Rows, Summary, by, mean, panels, table, values
 from studies.study import Study, grid, program
 from studies.training import AdamOptions, ModelCase, new_model, scores, train_by_adam
 
@@ -156,9 +156,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     figure, (axes,) = panels(1, 1)
     for index, (kind, group) in enumerate(by(trained(rows), "kind").items()):
         shares = [fmean(flips) for flips in zip(*values(group, "flips"), strict=True)]
-        axes.plot(MULTIPLES, shares, label=kind, **look_of(index))
-    axes.set(xscale="log", xlabel="size of the attack, in certified radii")
-    axes.set(ylabel="share of attacked predictions that changed")
+        draw_flips(axes, index, kind, shares)
     return figure
 
 

@@ -39,10 +39,10 @@ from invformer.nn.transformer import CharEmbedding, CharTransformer
 from invformer.numerics.norms import vector_norm
 from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
-from studies.certified_radius import MULTIPLES, attacked, logits_of
+from studies.certified_radius import MULTIPLES, attacked, draw_flips, logits_of
 from studies.forgetting_attention import ForgettingAttention, forgetting_constant
 from studies.non_expansive import GradientFeedForward
-from studies.report import Figure, Rows, Summary, curves, look_of, panels, table
+from studies.report import Figure, Rows, Summary, curves, panels, table
 from studies.study import Study, grid, program
 from studies.training import (
     ModelOptions,
@@ -300,9 +300,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     left.set(xscale="log", xlabel="proven L, from embeddings to logits")
     left.set(ylabel="validation nats per character")
     for index, (case, result) in enumerate(rows):
-        right.plot(MULTIPLES, result.flips, label=f"L = {case.total:g}", **look_of(index))
-    right.set(xscale="log", xlabel="size of the attack, in certified radii")
-    right.set(ylabel="share of attacked predictions that changed")
+        draw_flips(right, index, f"L = {case.total:g}", result.flips)
     return figure
 
 
