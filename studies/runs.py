@@ -1,9 +1,11 @@
 """Models and runs of ``train.py``: as a study names, starts and reads them."""
 
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from invformer.config.load import load_config
@@ -32,10 +34,28 @@ def nanogpt_cpu(kind: str, num_layers: int, part: int = 1) -> ModelConfig:
 def call(program: str, *words: str) -> None:
     """Run a command of the project; what it prints goes to stderr.
 
+    SIGTERM is passed on, so that no training goes on behind a study that has ended.
+
     Raises:
         InvformerError: it failed.
     """
-    code = subprocess.call([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
+    process = subprocess.Popen([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
+    heard: list[int] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        code = process.wait()
+    except BaseException:  # Ctrl-C
+        process.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if heard:
+        signal.raise_signal(heard[0])  # now that the run has saved
     if code:
         raise InvformerError(f"{program} {' '.join(words)} ended with exit code {code}")
 
