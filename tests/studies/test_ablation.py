@@ -62,6 +62,10 @@ def test_a_variant_is_held_against_the_unchanged_model() -> None:
         (Case("relu", "", "", 0), Result(1.5, None, None)),
     ]
     (base, relu) = summarise(rows).table
+    assert summarise(rows).outcome == "not in the paper"  # nothing was inverted
+    for share, outcome in ((1.0, "reproduced"), (0.99, "not reproduced")):
+        inverted = [(Case("nothing", "", "", 0), Result(1.1, 0.5, share))]
+        assert summarise(inverted).outcome == outcome
     assert (base["nats"], base["bpc"]) == pytest.approx((1.1, 1.1 / math.log(2)))
     assert relu["difference"] == pytest.approx(0.4)
 
