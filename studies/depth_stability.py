@@ -252,8 +252,9 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     nats.axhline(unigram, color="0.5", linewidth=0.8, label=label)
     kinds, failed = list(by(rows, "kind")), by([row for row in rows if row[1].failed], "kind")
     for place, (kind, group) in enumerate(failed.items(), 1):
-        look = look_of(kinds.index(kind)) | {"linestyle": "none"}
-        nats.plot(values(group, "num_layers"), len(group) * [unigram + 0.04 * place], **look)
+        heights = len(group) * [unigram + 0.04 * place]
+        look: dict[str, Any] = {**look_of(kinds.index(kind)), "linestyle": "none"}
+        nats.plot(values(group, "num_layers"), heights, **look)
     deepest = max(values(rows, "num_layers"))
     for index, (one, result) in enumerate(row for row in rows if row[0].num_layers == deepest):
         norms = result.first_gradients
