@@ -13,7 +13,7 @@ import torch
 from invformer.config.load import load_config
 from studies import __main__ as listing
 from studies import memory
-from studies.report import Outcome
+from studies.report import Outcome, panels
 from studies.study import main
 from tests.saved_runs import Saved
 from tests.small_runs import fitted
@@ -36,7 +36,7 @@ SMALL = {
     f"{SHORT} data.val_characters=190",
     "damage": "models=[CERTIFIED,TWIN] bits=[4] noise=[2] dropped=[1] num_windows=1",
     "depth_stability": f"{MODEL.replace('num_layers=1', 'depths=[1,2]')} {SHORT} "
-    "data.val_characters=200",
+    "data.val_characters=200 kinds=[dot_product,l2,certified]",
     "equal_time": "kinds=[nanogpt,nanogpt_tuned] adam_rates=[1e-3] minutes=[1e-6] num_turns=1 "
     f"overrides=[{RUN},model.d_ff=16,data.seq_len=8,data.batch_size=2,data.test_fraction=0.1]",
     "frontier": f"{MODEL} {SHORT} num_windows=2 certificates=[token_max,causal] "
@@ -108,7 +108,7 @@ def test_a_study_measures_once_and_leaves_rows_a_figure_and_a_verdict(
     assert result["outcome"] in get_args(Outcome)
     assert result["table"]
     assert (out / f"{name}.png").stat().st_size > 10_000
-    assert main(replace(study, measure=None), argv) == 0
+    assert main(replace(study, measure=None, draw=lambda rows: panels(1, 1)[0]), argv) == 0
     again = json.loads((out / "result.json").read_text())
     assert (again["findings"], again["must"]) == (result["findings"], result["must"])
     assert (out / "rows.csv").read_text() == rows
