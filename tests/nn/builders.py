@@ -154,7 +154,7 @@ def random_tokens(batch: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(VOCAB, (batch, SEQ_LEN), generator=generator)
 
 
-def trained_a_little(model: CharTransformer, steps: int = 10) -> CharTransformer:
+def trained_a_little(model: CharTransformer, steps: int = 4) -> CharTransformer:
     """The model after a few AdamW steps on random text, so that nothing is at its start value."""
     train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(steps))
     return model.eval()

@@ -102,7 +102,7 @@ def test_with_gradients_a_block_is_the_same_function_folded_into_its_weights(opt
 
 @pytest.mark.parametrize("options", MODELS)
 def test_under_autocast_weights_are_folded_too_for_the_same_function(options: dict) -> None:
-    model = trained_a_little(scaled_model(**options))
+    model = trained_a_little(scaled_model(**options), steps=10)
     x = model.embedding(random_tokens(2)).detach()
     expected = model.stack(x)
     model.float()
