@@ -124,16 +124,14 @@ def norm_from_below(jac: Tensor, norm: Norm) -> float:
         return torch.linalg.matrix_norm(jac.flatten(2).flatten(0, 1), 2).item()
     if norm == "entry_max":
         return jac.abs().sum((-2, -1)).max().item()
-    singular = torch.linalg.svd(jac.flatten(2), full_matrices=False).U[..., 0]
-    generator = torch.Generator().manual_seed(0)
-    out = torch.randn(4, *singular.shape, generator=generator, dtype=jac.dtype)
-    out[0] = singular
-    norms = torch.zeros(4, len(jac), dtype=jac.dtype)
+    rows = jac.flatten(2)  # (N, D, N D)
+    out = torch.randn(4, *jac.shape[:2], generator=torch.Generator().manual_seed(0)).to(jac)
+    out[0] = torch.linalg.svd(rows, full_matrices=False).U[..., 0]
+    out, norms = out.transpose(0, 1), torch.zeros(len(jac), 4)
     for _ in range(200):
-        readout = torch.nn.functional.normalize(out, dim=-1)
-        pulled = torch.einsum("sid,idje->sije", readout, jac)
-        x = torch.nn.functional.normalize(pulled, dim=-1)
-        out = torch.einsum("idje,sije->sid", jac, x)
+        pulled = torch.nn.functional.normalize(out, dim=-1) @ rows
+        x = torch.nn.functional.normalize(pulled.unflatten(-1, jac.shape[2:]), dim=-1)
+        out = x.flatten(-2) @ rows.mT
         before, norms = norms, torch.linalg.vector_norm(out, dim=-1)
         if (norms <= (1 + 1e-12) * before).all():
             break
