@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def test_it_inverts_in_every_norm(norm: Norm) -> None:
 
 
 def stack_violations(
-    c: float, norm: Norm, dtype: torch.dtype, max_steps: int | None, spread: float = 0.5
+    c: float, norm: Norm, dtype: torch.dtype, spread: float, max_steps: int | None
 ) -> int:
     """Through three residual layers and two scales and back: errors above their bounds, of 40."""
     layers = [two_layers(4, 6, c, norm, dtype) for _ in range(3)]
@@ -72,15 +73,13 @@ def stack_violations(
     return int((~(vector_norm(z.double() - x.double(), norm) <= bound)).sum())
 
 
-@pytest.mark.parametrize("spread", [0.5, 3.0])
+@pytest.mark.parametrize(("spread", "max_steps"), [(0.5, 5), (3.0, None)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_the_true_error_of_a_stack_is_never_above_its_bound(
-    dtype: torch.dtype, spread: float
+    dtype: torch.dtype, spread: float, max_steps: int | None
 ) -> None:
-    for c in CONSTANTS:
-        for norm in NORMS:
-            for max_steps in (5, None):
-                assert stack_violations(c, norm, dtype, max_steps, spread) == 0
+    for c, norm in product(CONSTANTS, NORMS):
+        assert stack_violations(c, norm, dtype, spread, max_steps) == 0
 
 
 def test_the_bound_is_attained_by_the_worst_direction_in_the_predicted_steps() -> None:
