@@ -231,9 +231,12 @@ def load(source: str | os.PathLike[str], device: str = "auto") -> TrainedModel:
     network, vocabulary, config, checkpoint = load_trained(os.fspath(source))
     network.to(pick_device(device, "device"))
     evaluation = None
-    with suppress(OSError, ValueError, KeyError, TypeError):  # there is none that can be read
+    with suppress(OSError, ValueError, AttributeError):  # there is none that can be read
         report = json.loads(checkpoint.evaluation.read_text(encoding="utf-8"))
-        evaluation = report if report["step"] == checkpoint.step else None
+        # The file lies beside the folder, which may have held another model.
+        same = ("step", "command", "commit", "weight_bits")
+        if all(report.get(key) == checkpoint.metadata.get(key) for key in same):
+            evaluation = report
     return TrainedModel(network, vocabulary, config, checkpoint.metadata, evaluation)
 
 

@@ -316,6 +316,18 @@ def test_a_certificate_that_the_weights_do_not_have_is_refused(exported: Path) -
         invformer.load(exported)
 
 
+def test_the_evaluation_of_a_model_that_was_in_the_folder_before_is_not_taken(
+    run: Path, exported: Path, command: Callable[..., int]
+) -> None:
+    few = ("evaluate.lipschitz_sequences=0", "evaluate.inversion_sequences=0")
+    for words in ([], ["bits=4"], ["bits=2"]):
+        shutil.rmtree(exported)
+        assert command("export", f"checkpoint={run}", f"out={exported}", *words) == 0
+        assert invformer.load(exported).evaluation is None
+        assert command("evaluate", f"checkpoint={exported}", *few) == 0
+        assert invformer.load(exported).evaluation is not None
+
+
 def test_an_export_overwrites_nothing(typed: Typed, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert "is not empty; name a new folder" in typed("export", f"out={tmp_path}", code=7)

@@ -107,6 +107,7 @@ def evaluate(
         "command": checkpoint.metadata.get("command"),
         "wandb": run_id and {"id": run_id, "project": logger.project, "entity": logger.entity},
         "commit": checkpoint.metadata.get("commit"),
+        "weight_bits": checkpoint.metadata.get("weight_bits"),  # of an exported model
         "evaluated_with": command_line(config),
         "model": {"name": trained.model.name, "parameters": sum(map(Tensor.numel, parameters))},
         "bpc": likelihood.nats / math.log(2),
