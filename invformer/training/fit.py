@@ -73,6 +73,7 @@ def fit(run: Run) -> None:
     try:
         if run.trainer.is_global_zero:
             announce(run)
+            run.directory.summary.unlink(missing_ok=True)  # a picture means a finished run
         train(run)
         if run.trainer.is_global_zero:
             conclude(run)

@@ -171,6 +171,17 @@ def test_a_run_shorter_than_an_interval_is_validated_once_and_can_be_made_longer
     assert validated(tmp_path) == [2, 4, 6]
 
 
+def test_a_run_that_fails_before_its_new_picture_is_drawn_keeps_no_picture_of_fewer_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, "trainer.max_steps=2")
+    monkeypatch.delattr("invformer.training.fit.read_curves")
+    with pytest.raises(NameError):
+        train(tmp_path, "trainer.max_steps=4")
+    assert validated(tmp_path) == [1, 3]
+    assert not (tmp_path / "a" / "summary.png").exists()
+
+
 def test_a_run_that_is_made_longer_follows_the_longer_schedule_from_its_first_new_step(
     tmp_path: Path,
 ) -> None:
