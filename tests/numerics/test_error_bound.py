@@ -26,6 +26,17 @@ def test_the_stack_bound_is_the_recursion_written_out() -> None:
     assert stack_error_bound([]) == 0
 
 
+def test_the_rounding_of_a_scaling_there_and_back_is_in_its_bound() -> None:
+    x = torch.randn(4, 3, 2, dtype=torch.float32)
+    log_scale, shift = torch.tensor([0.5, -1.0]).float(), torch.tensor([1e4, -1e4]).float()
+    y = x * log_scale.exp() + shift  # which has lost the last digits of x
+    back = (y - shift) * (-log_scale).exp()
+    bound = stack_error_bound([scale_step(y, log_scale, shift, "token_max")])
+    error = (back.double() - x).norm(dim=-1).amax(-1)
+    assert (error > 1e-4).all()
+    assert (error <= bound).all()
+
+
 def test_an_error_comes_back_in_other_scales_only_as_far_as_channels_allow() -> None:
     # Errors of the upper layer are large in channel 0, which the lower one hardly reads.
     log_scale = torch.tensor([math.log(0.01), 0.0])
