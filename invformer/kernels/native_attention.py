@@ -62,7 +62,7 @@ def native_attention_backward(
 
 @torch.library.custom_op("invformer::native_ball_attention", mutates_args=())
 def native_ball_attention(
-    z: Tensor, temperature: Tensor, by_lag: Tensor, strict: bool
+    z: Tensor, temperature: Tensor, by_lag: Tensor, strictly_causal: bool
 ) -> tuple[Tensor, Tensor]:
     """softmax(τ q·k + b) v, (B, H, N, d), and log Σ_j exp S_ij, for [q, k, v] = ψ(z) of every head.
 
@@ -70,18 +70,23 @@ def native_ball_attention(
         z: (B, N, 3 H d) without gaps.
         temperature: τ, (H,).
         by_lag: b, (H, N).
-        strict: keys and values are those of the token before; of the first token they are zero.
+        strictly_causal: keys and values are those of the token before, zero for the first token.
     """
     q, k, v = _parts(z, len(temperature))
     y, log_mass = _results(q)
-    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict))
+    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strictly_causal))
     _call("forward", q, *map(_heads, (q, k, v)), *made_of, _heads(y), pointer(log_mass), l2=False)
     return y, log_mass
 
 
 @torch.library.custom_op("invformer::native_ball_attention_backward", mutates_args=())
 def native_ball_attention_backward(
-    dy: Tensor, z: Tensor, temperature: Tensor, by_lag: Tensor, log_mass: Tensor, strict: bool
+    dy: Tensor,
+    z: Tensor,
+    temperature: Tensor,
+    by_lag: Tensor,
+    log_mass: Tensor,
+    strictly_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of z, τ and b."""
     heads = len(temperature)
@@ -89,9 +94,9 @@ def native_ball_attention_backward(
     dz, dbias = torch.empty_like(z), torch.empty_like(log_mass)
     dtemperature = z.new_empty(q.shape[:2])
     given = map(_heads, (with_channels_together(dy), q, k, v))
-    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strict), pointer(log_mass))
+    made_of = (pointer(by_lag), pointer(temperature), ctypes.c_bool(strictly_causal))
     to = (*map(_heads, _parts(dz, heads)), pointer(dbias), pointer(dtemperature))
-    _call("backward", q, *given, *made_of, *to, l2=False)
+    _call("backward", q, *given, *made_of, pointer(log_mass), *to, l2=False)
     return dz, dtemperature.sum(0), dbias.sum(0)
 
 
@@ -159,23 +164,23 @@ native_attention.register_autograd(_backward, setup_context=_keep)
 
 
 @native_ball_attention.register_fake
-def _(z, temperature, by_lag, strict):
+def _(z, temperature, by_lag, strictly_causal):
     return _results(_parts(z, len(temperature))[0])
 
 
 @native_ball_attention_backward.register_fake
-def _(dy, z, temperature, by_lag, log_mass, strict):
+def _(dy, z, temperature, by_lag, log_mass, strictly_causal):
     return torch.empty_like(z), torch.empty_like(temperature), torch.empty_like(by_lag)
 
 
 def _keep_ball(ctx, inputs, output) -> None:
-    *tensors, ctx.strict = inputs
+    *tensors, ctx.strictly_causal = inputs
     ctx.save_for_backward(*tensors, output[1])
     ctx.set_materialize_grads(False)
 
 
 def _backward_ball(ctx, dy, dlog_mass):
-    return *native_ball_attention_backward(dy, *ctx.saved_tensors, ctx.strict), None
+    return *native_ball_attention_backward(dy, *ctx.saved_tensors, ctx.strictly_causal), None
 
 
 native_ball_attention.register_autograd(_backward_ball, setup_context=_keep_ball)

@@ -31,7 +31,10 @@ TENSORS = (
     *("w", "b", "v", "scale", "shift", "inverse", "log_scale", "norm_scale", "norm_shift"),
     *("biases", "temperatures", "left", "lengths", "estimate", "turn"),
 )
-NUMBERS = ("inner", "outer", "kernel", "activation", "heads", "bias_stride", "late", "at_once")
+NUMBERS = (
+    *("inner", "outer", "kernel", "activation", "heads", "bias_stride"),
+    *("strictly_causal", "at_once"),
+)
 
 
 class _Branch(ctypes.Structure):
@@ -138,6 +141,6 @@ def fields_of(layer: InvertibleResidual, weights: ResidualWeights) -> Fields:
         table = branch.position.table
         own |= {"biases": table, "bias_stride": table.stride(0) if len(table) > 1 else 0}
     if stacked is StackedBoundedAttention:
-        late, temperatures = branch.strictly_causal, weights.branch.temperature
-        own |= {"temperatures": temperatures, "late": late}
+        own["temperatures"] = weights.branch.temperature
+        own["strictly_causal"] = branch.strictly_causal
     return own

@@ -290,7 +290,7 @@ class StackedBoundedAttention(StackedAttention):
         """dY_i = Σ_j (P_ij dv_j + dP_ij v_j) for each head, with
         dP_i = τ (diag P_i − P_i P_iᵀ) a_i, a_ij = dq_i·k_j + q_i·dk_j.
         """
-        is_late = self.branches[0].strictly_causal  # keys and values are of the token before
+        strictly_causal = self.branches[0].strictly_causal
         *points, p, temperature = self.stacked_points()
         q, q_rho, *others = (t.transpose(2, 3) for t in points)
         at_q = BallPoint(*(take(t, chosen).flatten(1, 2) for t in (q, q_rho)))
@@ -305,7 +305,7 @@ class StackedBoundedAttention(StackedAttention):
 
         def push(dz: Tensor) -> Tensor:
             dq, dk, dv = dz.chunk(3, -1)
-            if is_late:
+            if strictly_causal:
                 dk, dv = delay(dk), delay(dv)
             dq, dk, dv = map(self.heads, (at_chosen(dq, chosen).squeeze(2), dk, dv))
             dq, dk, dv = at_q.derivative(dq), at_k.derivative(dk), at_v.derivative(dv)
@@ -318,7 +318,7 @@ class StackedBoundedAttention(StackedAttention):
             dq = is_own * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
             dk = at_k.derivative(da * q).flatten(-2)
             dv = at_v.derivative(weight * dy).flatten(-2)
-            if is_late:
+            if strictly_causal:
                 dk, dv = advance(dk), advance(dv)
             return torch.cat([dq, dk, dv], -1)
 

@@ -66,8 +66,8 @@ def bounds_at(at: jacobians.StackedBranches, measured: Measured, tight: bool = F
 
     def of_bounded(*evidence: Tensor) -> Tensor:
         *point, w_qkv, _, g = evidence
-        strict = at.branches[0].strictly_causal
-        return bounded.local_bound(AttentionPoint(*point), w_qkv, g, measured, strict, tight)
+        how = measured, at.branches[0].strictly_causal, tight
+        return bounded.local_bound(AttentionPoint(*point), w_qkv, g, *how)
 
     def of_feed_forward(z: Tensor, *weights: Tensor) -> Tensor:
         slope = activation_slope(at.branches[0].activation, z)

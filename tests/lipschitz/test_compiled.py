@@ -21,7 +21,7 @@ from tests.nn.builders import (
 pytestmark = needs_compiler
 
 BALL = {"bounded": True}
-LATE = {**BALL, "strictly_causal": True}
+STRICTLY_CAUSAL = {**BALL, "strictly_causal": True}
 CAUSAL = {"certificate": "causal"}
 CASES = {
     "l2": {},
@@ -31,13 +31,18 @@ CASES = {
     "l2, diagonal blocks, past": {**CAUSAL, "kernel": 3},
     "ball": BALL,
     "ball, radius, scaled": {**BALL, "input_radius": 1.5, "scaled": True},
-    "ball, late": LATE,
-    "ball, late, scaled": {**LATE, "scaled": True},
-    "ball, late, scaled, diagonal blocks, past": {**LATE, **CAUSAL, "kernel": 3, "scaled": True},
+    "ball, strictly causal": STRICTLY_CAUSAL,
+    "ball, strictly causal, scaled": {**STRICTLY_CAUSAL, "scaled": True},
+    "ball, strictly causal, scaled, diagonal blocks, past": {
+        **STRICTLY_CAUSAL,
+        **CAUSAL,
+        "kernel": 3,
+        "scaled": True,
+    },
     "ball, diagonal blocks, radius": {**BALL, **CAUSAL, "input_radius": 1.5},
 }
 TEXTS = {"one": (1, 1), "eight": (1, 8), "nine": (1, 9), "several": (3, 12)}
-IN_EVERY_SIZE = ("l2", "ball, late")
+IN_EVERY_SIZE = ("l2", "ball, strictly causal")
 
 
 def trained(**options) -> CharTransformer:

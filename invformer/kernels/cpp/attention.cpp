@@ -12,8 +12,9 @@
 //
 // and for L2 dq is the sum of all three, less s (Σ_i dS_ij) k_j of the column.
 //
-// In a ball, q, k and v are ψ(z) = z/√(1 + ‖z‖²) of rows z, and s is the head's temperature; late, keys
-// and values are those of the token before, of the first token zero. With u = ψ(z) and ρ = 1/√(1 + ‖z‖²)
+// In a ball, q, k and v are ψ(z) = z/√(1 + ‖z‖²) of rows z, and s is the head's temperature; if strictly
+// causal, keys and values are those of the token before, of the first token zero. With u = ψ(z) and
+// ρ = 1/√(1 + ‖z‖²)
 //
 //     dz = ρ (du − u (u·du)),  ds = Σ_i q_i·(dS k)_i
 //
@@ -44,7 +45,7 @@ struct Sizes {
 
 // How rows of memory are seen.
 struct View {
-  bool in_ball = false, late = false;
+  bool in_ball = false, strictly_causal = false;
 };
 
 // Rows of channels as they are seen, and 1/√(1 + ‖x‖²) of each in a ball.
@@ -62,8 +63,8 @@ void copy_rows(Rows<T> to, Matrix<const T> x, const T* centre, T scale, Sizes<T>
                View view) {
   T* out = to.data;
   std::fill_n(out, size.rows(), T(0));
-  for (int64_t i = view.late; i < size.tokens; ++i)
-    std::copy_n(x.at(i - view.late), size.channels, out + i * size.width);
+  for (int64_t i = view.strictly_causal; i < size.tokens; ++i)
+    std::copy_n(x.at(i - view.strictly_causal), size.channels, out + i * size.width);
   for (int64_t i = 0; i < size.tokens; ++i, out += size.width) {
     if (centre)
       for (int64_t c = 0; c < size.channels; ++c) out[c] -= centre[c];
@@ -94,9 +95,9 @@ void write_rows(Matrix<T> dx, T* g, Rows<T> u, T scale, Sizes<T> size, View view
     }
     for (int64_t c = 0; c < size.width; c += LANES<T>) store(g_i + c, factor * load(g_i + c));
   }
-  for (int64_t i = view.late; i < size.tokens; ++i)
-    std::copy_n(g + i * size.width, size.channels, dx.at(i - view.late));
-  if (view.late) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
+  for (int64_t i = view.strictly_causal; i < size.tokens; ++i)
+    std::copy_n(g + i * size.width, size.channels, dx.at(i - view.strictly_causal));
+  if (view.strictly_causal) std::fill_n(dx.at(size.tokens - 1), size.channels, T(0));
 }
 
 // The transpose of rows of channels, in panels of PANEL tokens that lie together; zeros at the end.
@@ -353,19 +354,19 @@ void backward(Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const
 // Each returns whether there was enough memory.
 #define EXPORT(T, NAME)                                                                       \
   bool NAME##_attention_forward(Heads<const T> q, Heads<const T> k, Heads<const T> v,         \
-                                const T* bias, const T* temperature, bool late, Heads<T> y,   \
-                                T* log_mass, int64_t samples, int64_t heads, int64_t tokens,  \
-                                int64_t channels, bool l2, int threads) {                     \
-    const View keys{temperature != nullptr, late};                                            \
+                                const T* bias, const T* temperature, bool strictly_causal,    \
+                                Heads<T> y, T* log_mass, int64_t samples, int64_t heads,      \
+                                int64_t tokens, int64_t channels, bool l2, int threads) {     \
+    const View keys{temperature != nullptr, strictly_causal};                                 \
     const Call<T> call{samples, heads, {tokens, channels}, l2, threads, temperature, keys};   \
     return had_memory_for([&] { forward<T>(q, k, v, bias, y, log_mass, call); });             \
   }                                                                                           \
   bool NAME##_attention_backward(                                                             \
       Heads<const T> dy, Heads<const T> q, Heads<const T> k, Heads<const T> v, const T* bias, \
-      const T* temperature, bool late, const T* log_mass, Heads<T> dq, Heads<T> dk,           \
-      Heads<T> dv, T* dbias, T* dtemperature, int64_t samples, int64_t heads, int64_t tokens, \
-      int64_t channels, bool l2, int threads) {                                               \
-    const View keys{temperature != nullptr, late};                                            \
+      const T* temperature, bool strictly_causal, const T* log_mass, Heads<T> dq,             \
+      Heads<T> dk, Heads<T> dv, T* dbias, T* dtemperature, int64_t samples, int64_t heads,    \
+      int64_t tokens, int64_t channels, bool l2, int threads) {                               \
+    const View keys{temperature != nullptr, strictly_causal};                                 \
     const Call<T> call{samples, heads, {tokens, channels}, l2, threads, temperature, keys};   \
     return had_memory_for([&] {                                                               \
       backward<T>(dy, q, k, v, bias, log_mass, dq, dk, dv, dbias, dtemperature, call);        \

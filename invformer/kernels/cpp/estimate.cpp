@@ -24,7 +24,7 @@ struct Branch {
   const T *biases, *temperatures;     // of each head: at lags from one on; in a ball
   T *left, *lengths, *estimate;       // (sequences, tokens, width), (sequences, tokens), one number
   int64_t* turn;
-  int64_t inner, outer, kernel, activation, heads, bias_stride, late, at_once;
+  int64_t inner, outer, kernel, activation, heads, bias_stride, strictly_causal, at_once;
   double radius;  // zero is none
 
   int64_t head_channels() const { return outer / heads; }
@@ -56,12 +56,13 @@ struct Point {
   T* biases;       // of every head, the largest lag first
 };
 
-// P_ij of the keys j of token i, and how many there are. Late, keys are those of tokens before, and
-// of one that is zero, of which nothing but its share of P counts.
+// P_ij of the keys j of token i, and how many there are. If strictly causal, keys are those of tokens
+// before, and of one that is zero, of which nothing but its share of P counts.
 template <typename T>
 int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t head, int64_t i,
                 T* p) {
-  const int64_t d = f.head_channels(), keys = i + 1 - f.late, end = round_up(keys, LANES<T>);
+  const int64_t d = f.head_channels(), keys = i + 1 - f.strictly_causal;
+  const int64_t end = round_up(keys, LANES<T>);
   const Matrix<T> q = at.z.from(head * d), k = f.temperatures ? q.from(f.outer) : q;
   const T factor = f.temperatures ? f.temperatures[head] : -1 / std::sqrt(T(d));
   const T* const biases = at.biases + head * q.row + tokens;  // of lag l at −1 − l
@@ -77,13 +78,13 @@ int64_t softmax(const Branch<T>& f, const Point<T>& at, int64_t tokens, int64_t 
   }
   for (int64_t j = 0; j < keys; ++j) p[j] = factor * p[j] + biases[j - keys];
   std::fill(p + keys, p + end, -INFINITE);
-  Vector<T> sums{}, largest = sums + (f.late ? biases[-1 - i] : -INFINITE);
+  Vector<T> sums{}, largest = sums + (f.strictly_causal ? biases[-1 - i] : -INFINITE);
   for (int64_t j = 0; j < end; j += LANES<T>) {
     const Vector<T> x = load(p + j);
     largest = x > largest ? x : largest;
   }
   const T most = maximum<T>(largest);
-  T total = f.late ? std::exp(biases[-1 - i] - most) : T(0);
+  T total = f.strictly_causal ? std::exp(biases[-1 - i] - most) : T(0);
   for (int64_t j = 0; j < end; j += LANES<T>) {
     const Vector<T> e = exponential<T>(load(p + j) - most);
     store(p + j, e);
@@ -221,7 +222,7 @@ struct ChosenRows {
   }
 
   Head<T> head_of(int64_t r, int64_t h) const {
-    const int64_t d = f.head_channels(), keys = chosen[r] + 1 - f.late;
+    const int64_t d = f.head_channels(), keys = chosen[r] + 1 - f.strictly_causal;
     const Matrix<const T> q{at.z.at(h * d), row}, k = f.temperatures ? q.from(f.outer) : q;
     const T tau = f.temperatures ? f.temperatures[h] : -2 / std::sqrt(T(d));
     return {p + (r * f.heads + h) * row, at.rho + h * row, tau, chosen[r], keys, d, f.outer, row,
