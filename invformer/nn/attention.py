@@ -19,7 +19,7 @@ from invformer.bounds import contractive
 from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
@@ -49,7 +49,7 @@ class L2Weights(NamedTuple):
     g: OutputMaps
 
 
-class TiedL2Attention(GroupedBranch[L2Weights]):
+class TiedL2Attention(LipschitzBranch[L2Weights]):
     """f(X)_i = Σ_h (P^h q^h)_i G_h for any G_h; subclasses differ in their weights.
 
     Every token sees itself, and queries are the keys: otherwise f is not Lipschitz

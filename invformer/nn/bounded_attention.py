@@ -12,7 +12,7 @@ from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
 from invformer.nn.affine import Tokens, affine
 from invformer.nn.attention import AttentionCertificate
-from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, normalised_weights, write_to
@@ -41,7 +41,7 @@ class BoundedWeights(NamedTuple):
     g: Tensor
 
 
-class BoundedAttention(GroupedBranch[BoundedWeights]):
+class BoundedAttention(LipschitzBranch[BoundedWeights]):
     """f(X) = (c/ν) Σ_h (P^h v^h) Ĝ_h / L_h,  P^h = softmax(τ_h q^h·k^h + b_h), untied.
 
     q, k, v = ψ(β Ŵ X) with ψ(z) = z/√(1 + ‖z‖²), the map into the unit ball, and ‖Ĝ‖₂ ≤ 1. Dot

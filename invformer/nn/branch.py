@@ -59,8 +59,8 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     A new branch is one class with :meth:`weights`, :meth:`forward` and :meth:`lipschitz_bound`,
     that sets ``is_proven``. The rest has defaults (CONTRIBUTING.md).
-    :meth:`weights_of` with :meth:`group` instead of :meth:`weights` computes the weights of all
-    layers of a model at once, which is faster; a :class:`GroupedBranch` bounds them at once, too.
+    :meth:`weights_of` instead of :meth:`weights` and :meth:`bounds_of` instead of
+    :meth:`lipschitz_bound` serve all layers of one :meth:`group` at once, which is faster.
 
     Args:
         lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
@@ -124,33 +124,17 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         self, norm: Norm, dtype: torch.dtype | None = None, weights: Any = None
     ) -> float:
         """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
-        raise NotImplementedError
+        return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
 
     def causal_bound(self, dtype: torch.dtype | None = None, weights: Any = None) -> float:
         """A proven upper bound on the norms of the diagonal Jacobian blocks ∂f_i/∂x_i.
 
-        A Lipschitz constant bounds them too. ValueError if a token sees later ones: then the blocks
-        say nothing about the inverse.
+        A Lipschitz constant bounds them too, and a class with a ``lipschitz_bound`` of its own
+        inherits no other. ValueError if a token sees later ones: then the blocks say nothing about
+        the inverse.
         """
-        return self.lipschitz_bound("token_max", dtype, weights)
-
-
-class GroupedBranch(LipschitzBranch[Weights]):
-    """A branch whose bounds are computed for all layers of a group at once, by :meth:`bounds_of`.
-
-    ``lipschitz_bound`` and ``causal_bound`` are then those of a group of one.
-    """
-
-    def lipschitz_bound(
-        self, norm: Norm, dtype: torch.dtype | None = None, weights: Weights | None = None
-    ) -> float:
-        """Certified Lip(f) in ``norm`` for the weights as cast to ``dtype``, at full length."""
-        return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
-
-    def causal_bound(
-        self, dtype: torch.dtype | None = None, weights: Weights | None = None
-    ) -> float:
-        """Certified norm of the diagonal Jacobian blocks ∂f_i/∂x_i: not a constant of f."""
+        if type(self).lipschitz_bound is not LipschitzBranch.lipschitz_bound:
+            return self.lipschitz_bound("token_max", dtype, weights)
         return self.bounds_of([self], "token_max", "causal", dtype, [weights or self.weights()])[0]
 
     @staticmethod
@@ -161,7 +145,7 @@ class GroupedBranch(LipschitzBranch[Weights]):
         dtype: torch.dtype | None,
         weights: Sequence[Any],
     ) -> list[float]:
-        """The bound of every branch, all of one group.
+        """The bounds of several branches of one group at once.
 
         Args:
             branches: f_1, f_2, …
@@ -180,22 +164,15 @@ def bounds_together(
     dtype: torch.dtype | None,
     weights: Sequence[Any],
 ) -> list[float]:
-    """The bound of every branch of a group, by :meth:`GroupedBranch.bounds_of` if the class has it.
-
-    A class that overrides ``lipschitz_bound`` or ``causal_bound`` is asked branch by branch; with a
-    Lipschitz bound of its own, it does not inherit the other one.
-    """
+    """The bound of every branch of a group: at once, unless the class has a method for one."""
     cls, methods = type(branches[0]), ("lipschitz_bound", "causal_bound")
-    inherits = all(getattr(cls, name) is getattr(GroupedBranch, name) for name in methods)
-    if issubclass(cls, GroupedBranch) and inherits:
+    if all(getattr(cls, name) is getattr(LipschitzBranch, name) for name in methods):
         at_once = max(1, NUMBERS_AT_ONCE // max(1, sum(w.numel() for w in weights[0])))
         parts = [slice(i, i + at_once) for i in range(0, len(branches), at_once)]
         found = (cls.bounds_of(branches[p], norm, kind, dtype, weights[p]) for p in parts)
         return list(chain(*found))
     each = zip(branches, weights, strict=True)
     if kind == "causal":
-        if cls.causal_bound is GroupedBranch.causal_bound:
-            return [LipschitzBranch.causal_bound(branch, dtype, w) for branch, w in each]
         return [branch.causal_bound(dtype, w) for branch, w in each]
     return [branch.lipschitz_bound(norm, dtype, w) for branch, w in each]
 

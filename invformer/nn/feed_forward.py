@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from invformer.bounds import layers
 from invformer.nn.affine import Tokens, affine
-from invformer.nn.branch import AttentionCache, GroupedBranch, cast, weights_together
+from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
     INITIAL_OUTPUT,
@@ -90,7 +90,7 @@ class FeedForwardWeights(NamedTuple):
         return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
-class ContractiveFeedForward(GroupedBranch[FeedForwardWeights]):
+class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     """f(x) = c Ŵ₂ φ_β(Ŵ₁ x + b) / lip(φ),  φ_β(h) = φ(βh)/β,  ‖Ŵ₁‖, ‖Ŵ₂‖ ≤ 1: Lip(f) ≤ c.
 
     φ_β has the slopes of φ for every β > 0, so a hidden unit can learn its sharpness without

@@ -22,7 +22,7 @@ from invformer.nn import (
     certify,
     enforce,
 )
-from invformer.nn.branch import GroupedBranch, LipschitzBranch
+from invformer.nn.branch import LipschitzBranch
 from invformer.numerics.norms import NORMS, Norm
 from tests.gpu.emulation import cuda_rules
 from tests.launches import Launches
@@ -287,7 +287,7 @@ class Tanh(LipschitzBranch[tuple[()]]):
         return 0.5
 
 
-class GroupedTanh(GroupedBranch[tuple[()]]):
+class GroupedTanh(LipschitzBranch[tuple[()]]):
     is_proven = True
     weights, forward, bounds_of = Tanh.weights, Tanh.forward, lambda branches, *_: [0.5]
 
