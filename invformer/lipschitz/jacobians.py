@@ -17,7 +17,7 @@ from invformer.nn.attention import TiedL2Attention
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
 from invformer.nn.position_bias import biases_together
-from invformer.nn.residual import InvertibleResidual, ResidualWeights
+from invformer.nn.residual import ResidualWeights
 from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
@@ -50,14 +50,11 @@ class StackedBranches:
     """
 
     def __init__(
-        self,
-        layers: Sequence[InvertibleResidual | PreNormBranch],
-        weights: Sequence[ResidualWeights],
-        num_tokens: int,
+        self, layers: Sequence[Any], weights: Sequence[ResidualWeights], num_tokens: int
     ) -> None:
-        residual = [layer for layer in layers if isinstance(layer, InvertibleResidual)]
-        self.branches: Sequence[Any] = [layer.branch for layer in residual] or layers
-        self.input_radius = residual[0].input_radius if residual else None
+        # A baseline's layer is its branch.
+        self.branches: Sequence[Any] = [getattr(layer, "branch", layer) for layer in layers]
+        self.input_radius = getattr(layers[0], "input_radius", None)
         self.layer_weights, self.weights = weights, [layer.branch for layer in weights]
         self.num_tokens = num_tokens
         self.inputs: list[Tensor] = []  # D x + b of each
@@ -65,8 +62,7 @@ class StackedBranches:
         # D, (branches, 1, width), if it is folded in: these weights have the Jacobian D⁻¹ J D.
         self.scale = None
         if weights[0].centre is not None:
-            scalings = [layer.scaling for layer in residual if layer.scaling is not None]
-            self.scale = torch.stack([scaling.log_scale for scaling in scalings]).exp().unsqueeze(1)
+            self.scale = torch.stack([layer.scaling.log_scale for layer in layers]).exp()[:, None]
 
     def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
         """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -98,7 +97,7 @@ class LipschitzProbe:
             at_once = tokens.shape[-1] if many else TOKENS_AT_ONCE
             iteration = PowerIteration(shape, norm, seed=seed, at_once=at_once, **like)
             self.parts.append(Part(names, layers, branches, iteration))
-        self.names = list(chain(*zip(*(part.names for part in self.parts), strict=True)))
+        self.names = [full_name(i, part) for i in range(len(blocks)) for part in PARTS]
         self.branches = [branch for part in self.parts for branch in part.branches]
         self.target = max(getattr(branch, "lipschitz_target", math.inf) for branch in self.branches)
         self.iterations = [part.iteration for part in self.parts]
