@@ -44,8 +44,6 @@ class Branch:
         output: V, (inner, D).
     """
 
-    # Of the ball into which the input is mapped first, token by token.
-    input_radius: float | None = None
     num_reads = 1
 
     def __init__(self, reads: list[Tensor], output: Tensor) -> None:

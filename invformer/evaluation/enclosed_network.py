@@ -50,9 +50,8 @@ class Network:
                 factor, shift = inside
                 continue
             branch = enclosed_branch(name, layer.branch, length, weights[name].branch)
-            branch.input_radius = layer.input_radius
             branch.make_matrices(split)
-            self.steps.append(Step(branch, *inside, writes))
+            self.steps.append(Step(branch, layer.input_radius, *inside, writes))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].high])
         self.top = View(factor, shift, writes)
 
@@ -102,21 +101,21 @@ class View:
 
 
 class Step(View):
-    """A branch, and the channels as it reads them."""
+    """A branch, and the channels as it reads them: in a ball, if there is a radius."""
 
     def __init__(
-        self, branch: Branch, factor: Pair, shift: Pair, writes: Float[Tensor, "inner width"]
+        self, branch: Branch, radius: float | None, factor: Pair, shift: Pair, writes: Tensor
     ) -> None:
         super().__init__(factor, shift, writes)
-        self.branch = branch
-        matrices = [] if branch.input_radius is not None else branch.weights[:-1]
+        self.branch, self.radius = branch, radius
+        matrices = [] if radius is not None else branch.weights[:-1]
         self.to_reads = [sizes_of(writes * factor.high, w.middle) for w in matrices]
 
     def read(self, x: Pair, errors: Tensor, count: int | None) -> list[Enclosure]:
         """(A x + B) W for the first W of the branch, or for all."""
-        matrices, radius = self.branch.reads[:count], self.branch.input_radius
-        if radius is not None:
-            seen = self.state(x, errors).into_ball(radius)
+        matrices = self.branch.reads[:count]
+        if self.radius is not None:
+            seen = self.state(x, errors).into_ball(self.radius)
             return [seen.matmul(w) for w in matrices]
         u = x.affine(self.factor, self.shift)
         pairs = zip(matrices, self.to_reads, strict=False)

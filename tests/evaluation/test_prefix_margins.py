@@ -159,8 +159,8 @@ def test_a_branch_of_any_input_in_an_enclosure_is_in_its_enclosure(
         x = torch.randn(SEQ_LEN, 12, generator=generator)
         radius = (relative * torch.rand(x.shape, generator=generator)).float()
         branch, seen = step.branch, Enclosure(x, radius)
-        if branch.input_radius is not None:
-            seen = seen.into_ball(branch.input_radius)
+        if step.radius is not None:
+            seen = seen.into_ball(step.radius)
         z = [seen.matmul(w) for w in branch.reads]
         inner, _ = branch.inner(z, torch.arange(SEQ_LEN), None)
         found = inner.matmul(branch.output)
