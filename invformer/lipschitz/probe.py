@@ -138,15 +138,12 @@ class LipschitzProbe:
             yield part.iteration.step(products)
 
     @torch.no_grad()
-    def values(
-        self, num_steps: int = 1, weights: StackWeights | None = None
-    ) -> Float[Tensor, "branches"]:
+    def values(self, weights: StackWeights | None = None) -> Float[Tensor, "branches"]:
         """One estimate per branch in the order of ``names``, the largest over the sequences.
 
-        The first one takes ``FIRST_STEPS`` at least. ``weights`` are those of a training step.
+        The first one takes ``FIRST_STEPS``. ``weights`` are those of a training step.
         """
-        if not self.has_started:
-            self.has_started, num_steps = True, max(num_steps, FIRST_STEPS)
+        num_steps, self.has_started = 1 if self.has_started else FIRST_STEPS, True
         is_short, stack = self.tokens.numel() <= SHORT, self.model.stack
         if self.is_compiled and isinstance(stack, InvertibleStack):
             weights = weights or stack.weights()
@@ -174,10 +171,9 @@ class LipschitzProbe:
         found = {}
         for part, (gains, residual) in zip(self.parts, self.steps(num_steps), strict=True):
             best = gains.argmax(-1, keepdim=True)
-            each = (
-                t.gather(2, best).squeeze(2) for t in (gains * rounding_factor(gains), residual())
-            )
-            found |= zip(part.names, zip(*each, strict=True), strict=True)
+            values = gains.gather(2, best).squeeze(2) * rounding_factor(gains)
+            residuals = residual().gather(2, best).squeeze(2)
+            found |= zip(part.names, zip(values, residuals, strict=True), strict=True)
         return {name: found[name] for name in self.names}
 
     @contextmanager

@@ -140,7 +140,7 @@ class LipschitzMonitor(L.Callback):
     def row(self, weights: StackWeights | None) -> Numbers:
         """Estimates, as a vector on the device, and the target; None computes the weights."""
         assert self.probe is not None
-        row = self.by_key("estimate", self.probe.values(weights=weights))
+        row = self.by_key("estimate", self.probe.values(weights))
         if self.probe.model.is_invertible:
             row["lipschitz/target"] = self.probe.target
         return row
