@@ -32,13 +32,13 @@ class Products(NamedTuple):
     """Products with rows J_i· = ∂f_i/∂X of R output tokens i, or with all of J.
 
     Attributes:
-        push: dX ↦ J_i· dX, from (branches, R, M, D) to (branches, R, D), with M = N tokens, or with
+        jvp: dX ↦ J_i· dX, from (branches, R, M, D) to (branches, R, D), with M = N tokens, or with
             the token i alone; it may overwrite dX. All of J: R sequences, N tokens on both sides.
-        pull: its adjoint, which leaves its argument alone.
+        vjp: its adjoint, which leaves its argument alone.
     """
 
-    push: Callable[[Tensor], Tensor]
-    pull: Callable[[Tensor], Tensor]
+    jvp: Callable[[Tensor], Tensor]
+    vjp: Callable[[Tensor], Tensor]
 
 
 class StackedBranches:
@@ -113,16 +113,16 @@ class StackedBranches:
         """The rows of K output tokens i, or only the diagonal blocks ∂f_i/∂x_i in them."""
         tokens = torch.arange(self.num_tokens, device=chosen.device)
         is_own = (chosen.flatten(1, 2).unsqueeze(-1) == tokens).unsqueeze(-1)
-        push, pull = self.products(chosen, is_own.to(self.inputs[0].dtype))
+        jvp, vjp = self.products(chosen, is_own.to(self.inputs[0].dtype))
         if not diagonal:
-            return Products(push, pull)
-        return Products(lambda dx: push(is_own * dx), lambda dy: at_chosen(pull(dy), chosen))
+            return Products(jvp, vjp)
+        return Products(lambda dx: jvp(is_own * dx), lambda dy: at_chosen(vjp(dy), chosen))
 
     def products(self, chosen: Chosen, is_own: Float[Tensor, "branches R tokens 1"]) -> Products:
         """The rows of K output tokens of every sequence; ``is_own`` is one at a row's own token."""
-        push, pull = self.whole(chosen.shape[-1])
+        jvp, vjp = self.whole(chosen.shape[-1])
         return Products(
-            lambda dx: (push(dx) * is_own).sum(-2), lambda dy: pull(dy.unsqueeze(-2) * is_own)
+            lambda dx: (jvp(dx) * is_own).sum(-2), lambda dy: vjp(dy.unsqueeze(-2) * is_own)
         )
 
 
@@ -164,15 +164,15 @@ class StackedMaps(StackedBranches):
             u = take(u, chosen).flatten(1, 2).unsqueeze(2) if alone else by_row(u, chosen)
             in_ball = to_ball(u).derivative
 
-        def push(dx: Tensor) -> Tensor:
+        def jvp(dx: Tensor) -> Tensor:
             dz = torch.bmm(in_ball(dx).flatten(1, 2), w).view(*dx.shape[:-1], -1)
-            return torch.bmm(inner.push(dz), v)
+            return torch.bmm(inner.jvp(dz), v)
 
-        def pull(dy: Tensor) -> Tensor:
-            dz = inner.pull(torch.bmm(dy, v.mT))
+        def vjp(dy: Tensor) -> Tensor:
+            dz = inner.vjp(torch.bmm(dy, v.mT))
             return in_ball(torch.bmm(dz.flatten(1, 2), w.mT).view(*dz.shape[:-1], -1))
 
-        return Products(push, pull)
+        return Products(jvp, vjp)
 
 
 class StackedFeedForward(StackedMaps):
@@ -250,11 +250,11 @@ class StackedL2Attention(StackedAttention):
         def minus_of_softmax(a: Tensor) -> Tensor:
             return (minus * (a - (p * a).sum(2, keepdim=True))).unsqueeze(-1)
 
-        def push(dq: Tensor) -> Tensor:
+        def jvp(dq: Tensor) -> Tensor:
             s = minus_of_softmax((dq - at_chosen(dq, chosen)).view(e.shape).mul_(e).sum(-1))
             return dq.view(e.shape).mul_(weight).addcmul_(s, e).sum(2).flatten(-2)
 
-        def pull(dy: Tensor) -> Tensor:
+        def vjp(dy: Tensor) -> Tensor:
             a = self.heads(dy).unsqueeze(2)
             dq = a * e
             torch.mul(minus_of_softmax(dq.sum(-1)), e, out=dq)
@@ -262,7 +262,7 @@ class StackedL2Attention(StackedAttention):
             dq.addcmul_(weight, a).addcmul_(is_own, others, value=-1)
             return dq.flatten(-2)
 
-        return self.of_maps(Products(push, pull), chosen)
+        return self.of_maps(Products(jvp, vjp), chosen)
 
 
 class StackedBoundedAttention(StackedAttention):
@@ -299,7 +299,7 @@ class StackedBoundedAttention(StackedAttention):
         def of_softmax(a: Tensor) -> Tensor:
             return scaled * (a - (p * a).sum(2, keepdim=True))
 
-        def push(dz: Tensor) -> Tensor:
+        def jvp(dz: Tensor) -> Tensor:
             dq, dk, dv = dz.chunk(3, -1)
             if strictly_causal:
                 dk, dv = delay(dk), delay(dv)
@@ -308,7 +308,7 @@ class StackedBoundedAttention(StackedAttention):
             dp = of_softmax(torch.addcmul(dq.unsqueeze(2) * k, q, dk).sum(-1)).unsqueeze(-1)
             return torch.addcmul(weight * dv, dp, v).sum(2).flatten(-2)
 
-        def pull(dy: Tensor) -> Tensor:
+        def vjp(dy: Tensor) -> Tensor:
             dy = self.heads(dy).unsqueeze(2)
             da = of_softmax((dy * v).sum(-1)).unsqueeze(-1)
             dq = is_own * at_q.derivative((da * k).sum(2)).flatten(-2).unsqueeze(2)
@@ -318,7 +318,7 @@ class StackedBoundedAttention(StackedAttention):
                 dk, dv = advance(dk), advance(dv)
             return torch.cat([dq, dk, dv], -1)
 
-        return self.of_maps(Products(push, pull), chosen)
+        return self.of_maps(Products(jvp, vjp), chosen)
 
 
 def take(t: Float[Tensor, "branches sequences tokens *rest"], chosen: Chosen) -> Tensor:

@@ -185,8 +185,8 @@ class PowerIteration:
         chosen = self.slots if all_at_once else self._tokens_in_turn()  # (branches, sequences, K)
         index = chosen.unsqueeze(-1).expand(-1, -1, -1, self.left.shape[-1])
         left = self.left if all_at_once else self.left.gather(2, index)  # (…, …, K, D)
-        push, pull = products(chosen)
-        of_rows = Products(lambda x: push(x).unsqueeze(-2), lambda a: pull(a.squeeze(-2)))
+        jvp, vjp = products(chosen)
+        of_rows = Products(lambda x: jvp(x).unsqueeze(-2), lambda a: vjp(a.squeeze(-2)))
         a = left.flatten(1, 2).unsqueeze(-2)  # one row each: (branches, sequences · K, 1, D)
         new_left, step = self._improve(a, of_rows)
         if all_at_once:
@@ -198,16 +198,16 @@ class PowerIteration:
 
     def _improve(self, a: Tensor, products: Products) -> tuple[Tensor, Step]:
         """x maximises ⟨Jᵀa, x⟩ among unit vectors, then the new a maximises ⟨a, Jx⟩."""
-        push, pull = products
-        w = pull(a)
+        jvp, vjp = products
+        w = vjp(a)
         x = unit(w, self.norm)
-        o = push(x)
+        o = jvp(x)
         lengths = vector_norm(o, self.norm)[..., None, None]
         new_a = torch.where(lengths > least_length(w), dual_vector(o, self.norm), a)
         gains = lengths.view(*self.left.shape[:2], -1)
 
         def residual() -> Tensor:
-            return stationarity(x, pull(new_a), gains.flatten(1), self.norm).view(gains.shape)
+            return stationarity(x, vjp(new_a), gains.flatten(1), self.norm).view(gains.shape)
 
         return new_a, Step(gains, residual)
 

@@ -44,11 +44,11 @@ class Iteration:
             here = (chosen[..., None] == torch.arange(jacobian.value.shape[-2])).to(jacobian.value)
             here = here.flatten(1, 2).unsqueeze(-1)
             each = from_each(jacobian)
-            push = lambda x: (each.push(x * here if self.per_token else x) * here).sum(-2)  # noqa: E731
-            pull = lambda y: each.pull(y.unsqueeze(-2) * here)  # noqa: E731
+            jvp = lambda x: (each.jvp(x * here if self.per_token else x) * here).sum(-2)  # noqa: E731
+            vjp = lambda y: each.vjp(y.unsqueeze(-2) * here)  # noqa: E731
             if self.per_token:
-                return Products(push, lambda y: (pull(y) * here).sum(-2, keepdim=True))
-            return Products(push, pull)
+                return Products(jvp, lambda y: (vjp(y) * here).sum(-2, keepdim=True))
+            return Products(jvp, vjp)
 
         return self.inner.step(rows)
 

@@ -142,16 +142,16 @@ def test_products_are_those_of_the_dense_jacobian_of_every_branch(name: str) -> 
             blocks = j.diagonal(dim1=1, dim2=3)[..., chosen]
             cases += [(stacked.rows(k, diagonal=True), "bdek,bkje->bkd", blocks, own)]
         for products, equation, matrix, vectors in cases:
-            if products.pull(torch.zeros(count, 3, WIDTH)).shape[2] == 1:  # the token itself
+            if products.vjp(torch.zeros(count, 3, WIDTH)).shape[2] == 1:  # the token itself
                 vectors = v[:, torch.arange(3), chosen].unsqueeze(2)
                 if matrix.ndim == 5:
                     matrix = torch.stack([matrix[:, i, :, t] for i, t in enumerate(chosen)], -1)
                     equation = "bdek,bkje->bkd"
             expected = torch.einsum(equation, matrix, vectors)
-            pushed = products.push(vectors.clone())
+            pushed = products.jvp(vectors.clone())
             torch.testing.assert_close(pushed, expected, rtol=1e-6, atol=1e-9)
             w = torch.randn(pushed.shape)
-            torch.testing.assert_close((products.pull(w) * vectors).sum(), (w * pushed).sum())
+            torch.testing.assert_close((products.vjp(w) * vectors).sum(), (w * pushed).sum())
 
 
 @pytest.mark.parametrize("name", MODELS)
