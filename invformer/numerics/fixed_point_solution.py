@@ -67,25 +67,19 @@ class FixedPointSolution:
         """Which samples are CONVERGED."""
         return self.status == InversionStatus.CONVERGED
 
-    def failure(self) -> str | None:
-        """One line: how many failed, how badly, what to try; None if every sample converged."""
-        failed = ~self.converged
-        if not failed.any():
-            return None
-        count = [(status, int((self.status == status).sum())) for status in ADVICE]
-        kinds = [(status, n) for status, n in count if n]
-        worst = self.residual[failed].nan_to_num(math.inf, math.inf).max()
-        return (
-            f"{int(failed.sum())} of {failed.numel()} samples were not inverted "
-            f"({', '.join(f'{n} {status.name}' for status, n in kinds)}): worst residual "
-            f"{float(worst):.1e} in {self.norm} after {int(self.num_steps.max())} steps. "
-            + "; ".join(ADVICE[status] for status, _ in kinds)
-        )
-
 
 class FixedPointError(RuntimeError):
-    """Some samples could not be inverted; ``solution`` has their verdicts."""
+    """Some samples were not inverted; ``solution`` has their verdicts."""
 
     def __init__(self, solution: FixedPointSolution) -> None:
-        super().__init__(solution.failure())
+        failed = ~solution.converged
+        count = [(status, int((solution.status == status).sum())) for status in ADVICE]
+        kinds = [(status, n) for status, n in count if n]
+        worst = solution.residual[failed].nan_to_num(math.inf, math.inf).max()
+        super().__init__(
+            f"{int(failed.sum())} of {failed.numel()} samples were not inverted "
+            f"({', '.join(f'{n} {status.name}' for status, n in kinds)}): worst residual "
+            f"{float(worst):.1e} in {solution.norm} after {int(solution.num_steps.max())} steps. "
+            + "; ".join(ADVICE[status] for status, _ in kinds)
+        )
         self.solution = solution
