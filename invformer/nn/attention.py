@@ -27,7 +27,6 @@ from invformer.nn.spectral import (
     SpectralNormalised,
     normalised_weights,
     sigmas,
-    stacked,
     write_to,
 )
 from invformer.numerics import l2_attention as core
@@ -185,7 +184,7 @@ class ContractiveL2Attention(TiedL2Attention):
         else:
             kappa = 4 * phi_inverse_from_log(log_mass) + 1  # κ = 4 φ⁻¹(n) + 1
         scale = torch.stack([b.target_scale() for b in branches]) / math.sqrt(num_heads)  # (L,)
-        w_q = stacked([b.w_q for b in branches])  # (L, H, D, d)
+        w_q = torch.stack([b.w_q.weight for b in branches])  # (L, H, D, d)
         sigma = sigmas([b.w_q for b in branches], w_q).clamp_min(LEAST_SIGMA)  # (L, H)
         per_head = scale[:, None] / (kappa * sigma)  # c/(√H κ_h σ_h), (L, H)
         g = normalised_weights(  # Ĝ per_head D⁻¹, with the Ĝ_h one above the other: (H d, D)

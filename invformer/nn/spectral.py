@@ -86,15 +86,10 @@ def normalisations(weights: Sequence[SpectralNormalised]) -> list[Normalisation]
     return gram_normalisers(matrices)
 
 
-def stacked(weights: Sequence[SpectralNormalised]) -> Float[Tensor, "weights *batch rows columns"]:
-    """Several weights of one shape in one tensor."""
-    return torch.stack([w.weight for w in weights])
-
-
 def sigmas(
     weights: Sequence[SpectralNormalised], w: Float[Tensor, "weights *batch rows columns"]
 ) -> Float[Tensor, "weights *batch"]:
-    """σ̄ of several weights with the gradient of uᵀWv; ``w`` is these weights, :func:`stacked`."""
+    """σ̄ of several weights with the gradient of uᵀWv; ``w`` is these weights, stacked."""
     if weights[0].manual_refresh:
         known = [(each.sigma_bound, each.u, each.v) for each in weights]
     else:
@@ -117,7 +112,7 @@ def normalised_weights(
 
     Ŵ = W / σ̄(W); in entry_max W / ‖Wᵀ‖_∞.
     """
-    w = stacked(weights)
+    w = torch.stack([each.weight for each in weights])
     if norm == "spectral":
         size = sigmas(weights, w)
     else:
