@@ -158,7 +158,7 @@ class TrainedModel:
         network, certificate = self._exact
         stack, weights = invertible_stack(network), network.weights()
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
-        reason = None
+        unproven = None
         windows = z.to(self.device, torch.float64)[None].split(network.seq_len, 1)
         for window in tqdm(windows, "inversion", unit=" windows", leave=False, disable=None):
             solution = stack.inverse(window, weights, certificate, throw=False)
@@ -170,7 +170,7 @@ class TrainedModel:
             steps += [int(layer.num_steps.max()) for layer in solution.layers.values()]
             residuals.append((solution.value - network.embedding(tokens)).norm(dim=-1).max().item())
             radii.append(evidence.radius.min().item())
-            reason = evidence.reason
+            unproven = evidence.unproven
         return RecoveredText(
             text="".join(self.vocabulary.text_of(symbols)),
             symbols=symbols,
@@ -179,7 +179,7 @@ class TrainedModel:
             num_steps=max(steps),
             residual=max(residuals),
             radius=min(radii),
-            unproven=reason,
+            unproven=unproven,
         )
 
     def export(

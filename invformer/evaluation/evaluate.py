@@ -242,7 +242,7 @@ def inverted(
         "arithmetic_error": proof.arithmetic_error.max().item(),
         "distance": proof.distance.max().item(),
         "radius": proof.radius.min().item(),
-        "unproven": proof.reason,
+        "unproven": proof.unproven,
         **{f"seconds_{what}": value for what, value in seconds.items()},
         "texts": [
             {"text": text, "recovered": recovered, "marks": marks(text, recovered, proven)}

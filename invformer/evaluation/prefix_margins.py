@@ -47,7 +47,7 @@ class MarginEvidence:
     # many characters.
     proven: Bool[Tensor, "sequences tokens"]
     # Why nothing is proven, where the rounding of a network is not bounded.
-    reason: str | None = None
+    unproven: str | None = None
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def prefix_margins(
     arithmetic error is more than a small part of the margin, again with accurate products.
 
     Args:
-        model: any model; where its rounding is not bounded, nothing is proven and a reason given.
+        model: any model; where its rounding is not bounded, nothing is proven.
         tokens: the text, as decoded from the states.
         states: the states at the top of the stack, in front of its LayerNorm, in any precision.
         unknown: the symbol that stands for every character outside the vocabulary.
