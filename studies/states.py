@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Integer
@@ -124,7 +125,7 @@ class Prefix:
         if isinstance(stack, CouplingStack):
             for block in reversed(list[nn.Module](stack.blocks)):
                 assert isinstance(block, CouplingBlock)
-                z = block.inverse(z, lambda f, x: self.branch(f.inner, f.norm(x)))
+                z = block.inverse(z, self.branch)
             return z
         assert isinstance(stack, InvertibleStack)
         assert self.weights is not None
@@ -136,15 +137,19 @@ class Prefix:
             v = w.scale_input(z)
             u = v
             for _ in range(MOST_STEPS):
-                previous, u = u, v - self.branch(layer.branch, layer.seen(u), w.branch)
+                previous, u = u, v - self.branch(layer, u, w.branch)
                 if bool(((u - previous).norm(dim=-1) <= rtol * u.norm(dim=-1)).all()):
                     break
             z = u if w.scaling is None else w.scaling.undo(u)
         return z
 
-    def branch(self, branch: nn.Module, x: Tensor, weights: object = None) -> Tensor:
-        """One branch for every candidate behind the known symbols."""
+    def branch(self, layer: Any, x: Tensor, weights: object = None) -> Tensor:
+        """The branch of one layer for every candidate behind the known symbols."""
         self.branch_rows += x.shape[0] * x.shape[1]
+        if weights is None:
+            branch, x = layer.inner, layer.norm(x)
+        else:
+            branch, x = layer.branch, layer.seen(x)
         if isinstance(branch, BoundedAttention):
             assert weights is not None
             q, k, v = branch.in_ball(x, weights)  # pyright: ignore

@@ -18,7 +18,6 @@ from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.feed_forward import ACTIVATIONS, ContractiveFeedForward, activation_slope
 from invformer.nn.position_bias import biases_together
 from invformer.nn.residual import ResidualWeights
-from invformer.nn.transformer import PreNormBranch
 from invformer.numerics.ball import BallPoint, attention_point, into_ball, to_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.linear_map import linearise
@@ -45,7 +44,7 @@ class StackedBranches:
     """Branches f of one kind, each at an input of its own: their outputs, then their Jacobians.
 
     They are those of residual layers of one kind and shape, or of baselines. :meth:`forward` is
-    called for one layer after the other. This class differentiates any branches automatically; the
+    called for one branch after the other. This class differentiates any branches automatically; the
     others know the products of theirs.
     """
 
@@ -55,7 +54,7 @@ class StackedBranches:
         # A baseline's layer is its branch.
         self.branches: Sequence[Any] = [getattr(layer, "branch", layer) for layer in layers]
         self.input_radius = getattr(layers[0], "input_radius", None)
-        self.layer_weights, self.weights = weights, [layer.branch for layer in weights]
+        self.weights = [layer.branch for layer in weights]
         self.num_tokens = num_tokens
         self.inputs: list[Tensor] = []  # D x + b of each
         self.points: list[tuple[Tensor, ...]] = []
@@ -64,18 +63,11 @@ class StackedBranches:
         if weights[0].centre is not None:
             self.scale = torch.stack([layer.scaling.log_scale for layer in layers]).exp()[:, None]
 
-    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
-        """x + D⁻¹ f(ψ_R(D x + b)) of the next layer; f(x) of a baseline, for its block to add."""
-        index, u = len(self.inputs), self.next_input(x)
-        if isinstance(self.branches[index], PreNormBranch):
-            return self.branches[index](u)
-        f = self.branches[index](u, self.weights[index])
-        return x + self.layer_weights[index].unscale_output(f)
-
-    def next_input(self, x: Tensor) -> Tensor:
-        """The next branch's input."""
-        self.inputs.append(self.layer_weights[len(self.inputs)].scale_input(x))
-        return self.seen(self.inputs[-1])
+    def forward(self, u: Float[Tensor, "sequences tokens width"]) -> Tensor:
+        """f(ψ_R(u)) of the next branch, at u = D x + b."""
+        branch, w = self.branches[len(self.inputs)], self.weights[len(self.inputs)]
+        self.inputs.append(u)
+        return branch(self.seen(u)) if w is None else branch(self.seen(u), w)
 
     def seen(self, u: Tensor) -> Tensor:
         """ψ_R(u)."""
@@ -141,13 +133,16 @@ class StackedMaps(StackedBranches):
         """W and V of a branch, and b if there is one."""
         raise NotImplementedError
 
-    def forward(self, x: Float[Tensor, "sequences tokens width"]) -> Tensor:
-        """The layer; what its Jacobian is made of is kept."""
-        index = len(self.inputs)
-        u, (w, b, v), layer = self.next_input(x), self.each[index], self.layer_weights[index]
-        z = torch.addmm(b, u.flatten(0, -2), w).view(*x.shape[:-1], -1)
-        hidden = self.inner(index, z).flatten(0, -2)
-        return x + layer.unscale_output(hidden @ v).view(x.shape)
+    def forward(self, u: Float[Tensor, "sequences tokens width"]) -> Tensor:
+        """f(ψ_R(u)) of the next branch; what its Jacobian is made of is kept."""
+        index, (w, b, v) = len(self.inputs), self.each[len(self.inputs)]
+        self.inputs.append(u)
+        z = torch.addmm(b, self.read(u).flatten(0, -2), w).view(*u.shape[:-1], -1)
+        return (self.inner(index, z).flatten(0, -2) @ v).view(u.shape)
+
+    def read(self, u: Tensor) -> Tensor:
+        """What W multiplies."""
+        return self.seen(u)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """h(z) of a branch."""
@@ -183,9 +178,9 @@ class StackedFeedForward(StackedMaps):
         """W, V and b."""
         return weights.w_in, weights.w_out, weights.b_in
 
-    def next_input(self, x: Tensor) -> Tensor:
+    def read(self, u: Tensor) -> Tensor:
         """The tokens that hidden units see."""
-        return windows(super().next_input(x), self.weights[0].kernel)
+        return windows(self.seen(u), self.weights[0].kernel)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """φ(z); z is kept."""

@@ -17,7 +17,7 @@ from invformer.lipschitz.power_iteration import TOKENS_AT_ONCE, PowerIteration, 
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.residual import ResidualWeights
 from invformer.nn.stack import InvertibleStack, StackWeights, full_name
-from invformer.nn.transformer import CharTransformer, PreNormBlock
+from invformer.nn.transformer import CharTransformer
 from invformer.numerics.norms import Norm
 from invformer.numerics.precision import changed
 
@@ -110,19 +110,13 @@ class LipschitzProbe:
     def stacked(self, weights: StackWeights | None = None) -> list[StackedBranches]:
         """Both parts of the blocks at their inputs; None computes the weights of the stack."""
         weights = weights or self.model.weights()
-        stack, parts = self.model.stack, []
+        parts, of_layer = [], {}
         for names, layers, branches, _ in self.parts:
             own = [ResidualWeights(None) if weights is None else weights[n] for n in names]
             parts.append(stacked_class(branches[0])(layers, own, self.tokens.shape[-1]))
-        of_layer = {f: at for part, at in zip(self.parts, parts, strict=True) for f in part.layers}
+            of_layer |= dict.fromkeys(layers, parts[-1])
         x = self.model.embedding(self.tokens)
-        if not isinstance(stack, InvertibleStack) or weights is None:
-            for block in stack.blocks:
-                assert isinstance(block, PreNormBlock)
-                x = block.compose(x, lambda branch, u: of_layer[branch].forward(u))
-            return parts
-        for name, layer in stack.layers():
-            x = of_layer[layer].forward(x) if layer in of_layer else layer(x, weights[name])
+        self.model.through_stack(x, lambda layer, u, *_: of_layer[layer].forward(u), weights)
         return parts
 
     def steps(self, num_steps: int, weights: StackWeights | None = None) -> Iterator[Step]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from invformer.nn.affine import Tokens, in_two_formats
-from invformer.nn.branch import LipschitzBranch, bounds_together
+from invformer.nn.branch import AttentionCache, LipschitzBranch, bounds_together
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
@@ -87,6 +87,10 @@ class InvertibleResidual(nn.Module):
     def f(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
         return self.branch(self.seen(u), weights)
+
+    def next_outputs(self, u: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
+        """f of the tokens after those in ``past``, as :meth:`.LipschitzBranch.next_outputs`."""
+        return self.branch.next_outputs(self.seen(u), past, weights)
 
     def seen(self, u: Tokens) -> Tokens:
         """ψ_R(u)."""

@@ -87,13 +87,17 @@ class PreNormBranch(nn.Module):
     def __init__(self, inner: nn.Module, d_model: int, dropout: float) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(d_model)
-        self.inner = inner
+        self.inner: Any = inner
         self.is_token_wise = getattr(inner, "is_token_wise", False)
         self.dropout = Dropout(dropout)  # applied by the block: it is no part of the map
 
     def forward(self, x: Tokens) -> Tokens:
         """inner(LN(x))."""
         return self.inner(self.norm(x))
+
+    def next_outputs(self, x: Tokens, past: AttentionCache) -> Tokens:
+        """As :meth:`.LipschitzBranch.next_outputs`."""
+        return self.inner.next_outputs(self.norm(x), past)
 
 
 class PreNormBlock(nn.Module):
@@ -226,29 +230,31 @@ class CharTransformer(nn.Module):
         x = self.embedding(tokens, start)
         places = count()
 
-        def next_outputs(branch: Any, x: Tensor, *weights: Any) -> Tensor:
+        def next_outputs(layer: Any, u: Tensor, *weights: Any) -> Tensor:
             cache = past.setdefault(next(places), AttentionCache(self.seq_len))
-            return branch.next_outputs(x, cache, *weights)
+            return layer.next_outputs(u, cache, *weights)
 
         return self.predict(self.through_stack(x, next_outputs, weights))
 
     def through_stack(
         self, x: Tokens, outputs: Callable[..., Tensor], weights: StackWeights | None = None
     ) -> Tokens:
-        """The stack, where ``outputs(branch, input, weights)`` stands for each of its branches."""
+        """The stack, where ``outputs(layer, D x + b, weights)`` stands for f of each layer.
+
+        In a baseline ``outputs(branch, x)`` stands for each branch.
+        """
         if isinstance(self.stack, InvertibleStack):
             weights = weights or self.stack.weights()
             for name, layer in self.stack.layers():
                 w = weights[name]
                 if isinstance(layer, InvertibleResidual):
-                    u = layer.seen(w.scale_input(x))
-                    x = x + w.unscale_output(outputs(layer.branch, u, w.branch))
+                    x = x + w.unscale_output(outputs(layer, w.scale_input(x), w.branch))
                 else:
                     x = layer(x, w)
             return x
         for block in self.stack.blocks:
             assert isinstance(block, PreNormBlock)
-            x = block.compose(x, lambda branch, x: outputs(branch.inner, branch.norm(x)))
+            x = block.compose(x, outputs)
         return x
 
     @torch.no_grad()
