@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Unit roundoff of float64, which midpoints are computed in.
-U = 2.0**-53
+from invformer.numerics.rounding import UNIT_ROUNDOFF as U
+
 # Relative error assumed of the library's exp and rsqrt: 2 ulp.
 EXP = 4 * U
 # Radii are float32; no formula for one rounds more than 2⁵ times before it is multiplied by this.
