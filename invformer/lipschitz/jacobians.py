@@ -51,7 +51,7 @@ class StackedBranches:
     def __init__(
         self, layers: Sequence[Any], weights: Sequence[ResidualWeights], num_tokens: int
     ) -> None:
-        # A baseline's layer is its branch.
+        # The layer of a baseline is its branch.
         self.branches: Sequence[Any] = [getattr(layer, "branch", layer) for layer in layers]
         self.input_radius = getattr(layers[0], "input_radius", None)
         self.weights = [layer.branch for layer in weights]

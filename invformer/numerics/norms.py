@@ -57,10 +57,9 @@ def dual_vector(o: Tensor, norm: Norm) -> Tensor:
 
 def stationarity(x: Tensor, w: Tensor, gain: Tensor, norm: Norm) -> Tensor:
     """Frobenius: ‖JᵀJx/σ² − x‖/‖x‖. Else (sup_z ⟨w, z⟩ − gain)/gain."""
-    length = vector_norm(x, norm)
     match norm:
         case "frobenius":
-            unit = x / length[..., None, None]
+            unit = x / vector_norm(x, norm)[..., None, None]
             residual = vector_norm(divide(w, gain[..., None, None]) - unit, norm)
         case "token_max":
             residual = divide(torch.linalg.vector_norm(w, dim=-1).sum(-1) - gain, gain)
