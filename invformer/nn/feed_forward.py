@@ -86,7 +86,7 @@ class FeedForwardWeights(NamedTuple):
 
     @property
     def kernel(self) -> int:
-        """k, tokens that a hidden unit sees: its own and those before."""
+        """k, as of :class:`FeedForward`."""
         return self.w_in.shape[-2] // self.w_out.shape[-1]
 
 
@@ -101,16 +101,15 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     blocks depend on Ŵ₁ only: ‖∂f_i/∂x_i‖₂ ≤ c for any V, which is enough to invert a causal block.
     Lip(f) ≤ c (1 + Σ_l ‖V_l/β‖₂) is finite but not held at c (docs/numerics.md §16).
 
+    The other arguments are those of :class:`FeedForward`.
+
     Args:
-        d_model: width D.
-        d_ff: number of hidden units.
         lipschitz_target: c in (0, 1).
         activation: φ; its largest slope, rounded up, divides.
         norm: ``spectral`` holds ‖W‖₂ at one (token_max and frobenius); ``entry_max`` the row sums.
         output_channels: channels the output map writes to at initialisation (None: all).
         initial_sharpness: β of every hidden unit at initialisation.
         initial_output: size of the output map's entries at initialisation.
-        kernel: k, tokens that a hidden unit sees: its own and those before.
     """
 
     is_proven = True
