@@ -225,6 +225,17 @@ def test_an_exact_constant_is_never_disproved_by_rounding() -> None:
             assert all_converged(solution)
 
 
+def test_rounding_far_above_the_model_disproves_a_constant_only_if_it_is_not_measured() -> None:
+    f = lambda z: 0.5 * z + (((z + 1e4) - 1e4) - z)  # noqa: E731
+    y = torch.randn(20, 4, 6, dtype=torch.float32)
+    for exact, status in (
+        (None, InversionStatus.NOT_CONTRACTIVE),
+        (lambda z: 0.5 * z, InversionStatus.MAX_STEPS),
+    ):
+        found = invert_residual(f, y, lipschitz_bound=0.9, residual_map=exact, **TOKEN_MAX)
+        assert (found.status == status).all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "rtol"), [(torch.float64, 1e-16), (torch.float32, 1e-7), (torch.bfloat16, 1e-2)]
 )
