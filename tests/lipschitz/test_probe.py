@@ -179,14 +179,17 @@ def test_estimates_approach_the_dense_constant_from_below_and_stay_under_local_b
                 assert norm(true[branch]) <= bound * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("measured", [None, "frobenius"])
 @pytest.mark.parametrize("name", ["weighted", "weighted past", "bounded", "actnorm"])
-def test_the_weights_of_a_training_step_give_the_same_estimates(name: str) -> None:
+def test_the_weights_of_a_training_step_give_the_same_estimates(
+    name: str, measured: Measured | None
+) -> None:
     """In training, scalings of the channels are folded into the weights of the branches."""
     model = trained_a_little(MODELS[name]()).train()
     set_manual_refresh(model)
     refresh_normalisers(model)
     tokens = random_tokens(2)
-    probes = [LipschitzProbe(model, tokens) for _ in range(2)]
+    probes = [LipschitzProbe(model, tokens, measured) for _ in range(2)]
     for _ in range(3):
         values = probes[0].values(), probes[1].values(weights=model.weights())
         torch.testing.assert_close(*values, rtol=1e-9, atol=0)
