@@ -86,9 +86,9 @@ def upwards(bound: float, digits: int) -> str:
     return f"{Decimal(bound).quantize(Decimal(10) ** -digits, context=exactly):f}"
 
 
-def shortened_down(length: float, digits: int = 3) -> str:
-    """A proven distance with so many significant digits, rounded down."""
-    return f"{float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal(length)):g}"
+def shortened_down(length: float) -> str:
+    """A proven distance with three significant digits, rounded down."""
+    return f"{float(Context(prec=3, rounding=ROUND_FLOOR).create_decimal(length)):g}"
 
 
 def downwards(share: float, digits: int) -> float:
