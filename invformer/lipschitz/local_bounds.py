@@ -11,7 +11,7 @@ from invformer.lipschitz import jacobians
 from invformer.lipschitz.probe import LipschitzProbe, Measured
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.feed_forward import FeedForwardWeights, activation_slope, without_sharpness
-from invformer.nn.residual import ResidualWeights
+from invformer.nn.residual import InvertibleResidual, ResidualWeights
 from invformer.numerics.ball import AttentionPoint
 from invformer.numerics.l2_attention import split_heads
 
@@ -41,8 +41,8 @@ def local_bound(
     tight: bool = False,
 ) -> float:
     """The local bound of one branch at an input of its own, never above its Lipschitz bound."""
-    weights = [ResidualWeights(branch.weights())]
-    alone = jacobians.stacked_class(branch)([branch], weights, x.shape[-2])
+    layers, weights = [InvertibleResidual(branch)], [ResidualWeights(branch.weights())]
+    alone = jacobians.stacked_class(branch)(layers, weights, x.shape[-2])
     alone.forward(x)
     bound = bounds_at(alone, measured, tight).item()
     # What holds everywhere holds here.
