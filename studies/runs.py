@@ -11,6 +11,7 @@ from typing import Any
 from invformer.config.load import load_config
 from invformer.config.schema import ModelConfig
 from invformer.errors import InvformerError
+from invformer.runs.ranks import signals_to_stop
 from invformer.runs.run_log import read_rows
 
 ROOT = Path(__file__).parents[1]
@@ -34,26 +35,23 @@ def nanogpt_cpu(kind: str, num_layers: int, part: int = 1) -> ModelConfig:
 def call(program: str, *words: str) -> None:
     """Run a command of the project; what it prints goes to stderr.
 
-    SIGTERM is passed on, so that no training goes on behind a study that has ended.
+    Signals to stop are passed on, so that a training can save before the study ends. It may hear
+    Ctrl-C twice, from the terminal and from here; the second time changes nothing.
 
     Raises:
         InvformerError: it failed.
     """
-    process = subprocess.Popen([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
     heard: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         heard.append(number)
         process.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        code = process.wait()
-    except BaseException:  # Ctrl-C
-        process.kill()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    process = subprocess.Popen([sys.executable, str(ROOT / program), *words], stdout=sys.stderr)
+    before = {name: signal.signal(signal.Signals[name], pass_on) for name in signals_to_stop()}
+    code = process.wait()
+    for name, handler in before.items():
+        signal.signal(signal.Signals[name], handler)
     if heard:
         signal.raise_signal(heard[0])  # now that the run has saved
     if code:
