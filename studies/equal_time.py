@@ -110,12 +110,12 @@ def measure(case: Case, device: torch.device) -> Result:
 
 
 def step_seconds(options: Options) -> dict[str, float]:
-    """Median seconds of a training step of every kind, measured once for a folder."""
+    """Median seconds of a training step of every kind; a folder keeps what was measured in it."""
     file = options.folder / "seconds.json"
     known: dict[str, float] = json.loads(file.read_text("utf-8")) if file.exists() else {}
     words = {kind: " ".join([KINDS[kind], *options.overrides]) for kind in options.kinds}
-    if not known.keys() >= set(words.values()):
-        steps = {one: steps_of(one.split()) for one in dict.fromkeys(words.values())}
+    steps = {one: steps_of(one.split()) for one in sorted({*words.values()} - known.keys())}
+    if steps:
         times: dict[str, list[float]] = {one: [] for one in steps}
         keep_freed_memory()
         with denormals_flushed():  # as train.py does
@@ -124,7 +124,7 @@ def step_seconds(options: Options) -> dict[str, float]:
                     start = time.process_time()  # without what other programs take
                     take()
                     times[one].append((time.process_time() - start) / TURN)
-        known = {one: median(found[1:]) for one, found in times.items()}  # the first warms up
+        known |= {one: median(found[1:]) for one, found in times.items()}  # the first warms up
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(known, file)
     return {kind: known[one] for kind, one in words.items()}

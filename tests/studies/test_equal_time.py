@@ -7,6 +7,7 @@ import pytest
 
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
+from studies import equal_time
 from studies.equal_time import KINDS, Case, Options, build, cases, summarise
 from studies.price import Result, command
 
@@ -36,6 +37,17 @@ def test_minutes_become_steps_of_each_kind_at_the_times_that_the_folder_keeps(
     assert steps["twin", 2.0] == 1200
     assert len({case.run for case in found}) == len(found) == 2 * (1 + 3 + 1)
     assert {"trainer.max_steps=600", "trainer.val_every=600"} <= set(command(found[4]))
+
+
+def test_another_kind_is_timed_without_those_that_the_folder_knows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(equal_time, "steps_of", lambda words: lambda: None)
+    file, known = tmp_path / "seconds.json", {KINDS["twin"]: 0.1, KINDS["plain"]: 0.2}
+    file.write_text(json.dumps(known))
+    cases(Options(kinds=["twin", "certified"], out=str(tmp_path)))
+    kept = json.loads(file.read_text())
+    assert kept == known | {KINDS["certified"]: kept[KINDS["certified"]]}
 
 
 @pytest.mark.parametrize(("loss", "outcome"), [(1.26, "not reproduced"), (1.209, "reproduced")])
