@@ -122,7 +122,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if case.inputs != "text":
         return measure_layer(case, device)
     model = new_model(case, name=case.attention, certificate=None).to(device)
-    if not train_by_adam(model, case, penalty_of(case)).finite:
+    if not all(map(math.isfinite, train_by_adam(model, case, penalty_of(case)))):
         return Result(math.nan, [], {})
     model = model.double().eval()
     windows, targets = case.text.windows(case.seq_len, device)

@@ -124,13 +124,13 @@ def measure(case: Case, device: torch.device) -> Result:
     batch = tokens.to(device), targets.to(device)
     model.initialise(batch[0])
     kept, first = mebibytes_kept(model, *batch), block_gradients(model, *batch)
-    trained = train_by_adam(model, case)
-    last = block_gradients(model, *batch)
+    losses = train_by_adam(model, case)
+    last, finite = block_gradients(model, *batch), all(map(math.isfinite, losses))
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     return Result(
-        val_nats=score(model.eval(), windows, device).nats if trained.finite else math.nan,
+        val_nats=score(model.eval(), windows, device).nats if finite else math.nan,
         unigram_nats=witten_bell_nats(text.train, text.val, 1, vocab_size=text.vocab_size),
-        steps_taken=len(trained.losses),
+        steps_taken=len(losses),
         kept_mebibytes=kept,
         first_gradients=first,
         last_gradients=last,

@@ -21,16 +21,13 @@ from statistics import median
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Integer
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from invformer.assemble.model import build_model
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.section import option
-from invformer.data.corpora import read_corpus
-from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import EvaluationWindows
 from invformer.evaluation.likelihood import score
 from invformer.evaluation.ngram import witten_bell_nats
@@ -44,7 +41,7 @@ from studies.price import QUIET, TWIN, Result
 from studies.report import Figure, Rows, Summary
 from studies.runs import words_of_threads
 from studies.study import Study, StudyOptions, program, progress
-from studies.training import GRAD_CLIP, train
+from studies.training import GRAD_CLIP, encoded, train
 
 Kind = Literal["nanogpt", "nanogpt_tuned", price.Kind]
 NANOGPT, TUNED = "nanogpt", "nanogpt_tuned"
@@ -133,20 +130,12 @@ def step_seconds(options: Options) -> dict[str, float]:
 def steps_of(words: list[str]) -> Callable[[], Any]:
     """``TURN`` training steps of a configuration."""
     config = load_config(words, TrainConfig)
-    vocab_size, texts = read(config)
-    model, optimiser = build(config, vocab_size)
+    text = encoded(config.data)
+    model, optimiser = build(config, text.vocab_size)
     return partial(
-        train, model, texts["train"], optimiser, num_steps=TURN, seed=0, grad_clip=GRAD_CLIP,
+        train, model, text.train, optimiser, num_steps=TURN, seed=0, grad_clip=GRAD_CLIP,
         batch_size=config.data.batch_size,
     )  # fmt: skip
-
-
-def read(config: TrainConfig) -> tuple[int, dict[str, Integer[Tensor, "characters"]]]:
-    """Number of symbols, and every split in them."""
-    corpus = read_corpus(config.data)
-    vocabulary = Vocabulary.from_text(corpus.split("train"))
-    splits = ("train", "val", "test")
-    return vocabulary.size, {split: vocabulary.encode(corpus.split(split)) for split in splits}
 
 
 def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimizer]:
@@ -183,20 +172,20 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
     """Train nanoGPT and score it on whole splits."""
     rate = f"optim.lr={case.rate:g}"
     config = load_config([*SETTINGS.split(), *case.words.split(), rate], TrainConfig)
-    vocab_size, texts = read(config)
+    text = encoded(config.data)
     torch.manual_seed(case.seed)
-    model, optimiser = build(config, vocab_size)
+    model, optimiser = build(config, text.vocab_size)
     warmup = min(100, case.budget // 10 + 1)
     schedule = warmup_cosine(optimiser, warmup, case.budget, config.optim.min_lr_fraction)
     train(
-        model.to(device), texts["train"], optimiser, num_steps=case.budget, seed=case.seed,
+        model.to(device), text.train, optimiser, num_steps=case.budget, seed=case.seed,
         batch_size=config.data.batch_size, grad_clip=GRAD_CLIP, schedule=schedule,
     )  # fmt: skip
     model.eval()
     length, nats = config.data.seq_len, {}
-    for split in ("val", "test"):
-        windows = EvaluationWindows(texts[split], length, length)
-        ngram = witten_bell_nats(texts["train"], texts[split], vocab_size=vocab_size)
+    for split, tokens in (("val", text.val), ("test", text.test)):
+        windows = EvaluationWindows(tokens, length, length)
+        ngram = witten_bell_nats(text.train, tokens, vocab_size=text.vocab_size)
         nats |= {split: score(model, windows, device).nats, f"{split}_ngram": ngram}
     return Result(
         sum(p.numel() for p in model.parameters()), **nats,

@@ -38,7 +38,6 @@ from studies.study import Study, case_of, program
 from studies.training import (
     ModelOptions,
     RecipeCase,
-    Training,
     WholeTextConfig,
     new_model,
     train_by_recipe,
@@ -133,10 +132,11 @@ def constraints(
 def measure(case: Case, device: torch.device) -> Result:
     """Train one model, then score, certify and probe it."""
     text = case.text
-    model, trained = train(case, device)
+    model, losses = train(case, device)
     model.eval()
     result = Result(text.ngram_nats, len(text.val))
-    if not (trained.finite and all(p.isfinite().all() for p in model.parameters())):
+    finite = all(map(math.isfinite, losses)) and all(p.isfinite().all() for p in model.parameters())
+    if not finite:
         return result
     certificate = enforce(model) if case.certificate else None
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
@@ -146,7 +146,7 @@ def measure(case: Case, device: torch.device) -> Result:
     return replace(result, nats=nats, estimate=largest_estimate(model, probe), certified=certified)
 
 
-def train(case: Case, device: torch.device) -> tuple[CharTransformer, Training]:
+def train(case: Case, device: torch.device) -> tuple[CharTransformer, list[float]]:
     """A fresh model of the case, trained as ``train.py`` would with these options."""
     model = new_model(
         case, name=case.model, certificate=case.certificate, strictly_causal=case.strictly_causal,

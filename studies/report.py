@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from invformer.training.plots import empty_figure
-from studies.rows import AnyCase, AnyResult, plain
+from studies.rows import AnyCase, AnyResult
 
 if TYPE_CHECKING:  # matplotlib is slow to load
     from invformer.training.plots import Axes, Figure
@@ -98,8 +98,8 @@ def alike(
 
 def differing(cases: Iterable[Any]) -> list[str]:
     """The fields in which cases differ."""
-    found = [plain(case) for case in cases]
-    return [name for name in found[0] if any(one[name] != found[0][name] for one in found)]
+    first, *others = map(vars, cases)
+    return [name for name in first if any(one[name] != first[name] for one in others)]
 
 
 def table(
@@ -114,7 +114,7 @@ def table(
     Lists and dicts are left out.
     """
     names = differing(case for case, _ in rows) if names is None else names
-    fields = {name: name for name in plain(rows[0][1]) if name not in without}
+    fields = {name: name for name in vars(rows[0][1]) if name not in without}
     lines = []
     for group in alike(rows, names).values():
         line = {name.replace("_", " "): of(group[0], name) for name in names}

@@ -85,7 +85,7 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """Train, certify and attack; all but the training in float64."""
     model = build_kind(case).to(device)
-    if not train_by_adam(model, case).finite:
+    if not all(map(math.isfinite, train_by_adam(model, case))):
         return LOST
     windows, targets = case.text.windows(case.seq_len, device)
     model = model.double().eval().requires_grad_(False)

@@ -74,7 +74,7 @@ class RowFile(Generic[AnyCase, AnyResult]):
         Raises:
             StorageError: the file cannot be written.
         """
-        values = {**plain(case), **plain(row.result)}
+        values = vars(case) | vars(row.result)
         cells = [v if is_text(self.types[k]) else json.dumps(v) for k, v in values.items()]
         try:
             with self.path.open("a", encoding="utf-8", newline="") as file:
@@ -109,8 +109,3 @@ class RowFile(Generic[AnyCase, AnyResult]):
 def is_text(type_: Any) -> bool:
     """Whether a field's values are written as they are."""
     return type_ is str or get_origin(type_) is Literal
-
-
-def plain(value: Any) -> dict[str, Any]:
-    """A dataclass as a dict, in the order of its fields."""
-    return {f.name: getattr(value, f.name) for f in fields(value)}

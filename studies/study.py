@@ -1,32 +1,12 @@
 """What every study is made of, and the runner that makes one restartable, recorded and comparable.
 
-A study is a module of this package with its cases, its measurement, its verdict and its figure:
+A study is a module of this package with the parts of :class:`Study`; studies/memory.py is one.
+``python -m studies`` finds it by its class ``Options`` and the first line of its docstring.
 
-    @dataclass(kw_only=True)
-    class Options(StudyOptions):   # with a docstring: --help prints it
-        sizes: list[int] = option([100], "numbers of tokens N", "[2, 1e5]")
-
-    @dataclass(frozen=True)
-    class Case: ...                # everything the numbers depend on, and nothing else
-    @dataclass(frozen=True)
-    class Result: ...              # what is measured; a list becomes one cell of the CSV, as JSON;
-                                   # no field has the name of one of the case's
-
-    def cases(options: Options) -> list[Case]: ...
-    def measure(case: Case, device: torch.device) -> Result: ...
-    def summarise(rows: Rows[Case, Result]) -> Summary: ...
-    def draw(rows: Rows[Case, Result]) -> Figure: ...    # starts from report.panels(...)
-
-    STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
-
-    if __name__ == "__main__":
-        program(STUDY)
-
-``python -m studies`` finds it by its class ``Options`` and the first line of its docstring. A row
-is written as soon as its case is measured; the next start measures only the cases without a row. A
-row belongs to a case only if every field of it agrees: after a change of options new rows join the
-file and the old ones stay there, unused. Loops of more than ten seconds inside ``measure`` go
-through :func:`progress`.
+A row is written as soon as its case is measured; the next start measures only the cases without a
+row. A row belongs to a case only if every field of it agrees: after a change of options new rows
+join the file and the old ones stay there, unused. Loops of more than ten seconds inside ``measure``
+go through :func:`progress`.
 """
 
 import itertools
@@ -52,7 +32,7 @@ from invformer.runs.exit import guarded
 from invformer.runs.machine import commit, cpu_name, pick_device
 from invformer.training.plots import save
 from studies.report import Figure, Item, Rows, Summary, differing, finished
-from studies.rows import AnyCase, AnyResult, Measured, RowFile, plain
+from studies.rows import AnyCase, AnyResult, Measured, RowFile
 
 SEED = "[0, 4294967295]"
 
@@ -87,7 +67,15 @@ class StudyOptions(Root):
 
 @dataclass(frozen=True)
 class Study(Generic[AnyOptions, AnyCase, AnyResult]):
-    """One published experiment; the module's docstring shows each part."""
+    """One published experiment.
+
+    Attributes:
+        options: what can be set; ``--help`` prints its docstring.
+        case: everything the numbers of a row depend on, and nothing else.
+        result: what is measured; a list becomes one cell of the CSV, as JSON. No field has the name
+            of one of the case's.
+        draw: the figure, which starts from ``report.panels``.
+    """
 
     options: type[AnyOptions]
     case: type[AnyCase]
@@ -176,8 +164,21 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     known = table.read()
     if unused := len(known.keys() - set(wanted)):
         print(f"{table.path}: {unused} rows belong to other options; they stay, unused")
+    circumstances = (hardware(device), commit() or "unknown")
+    names = differing(wanted) or list(vars(wanted[0]))
     try:
-        measure_missing(study, wanted, known, table, device)
+        with tqdm(total=len(wanted), unit="case", disable=None) as bar:
+            for case in wanted:
+                words = " ".join(f"{name}={getattr(case, name)}" for name in names)
+                bar.set_description(words)
+                if case not in known:
+                    start = time.perf_counter()
+                    result = study.measure(case, device)
+                    seconds = time.perf_counter() - start
+                    known[case] = Measured(result, round(seconds, 3), *circumstances)
+                    table.append(case, known[case])
+                    bar.write(f"{words}: {seconds:.1f} s")
+                bar.update()
     except KeyboardInterrupt:
         kept = len(known.keys() & set(wanted))
         print(f"{table.path} keeps {kept} of {len(wanted)} cases; the same command continues")
@@ -199,30 +200,6 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     }
     write_json(result, chosen.folder / "result.json")
     return summary
-
-
-def measure_missing(
-    study: Study[Any, AnyCase, AnyResult],
-    wanted: Sequence[AnyCase],
-    known: dict[AnyCase, Measured[AnyResult]],
-    table: RowFile[AnyCase, AnyResult],
-    device: torch.device,
-) -> None:
-    """Measure the cases that have no row, and write each row before the next case begins."""
-    circumstances = (hardware(device), commit() or "unknown")
-    names = differing(wanted) or list(plain(wanted[0]))
-    with tqdm(total=len(wanted), unit="case", disable=None) as bar:
-        for case in wanted:
-            words = " ".join(f"{name}={getattr(case, name)}" for name in names)
-            bar.set_description(words)
-            if case not in known:
-                start = time.perf_counter()
-                result = study.measure(case, device)
-                seconds = time.perf_counter() - start
-                known[case] = Measured(result, round(seconds, 3), *circumstances)
-                table.append(case, known[case])
-                bar.write(f"{words}: {seconds:.1f} s")
-            bar.update()
 
 
 def hardware(device: torch.device) -> str:

@@ -17,6 +17,7 @@ from invformer.assemble.model import build_model
 from invformer.config.schema import MANY, CorpusName, DataConfig, ModelConfig, OptimConfig
 from invformer.config.section import Section, option
 from invformer.data.corpora import read_corpus
+from invformer.data.corpus import SPLITS
 from invformer.data.vocabulary import Vocabulary
 from invformer.data.windows import TrainingWindows
 from invformer.errors import DataError
@@ -28,9 +29,6 @@ from studies.layer_bounds import Layer
 from studies.study import StudyOptions, progress
 
 GRAD_CLIP = 1.0  # as train.py has it
-
-
-# --- the text ------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -98,8 +96,10 @@ class TextCase:
     @property
     def text(self) -> "Text":
         """The text itself."""
-        shares = self.val_fraction, self.test_fraction
-        return read_text(self.corpus, self.path, self.max_characters, self.val_characters, *shares)
+        return read_text(
+            self.val_characters, name=self.corpus, path=self.path, val_fraction=self.val_fraction,
+            test_fraction=self.test_fraction, max_characters=self.max_characters,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +108,7 @@ class Text:
 
     train: Integer[Tensor, " train_characters"]
     val: Integer[Tensor, " val_characters"]
+    test: Integer[Tensor, " test_characters"]
     vocab_size: int
     sha256: str
 
@@ -126,27 +127,17 @@ class Text:
 
 
 @lru_cache(maxsize=2)
-def read_text(
-    corpus: CorpusName,
-    path: str | None,
-    max_characters: int | None,
-    val_characters: int | None,
-    val_fraction: float = 0.05,
-    test_fraction: float = 0.05,
-) -> Text:
-    """The corpus, encoded in the vocabulary of its training split.
+def read_text(val_characters: int | None, **config: Any) -> Text:
+    """A corpus by fields of ``DataConfig``; for validation its first ``val_characters``, or all."""
+    return encoded(DataConfig(**config), val_characters)
 
-    Of the validation split the first ``val_characters``, or all.
-    """
-    found = read_corpus(
-        DataConfig(
-            name=corpus, path=path, max_characters=max_characters, val_fraction=val_fraction,
-            test_fraction=test_fraction,
-        )
-    )  # fmt: skip
-    vocabulary = Vocabulary.from_text(found.split("train"))
-    val = vocabulary.encode(found.split("val")[:val_characters])
-    return Text(vocabulary.encode(found.split("train")), val, vocabulary.size, found.sha256[:16])
+
+def encoded(config: DataConfig, val_characters: int | None = None) -> Text:
+    """The corpus of a configuration in the vocabulary of its training split."""
+    corpus = read_corpus(config)
+    vocabulary = Vocabulary.from_text(corpus.split("train"))
+    train, val, test = (vocabulary.encode(corpus.split(split)) for split in SPLITS)
+    return Text(train, val[:val_characters], test, vocabulary.size, corpus.sha256[:16])
 
 
 @dataclass(kw_only=True)
@@ -196,9 +187,6 @@ class RecipeCase(ModelCase):
     muon_lr: float | None
 
 
-# --- training ------------------------------------------------------------------------------------
-
-
 def new_model(case: ModelCase, **options: Any) -> CharTransformer:
     """A fresh model of a case's size for its text, in float32; ``options`` of ``ModelConfig``."""
     torch.manual_seed(case.seed)
@@ -206,18 +194,6 @@ def new_model(case: ModelCase, **options: Any) -> CharTransformer:
         d_model=case.d_model, num_heads=case.num_heads, num_layers=case.num_layers, **options
     )
     return build_model(config, case.text.vocab_size, case.seq_len).float()
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a training went."""
-
-    losses: list[float]  # of every step taken; the last one is not finite if it was stopped
-
-    @property
-    def finite(self) -> bool:
-        """Whether every loss was finite."""
-        return all(map(math.isfinite, self.losses))
 
 
 def train(
@@ -231,11 +207,14 @@ def train(
     schedule: LRScheduler | None = None,
     grad_clip: float | None = None,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
-) -> Training:
+) -> list[float]:
     """Minimise mean nats per character on the windows of a text; stop at a loss that is not finite.
 
     The model is freshly built; the first batch initialises it. ``schedule`` is moved once
     per step; ``penalty`` of an attention layer and its input is added for every layer.
+
+    Returns:
+        The losses of all steps.
     """
     set_manual_refresh(model)
     device = model.head.weight.device
@@ -263,14 +242,14 @@ def train(
             schedule.step()
         refresh_normalisers(model)
     set_manual_refresh(model, False)
-    return Training(losses)
+    return losses
 
 
 def train_by_adam(
     model: CharTransformer,
     case: ModelCase,
     penalty: Callable[[Layer, Tensor], Tensor] | None = None,
-) -> Training:
+) -> list[float]:
     """Adam at the constant learning rate ``case.lr``, on the text of the case."""
     return train(
         model, case.text.train, torch.optim.Adam(model.parameters(), lr=case.lr),
@@ -280,7 +259,7 @@ def train_by_adam(
 
 def train_by_recipe(
     model: CharTransformer, case: Any, weight_decay: float = 0.0, warmup_steps: int | None = None
-) -> Training:
+) -> list[float]:
     """As ``train.py`` trains: Muon or AdamW with warm-up, cosine decay and clipped gradients.
 
     ``case`` is a :class:`RecipeCase`, or has of its fields those of the text and the training.

@@ -84,8 +84,8 @@ def test_trained_weights_belong_to_the_text_they_have_read(monkeypatch: pytest.M
     options = load_config(["ranges=[1]", "scales=[0.5]"], Options)
     before = {case.weights: case for case in cases(options)}
     assert (before["random"].sha256, len(before["trained"].sha256)) == ("", 16)
-    other = training.read_text("python_docs", None, 5000, 100)
-    monkeypatch.setattr(training, "read_text", lambda *_: other)
+    other = training.read_text(100, name="python_docs", max_characters=5000)
+    monkeypatch.setattr(training, "read_text", lambda *_, **__: other)
     after = {case.weights: case for case in cases(options)}
     assert after["random"] == before["random"]
     assert after["trained"] == replace(before["trained"], sha256=other.sha256) != before["trained"]

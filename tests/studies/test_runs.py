@@ -8,7 +8,6 @@ import pytest
 from invformer.errors import InvformerError
 from studies import runs
 
-
 PROGRAM = """
 import os, signal, sys, time
 number = int(sys.argv[1])
