@@ -150,9 +150,6 @@ def penalty_of(case: Case) -> Callable[[Layer, Tensor], Tensor] | None:
     return penalty
 
 
-# --- random layers --------------------------------------------------------------------------------
-
-
 def measure_layer(case: Case, device: torch.device) -> Result:
     """A random layer on random tokens of several scales."""
     torch.manual_seed(case.seed)
@@ -175,8 +172,6 @@ def random_tokens(case: Case) -> Float[Tensor, "scales tokens width"]:
         x = centres.take_along_dim(centre[..., None], dim=1) + CLUSTER_SPREAD * x
     return torch.tensor(SCALES, dtype=torch.float64)[:, None, None] * x
 
-
-# --- what it says --------------------------------------------------------------------------------
 
 Ratios = dict[str, list[float]]  # bound/truth at every layer and sequence, by bound
 

@@ -88,7 +88,6 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """Take or train the model, and measure its inverse."""
-    del device
     if case.num_layers is None:
         model = trained(case.model).network
         tokens = windows(case.model, case.num_windows)

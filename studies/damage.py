@@ -116,7 +116,6 @@ def damaged(z: Tensor, case: Case) -> tuple[Tensor, Tensor | None]:
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
     """Damage the states, decode them in three ways, and prove the best."""
-    del device  # rounding is enclosed for the CPU's float64
     network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
     name = kind_of(network)
     clean, margin, evidence = evidence_of_truth(case.model, case.num_windows)

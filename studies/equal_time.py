@@ -103,9 +103,6 @@ def measure(case: Case, device: torch.device) -> Result:
     return price.measure(case, device) if ours else measure_nanogpt(case, device)
 
 
-# --- how long a step takes -----------------------------------------------------------------------
-
-
 def step_seconds(options: Options) -> dict[str, float]:
     """Median seconds of a training step of every kind; a folder keeps what was measured in it."""
     file = options.folder / "seconds.json"
@@ -151,9 +148,6 @@ def build(config: TrainConfig, vocab_size: int) -> tuple[CharTransformer, Optimi
     return model, AdamW([{"params": matrices}, vectors], lr=optim.lr, fused=True, **how)
 
 
-# --- nanoGPT -------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def turn_into_nanogpt(model: CharTransformer) -> None:
     """No biases, the head tied to the embedding, weights of 0.02; less on the way to the stream."""
@@ -191,9 +185,6 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
         sum(p.numel() for p in model.parameters()), **nats,
         passed=None, certified=None, proven=None,
     )  # fmt: skip
-
-
-# --- who is ahead --------------------------------------------------------------------------------
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

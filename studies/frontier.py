@@ -35,13 +35,7 @@ from invformer.nn.proof import certify, enforce
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Name, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.study import Study, case_of, program
-from studies.training import (
-    ModelOptions,
-    RecipeCase,
-    WholeTextConfig,
-    new_model,
-    train_by_recipe,
-)
+from studies.training import ModelOptions, RecipeCase, WholeTextConfig, new_model, train_by_recipe
 
 Certificate = Literal["token_max", "causal"]
 LN2 = math.log(2)
@@ -178,8 +172,6 @@ def largest_estimate(model: CharTransformer, windows: Integer[Tensor, "count seq
             require_sandwich(f"token_max/{name}", {"estimate": estimate, "bound": bounds[name]})
     return max(estimates.values())
 
-
-# --- who is ahead --------------------------------------------------------------------------------
 
 CONFIGURATION = (
     "model", "certificate", "strictly_causal", "diagonal_scaling", "lipschitz_target", "optimiser",

@@ -10,8 +10,6 @@ C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval.
 ``under attack``  random weights of the shape and size of GPT-2's at initialisation, one head alone,
                   all heads, and tied L2 attention with the same W^Q and W^V
 
-Without the weights of GPT-2 and BERT only its attack on GPT-2 at initialisation can be repeated.
-
 Verdict: all heads of the attacked layer, at the published R and at three lengths or more, have an
 exponent within 0.05 of ½ and C within a factor of two of the paper's. One head alone is √(n − 1)
 for any weights (Prop. 3.4) and checks the code; the rest is not in the paper.
@@ -45,17 +43,7 @@ from invformer.runs.checkpoint import read_checkpoint
 from studies import castin
 from studies.layer_bounds import jacobian_of, project, tied_attention
 from studies.power_law import Fit, fit
-from studies.report import (
-    Figure,
-    Finding,
-    Rows,
-    Summary,
-    by,
-    curves,
-    look_of,
-    mean,
-    panels,
-)
+from studies.report import Figure, Finding, Rows, Summary, by, curves, look_of, panels
 from studies.study import Study, StudyOptions, grid, program
 from studies.training import recorded_inputs
 
@@ -150,12 +138,9 @@ def measure(case: Case, device: torch.device) -> Result:
 
 
 def estimate(jacobian: LinearMap, seed: int) -> Result:
-    """‖Df(X)‖ of every sequence."""
+    """‖Df(X)‖."""
     found = operator_norm(jacobian, "frobenius", num_steps=MAX_STEPS, rtol=RTOL, seed=seed)
     return Result(found.value.tolist(), found.converged.double().mean().item())
-
-
-# --- on text -------------------------------------------------------------------------------------
 
 
 def corpus_of(path: str) -> Corpus:
@@ -222,9 +207,6 @@ def on_text(case: Case) -> Result:
     return estimate(jacobian, case.seed)
 
 
-# --- under attack --------------------------------------------------------------------------------
-
-
 def attack(case: Case) -> Result:
     """The paper's two clusters, made for one dot-product head; L2 takes the worst of more radii."""
     weights = random_weights(case.seed)
@@ -258,8 +240,6 @@ def dot_product(x: Tensor, w_q: Tensor, w_k: Tensor, w_v: Tensor) -> Tensor:
     return nn.functional.pad(y, (0, x.shape[-1] - y.shape[-1]))
 
 
-# --- fits and verdict ----------------------------------------------------------------------------
-
 Part = Rows[Case, Result]  # one curve, by growing n
 
 
@@ -274,19 +254,14 @@ def label(case: Case) -> str:
     return f"{model} {attention} layer {case.layer}, {mask}"
 
 
-def is_published(case: Case) -> bool:
-    """Whether the paper measured this: all heads under attack, at its own R."""
-    return case.attention == "dot_product" and not case.alone and case.radius == PUBLISHED_RADIUS
-
-
 def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
     """Every curve over n, with its fit if there are enough lengths: in n − 1 under attack.
 
     Prop. 3.4 has √(n − 1): fitted in n it would look like n^0.53 at these lengths, for any weights.
     """
     found = []
-    for part in by(rows, lambda case, _: label(case)).values():
-        part = sorted(part, key=lambda row: row[0].num_tokens)
+    for curve in by(rows, lambda case, _: label(case)).values():
+        part = sorted(curve, key=lambda row: row[0].num_tokens)
         others = part[0][0].radius > 0
         points = [(c.num_tokens - others, r.constants) for c, r in part]
         found.append((part, fit(points, "(n-1)" if others else "n")))
@@ -296,11 +271,6 @@ def fits(rows: Rows[Case, Result]) -> list[tuple[Part, Fit | None]]:
 def constant(case: Case, result: Result) -> float:
     """The mean constant of the sequences."""
     return fmean(result.constants)
-
-
-def root_coefficient(part: Part) -> float:
-    """C of C √n through a curve, least squares in logarithms: what the paper gives for attacks."""
-    return math.exp(mean(part, lambda c, r: math.log(constant(c, r) / math.sqrt(c.num_tokens))))
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
@@ -316,10 +286,13 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
 
 def finding(part: Part, one: Fit) -> Finding:
     """The fit in words, and whether it is the paper's."""
-    words = f"{label(part[0][0])}: {one}"
-    if not is_published(part[0][0]):
+    case = part[0][0]
+    words = f"{label(case)}: {one}"
+    if case.attention != "dot_product" or case.alone or case.radius != PUBLISHED_RADIUS:
         return None, words
-    coefficient = root_coefficient(part)
+    # C of C √n, least squares in logarithms, as the paper gives it
+    roots = ((constant(c, r), math.sqrt(c.num_tokens)) for c, r in part)
+    coefficient = math.exp(fmean(math.log(found / root) for found, root in roots))
     ratio = max(coefficient / PUBLISHED_C, PUBLISHED_C / coefficient)
     holds = abs(one.exponent - 0.5) <= EXPONENT_TOLERANCE and ratio <= COEFFICIENT_FACTOR
     return holds, f"{words}, C of C n^(1/2) {coefficient:.3g}, the paper's {PUBLISHED_C:g}"

@@ -96,11 +96,7 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """One set of measures; tiny matrices, so always on the CPU."""
-    del device
     return {"random": compare, "grid": survey, "finite": jump}[case.part](case)
-
-
-# --- closed form against brute force -------------------------------------------------------------
 
 
 def compare(case: Case) -> Result:
@@ -180,9 +176,6 @@ def l2_mass_splitting(
 CLOSED_FORMS = {"dot_product": castin.mass_splitting, "l2": l2_mass_splitting}
 
 
-# --- where splitting pays ------------------------------------------------------------------------
-
-
 def survey(case: Case) -> Result:
     """Every point of the grid: moving against splitting."""
     ratio = ratios(case, grid_measures(case))
@@ -217,9 +210,6 @@ def jump(case: Case) -> Result:
     slope = ((attend(goal) - attend(x).T) / distance).abs()[distance.abs() > TIE].max()
     gain = (found.splitting / found.moving).item()
     return Result(math.nan, float(gain > 1 + TIE), gain, (slope / found.moving).item())
-
-
-# --- report --------------------------------------------------------------------------------------
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:

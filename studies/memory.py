@@ -76,7 +76,6 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """In a fresh process, so that its largest memory is that of this case."""
-    del device
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(measured, (case,))
 

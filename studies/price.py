@@ -140,9 +140,6 @@ def draw(rows: Rows[Case, Result]) -> Figure:
     return figure_of(rows, "budget", "optimiser steps", [TWIN])
 
 
-# --- shared with studies/equal_time.py; x is the field that says how much training there was -----
-
-
 def chosen(rows: Rows[Case, Result], x: str) -> Rows[Case, Result]:
     """The rows of every kind at every x whose rate has the best mean on the validation split."""
     found: list[tuple[Case, Result]] = []

@@ -98,7 +98,6 @@ def model_and_text(length: int, vocab_size: int, d_model: int, seed: int) -> tup
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
     """Bring the text back."""
-    del device
     model, text = model_and_text(case.length, case.vocab_size, case.d_model, case.seed)
     z = model.stack(model.embedding(text))
     if case.method == "inverse":

@@ -73,7 +73,6 @@ def cases(options: Options) -> list[Case]:
 @torch.no_grad()
 def measure(case: Case, device: torch.device) -> Result:
     """Steer, invert, and find the nearest text."""
-    del device
     network, tokens = trained(case.model).network, windows(case.model, case.num_windows)
     z = network.stack(network.embedding(tokens))
     v, moved = vector_of(case, network, tokens, z)
