@@ -11,6 +11,7 @@ Verdict: every certified model gives every character of its probe text back.
 import difflib
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 
 from invformer.config.section import option
 from studies.report import Figure, Rows, Summary, panels, table
-from studies.runs import call, validations, words_of_threads
+from studies.runs import call, validations, words_of
 from studies.study import Study, StudyOptions, grid, program
 
 NO_ACTNORM = "model.activation_norm=false"
@@ -107,15 +108,14 @@ class Result:
 
 def cases(options: Options) -> list[Case]:
     """The unchanged model first, then the variants."""
-    words = " ".join([*words_of_threads(options.num_threads), *options.overrides])
-    same = {"words": words, "folder": str(options.folder / "runs")}
+    same = {"words": " ".join(words_of(options)), "folder": str(options.folder / "runs")}
     names = dict.fromkeys([NOTHING, *(options.only or VARIANTS)])
     return grid(Case, options, same, variant=names)
 
 
 def command(case: Case) -> list[str]:
     """The words of ``train.py`` for a case."""
-    words = [*VARIANTS[case.variant].split(), *case.words.split()]
+    words = [*VARIANTS[case.variant].split(), *shlex.split(case.words)]
     run = [f"run.root={case.folder}", f"run.name={case.run}", f"run.seed={case.seed}"]
     return ["experiment=ablation", *words, *run]
 

@@ -13,6 +13,7 @@ Verdict: every certified kind is at most ``ALLOWED`` nats behind the best other 
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import price
 from studies.price import QUIET, TWIN, Result
 from studies.report import Figure, Rows, Summary
-from studies.runs import words_of_threads
+from studies.runs import words_of
 from studies.study import Study, StudyOptions, program, progress
 from studies.training import GRAD_CLIP, encoded, train
 
@@ -83,7 +84,7 @@ class Case(price.Case):
 def cases(options: Options) -> list[Case]:
     """One seed after the other, the least time first."""
     seconds = step_seconds(options)
-    words = " ".join([*QUIET.split(), *words_of_threads(options.num_threads), *options.overrides])
+    words = " ".join([QUIET, *words_of(options)])
     return [
         Case(
             kind, steps, rate, seed, f"{words} trainer.val_every={steps}",
@@ -107,8 +108,9 @@ def step_seconds(options: Options) -> dict[str, float]:
     """Median seconds of a training step of every kind; a folder keeps what was measured in it."""
     file = options.folder / "seconds.json"
     known: dict[str, float] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    words = {kind: " ".join([KINDS[kind], *options.overrides]) for kind in options.kinds}
-    steps = {one: steps_of(one.split()) for one in sorted({*words.values()} - known.keys())}
+    overrides = [shlex.quote(word) for word in options.overrides]
+    words = {kind: " ".join([KINDS[kind], *overrides]) for kind in options.kinds}
+    steps = {one: steps_of(shlex.split(one)) for one in sorted({*words.values()} - known.keys())}
     if steps:
         times: dict[str, list[float]] = {one: [] for one in steps}
         keep_freed_memory()
@@ -165,7 +167,7 @@ def turn_into_nanogpt(model: CharTransformer) -> None:
 def measure_nanogpt(case: Case, device: torch.device) -> Result:
     """Train nanoGPT and score it on whole splits."""
     rate = f"optim.lr={case.rate:g}"
-    config = load_config([*SETTINGS.split(), *case.words.split(), rate], TrainConfig)
+    config = load_config([*SETTINGS.split(), *shlex.split(case.words), rate], TrainConfig)
     text = encoded(config.data)
     torch.manual_seed(case.seed)
     model, optimiser = build(config, text.vocab_size)

@@ -9,6 +9,7 @@ Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind 
 """
 
 import json
+import shlex
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 
 from invformer.config.section import option
 from studies.report import Figure, Rows, Summary, by, curves, look_of, mean, panels, values
-from studies.runs import call, validations, words_of_threads
+from studies.runs import call, validations, words_of
 from studies.study import Study, StudyOptions, grid, program
 
 Kind = Literal["certified", "token_max", "plain", "twin"]
@@ -83,8 +84,7 @@ Prices = Mapping[tuple[str, float], float]
 
 def cases(options: Options) -> list[Case]:
     """One seed after the other, small budgets first."""
-    every, threads = f"trainer.val_every={options.val_every}", words_of_threads(options.num_threads)
-    words = " ".join([*QUIET.split(), every, *threads, *options.overrides])
+    words = " ".join([QUIET, f"trainer.val_every={options.val_every}", *words_of(options)])
     seeds = range(options.seed, options.seed + options.num_seeds)
     return grid(
         Case, options, {"words": words, "folder": str(options.folder / "runs")},
@@ -96,7 +96,7 @@ def command(case: Case) -> list[str]:
     """The words of ``train.py`` for a case."""
     steps = [f"trainer.max_steps={case.budget}", f"optim.muon_lr={case.rate:g}"]
     run = [f"run.root={case.folder}", f"run.name={case.run.name}", f"run.seed={case.seed}"]
-    return [*KINDS[case.kind].split(), *case.words.split(), *steps, *run]
+    return [*KINDS[case.kind].split(), *shlex.split(case.words), *steps, *run]
 
 
 def measure(case: Case, device: torch.device) -> Result:

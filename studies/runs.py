@@ -1,5 +1,6 @@
 """Models and runs of ``train.py``: as a study names, starts and reads them."""
 
+import shlex
 import signal
 import subprocess
 import sys
@@ -58,9 +59,11 @@ def call(program: str, *words: str) -> None:
         raise InvformerError(f"{program} {' '.join(words)} ended with exit code {code}")
 
 
-def words_of_threads(num_threads: int | None) -> list[str]:
-    """The word for ``train.py`` that chooses its threads, if they are chosen."""
-    return [] if num_threads is None else [f"trainer.num_threads={num_threads}"]
+def words_of(options: Any) -> list[str]:
+    """What a study's options tell ``train.py``: threads and overrides, quoted as for a shell."""
+    threads = options.num_threads
+    chosen = [] if threads is None else [f"trainer.num_threads={threads}"]
+    return [*chosen, *map(shlex.quote, options.overrides)]
 
 
 def validations(run: Path) -> list[dict[str, Any]]:

@@ -36,10 +36,13 @@ def test_the_mean_of_all_seeds_counts() -> None:
 
 
 def test_every_kind_is_trained_at_every_budget_and_rate() -> None:
-    options = Options(budgets=[10, 20], rates=[0.01, 0.02], num_seeds=2, num_threads=1)
+    options = Options(
+        budgets=[10, 20], rates=[0.01, 0.02], num_seeds=2, overrides=["data.path=a b"]
+    )
     found = cases(options)
     assert len(found) == 16 == len({case.run for case in found})
-    assert {"trainer.max_steps=10", "optim.muon_lr=0.02"} <= set(command(found[2]))
+    words = {"trainer.max_steps=10", "optim.muon_lr=0.02", "data.path=a b"}
+    assert words <= set(command(found[2]))
 
 
 def test_a_run_that_overfits_counts_with_its_best_checkpoint(
