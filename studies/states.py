@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import invformer
 from invformer.data.corpora import read_corpus
+from invformer.errors import ConfigurationError
 from invformer.model import TrainedModel
 from invformer.nn.bounded_attention import BoundedAttention
 from invformer.nn.coupling import CouplingBlock, CouplingStack
@@ -61,11 +62,15 @@ def undoing(model: CharTransformer, throw: bool = False) -> Callable[[Tensor], T
     """z ↦ x of all positions at once, with everything that does not depend on z computed before.
 
     ``throw`` raises where a fixed point was not reached.
+
+    Raises:
+        ConfigurationError: the model has no inverse.
     """
     stack = model.stack
     if isinstance(stack, CouplingStack):
         return stack.inverse
-    assert isinstance(stack, InvertibleStack)
+    if not isinstance(stack, InvertibleStack):
+        raise ConfigurationError("models: a dot-product model has no inverse; leave it out")
     weights, certificate = stack.weights(), certify(model)
     return lambda z: stack.inverse(z, weights, certificate, throw=throw, evidence=False).value
 

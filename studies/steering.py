@@ -13,6 +13,7 @@ Verdict: only the change of text meets a text again; the others leave the texts 
 farther the stronger they are.
 """
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from invformer.config.section import option
+from invformer.errors import ConfigurationError
 from invformer.nn.transformer import CharTransformer
 from studies.report import Figure, Finding, Rows, Summary, by, curves, panels, table
 from studies.states import kind_of, trained, undoing, windows
@@ -35,7 +37,7 @@ class Options(StudyOptions):
 
     models: list[str] = option([], "run folders of certified models or couplings")
     strengths: list[float] = option([0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0], "t")
-    mark: str = option("N", "character that texts of the mean difference have or lack")
+    mark: str = option("N", "a character that texts have or lack", pattern=re.compile("."))
     num_windows: int = option(16, "windows that are steered", "[1, 1e4]")
     num_averaged: int = option(512, "windows behind the mean difference", "[2, 1e5]")
 
@@ -115,14 +117,14 @@ def mean_difference(case: Case, network: CharTransformer) -> Tensor:
     """Mean state of texts with the mark less that of texts without.
 
     Raises:
-        ValueError: all texts have it, or none.
+        ConfigurationError: all texts have it, or none.
     """
     tokens = windows(case.model, case.num_averaged)
     mark = trained(case.model).vocabulary.encode(case.mark).long()
     means = network.stack(network.embedding(tokens)).mean(1)
     marked = (tokens == mark).any(-1)
     if not marked.any() or marked.all():
-        raise ValueError(f"mark={case.mark!r} tells no texts apart")
+        raise ConfigurationError(f"mark: all texts or none have {case.mark!r}; try another")
     return means[marked].mean(0) - means[~marked].mean(0)
 
 

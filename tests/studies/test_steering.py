@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from invformer.errors import ConfigurationError
 from studies import steering
-from studies.steering import Case, measure
+from studies.states import undoing
+from studies.steering import Case, Options, measure
+from tests.nn.builders import baseline
 
 
 @pytest.mark.usefixtures("certified")
@@ -15,3 +18,14 @@ def test_a_change_of_text_meets_texts_at_both_ends_and_no_random_one_does() -> N
     assert farthest("text", 0.0) < 1e-3
     assert farthest("text", 1.0) < 1e-3 < farthest("text", 0.5)
     assert 1e-3 < farthest("random", 0.1) < farthest("random", 1.0)
+
+
+def test_a_mark_that_tells_nothing_and_a_model_without_an_inverse_are_refused(
+    certified: None,
+) -> None:
+    with pytest.raises(ConfigurationError, match="mark: 'ab' is not a character"):
+        Options(mark="ab")
+    with pytest.raises(ConfigurationError, match="mark: all texts or none"):
+        measure(Case("ours", "mean difference", 1.0, "a", 3, 1, 0), torch.device("cpu"))
+    with pytest.raises(ConfigurationError, match="no inverse"):
+        undoing(baseline())
