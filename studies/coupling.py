@@ -10,6 +10,7 @@ it gives back as many characters or more.
 """
 
 import copy
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -91,7 +92,7 @@ def measure(case: Case, device: torch.device) -> Result:
     if case.num_layers is None:
         model = trained(case.model).network
         tokens = windows(case.model, case.num_windows)
-        nats = validations(Path(case.model))[-1]["val/nats"]
+        nats = min(row["val/nats"] for row in validations(Path(case.model)))  # as of the weights
     else:
         model, tokens, nats = trained_here(case)
     name = kind_of(model)
@@ -101,8 +102,8 @@ def measure(case: Case, device: torch.device) -> Result:
         name=name,
         parameters=sum(p.numel() for p in model.parameters()),
         nats=nats,
-        largest=max((v.max().item() for v in values), default=float("nan")),
-        smallest=min((v.min().item() for v in values), default=float("nan")),
+        largest=max((v.max().item() for v in values), default=math.nan),
+        smallest=min((v.min().item() for v in values), default=math.nan),
         **inverse,
     )
 
