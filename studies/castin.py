@@ -80,8 +80,7 @@ def large_radius_limit(
 ) -> Float[Tensor, "*batch"]:
     """lim_{R→∞} ‖Df(R X)‖ = ‖V‖ (max_j #{i : j = φ(i)})^½, φ(i) = argmax_j x_jᵀ A x_i.
 
-    Every token attends to one other in the end; the norm counts the most attended. Holds where the
-    argmax is unique. Source: Castin et al. 2024, Theorem 3.7, made exact.
+    Holds where the argmax is unique. Source: Castin et al. 2024, Theorem 3.7, made exact.
     """
     p = dot_product_weights(x, a, visible=visible)
     followers = torch.zeros_like(p).scatter_(-1, p.argmax(-1, keepdim=True), 1).sum(-2)

@@ -3,8 +3,7 @@
     m_ij = logit_y − logit_j,   radius_i = min_j m_ij / (‖W_y − W_j‖₂ L)
 
 for a position i with a correct prediction y: L bounds how far what the head reads moves, and W_y is
-the head's row of character y. All in float64, rounded down. Attacks are projected gradient ascent
-in balls of token_max.
+the head's row of character y. All in float64, rounded down.
 """
 
 import math

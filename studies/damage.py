@@ -11,8 +11,7 @@ every other text has states farther from those given. The damage is within the r
 states are nearer to those given than half their margins, up to that position. For rounding there is
 a second proof: no other text has states that round to those given.
 
-Margins in plain float64 are beside it: where the rounding of a network cannot be enclosed, nothing
-is proven, however large they are.
+Margins in plain float64, beside it, prove nothing.
 
 Verdict: no character with a proof is wrong, and where every symbol recovers at least 99 % of the
 characters, the few candidates recover as many, within 1 %.
@@ -29,7 +28,7 @@ from torch import Tensor
 from invformer.config.section import option
 from invformer.evaluation.prefix_margins import MarginEvidence, prefix_margins
 from invformer.evaluation.recovered_text import perturb
-from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table
+from studies.report import Figure, Rows, Summary, by, curves, look_of, panels, table, values
 from studies.states import decode, kind_of, margins, trained, undoing, windows
 from studies.study import Study, StudyOptions, case_of, program
 
@@ -125,10 +124,9 @@ def measure(case: Case, device: torch.device) -> Result:
     if name != "twin":
         x = undoing(network, throw=True)(z)
         at_once = share(network.embedding.nearest_tokens(x) == tokens)
-        cells = [None] * len(z) if cell is None else cell.split(1)
         found = [
-            decode(network, one, case.num_candidates, of_one)
-            for one, of_one in zip(z.split(1), cells, strict=True)
+            decode(network, z[i : i + 1], case.num_candidates, None if cell is None else cell[[i]])
+            for i in range(len(z))
         ]
         few = share(torch.cat([one.tokens for one in found]) == tokens)
         passes = sum(one.passes for one in found) / tokens.numel()
@@ -164,10 +162,9 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     """For every model what is wrong, and what few candidates lose."""
     findings = []
     for name, group in by(rows, "name").items():
-        results = [r for _, r in group]
-        wrong = sum(r.wrong for r in results)
+        wrong = sum(values(group, "wrong"))
         findings.append((wrong == 0, f"{name}: share of characters proven and wrong {wrong:g}"))
-        if few := [r for r in results if r.few is not None and r.search >= ALL]:
+        if few := [r for _, r in group if r.few is not None and r.search >= ALL]:
             lost = max(r.search - (r.few or 0.0) for r in few)
             passes = fmean(r.passes or math.nan for r in few)
             words = f"few candidates lose {lost:.2%} at most, {passes:.1f} passes a character"
@@ -197,8 +194,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
             curves(one, some, "level", field, label=words, **look_of(index))
         one.set(
             title=f"{name}, {scales[kind]}", xlabel="bits of a rounded entry",
-            ylabel="share of characters",
-            ylim=(-0.03, 1.03),
+            ylabel="share of characters", ylim=(-0.03, 1.03),
         )  # fmt: skip
     return figure
 

@@ -1,10 +1,8 @@
 """Kim et al. 2021, §5.4: which models still train as they get deeper, at one fixed learning rate.
 
 Every model kind is trained from scratch at every depth by Adam with a constant learning rate, no
-warm-up, no clipping and no dropout, on the same batches; then validation nats per character are
-taken. A run has failed if it stopped at a non-finite loss or ended no better than the frequencies
-of single characters. Also measured: the gradient's norm in every block before and after training,
-and what a batch keeps in memory for its backward pass.
+warm-up, no clipping and no dropout, on the same batches. A run has failed if it stopped at a
+non-finite loss or ended no better than the frequencies of single characters.
 
 The paper: dot product fails beyond 10 layers, tied L2 and Contractive-L2 train up to 18. Its
 learning rate and the place of its LayerNorm are not known to us, so dot product and L2 stand here
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from jaxtyping import Float, Integer
+from jaxtyping import Integer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -53,15 +51,10 @@ Kind = Literal[
 ]  # fmt: skip
 
 Batch = Integer[Tensor, "batch tokens"]
-# Beyond so many layers the paper's dot product fails.
-LIMIT = 10
-# c of the contractive kinds.
-TARGET = 0.7
-# Inputs of the branches of kinds in a ball, in units of √D.
-BALL = 2.0
-# Who stands beside the paper's claim, which is about dot product against the others.
-BESIDE = ("dot_product_bare", "coupling")
-# The network of a kind.
+LIMIT = 10  # layers, beyond which the paper's dot product fails
+TARGET = 0.7  # c of the contractive kinds
+BALL = 2.0  # inputs of the branches of kinds in a ball, in units of √D
+BESIDE = ("dot_product_bare", "coupling")  # the paper's claim
 NETWORKS: dict[str, dict[str, Any]] = {
     "dot_product": {"name": "dot_product", "certificate": None},
     "l2": {"name": "l2", "certificate": None},
@@ -192,9 +185,7 @@ class PostNorm(nn.Module):
         self.f = f
         self.norm = nn.LayerNorm(d_model)
 
-    def forward(
-        self, x: Float[Tensor, "*batch tokens width"]
-    ) -> Float[Tensor, "*batch tokens width"]:
+    def forward(self, x: Tensor) -> Tensor:
         """Apply the branch and normalise the sum."""
         return self.norm(x + self.f(x))
 
@@ -207,15 +198,12 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
         kind: {case.num_layers: result.failed for case, result in group}
         for kind, group in by(rows, "kind").items()
     }
-    said = [(None, in_words(kind, depths)) for kind, depths in failed.items()]
     findings, must = claims(failed)
-    return Summary(lines, [*findings, *said], must)
-
-
-def in_words(kind: Kind, failed: Mapping[int, bool]) -> str:
-    """Where a kind fails."""
-    depths = ", ".join(str(depth) for depth in sorted(failed) if failed[depth])
-    return f"{kind} fails at {depths} layers" if depths else f"{kind} trains at every depth"
+    for kind, depths in failed.items():
+        bad = ", ".join(str(depth) for depth in sorted(depths) if depths[depth])
+        where = f"fails at {bad} layers" if bad else "trains at every depth"
+        findings.append((None, f"{kind} {where}"))
+    return Summary(lines, findings, must)
 
 
 def claims(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[list[Finding], list[Finding]]:
@@ -238,15 +226,10 @@ def claims(failed: Mapping[Kind, Mapping[int, bool]]) -> tuple[list[Finding], li
     return findings, must
 
 
-def nats_if_trained(case: Case, result: Result) -> float:
-    """Validation nats, or NaN."""
-    return math.nan if result.failed else result.val_nats
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Nats against depth; marks of models that did not train, above a line; gradients."""
     figure, (nats, gradients) = panels(1, 2)
-    curves(nats, rows, "num_layers", nats_if_trained, ("kind",))
+    curves(nats, rows, "num_layers", lambda _, r: math.nan if r.failed else r.val_nats, ("kind",))
     case, unigram = rows[0][0], rows[0][1].unigram_nats
     label = "single characters' frequencies; above: failed"
     nats.axhline(unigram, color="0.5", linewidth=0.8, label=label)

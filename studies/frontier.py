@@ -135,7 +135,9 @@ def measure(case: Case, device: torch.device) -> Result:
     certificate = enforce(model) if case.certificate else None
     windows = EvaluationWindows(text.val, case.seq_len, case.seq_len, case.batch_size)
     nats = score(model, windows, device).nats
-    probe = spread_windows(text.val, case.seq_len, case.num_windows).to(device)
+    # Windows at equal distances over the whole text: its beginning may be its easiest part.
+    starts = torch.linspace(0, len(text.val) - case.seq_len, case.num_windows, dtype=torch.float64)
+    probe = text.val[starts.long()[:, None] + torch.arange(case.seq_len)].long().to(device)
     certified = certificate and certificate.bound_max
     return replace(result, nats=nats, estimate=largest_estimate(model, probe), certified=certified)
 
@@ -148,14 +150,6 @@ def train(case: Case, device: torch.device) -> tuple[CharTransformer, list[float
         lipschitz_target=case.lipschitz_target or ModelConfig.lipschitz_target,
     ).to(device)  # fmt: skip
     return model, train_by_recipe(model, case)
-
-
-def spread_windows(
-    tokens: Integer[Tensor, "characters"], seq_len: int, count: int
-) -> Integer[Tensor, "count seq_len"]:
-    """Windows at equal distances over a whole text: its beginning may be its easiest part."""
-    starts = torch.linspace(0, len(tokens) - seq_len, count, dtype=torch.float64).long()
-    return tokens[starts[:, None] + torch.arange(seq_len)].long()
 
 
 def largest_estimate(model: CharTransformer, windows: Integer[Tensor, "count seq_len"]) -> float:
@@ -188,20 +182,20 @@ def loss(row: tuple[Case, Result]) -> float:
     return row[1].nats
 
 
-def label(case: Case, result: Result | None = None) -> str:
+def label(case: Case, result: Result) -> str:
     """Model and certificate, whether tokens see only those before them, and scalings."""
-    strictly = "strictly" if case.strictly_causal else None
-    scaled = "scaled" if case.diagonal_scaling else None
+    strictly, scaled = case.strictly_causal and "strictly", case.diagonal_scaling and "scaled"
     return " ".join(filter(None, (case.model, case.certificate, strictly, scaled)))
 
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Every configuration, and the best certified beside the best unconstrained one."""
     kept = best_rates(rows)
-    trained = by([row for row in kept if loss(row) < math.inf], is_certified)
+    finite = [row for row in kept if loss(row) < math.inf]
+    trained = by(finite, lambda case, _: bool(case.certificate))
     best = {certified: min(group, key=loss) for certified, group in trained.items()}
     said = [
-        f"best {'certified' if certified else 'unconstrained'} {described(row)}"
+        f"best {'certified' if certified else 'unconstrained'} {described(*row)}"
         for certified, row in best.items()
     ]
     gap = loss(best[True]) - loss(best[False]) if len(best) == 2 else math.nan
@@ -216,17 +210,11 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     return Summary(lines, [(None, words) for words in said])
 
 
-def is_certified(case: Case, result: Result) -> bool:
-    """Whether something is proven of it."""
-    return bool(case.certificate)
-
-
-def described(row: tuple[Case, Result]) -> str:
+def described(case: Case, result: Result) -> str:
     """A configuration and its numbers."""
-    case, result = row
     bound = f", bound {result.certified:.4f}" if result.certified else ""
     numbers = f"{result.nats:.3f} nats, {result.bpc:.3f} bpc, estimate {result.estimate:.3g}"
-    return f"{numbers}{bound} ({label(case)}, {case.optimiser})"
+    return f"{numbers}{bound} ({label(case, result)}, {case.optimiser})"
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:

@@ -11,7 +11,7 @@ outcome**: the paper does not state it, so two are shown. No mask; Glorot-unifor
     contractive       s = c / (our bound in token_max)
 
 Trained weights are those of one-layer language models that are trained here (causal, no position
-bias). The same rows hold the output-variance experiment: the spread of F(X) beside that of X.
+bias). Also measured: the spread of F(X) beside that of X.
 
 Reproduced means that on some range dot product is inverted to 1e-12 at no c, while every L2 map is
 on every range.
@@ -119,8 +119,7 @@ def reconstruction_errors(
     f: Callable[[Tensor], Tensor], x: Float[Tensor, "batch tokens width"], num_steps: int
 ) -> list[float]:
     """max |x_k − x| of x_{k+1} = y − f(x_k), y = x + f(x), x_0 = y, for k = 0 … num_steps."""
-    y = x + f(x)
-    guess = y
+    guess = y = x + f(x)
     errors = [(guess - x).abs().max().item()]
     for _ in progress(range(num_steps), "fixed-point iteration"):
         guess = y - f(guess)
@@ -178,7 +177,7 @@ def trained_attention(case: depth_stability.Case) -> nn.Module:
 
 def summarise(rows: Rows[Case, Result]) -> Summary:
     """Claims are about random weights, as in the paper's figure."""
-    more = {"error": lambda case, result: result.errors[-1]}
+    more = {"error": lambda _, result: result.errors[-1]}
     groups = by([row for row in rows if row[0].weights == "random"], "map", "reach")
     inverted = {key: values(group, "inverted") for key, group in groups.items()}
     never = any(not any(found) for (map, _), found in inverted.items() if map == "dot_product")
@@ -189,9 +188,9 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
     widest = max(values(rows, "reach"))
     spread = {c.map: r.spread for c, r in rows if (c.weights, c.reach) == ("trained", widest)}
     if spread:
-        times = spread["dot_product"] / spread["l2"]
-        words = f"trained dot product spreads its outputs {times:.2f} times as wide as L2"
-        findings.append((None, f"{words}; the paper: much wider"))
+        times = f"{spread['dot_product'] / spread['l2']:.2f} times as wide as L2"
+        words = f"trained dot product spreads its outputs {times}; the paper: much wider"
+        findings.append((None, words))
     lines = table(rows, ("map", "weights", "reach", "scale"), more)
     return Summary(lines, findings, must=[(always, "every L2 map is inverted at every c")])
 

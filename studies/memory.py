@@ -1,8 +1,8 @@
 """Peak memory and time of a training step: storing, checkpointing, recomputing by the inverse.
 
-Reversible networks are used to save memory: a backward pass can recompute every block's input from
-its output. A coupling does so in one pass, a certified block by a fixed point. Every case runs in a
-process of its own, whose largest resident memory above that before the step is the peak.
+A backward pass can recompute every block's input from its output, a coupling's in one pass, a
+certified block's by a fixed point. Every case runs in a process of its own, whose largest resident
+memory above that before the step is the peak.
 
 Verdict: for the certified model, checkpointing takes less time than the inverse, at no more than
 1.2 times its memory; then nobody should train it by the inverse.

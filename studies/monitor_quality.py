@@ -115,7 +115,7 @@ def main(argv: list[str]) -> None:
     config = load_config(argv)
     run = build_run(config)
     callbacks: list[Any] = run.trainer.callbacks  # type: ignore[attr-defined]
-    (monitor,) = (c for c in callbacks if isinstance(c, LipschitzMonitor))
+    monitor = run.callback(LipschitzMonitor)
     comparison = Comparison(monitor, max(1, config.trainer.max_steps // COMPARISONS))
     callbacks.insert(callbacks.index(monitor) + 1, comparison)
     fit(run)
@@ -123,17 +123,17 @@ def main(argv: list[str]) -> None:
     found = errors(read_rows(run.directory.metrics), comparison.constants)
     every = torch.tensor([value for values in found.values() for value in values])
     result = {
-        "comparisons": len(every),
         "median": every.median().item(),
         "95th percentile": every.quantile(0.95).item(),
         "largest": every.max().item(),
         "least": every.min().item(),
     }
     draw(found, sorted(comparison.constants), folder / "quality.png")
-    content = {"summary": result, "errors": found, "steps": sorted(comparison.constants)}
+    summary = {"comparisons": len(every), **result}
+    content = {"summary": summary, "errors": found, "steps": sorted(comparison.constants)}
     (folder / "quality.json").write_text(json.dumps(content, indent=1) + "\n")
-    print(", ".join(f"{key} {value:.4%}" if key != "comparisons" else f"{value:,} comparisons"
-                    for key, value in result.items()))  # fmt: skip
+    said = [f"{key} {value:.4%}" for key, value in result.items()]
+    print(f"{len(every):,} comparisons", *said, sep=", ")
 
 
 if __name__ == "__main__":

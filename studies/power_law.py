@@ -9,7 +9,7 @@ from torch import Tensor
 
 DTYPE = torch.float64
 NUM_RESAMPLES = 1000
-CONFIDENCE = 0.95
+TAIL = 0.025  # of the interval, on either side
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,8 @@ class Fit:
     variable: str = "n"
 
     def __str__(self) -> str:
-        return f"{self.coefficient:.3g} {self.variable}^{self.interval}"
-
-    @property
-    def interval(self) -> str:
-        """The exponent with its interval."""
-        return f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        exponent = f"{self.exponent:.2f} [{self.low:.2f}, {self.high:.2f}]"
+        return f"{self.coefficient:.3g} {self.variable}^{exponent}"
 
 
 def fit(points: Sequence[tuple[int, Sequence[float]]], variable: str = "n") -> Fit | None:
@@ -48,8 +44,7 @@ def fit(points: Sequence[tuple[int, Sequence[float]]], variable: str = "n") -> F
         chosen = torch.randint(values.shape[1], (values.shape[1],), generator=generator)
         if len(set(lengths.tolist())) > 1:
             slopes.append(line(m[lengths], values[lengths][:, chosen].mean(1))[1])
-    tail = (1 - CONFIDENCE) / 2
-    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(m.new_tensor([tail, 1 - tail])).tolist()
+    low, high = torch.tensor(slopes, dtype=DTYPE).quantile(m.new_tensor([TAIL, 1 - TAIL])).tolist()
     intercept, exponent = line(m, values.mean(1))
     return Fit(math.exp(intercept), exponent, low, high, variable)
 

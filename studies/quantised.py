@@ -30,9 +30,7 @@ class Options(StudyOptions):
     """Round the weights of trained models."""
 
     models: list[str] = option([], "run folders: certified, coupling or dot-product models")
-    bits: list[int] = option(
-        [32, 8, 4, 3], "of an entry of a matrix; more than 8 leave it", "[2, 32]"
-    )
+    bits: list[int] = option([32, 8, 4, 3], "of a matrix entry; more than 8 leave it", "[2, 32]")
     num_windows: int = option(4, "windows that are inverted and proven", "[1, 1e4]")
     scored: int | None = option(None, "characters scored; null is the whole split", "[1e3, 1e9]")
 

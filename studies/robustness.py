@@ -1,18 +1,13 @@
 """How far embeddings can move before the next character changes: proven, and under attack.
 
 Contractive models of one size are trained on the same text, with LayerNorm before the head
-(``contractive``) or without (``contractive_linear``). X is the stack's input; the radii of
-studies/certified_radius.py are in units of the text's root mean square embedding length, so that
-models of any scale compare. All positions share one perturbation, so a radius holds for attacks on
-the whole sequence.
-
-LayerNorm before the head enters the constant by its bound max|γ|/√ε, ε = 1e-5: 316 at γ = 1. That
-is sound and all but vacuous.
+(``contractive``), whose bound is all but vacuous, or without (``contractive_linear``). X is the
+stack's input; the radii of studies/certified_radius.py are in units of the text's root mean square
+embedding length, so that models of any scale compare.
 
 Attacks: projected gradient ascent (PGD) on one position's margin, with its certified radius and
 with multiples of it. An attack that wins inside a certified radius is a bug, and the verdict then
-is "not reproduced". A PGD that fails proves nothing. None of the papers reproduced here has this
-experiment.
+is "not reproduced". A PGD that fails proves nothing.
 """
 
 import math
@@ -71,8 +66,7 @@ class Result:
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
 
 
-NAN = math.nan
-LOST = Result(NAN, NAN, NAN, NAN, NAN, [0.0] * len(MULTIPLES))  # no finite training
+LOST = Result(*[math.nan] * 5, [0.0] * len(MULTIPLES))  # no finite training
 
 
 def cases(options: Options) -> list[Case]:
@@ -144,11 +138,8 @@ def summarise(rows: Rows[Case, Result]) -> Summary:
                 f"{radius / mean(group, 'spacing'):.2g} of the least distance of two characters"
             )
     beaten = sum(flips[0] > 0 for flips in values(rows, "flips"))
-    return Summary(
-        table(trained(rows) or rows, ["kind"]),
-        [(None, said) for said in words],
-        must=[(beaten == 0, f"attacks win inside a certified radius in {beaten} models")],
-    )
+    must = [(beaten == 0, f"attacks win inside a certified radius in {beaten} models")]
+    return Summary(table(trained(rows) or rows, ["kind"]), [(None, said) for said in words], must)
 
 
 def draw(rows: Rows[Case, Result]) -> Figure:

@@ -17,7 +17,6 @@ largest, and at the largest it is the fastest at every length.
 """
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -102,8 +101,7 @@ def measure(case: Case, device: torch.device) -> Result:
     z = model.stack(model.embedding(text))
     if case.method == "inverse":
         return by_inverse(model, text, z)
-    search = by_random_order if case.method == "random" else by_gradient
-    return by_search(model, text, z, search, case)
+    return by_search(model, text, z, case)
 
 
 def by_inverse(model: CharTransformer, text: Tensor, z: Tensor) -> Result:
@@ -133,14 +131,9 @@ def nearest_symbols(model: CharTransformer, x: Tensor) -> tuple[Tensor, Tensor]:
     return symbols[..., 0], distances[..., 1]
 
 
-def by_search(
-    model: CharTransformer,
-    text: Tensor,
-    z: Tensor,
-    search: Callable[[Prefix, Tensor, torch.Generator], Tensor],
-    case: Case,
-) -> Result:
+def by_search(model: CharTransformer, text: Tensor, z: Tensor, case: Case) -> Result:
     """Some positions, each behind the true symbols; time and passes are scaled to all."""
+    search = by_random_order if case.method == "random" else by_gradient
     places = torch.linspace(0, case.length - 1, min(case.num_places, case.length)).long().tolist()
     prefix, generator = Prefix(model, 1), torch.Generator().manual_seed(case.seed)
     seconds, passes, right = 0.0, 0.0, 0
@@ -213,11 +206,6 @@ def passes_each(case: Case, result: Result) -> float:
     return result.passes / case.length
 
 
-def characters(case: Case, result: Result) -> str:
-    """The length of the text, for a legend."""
-    return f"{case.length:,} characters"
-
-
 def draw(rows: Rows[Case, Result]) -> Figure:
     """Seconds and passes against the vocabulary, a line per length and method."""
     figure, (seconds, passes) = panels(1, 2)
@@ -225,7 +213,7 @@ def draw(rows: Rows[Case, Result]) -> Figure:
         (seconds, "time", "seconds for a whole text"),
         (passes, passes_each, "forward passes a character"),
     ):
-        curves(axes, rows, "vocab_size", name, ("method", characters))
+        curves(axes, rows, "vocab_size", name, ("method", lambda c, _: f"{c.length:,} characters"))
         axes.set(xlabel="symbols in the vocabulary", ylabel=ylabel, xscale="log", yscale="log")
     return figure
 
