@@ -11,6 +11,7 @@ Verdict: for the certified model, checkpointing takes less time than the inverse
 import multiprocessing
 import re
 import resource
+import signal
 import statistics
 import time
 from dataclasses import dataclass
@@ -76,7 +77,9 @@ def cases(options: Options) -> list[Case]:
 
 def measure(case: Case, device: torch.device) -> Result:
     """In a fresh process, so that its largest memory is that of this case."""
+    heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # only this process ends by Ctrl-C
     with multiprocessing.get_context("spawn").Pool(1) as pool:
+        signal.signal(signal.SIGINT, heard)
         return pool.apply(measured, (case,))
 
 

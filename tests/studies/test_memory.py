@@ -1,6 +1,8 @@
 """Three ways to a gradient."""
 
+import signal
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,3 +25,14 @@ def test_a_case_has_a_process_and_a_peak_of_its_own(monkeypatch: pytest.MonkeyPa
     found = measure(Case("certified", 1, "store", 16, 1, 0, 1), torch.device("cpu"))
     assert found.gradient_error == 0
     assert 1 < found.peak < large.nbytes / 2**20 <= memory.resident()
+
+
+def handler_of_ctrl_c(case: Case) -> Any:
+    return signal.getsignal(signal.SIGINT)
+
+
+def test_the_process_of_a_case_leaves_ctrl_c_to_the_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "measured", handler_of_ctrl_c)
+    before = signal.getsignal(signal.SIGINT)
+    found: Any = measure(Case("certified", 1, "store", 1, 1, 0, 1), torch.device("cpu"))
+    assert (found, signal.getsignal(signal.SIGINT)) == (signal.SIG_IGN, before)
