@@ -1,17 +1,16 @@
 """Yudin et al. 2025 (JaSMin): local bounds from attention weights, and training that shapes them.
 
-Bounds: local bounds on ‖∂F/∂X‖ (frobenius) of attention layers beside the truth by power
-iteration, for random layers on random tokens and for the layers of language models, before and
-after training, at their own inputs (behind LayerNorm). Training: the loss plus a weight times
+Local bounds on ‖∂F/∂X‖ (frobenius) of attention layers stand beside the truth by power iteration,
+for random layers on random tokens and for layers of language models, before and after training, at
+their own inputs. Trained is the loss plus a weight times
 
     jasmin_0      mean log g_1(P_i) over rows but the first
     jasmin_10     mean log g_1(P_i)/g_10(P_i) over rows that see more than 11 tokens
     sensitivity   the query and key terms of the local bound ``fast`` (ours)
 
-each averaged over four windows of the batch and summed over layers, for several weights and seeds,
-compared at equal loss: along the weights of one regulariser (straight between them), what is the
-smallest value reached while the validation loss is at most 0.05 nats above that of the same seed
-without regulariser? The value is the local constant.
+each averaged over four windows of the batch and summed over layers. Compared at equal loss: what is
+the smallest local constant, along the weights of one regulariser, while the validation loss is at
+most 0.05 nats above that of the same seed without regulariser?
 
 The published maximum over rows is replaced by the mean and short prefixes are left out. The paper's
 claims: no bound lies below the truth, and JaSMin lowers the local constant at equal loss, in every

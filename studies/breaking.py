@@ -15,7 +15,7 @@ in place stays below the theorem's bound on the same tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float
@@ -62,13 +62,7 @@ class Result:
     bound: float  # the theorem's bound for that tied attention
 
 
-class Weights(NamedTuple):
-    """W^Q, W^K, W^V as (H, D, d) and W^O as (H, d, D)."""
-
-    w_q: Tensor
-    w_k: Tensor
-    w_v: Tensor
-    w_o: Tensor
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]  # W^Q, W^K, W^V as (H, D, d) and W^O as (H, d, D)
 
 
 def cases(options: Options) -> list[Case]:
@@ -79,12 +73,12 @@ def cases(options: Options) -> list[Case]:
 def measure(case: Case, device: torch.device) -> Result:
     """Both Jacobians, densely, in float64."""
     x = tokens(case).to(device)
-    w = weights(case.variant, device)
-    g = paper_output_map(w.w_q, w.w_v, w.w_o)
+    w = w_q, _, w_v, w_o = weights(case.variant, device)
+    g = paper_output_map(w_q, w_v, w_o)
     return Result(
         broken=entry_max_norm(lambda x: broken_attention(x, w, case.variant), x),
-        tied=entry_max_norm(lambda x: tied_attention(x, w.w_q, g), x),
-        bound=kim.entry_max_bound(w.w_q, w.w_v, w.w_o.flatten(0, 1), kim.log_mass_of(len(x))),
+        tied=entry_max_norm(lambda x: tied_attention(x, w_q, g), x),
+        bound=kim.entry_max_bound(w_q, w_v, w_o.flatten(0, 1), kim.log_mass_of(len(x))),
     )
 
 
@@ -107,18 +101,19 @@ def weights(variant: Variant, device: torch.device) -> Weights:
     """Unit weights; two heads that read channels 1–2 and 3–4 for ``without_a``."""
     one = torch.ones(1, 1, 1, dtype=torch.float64, device=device)
     if variant != "without_a":
-        return Weights(one, one / 2 if variant == "untied" else one, one, one)
+        return one, one / 2 if variant == "untied" else one, one, one
     read = torch.eye(4, dtype=torch.float64, device=device).unflatten(0, (2, 2))  # (H, d, D)
     carry = (read + read.flip(0)).mT  # values: own channels plus the other head's
-    return Weights(read.mT, read.mT, carry, read)
+    return read.mT, read.mT, carry, read
 
 
 def broken_attention(
     x: Float[Tensor, "tokens width"], w: Weights, variant: Variant
 ) -> Float[Tensor, "tokens width"]:
     """The variant, written out; no layer of this package would build it."""
-    scale = 1 / math.sqrt(w.w_q.shape[-1])
-    q, k, v = x @ w.w_q, x @ w.w_k, x @ w.w_v
+    w_q, w_k, w_v, w_o = w
+    scale = 1 / math.sqrt(w_q.shape[-1])
+    q, k, v = x @ w_q, x @ w_k, x @ w_v
     if variant.startswith("dot_product"):
         logits = scale * q @ k.mT
     else:
@@ -128,8 +123,8 @@ def broken_attention(
     if variant == "self_hidden":
         logits = logits.masked_fill(torch.eye(len(x), device=x.device).bool(), -math.inf)
     if variant in ("untied", "self_hidden"):
-        v = scale * (x @ w.w_q) @ (w.w_q.mT @ w.w_v)  # X A_h W^V, as the paper has it
-    return (logits.softmax(-1) @ v @ w.w_o).sum(0)
+        v = scale * (x @ w_q) @ (w_q.mT @ w_v)  # X A_h W^V, as the paper has it
+    return (logits.softmax(-1) @ v @ w_o).sum(0)
 
 
 def entry_max_norm(f: Callable[[Tensor], Tensor], x: Float[Tensor, "tokens width"]) -> float:

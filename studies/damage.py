@@ -1,10 +1,8 @@
 """Text back from damaged states: what comes back, and what is proven.
 
 The top states of validation windows are rounded, made noisy, or lose channels. The text is sought
-by the inverse of all positions at once, by trying every symbol at every position, and position by
-position: behind the symbols decoded so far the inverse of one position and the Jacobian there say
-which few candidates are tried. A rounded state tells more than a distance: every entry of the true
-state lies in a cell around it.
+by the inverse of all positions at once, by trying every symbol at every position, and by trying the
+few candidates that the inverse and the Jacobian of one position choose.
 
 Proven is what prefix margins prove of the text found by trying every symbol (docs/numerics.md, 19):
 every other text has states farther from those given. The damage is within the radius if the true

@@ -39,7 +39,6 @@ from invformer.numerics.precision import denormals_flushed
 from invformer.training.optimizers import build_optimizer, warmup_cosine
 from studies import price
 from studies.price import QUIET, TWIN, Result
-from studies.report import Figure, Rows, Summary
 from studies.runs import words_of
 from studies.study import Study, StudyOptions, program, progress
 from studies.training import GRAD_CLIP, encoded, train
@@ -189,16 +188,8 @@ def measure_nanogpt(case: Case, device: torch.device) -> Result:
     )  # fmt: skip
 
 
-def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Every kind and time at its best rate, certified ones beside the best other."""
-    return price.summary_of(rows, "minutes", UNCERTIFIED, "after {:g} min")
-
-
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Loss on the test split against minutes, and what certified kinds pay."""
-    return price.figure_of(rows, "minutes", "minutes of a thread", UNCERTIFIED)
-
-
+summarise = partial(price.summary_of, x="minutes", others=UNCERTIFIED, where="after {:g} min")
+draw = partial(price.figure_of, x="minutes", others=UNCERTIFIED, unit="minutes of a thread")
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":

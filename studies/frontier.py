@@ -1,7 +1,7 @@
 """The price of a certificate: bits per character against the Lipschitz constants of the branches.
 
 Every model is trained under every certificate, target c, optimiser and learning rate, on the same
-batches, with the schedule and the clipping of ``train.py``. Then, on the trained model:
+batches, as ``train.py`` does it. Then, on the trained model:
 
     bpc         bits per character of the whole validation split, each character once
     certified   the largest proven bound of any residual branch, or of its diagonal blocks under a
@@ -9,10 +9,8 @@ batches, with the schedule and the clipping of ``train.py``. Then, on the traine
     estimate    the largest ‖∂f/∂X‖ of any branch f at validation windows, in token_max, from below
 
 Baselines have neither certificate nor c and are trained once. The best learning rates and the best
-configuration are chosen on the split they are scored on, baselines and certified alike. The paper:
-Kim et al. 2021, whose contractive models are far behind at equal depth.
-
-The default is 12 small trainings; docs/results-archive.md has the command of a grid of 114.
+configuration are chosen on the split they are scored on, baselines and certified alike. The default
+is 12 small trainings; docs/results-archive.md has the command of a grid of 114.
 """
 
 import itertools

@@ -1,12 +1,10 @@
 """Castin et al. 2024, Fig. 1: the local constant of attention layers against sequence length.
 
-‖Df(X)‖ (frobenius) of one multi-head attention layer f, by power iteration in float64, at the
-inputs that real text gives it, and at the paper's adversarial two-cluster tokens; the exponent of
-C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval.
+‖Df(X)‖ (frobenius) of one bare multi-head attention layer f, by power iteration in float64; the
+exponent of C nᵅ, or C (n − 1)ᵅ under attack, is fitted with a bootstrap interval.
 
 ``on text``       the first and the middle layer of ours at initialisation (dot product, tied L2,
-                  contractive L2), or of a trained model of ours (checkpoint=RUN_FOLDER) on its own
-                  test text; bare: without residual, LayerNorm and dropout
+                  contractive L2), or of a trained model (checkpoint=RUN_FOLDER) on its test text
 ``under attack``  random weights of the shape and size of GPT-2's at initialisation, one head alone,
                   all heads, and tied L2 attention with the same W^Q and W^V
 

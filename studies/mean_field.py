@@ -4,13 +4,11 @@ Four statements about F: μ ↦ (Γ_μ)_# μ, its local constant at Σ m_j δ_{x
 norm of weighted attention (Lemma C.5):
 
 ``two_dirac``     (Prop. 3.6) two atoms on B_R reach θ(R) (γ/2) R² e^{γR²} with θ → 1, γ the rate of
-                  A; with s e^{2γR²} as the ratio of the masses the factor is 4 s^{3/2}/(1 + s)²:
-                  1 for the published s = 1, and 1.299, the largest, for s = 3 (ours).
+                  A; masses of the ratio s e^{2γR²} give a factor 4 s^{3/2}/(1 + s)² (ours).
 ``weighted``      (Thm 3.5) no weighted measure on B_R exceeds ‖V‖ (1 + 3‖A‖R²) e^{2‖A‖R²}; random
                   ones and two atoms.
 ``large_radius``  (Thm 3.7) ‖Df(R X)‖ → ‖V‖ (max_j #φ⁻¹(j))^½ ≤ √n ‖V‖, masked or not.
-``cesaro``        (Thm 4.4) causal attention with A = 0 is the Cesàro mean: its norm tends to 2, so
-                  the masked statement needs a factor 2 that the unmasked one does not.
+``cesaro``        (Thm 4.4) causal attention with A = 0 is the Cesàro mean, whose norm tends to 2.
 
 Reproduced means that all four hold: θ falls to its limit, no constant exceeds its bound or is NaN,
 the largest R is within 1e-6 of the limit, the Cesàro norm lies between 1 and 2.

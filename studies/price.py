@@ -2,16 +2,16 @@
 
 Every case is a run of ``train.py`` with a schedule and a folder of its own; an interrupted one
 continues where it was. Of every kind and budget the learning rate with the best mean on the
-validation split counts, and its loss on the test split is reported, beside that of a 5-gram of the
-same training text. Kinds have as many parameters as nanoGPT's CPU model.
+validation split counts; its loss on the test split is reported, beside that of a 5-gram.
 
 Verdict: at every budget each certified kind is at most ``ALLOWED`` nats behind the twin.
 """
 
 import json
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Literal
@@ -78,10 +78,6 @@ class Result:
     proven: float | None  # share of characters at the beginning of the test split
 
 
-# Nats by which a kind is behind others, after so many steps or minutes.
-Prices = Mapping[tuple[str, float], float]
-
-
 def cases(options: Options) -> list[Case]:
     """One seed after the other, small budgets first."""
     words = " ".join([QUIET, f"trainer.val_every={options.val_every}", *words_of(options)])
@@ -130,16 +126,6 @@ def evaluated(case: Case, split: str, device: torch.device) -> dict[str, Any]:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def summarise(rows: Rows[Case, Result]) -> Summary:
-    """Every kind and budget at its best rate, beside the twin."""
-    return summary_of(rows, "budget", [TWIN], "at {:g} steps")
-
-
-def draw(rows: Rows[Case, Result]) -> Figure:
-    """Loss on the test split against the budget, and what each kind pays."""
-    return figure_of(rows, "budget", "optimiser steps", [TWIN])
-
-
 def chosen(rows: Rows[Case, Result], x: str) -> Rows[Case, Result]:
     """The rows of every kind at every x whose rate has the best mean on the validation split."""
     found: list[tuple[Case, Result]] = []
@@ -148,7 +134,9 @@ def chosen(rows: Rows[Case, Result], x: str) -> Rows[Case, Result]:
     return found
 
 
-def prices(rows: Rows[Case, Result], x: str, others: Collection[str]) -> Prices:
+def prices(
+    rows: Rows[Case, Result], x: str, others: Collection[str]
+) -> dict[tuple[str, float], float]:
     """Nats of the test split by which a kind is behind the best of others at the same x."""
     found: dict[tuple[str, float], float] = {}
     for at, group in by(rows, x).items():
@@ -186,7 +174,7 @@ def line_of(group: Rows[Case, Result]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[str]) -> Figure:
+def figure_of(rows: Rows[Case, Result], x: str, others: Collection[str], unit: str) -> Figure:
     """Curves of the test split's loss and of prices against ``x``."""
     same = chosen(rows, x)
     figure, (loss, price) = panels(1, 2)
@@ -205,6 +193,8 @@ def figure_of(rows: Rows[Case, Result], x: str, unit: str, others: Collection[st
     return figure
 
 
+summarise = partial(summary_of, x="budget", others=[TWIN], where="at {:g} steps")
+draw = partial(figure_of, x="budget", others=[TWIN], unit="optimiser steps")
 STUDY = Study(Options, Case, Result, cases, measure, summarise, draw)
 
 if __name__ == "__main__":

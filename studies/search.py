@@ -2,10 +2,9 @@
 
 SipIt (Nikolaou et al. 2025, arXiv 2510.15511) finds the symbol of one position after the other: a
 candidate is right if its state behind the symbols found so far is the one given. In ``random``
-order candidates are tried 256 at a time until one fits, with keys and values of the known symbols
-kept. ``gradient`` descends on the distance in the space of embeddings and tries the nearest symbol
-that has not been tried, one at a time, as SipIt's policy does. ``inverse`` undoes all positions at
-once by fixed points, and takes the nearest symbols.
+order candidates are tried 256 at a time until one fits. ``gradient`` descends on the distance in
+the space of embeddings and tries the nearest symbol not tried yet, one at a time, as SipIt
+does. ``inverse`` undoes all positions at once by fixed points, and takes the nearest symbols.
 
 The model is certified in token_max, without diagonal scalings, 4 layers of width 128, with its
 initial weights and rows of the embedding drawn at random. Search is measured at ``num_places``
