@@ -182,7 +182,8 @@ def loss(row: tuple[Case, Result]) -> float:
 
 def label(case: Case, result: Result) -> str:
     """Model and certificate, whether tokens see only those before them, and scalings."""
-    strictly, scaled = case.strictly_causal and "strictly", case.diagonal_scaling and "scaled"
+    strictly = "strictly" if case.strictly_causal else None
+    scaled = "scaled" if case.diagonal_scaling else None
     return " ".join(filter(None, (case.model, case.certificate, strictly, scaled)))
 
 

@@ -109,7 +109,7 @@ def weighted(case: Case) -> Result:
     for index in range(NUM_MEASURES):
         x, mass, a, v = random_measure(index, case.size, generator)
         value = castin.mass_splitting(x, mass, a, v).moving.item()
-        upper = castin.mean_field_bound(*(norm(w, 2).item() for w in (a, v)), case.size)
+        upper = castin.mean_field_bound(norm(a, 2).item(), norm(v, 2).item(), case.size)
         found.append((value, upper))
     values, uppers = torch.tensor(found, dtype=DTYPE).unbind(-1)
     nearest = (values / uppers).argmax()  # a NaN counts as the largest

@@ -66,7 +66,8 @@ class Result:
     flips: list[float]  # share of windows whose attacked prediction changed, at MULTIPLES
 
 
-LOST = Result(*[math.nan] * 5, [0.0] * len(MULTIPLES))  # no finite training
+NAN = math.nan
+LOST = Result(NAN, NAN, NAN, NAN, NAN, [0.0] * len(MULTIPLES))  # no finite training
 
 
 def cases(options: Options) -> list[Case]:

@@ -45,11 +45,11 @@ def test_tied_l2_attention_stays_below_its_bound_where_the_variant_passes_it(
 
 def test_with_unit_weights_and_nothing_removed_the_spelled_out_map_is_the_library_one() -> None:
     # Mutant check: the variants must differ from tied attention by their slip alone.
-    weights = breaking.weights("self_hidden", CPU)
+    w_q, _, w_v, w_o = breaking.weights("self_hidden", CPU)
     x = torch.tensor([[0.0], [0.3], [-1.1]])
     logits = -(x - x.mT).square()
-    g = paper_output_map(weights.w_q, weights.w_v, weights.w_o)
-    assert torch.allclose(logits.softmax(-1) @ x, breaking.tied_attention(x, weights.w_q, g))
+    g = paper_output_map(w_q, w_v, w_o)
+    assert torch.allclose(logits.softmax(-1) @ x, breaking.tied_attention(x, w_q, g))
 
 
 def summary_with(variant: breaking.Variant, **wrong: float) -> Summary:
