@@ -24,6 +24,7 @@ from invformer.assemble.run import build_run
 from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
+from invformer.runs.exit import guarded
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
 from invformer.training.monitor import LipschitzMonitor
@@ -137,4 +138,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    raise SystemExit(guarded(lambda: main(sys.argv[1:]), debug=False))

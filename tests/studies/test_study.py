@@ -220,6 +220,12 @@ def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_a_mistake_in_the_words_of_monitor_quality_is_one_line() -> None:
+    words = [sys.executable, "-m", "studies.monitor_quality", "model.d_hed=8"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
 def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
