@@ -24,15 +24,6 @@ def test_a_training_batch_depends_on_seed_and_step_alone() -> None:
     assert len({tuple(s.flatten().tolist()) for s in steps}) == 50
 
 
-def test_iteration_from_a_batch_continues_the_iteration_from_the_beginning() -> None:
-    tokens = positions_as_tokens(100)
-    whole = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7), 12))
-    rest = list(itertools.islice(TrainingWindows(tokens, 8, 4, 7, start=lambda: 5), 7))
-    for (a, b), (c, d) in zip(whole[5:], rest, strict=True):
-        assert torch.equal(a, c)
-        assert torch.equal(b, d)
-
-
 @pytest.mark.parametrize("n", [8, 9, 23, 64])
 @pytest.mark.parametrize("batch_size", [1, 3, 20])
 def test_in_an_epoch_no_character_is_a_target_twice_and_few_are_left_out(
