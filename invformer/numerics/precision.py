@@ -67,8 +67,8 @@ def is_denormal(x: Tensor) -> Tensor:
     """Which entries are denormal, so that a processor may read them as zero; by their bits."""
     bits = Bits.apply(x.detach().contiguous())
     magnitude = bits & torch.iinfo(bits.dtype).max
-    tiny = Bits.apply(torch.tensor(torch.finfo(x.dtype).tiny, dtype=x.dtype))
-    return (magnitude > 0) & (magnitude < tiny)
+    smallest_normal = round(1 / torch.finfo(x.dtype).eps)  # as bits: above all of the mantissa
+    return (magnitude > 0) & (magnitude < smallest_normal)
 
 
 class Bits(torch.autograd.Function):
