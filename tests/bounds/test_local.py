@@ -73,24 +73,6 @@ def test_the_token_max_bound_is_the_norm_itself_on_the_witness() -> None:
     assert 0.87 * certificate < float(bound) < certificate
 
 
-def test_bounds_hold_on_inputs_that_ascend_towards_a_violation() -> None:
-    for mask in MASKS[:2]:
-        case = attention_case(7, num_tokens=6, d_model=4, num_heads=1, mask=mask)
-        x = case.x.clone().requires_grad_()
-        optimiser = torch.optim.Adam([x], lr=0.1)
-        for _ in range(60):
-            true = torch.linalg.matrix_norm(dense_jacobian(case.f, x), 2)
-            optimiser.zero_grad()
-            (-true).backward()
-            optimiser.step()
-        worst = replace(case, x=x.detach())
-        true = largest_singular_value(worst)
-        assert true > 1.3 * largest_singular_value(case)
-        bounds = [float(bound(*worst.weights)) for bound in FROBENIUS_BOUNDS.values()]
-        assert min(bounds) >= true
-        assert min(bounds) <= 1.7 * true
-
-
 def test_bounds_hold_for_tight_clusters_far_from_the_origin() -> None:
     case = attention_case(8, num_tokens=8, d_model=8)
     far = replace(case, x=1e-5 * case.x + 1e4)

@@ -275,15 +275,6 @@ def test_a_wrong_symbol_is_not_proven_nor_what_follows_it(place: int) -> None:
     assert proven[1].all()
 
 
-@torch.no_grad()
-def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is() -> None:
-    model = ready(contractive_model)
-    tokens = random_tokens(1)
-    tokens[0, 4] = 0
-    states = model.stack(model.embedding(tokens))
-    assert torch.equal(prefix_margins(model, tokens, states).proven, tokens != 0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "scale"),
     [(torch.float32, 3e-45), (torch.float64, 1e-160), (torch.float64, 1e-310),
