@@ -3,7 +3,6 @@
 import base64
 import hashlib
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ def serve(root: Path) -> Iterator[dict[str, str]]:
     """A Hub of the repositories ``root/models/*/*`` and ``root/datasets/*/*``.
 
     Yields:
-        the environment of a process that uses it, and that has downloaded nothing yet.
+        what the environment of a process has that uses it, and that has downloaded nothing yet.
     """
 
     class Handler(Hub):
@@ -31,8 +30,7 @@ def serve(root: Path) -> Iterator[dict[str, str]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         url = f"http://127.0.0.1:{server.server_address[1]}"
-        online = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(root / "home")}
-        yield os.environ | online
+        yield {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(root / "home")}
     finally:
         server.shutdown()
         server.server_close()

@@ -2,11 +2,8 @@
 
 import csv
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,10 +16,10 @@ from invformer.runs.checkpoint import WEIGHTS, read_checkpoint
 from invformer.runs.encoding import pack
 from invformer.runs.run_log import read_rows
 from tests import small_runs
+from tests.processes import ROOT, python
 from tests.saved_runs import evaluated
 from tests.small_runs import built, fitted, newest, write_text
 
-ROOT = Path(__file__).parent.parent
 # While Dynamo traces, it does what PyTorch warns of.
 COMPILES = (pytest.mark.slow, pytest.mark.compiles, pytest.mark.filterwarnings("ignore"))
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
@@ -116,18 +113,11 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         read_checkpoint("~/missing")
 
 
-def shell(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True
-    )
-
-
 def test_training_works_from_a_shell_and_names_the_command_that_evaluates_it(
     tmp_path: Path, command: Callable[..., int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = f"run.root={tmp_path / 'my runs'}"
-    done = shell(str(ROOT / "train.py"), *options(tmp_path, root), cwd=tmp_path)
+    done = python(str(ROOT / "train.py"), *options(tmp_path, root), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "my runs" / "a"
     (said,) = re.findall("python evaluate.py (.*)", done.stdout)
@@ -159,7 +149,7 @@ def test_two_processes_have_the_losses_of_one_at_the_same_global_batch(
             f"trainer.strategy={'fsdp' if name == 'fsdp' else 'ddp'}", "monitor.every=1",
             "monitor.length=8", *more,
         )  # fmt: skip
-        done = shell(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
+        done = python(str(ROOT / "train.py"), *arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         runs[name] = read_rows(tmp_path / name / "metrics.jsonl")
     for key in ("train/nats", "optim/grad_norm", "val/bpc", "lipschitz/estimate"):

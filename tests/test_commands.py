@@ -5,7 +5,6 @@ import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,10 @@ from invformer import commands
 from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
 from invformer.model import read_states, write_states
 from tests import fake_hub
+from tests.processes import python
+from tests.runs.hostile import flipped
 from tests.small_runs import fitted, options, write_text
 
-ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.usefixtures("single_precision")
 
 
@@ -154,9 +154,7 @@ def test_a_users_mistake_is_answered_in_one_line_with_its_exit_code(
         "finally: assert not {'torch', 'numpy', 'lightning', 'wandb', 'datasets', 'jaxtyping',"
         " 'matplotlib'} & set(sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=ROOT, capture_output=True, text=True
-    )
+    done = python("-c", script, *words)
     assert done.returncode == code, done.stderr
     assert done.stderr.startswith(f"error: {says}")
     assert done.stderr.count("\n") == 1
@@ -267,11 +265,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
         "invformer.load('me/nothing')"
     )
     with fake_hub.serve(tmp_path) as environment:
-        done = subprocess.run(
-            [sys.executable, "-c", program, str(run), *lines],
-            cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)},
-            capture_output=True, text=True,
-        )  # fmt: skip
+        done = python("-c", program, str(run), *lines, cwd=tmp_path, **environment)
     assert f"uploaded to {environment['HF_ENDPOINT']}/me/squares\n" in done.stdout, done.stderr
     said = "CheckpointError: me/nothing: no folder here, and no model on the Hub"
     assert said in done.stderr.splitlines()[-1]
@@ -283,9 +277,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
 def test_a_changed_byte_is_refused(exported: Path) -> None:
     for name in ("model.safetensors", "config.json", "vocabulary.json", "certificate.json"):
         content = (exported / name).read_bytes()
-        middle = len(content) // 2
-        changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-        (exported / name).write_bytes(changed)
+        (exported / name).write_bytes(flipped(content))
         with pytest.raises(CheckpointError, match=f"{name}: was changed"):
             invformer.load(exported)
         (exported / name).write_bytes(content)

@@ -1,15 +1,12 @@
 """The saved view and the sweep name what a run logs and takes, and need no network."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from invformer.config.load import load_config
 from invformer.runs.wandb_logger import OVERVIEW
 from invformer.workspace import WorkspaceConfig, build
-
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
 
 
 @pytest.mark.filterwarnings("ignore")  # of the other library's models

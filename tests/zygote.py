@@ -17,20 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended.
+    """How a run ended, and what it printed."""
 
-    Attributes:
-        code: exit code; negative for a signal.
-        stdout: what it printed.
-        stderr: likewise.
-    """
-
-    code: int
+    code: int  # negative for a signal
     stdout: str
     stderr: str
 

@@ -2,10 +2,7 @@
 
 import gzip
 import hashlib
-import os
 import platform
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,6 +18,7 @@ from invformer.errors import DataError
 from tests import fake_hub
 from tests.data.texts import corpus_at, whole, write
 from tests.fake_wandb import FakeServer
+from tests.processes import python
 
 TEXT = "".join(f"line {i}: naïve “text”\r\n" for i in range(100)) + "\n\nno newline at the end"
 
@@ -250,9 +248,7 @@ def test_tables_are_downloaded_from_the_hub_as_they_are(tmp_path: Path) -> None:
         "    print(corpus.source, [corpus.split(split) for split in ('train', 'val')])"
     )
     with fake_hub.serve(tmp_path) as environment:
-        done = subprocess.run(
-            [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-        )
+        done = python("-c", program, **environment)
     assert done.stdout.splitlines() == [
         r"Hugging Face Hub, karpathy/tiny_shakespeare ['train\r\n', 'validation\r\n']",
         "Hugging Face Hub, ptb-text-only/ptb_text_only "
@@ -307,10 +303,7 @@ def test_the_hub_is_asked_in_a_process_that_has_not_loaded_datasets(
         "except Exception as caught: error = caught\n"
         "assert 'datasets' not in sys.modules; print(type(error).__name__)"
     )
-    environment = {**os.environ, "HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:1"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
-    )
+    done = python("-c", program, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(error), done.stdout
 

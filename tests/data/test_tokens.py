@@ -1,8 +1,6 @@
 """A corpus of any size as tokens: mapped from one file that is complete or not there."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ from invformer.data.tokens import tokens_of
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import DataError, StorageError
 from tests.data.texts import corpus_at, write
-from tests.zygote import ROOT
+from tests.processes import python
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(300))
 
@@ -109,10 +107,7 @@ finally:
 
 def peak_bytes(folder: Path, command: str, *words: str) -> int:
     """Memory that a command needs at most."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, command, *words], cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")},
-    )  # fmt: skip
+    done = python("-c", PROGRAM, command, *words, XDG_CACHE_HOME=str(folder / "cache"))
     assert done.returncode == 0, done.stderr
     return int(done.stdout.split("peak")[-1]) * 1024
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.kills import FAST
+from tests.processes import ROOT
 from tests.small_runs import DROPOUT, difference, newest, options, without_plots, write_text
-from tests.zygote import ROOT, Zygote
+from tests.zygote import Zygote
 
 WRITES = 9  # files written before the disk is full: one checkpoint, and a part of the next
 

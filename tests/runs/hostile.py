@@ -35,6 +35,12 @@ class Payload:
         return Path.touch, (self.canary,)
 
 
+def flipped(content: bytes) -> bytes:
+    """One bit of it, in the middle."""
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+
+
 def seal(path: Path) -> None:
     """Make the manifest fit the files, as whoever changes them can."""
     files = {name: record_of((path / name).read_bytes()) for name in FILES}

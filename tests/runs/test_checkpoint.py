@@ -38,7 +38,7 @@ from invformer.runs.checkpoint import (
     write_part,
 )
 from invformer.runs.contained import in_background
-from tests.runs.hostile import ATTACKS, Attack, seal
+from tests.runs.hostile import ATTACKS, Attack, flipped, seal
 from tests.saved_runs import NO_STATE, save_run, write_checkpoint
 from tests.small_runs import newest
 
@@ -204,11 +204,6 @@ def test_a_state_that_is_not_finite_is_never_written(folder: Path, where: str) -
     with pytest.raises(NonFiniteError, match=r"step 1: (w|optimizer_states/0/m) is not finite"):
         write_checkpoint(folder / "step-00000001", {**METADATA, "step": 1}, weights, state)
     assert not folder.exists()
-
-
-def flipped(content: bytes) -> bytes:
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {

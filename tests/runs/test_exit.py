@@ -4,8 +4,6 @@ import errno
 import logging
 import os
 import pty
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +13,7 @@ import torch
 from invformer import errors
 from invformer.runs.console import Console, PrintableFormatter, lasting
 from invformer.runs.exit import guarded
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import python
 
 
 def raising(error: BaseException) -> Callable[..., None]:
@@ -38,10 +35,7 @@ raise SystemExit(guarded(lambda: exec("os.kill(os.getpid(), signal.SIGINT)"), de
 
 def test_an_interrupt_of_code_executed_from_a_string_ends_a_module_with_130(tmp_path: Path) -> None:
     (tmp_path / "executed.py").write_text(EXECUTED)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "executed"], env=environment, capture_output=True, text=True
-    )
+    done = python("-m", "executed", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
 
 

@@ -30,7 +30,7 @@ from invformer.runs.run_log import read_rows
 from invformer.runs.saving import Checkpoints
 from invformer.training.fit import fit
 from tests import small_runs
-from tests.runs.hostile import edit_json
+from tests.runs.hostile import edit_json, flipped
 from tests.saved_runs import write_checkpoint
 from tests.small_runs import TEXT, StopAt, built, write_text
 
@@ -218,9 +218,7 @@ def test_a_damaged_newest_checkpoint_costs_one_interval_and_no_bit(
     whole: Path, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = newest(folder).path / "weights.safetensors"
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 1
-    damaged.write_bytes(content)
+    damaged.write_bytes(flipped(damaged.read_bytes()))
     with caplog.at_level(logging.WARNING):
         train(folder)
     (warning,) = [r.message for r in caplog.records if "continuing from" in r.message]

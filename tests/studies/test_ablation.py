@@ -13,8 +13,8 @@ from invformer.config.schema import TrainConfig
 from invformer.errors import InvformerError
 from studies import ablation
 from studies.ablation import VARIANTS, Case, Options, Result, cases, measure, summarise
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 

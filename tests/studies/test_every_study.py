@@ -15,10 +15,10 @@ from studies import __main__ as listing
 from studies import memory
 from studies.report import Outcome, panels
 from studies.study import main
+from tests.processes import ROOT
 from tests.saved_runs import Saved
 from tests.small_runs import fitted
 
-ROOT = Path(__file__).parents[2]
 STUDIES = listing.find_studies(ROOT / "studies")
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(400))
 MODEL = "d_model=12 num_heads=2 num_layers=1 seq_len=16 batch_size=4 num_steps=3"

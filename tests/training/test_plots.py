@@ -1,8 +1,6 @@
 """The picture of a run: drawn from metrics.jsonl alone, no global state."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from invformer.training.plots import (
     read_curves,
     running_mean,
 )
+from tests.processes import python
 from tests.small_runs import write_rows
 
 BRANCHES = [f"block_0{i}/{kind}" for i in range(2) for kind in ("attention", "feed_forward")]
@@ -94,5 +93,5 @@ def test_plotting_touches_no_global_state_and_importing_loads_no_matplotlib() ->
         "as_png(draw_summary({}, {}))\n"
         "assert 'matplotlib' in sys.modules and 'matplotlib.pyplot' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
