@@ -13,8 +13,9 @@ import pytest
 
 from invformer.runs.launcher import conclusion
 from invformer.runs.run_log import read_rows
+from tests.processes import ROOT
 from tests.small_runs import DROPOUT, difference, options
-from tests.zygote import ROOT, Zygote
+from tests.zygote import Zygote
 
 PROGRAM, TRAIN = "tests.reliability.rank_program", "tests.reliability.broken_train"
 
@@ -97,10 +98,9 @@ def test_the_line_of_a_run_is_that_of_the_rank_that_knows_most(
     assert str(error).startswith(message)
 
 
-def test_ranks_that_finish_end_with_zero(tmp_path: Path) -> None:
-    process = start(PROGRAM, "finish", str(tmp_path))
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
+def test_ranks_that_finish_end_with_zero(zygote: Zygote, tmp_path: Path) -> None:
+    ended = zygote.run(["finish", str(tmp_path)], program=PROGRAM)
+    assert ended.code == 0, ended.stderr
 
 
 @pytest.mark.parametrize(
