@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +16,8 @@ from benchmarks.plots import growth, plot_growth
 from benchmarks.table import HEAD, line, table
 from benchmarks.table import main as print_table
 from benchmarks.timing import Spread, in_turns, paired
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 CPU = torch.device("cpu")
 TINY = Case(seq_len=16, d_model=16, num_layers=1, num_heads=2, batch_size=2)
 
@@ -35,6 +35,23 @@ def rows() -> list[dict]:
         patch.setattr(timing, "SHORTEST_TURN", 0)
         patch.setattr(tasks, "GENERATED", 4)
         return list(run.measure_case(run.Setting(TINY, CPU, "float32", seconds=0), memory=False))
+
+
+@pytest.fixture
+def refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """The one line that a program ends with, whose exit code is given."""
+
+    def refusal(main: Callable[[], None], code: int, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["benchmarks", *words])
+        with pytest.raises(SystemExit) as end:
+            main()
+        said = capsys.readouterr()
+        assert (end.value.code, said.out, said.err.count("\n")) == (code, "", 1)
+        return said.err
+
+    return refusal
 
 
 def test_every_task_of_every_model_has_a_row(rows: list[dict]) -> None:
@@ -170,37 +187,25 @@ def test_every_number_in_the_performance_table_is_a_row_of_a_committed_file() ->
     ],
 )
 def test_impossible_arguments_are_refused_in_one_line_beforehand(
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    refusal: Callable[..., str],
+) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
     monkeypatch.setattr(program, "compiler_complaint", lambda _: "no compiler")
-    monkeypatch.setattr(sys, "argv", ["benchmarks", f"--out={tmp_path / 'a' / 'b.json'}", *words])
-    with pytest.raises(SystemExit) as end:
-        program.main()
-    assert end.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"error: {message}")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    said = refusal(program.main, 2, f"--out={tmp_path / 'a' / 'b.json'}", *words)
+    assert said.startswith(f"error: {message}")
     assert not (tmp_path / "a").exists()
 
 
 def test_results_that_cannot_be_written_are_refused_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(program, "measure_case", lambda *_: pytest.fail("it measures"))
     (tmp_path / "file").write_text("")
     for out in (tmp_path, tmp_path / "file" / "results.json"):
-        monkeypatch.setattr(sys, "argv", ["benchmarks", "--quick", f"--out={out}"])
-        with pytest.raises(SystemExit) as end:
-            program.main()
-        assert end.value.code == 7
-        assert capsys.readouterr().err.startswith("error: argument --out: ")
+        said = refusal(program.main, 7, "--quick", f"--out={out}")
+        assert said.startswith("error: argument --out: ")
 
 
 def run_quickly(
@@ -248,21 +253,12 @@ def test_an_interrupted_run_leaves_earlier_results_alone_and_ends_in_one_line(
 
 @pytest.mark.parametrize("content", [None, "[1]", "{", '{"rows": [{}]}'])
 def test_a_table_of_no_results_is_refused_in_one_line(
-    content: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    content: str | None, tmp_path: Path, refusal: Callable[..., str]
 ) -> None:
     file = tmp_path / "results.json"
     if content is not None:
         file.write_text(content)
-    monkeypatch.setattr(sys, "argv", ["benchmarks.table", str(file)])
-    with pytest.raises(SystemExit) as end:
-        print_table()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {file}")
-    assert error.count("\n") == 1
+    assert refusal(print_table, 2, str(file)).startswith(f"error: {file}")
 
 
 def test_every_recipe_trains_about_as_many_parameters() -> None:
