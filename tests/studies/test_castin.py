@@ -61,15 +61,6 @@ def test_the_clusters_lie_along_the_worst_real_eigenvector() -> None:
         torch.testing.assert_close(castin.two_cluster_tokens(a, 2.0, 3), expected.double())
 
 
-@pytest.mark.parametrize(("radius", "num_tokens", "true"), [(1.5, 30, 8.829), (2.0, 100, 12.13)])
-def test_two_clusters_reach_the_square_root(radius: float, num_tokens: int, true: float) -> None:
-    x = castin.two_cluster_tokens(-torch.ones(1, 1), radius, num_tokens)
-    measured = local_constant(x, -torch.ones(1, 1), torch.ones(1, 1))
-    assert measured == pytest.approx(true, abs=0.01)
-    others = (num_tokens - 1) * math.exp(-2 * radius**2)  # Proposition 3.4, from below
-    assert math.sqrt(num_tokens - 1) / (1 + others) <= measured
-
-
 def test_mean_field_bounds_hold_for_weighted_measures() -> None:
     closest = 0.0
     for i in range(80):

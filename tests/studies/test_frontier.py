@@ -1,5 +1,4 @@
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import get_args
 
@@ -52,24 +51,6 @@ def only(*words: str) -> Case:
         "certificates=[token_max]", "strictly_causal=[false]", "diagonal_scaling=[false]", *words
     )
     return case
-
-
-def test_equal_trainings_stand_in_the_grid_once() -> None:
-    found = grid(
-        "certificates=[token_max, causal]",
-        "lipschitz_targets=[0.5, 0.9]",
-        "optimisers=[adamw, muon]",
-        "muon_lr=[0.01, 0.02]",
-    )
-    # Once with AdamW and with either rate of Muon; times c; times certificate; strictly or not;
-    # in metrics or not.
-    assert Counter(c.model for c in found) == {
-        "dot_product": 3, "l2": 3, "contractive_l2": 24, "contractive_bounded": 48
-    }  # fmt: skip
-    assert {c.model for c in found if c.strictly_causal} == {"contractive_bounded"}
-    bounded = {c.certificate for c in found if c.model == "contractive_bounded"}
-    assert bounded == {"token_max", "causal"}
-    assert {(c.certificate, c.lipschitz_target) for c in found if c.model == "l2"} == {(None, None)}
 
 
 def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114() -> None:

@@ -40,14 +40,6 @@ def test_on_the_wide_range_dot_product_never_converges_and_l2_does(scale: float,
     assert not dot_product.inverted
 
 
-@pytest.mark.parametrize("scale", [0.5, 0.7])
-def test_on_the_narrow_range_dot_product_converges_for_small_c(scale: float) -> None:
-    case = replace(CASE, map="dot_product", reach=1.0, scale=scale, num_steps=200)
-    result = measure(case, CPU)
-    assert result.inverted
-    assert result.errors[0] > REACHED
-
-
 def test_the_error_of_a_linear_map_falls_by_its_factor_every_step() -> None:
     x = torch.randn(2, 3, 4)
     errors = reconstruction_errors(lambda x: -0.5 * x, x, 10)

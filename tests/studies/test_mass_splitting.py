@@ -18,47 +18,21 @@ def test_the_closed_form_is_brute_force_on_400_measures(kind: Kind) -> None:
     assert (result.share > 0) == (kind == "dot_product")
 
 
-def test_brute_force_sees_splitting_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
-        found = castin.mass_splitting(*arguments)
-        return found._replace(splitting=torch.zeros_like(found.splitting))
-
-    monkeypatch.setitem(mass_splitting.CLOSED_FORMS, "dot_product", moving_only)
-    assert measure(Case("random", "dot_product", 0.0, 0.0, 400, 11), CPU).error > 1e-4
+def moving_only(*arguments: torch.Tensor) -> castin.MassSplitting:
+    found = castin.mass_splitting(*arguments)
+    return found._replace(splitting=torch.zeros_like(found.splitting))
 
 
-def test_brute_force_sees_a_wrong_query_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_brute_force_sees_splitting_left_out_and_a_wrong_query_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole = castin.from_blocks
-    monkeypatch.setattr(
-        castin, "from_blocks", lambda blocks, own, mass: whole(blocks, own / 2, mass)
-    )
+    half = lambda blocks, own, mass: whole(blocks, own / 2, mass)  # noqa: E731
+    with monkeypatch.context() as patch:
+        patch.setitem(mass_splitting.CLOSED_FORMS, "dot_product", moving_only)
+        assert measure(Case("random", "dot_product", 0.0, 0.0, 400, 11), CPU).error > 1e-4
+    monkeypatch.setattr(castin, "from_blocks", half)
     assert measure(Case("random", "l2", 0.0, 0.0, 12, 11), CPU).error > 1e-3
-
-
-def test_cutting_the_worst_atom_in_two_is_enough() -> None:
-    a, one = -torch.ones(1, 1), torch.ones(1, 1)
-    case = Case("grid", "dot_product", -1.0, 4.0, 17, 0)
-    x = mass_splitting.grid_measures(case)
-    x = x[mass_splitting.ratios(case, x).argmax()]
-    found = castin.mass_splitting(x, MASS, a, one)
-    assert found.splitting > found.moving
-    cut = [
-        castin.differentiated_constant(
-            castin.attention(a, one, mass=mass), torch.cat([x, x[k : k + 1]]), mass
-        )
-        for k in range(3)
-        for mass in [torch.cat([MASS, MASS[k : k + 1] / 2]) - torch.eye(4)[k] * MASS[k] / 2]
-    ]
-    assert max(cut) == pytest.approx(float(max(found)), rel=1e-10)
-
-
-def test_the_grid_is_the_closed_form_point_by_point() -> None:
-    case = Case("grid", "dot_product", -1.0, 1.0, 9, 0)
-    x = mass_splitting.grid_measures(case)
-    a, one = -torch.ones(1, 1), torch.ones(1, 1)
-    single = [castin.mass_splitting(p, MASS, a, one) for p in x]
-    expected = torch.stack([f.splitting / f.moving for f in single])
-    torch.testing.assert_close(mass_splitting.ratios(case, x), expected)
 
 
 def test_splitting_pays_on_a_few_percent_of_the_plane_and_never_for_distances() -> None:

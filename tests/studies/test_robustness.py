@@ -18,7 +18,6 @@ from studies.certified_radius import (
     logits_of,
     margins,
     pgd,
-    project_to_ball,
     read_out_constant,
     unit,
 )
@@ -128,19 +127,6 @@ def test_pgd_stays_in_its_ball_and_does_worse_damage_than_random_steps() -> None
     assert (vector_norm(moved - x, "token_max") <= radius).all()
     assert (lost(moved) >= lost(x)).all()
     assert (lost(moved)[1:] > lost(x + step)[1:]).all()
-
-
-def test_the_projection_keeps_what_is_inside_and_shortens_the_rest() -> None:
-    step, radius = torch.randn(4, 5, 3), torch.tensor([1e-3, 1.0, 2.0, 100.0])
-    projected = project_to_ball(step, radius)
-    assert (vector_norm(projected, "token_max") <= radius).all()
-    torch.testing.assert_close(projected[3], step[3])
-    torch.testing.assert_close(project_to_ball(projected, radius), projected)
-
-
-def test_the_margin_is_positive_exactly_where_the_prediction_is_right() -> None:
-    logits, targets = torch.randn(2, 50, 4), torch.randint(4, (2, 50))
-    assert torch.equal(margins(logits, targets) > 0, logits.argmax(-1) == targets)
 
 
 def test_a_beaten_certificate_is_called_a_bug_whatever_else_was_measured() -> None:
