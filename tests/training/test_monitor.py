@@ -74,16 +74,6 @@ def test_bounds_of_a_validation_are_those_of_the_weights_that_it_saves(folder: P
     assert {name: last[f"lipschitz_branches/{name}/bound"] for name in saved} == saved
 
 
-def test_two_runs_and_one_that_is_continued_write_equal_rows(folder: Path) -> None:
-    whole, again = (run_with(folder, f"run.name={name}") for name in ("whole", "again"))
-    parts = run_with(folder, "run.name=parts")
-    parts.trainer.fit_loop.epoch_loop.max_steps = 6
-    for run in (whole, again, parts):
-        fit(run)
-    fit(run_with(folder, "run.name=parts"))
-    assert rows_of(whole) == rows_of(again) == rows_of(parts)
-
-
 def test_a_validation_changes_no_later_estimate(folder: Path) -> None:
     often, seldom = (run_with(folder, f"run.name={n}", f"trainer.val_every={n}") for n in (3, 12))
     for run in (often, seldom):
