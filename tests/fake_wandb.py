@@ -8,15 +8,10 @@ from typing import Any
 
 
 class FakeServer:
-    """Answers (``ok``), refuses with 500 (``fails``), or accepts and says nothing (``hangs``).
-
-    Attributes:
-        url: for ``WANDB_BASE_URL``.
-        bodies: of all requests that arrived.
-    """
+    """Answers (``ok``), refuses with 500 (``fails``), or accepts and says nothing (``hangs``)."""
 
     def __init__(self, behaviour: str) -> None:
-        self.bodies: list[str] = []
+        self.bodies: list[str] = []  # of all requests that arrived
         server = self
 
         class Handler(http.server.BaseHTTPRequestHandler):

@@ -45,17 +45,11 @@ def undisturbed(zygote: Zygote, root: Path) -> dict[str, float]:
 
 @dataclass
 class Killed:
-    """What became of one run.
-
-    Attributes:
-        kills: how often it was killed.
-        where: at which place or time, in words.
-        failure: how it differs from the uninterrupted run; None if it does not.
-    """
+    """What became of one run."""
 
     kills: int
-    where: list[str]
-    failure: str | None
+    where: list[str]  # places and times, in words
+    failure: str | None  # how it differs from the uninterrupted run; None if it does not
 
 
 def kill_and_resume(
@@ -69,17 +63,10 @@ def kill_and_resume(
     seconds: float,
     seed: int,
 ) -> Killed:
-    """Kill a run several times, let it finish, compare it.
+    """Kill a run several times, let it finish, compare it with one that nobody interrupted.
 
-    Args:
-        zygote: runs it.
-        root: folder of the runs.
-        name: of the run.
-        reference: the same run without interruption.
-        model: arguments that choose the model.
-        kills: how often; every second one by the clock, the others at a place in the code.
-        seconds: what an uninterrupted run takes.
-        seed: of the times and places.
+    Every second kill is by the clock, within the seconds that a run takes; others are at a place
+    in the code.
     """
     chance = random.Random(seed)
     arguments = options(root, name, model=model)

@@ -18,19 +18,12 @@ from invformer.numerics.norms import Norm
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """An L2 attention map at one point.
+    """An L2 attention map at one point."""
 
-    Attributes:
-        x: tokens, (N, D).
-        w_q: (H, D, d).
-        g: output maps G_h, (H, d, D).
-        bias: (H, N, N), −inf where hidden, zero on the diagonal.
-    """
-
-    x: Tensor
-    w_q: Tensor
-    g: Tensor
-    bias: Tensor
+    x: Tensor  # tokens, (N, D)
+    w_q: Tensor  # (H, D, d)
+    g: Tensor  # output maps G_h, (H, d, D)
+    bias: Tensor  # (H, N, N), −inf where hidden, zero on the diagonal
 
     def map(self, x: Tensor) -> Tensor:
         return l2_attention(x, self.w_q, self.g, self.bias)
