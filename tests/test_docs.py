@@ -16,8 +16,8 @@ from invformer import errors
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
 from invformer.config.trained import EvaluateConfig
+from tests.processes import ROOT
 from tests.small_runs import fitted
-from tests.zygote import ROOT
 
 
 def read(page: str) -> str:
@@ -61,14 +61,11 @@ def typed(program: str) -> list[list[str]]:
     return [words[2:] for words in lines if words[:2] == ["python", program]]
 
 
-@pytest.mark.parametrize("arguments", typed("train.py"), ids=" ".join)
-def test_every_training_command_is_valid(arguments: list[str]) -> None:
-    assert isinstance(load_config(arguments), TrainConfig)
-
-
-@pytest.mark.parametrize("arguments", typed("evaluate.py"), ids=" ".join)
-def test_every_evaluation_command_is_valid(arguments: list[str]) -> None:
-    assert load_config(arguments, EvaluateConfig).checkpoint[0] == "checkpoints/first"
+def test_every_training_and_every_evaluation_command_is_valid() -> None:
+    for words in typed("train.py"):
+        assert isinstance(load_config(words), TrainConfig), words
+    for words in typed("evaluate.py"):
+        assert load_config(words, EvaluateConfig).checkpoint[0] == "checkpoints/first", words
 
 
 def test_every_number_of_the_results_table_is_on_the_results_page() -> None:
@@ -188,20 +185,14 @@ def test_every_section_points_to_code_and_ends_with_an_example_that_runs(title: 
     exec(compile(example, title, "exec"), {"math": math, "torch": torch})
 
 
-def test_every_pointer_on_the_page_of_numerics_leads_to_a_definition() -> None:
+def test_every_definition_section_and_test_file_that_the_page_of_numerics_names_exists() -> None:
     for path, name in sorted(pointers(NUMERICS)):
         inside = "invformer." if (ROOT / "invformer" / path).exists() else ""
         module = import_module(inside + path.removesuffix(".py").replace("/", "."))
         assert hasattr(module, name), f"{path} does not define {name}"
-
-
-def test_every_section_of_the_page_of_numerics_that_is_referred_to_exists() -> None:
     numbers = {int(title.split(".")[0]) for title in SECTIONS}
     assert numbers == set(range(1, len(SECTIONS) + 1))
     assert {int(n) for n in re.findall(r"§(\d+)", NUMERICS)} <= numbers
-
-
-def test_every_test_file_that_the_page_of_numerics_names_exists() -> None:
     for path in re.findall(r"`(tests/[\w/]+\.py)`", NUMERICS):
         assert (ROOT / path).is_file()
 

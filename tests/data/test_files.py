@@ -25,14 +25,13 @@ def refusal(path: Path | str) -> str:
     return str(caught.value)
 
 
-def test_a_device_is_nobodys_text(tmp_path: Path) -> None:
+def test_a_device_is_nobodys_text_and_what_a_checkpoint_names_may_be_gone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "text.txt").symlink_to("/dev/zero")
     for path in ("/dev/zero", "/dev/null", tmp_path / "text.txt", tmp_path):
         assert "not a regular file; give data.path a plain file, a folder or a" in refusal(path)
     assert refusal(SavedPath("/dev/zero")) == f"/dev/zero: not a regular file, and {UNTYPED}"
-
-
-def test_a_text_that_a_checkpoint_names_may_be_gone() -> None:
     assert refusal(SavedPath("/no/text")) == f"/no/text: no such file or folder, and {UNTYPED}"
 
 

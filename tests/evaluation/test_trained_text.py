@@ -18,10 +18,10 @@ from invformer.evaluation.report import print_table
 from invformer.runs.checkpoint import MODEL, read_checkpoint
 from invformer.runs.encoding import described
 from tests.evaluation.test_evaluate import QUICK
+from tests.processes import ROOT
 from tests.runs.hostile import edit_json
 from tests.saved_runs import TEXT_FILE, Saved, evaluated, save_run
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("single_precision")
 
 
@@ -54,12 +54,9 @@ def test_a_checkpoint_cannot_make_us_read_devices_or_empty_files(folder: Path) -
         assert report["ngram"] is None
 
 
-def test_another_corpus_is_not_looked_for_where_the_trained_one_was(folder: Path) -> None:
+def test_a_text_in_other_characters_is_refused_and_looked_for_where_it_is(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"most characters of python_docs \(pydoc_data"):
         evaluate(folder, "data.name=python_docs")
-
-
-def test_a_text_in_other_characters_is_refused(folder: Path) -> None:
     other = folder / "other.txt"
     other.write_text("κείμενο " * 200)
     with pytest.raises(CheckpointError, match="most characters of text_file"):

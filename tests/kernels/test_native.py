@@ -64,15 +64,13 @@ def complaint_of_another_process() -> str | None:
     return native.complaint()
 
 
-def test_code_is_compiled_once_for_all_processes(compiler: Path, kept: Path) -> None:
+def test_code_is_compiled_once_for_all_processes_and_again_for_another_processor(
+    compiler: Path, kept: Path
+) -> None:
     assert complaint_of_another_process() is None
     assert complaint_of_another_process() is None
     assert times_compiled(compiler) == 1
     assert [path.suffix for path in kept.iterdir()] == [".so"]
-
-
-def test_code_is_compiled_again_for_another_processor(compiler: Path, kept: Path) -> None:
-    assert complaint_of_another_process() is None
     (compiler / "processor").write_text("faster")
     assert complaint_of_another_process() is None
     assert times_compiled(compiler) == len(list(kept.iterdir())) == 2

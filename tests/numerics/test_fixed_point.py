@@ -168,6 +168,14 @@ def test_zeros_are_inverted(dtype: torch.dtype, bias: float, inner_size: float, 
     assert (solution.error_bound < 1e-5).all()
 
 
+def test_a_causal_map_with_a_global_constant_above_one_is_inverted_without_a_bound() -> None:
+    matrix = -0.6 * torch.eye(16) - 1.5 * torch.eye(16).roll(1, 0).tril(-1)
+    x, f = torch.randn(5, 16, 3), partial(torch.matmul, matrix)
+    solution = invert_residual(f, x + f(x), lipschitz_bound=0.6, kind="causal", **TOKEN_MAX)
+    assert solution.converged.all()
+    assert solution.error_bound.isinf().all()
+
+
 # --- verdicts -------------------------------------------------------------------------------------
 
 
@@ -200,9 +208,7 @@ def test_an_exact_constant_is_never_disproved_by_rounding() -> None:
             y = 1e3 * torch.randn(50, 4, 6).to(dtype)
             claimed = c * (1 + 1e-15 if dtype == torch.float64 else 1 + 3e-7)
             f = partial(lambda w, z: z @ w.to(z.dtype), w)
-            solution = invert_residual(
-                f, y, lipschitz_bound=claimed, norm="token_max", residual_map=f
-            )
+            solution = invert_residual(f, y, lipschitz_bound=claimed, residual_map=f, **TOKEN_MAX)
             assert solution.converged.all()
 
 
@@ -287,9 +293,6 @@ def test_tensors_that_cannot_be_inverted_are_refused_in_one_line(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         invert_residual(f, y, lipschitz_bound=0.5, norm="token_max")
-
-
-# --- many samples, many tokens --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

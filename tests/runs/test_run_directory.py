@@ -35,12 +35,14 @@ def test_unnamed_runs_never_share_a_folder(tmp_path: Path) -> None:
     assert first.path.name.startswith("l2-ptb-")
 
 
-def test_another_configuration_is_refused_with_the_differing_key(tmp_path: Path) -> None:
+def test_a_run_is_continued_with_its_own_configuration_if_that_is_allowed(tmp_path: Path) -> None:
     begin(tmp_path)
     continue_run(tmp_path, CONFIG)
     with pytest.raises(CheckpointError, match=r"optim\.lr was 0\.001, now 0\.002"):
         continue_run(tmp_path, OTHER)
     continue_run(tmp_path, {**CONFIG, "run": {"resume": True, "debug": True}})
+    with pytest.raises(CheckpointError, match=r"exists: choose another run\.name"):
+        continue_run(tmp_path, CONFIG, resume=False)
 
 
 def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_path: Path) -> None:
@@ -50,12 +52,6 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
     continue_run(tmp_path, default)
     with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
         continue_run(tmp_path, other)
-
-
-def test_an_existing_run_is_not_touched_when_resuming_is_switched_off(tmp_path: Path) -> None:
-    begin(tmp_path)
-    with pytest.raises(CheckpointError, match=r"exists: choose another run\.name"):
-        continue_run(tmp_path, CONFIG, resume=False)
 
 
 @pytest.mark.parametrize("config", [None, "mod: 1", '{"mod', "[" * 1_000, os.mkfifo])

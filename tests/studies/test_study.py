@@ -18,6 +18,7 @@ from invformer.errors import CertificateViolation, ConfigurationError, StorageEr
 from studies import __main__ as listing
 from studies.report import Summary, finished, panels
 from studies.study import Study, StudyOptions, case_of, main, run
+from tests.processes import python
 
 STUDIES = listing.find_studies(Path(listing.__file__).parent)
 
@@ -212,9 +213,7 @@ def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
         "import os, signal, sys; sys.argv = ['-m']; import studies; "
         "os.kill(os.getpid(), signal.SIGINT); import time; time.sleep(60)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = python("-c", program)
     assert done.returncode == 130
     assert done.stderr.startswith("error: stopped by SIGINT")
     assert done.stderr.count("\n") == 1
@@ -230,7 +229,9 @@ def test_a_study_that_is_only_imported_leaves_signals_alone() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_has_every_study_with_its_line_and_names_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert listing.main([]) == 0
     out = capsys.readouterr().out
     for name, line in STUDIES.items():
@@ -238,9 +239,6 @@ def test_the_list_has_every_study_with_its_line(capsys: pytest.CaptureFixture[st
         assert line
         assert line in out
     assert {"tightness", "invertibility", "breaking", "depth_stability"} <= STUDIES.keys()
-
-
-def test_a_misspelt_study_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert listing.main(["tightnes"]) == 2
     assert "run python -m studies.tightness" in capsys.readouterr().err
 

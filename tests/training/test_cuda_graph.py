@@ -160,12 +160,8 @@ def test_a_replayed_step_changes_weights_and_rows_in_nothing(
 
 
 def test_a_step_is_replayed_where_its_gradients_are_of_one_pass_of_one_process() -> None:
-    step: Any = {
-        "cuda_graph": True,
-        "device": torch.device("cuda"),
-        "recompute": False,
-        "passes": 1,
-    }
+    cuda = torch.device("cuda")
+    step: Any = {"cuda_graph": True, "device": cuda, "recompute": False, "passes": 1}
 
     def replays(**changed: Any) -> bool:
         now = SimpleNamespace(**step | changed)
