@@ -15,6 +15,7 @@ from invformer.runs.checkpoint import Checkpoint, newest_checkpoint
 from invformer.runs.json_lines import JsonLinesLogger
 from invformer.runs.run_log import Row, read_rows
 from invformer.training.fit import fit
+from tests.host_syncs import waits
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(40))  # 5 steps an epoch
 STEPS, VAL_EVERY = 15, 5  # three epochs; a validation at the end as well
@@ -83,6 +84,21 @@ class StopAt(L.Callback):
     ) -> None:
         for number in self.signals if batch_idx == self.batch else ():
             os.kill(os.getpid(), number)
+
+
+class Waits(L.Callback):
+    """Notes what waits for the device between a batch and what callbacks make of its step."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
+        self.steps: list[list[str]] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.watch = waits(self.device)
+        self.steps.append(self.watch.__enter__())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.watch.__exit__(None, None, None)
 
 
 def without_plots() -> None:

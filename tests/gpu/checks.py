@@ -180,20 +180,7 @@ def runs(machine: Machine) -> Iterator[Row]:
     """Twenty steps wait for nothing; a run continues to the same bits, watched or not."""
     import lightning as L
 
-    from tests.host_syncs import waits
-
-    class Waits(L.Callback):
-        """Notes what waits for the device between a batch and what callbacks make of its step."""
-
-        def __init__(self) -> None:
-            self.steps: list[list[str]] = []
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.watch = waits(machine.device)
-            self.steps.append(self.watch.__enter__())
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.watch.__exit__(None, None, None)
+    from tests.small_runs import Waits
 
     class Stop(L.Callback):
         """Ends a run after a step that nothing was saved at."""
@@ -209,7 +196,7 @@ def runs(machine: Machine) -> Iterator[Row]:
         if model == "dot_product":
             words, case = [*words, "model.dropout=0.1"], f"{case}, dropout"
         with machine.rules():
-            watch = Waits()
+            watch = Waits(machine.device)
             long = ["trainer.max_steps=21", "trainer.val_every=21"]
             weights_after(training(machine, f"{name}-waits", *words, *long), watch)
             found = [wait for step in watch.steps[:20] for wait in step]

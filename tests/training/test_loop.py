@@ -16,8 +16,7 @@ from invformer.runs.run_log import read_rows
 from invformer.training.fit import Run, fit
 from invformer.training.module import CharLanguageModel
 from tests import small_runs
-from tests.host_syncs import HostSyncs
-from tests.small_runs import built, losses, options, own_trainer
+from tests.small_runs import Waits, built, losses, options, own_trainer
 
 TEXT = "".join(f"{i} times {i} is {i * i}; " for i in range(600))
 pytestmark = pytest.mark.usefixtures("single_precision", "without_plots")
@@ -64,7 +63,7 @@ def test_nothing_reads_memory_that_was_never_written(
     rows = []
     for fill in (True, False):
         monkeypatch.setattr(deterministic, "fill_uninitialized_memory", fill)
-        words = ("trainer.precision=32-true", "monitor.enabled=true", "trainer.max_steps=3")
+        words = ("trainer.precision=32-true", "monitor.enabled=true", "trainer.max_steps=2")
         run = fitted(tmp_path, f"fill-{fill}", f"model={model}", f"data.seq_len={seq_len}", *words)
         assert torch.are_deterministic_algorithms_enabled()
         weights = [p.detach().clone() for p in run.module.model.parameters()]
@@ -144,21 +143,6 @@ def test_a_loop_of_ones_own_after_a_run_trains_a_model_that_is_still_constrained
         assert torch.linalg.matrix_norm(weight(), 2).max() <= 1 + 1e-9
 
 
-class BetweenFlushes(L.Callback):
-    """Watches every step, from its batch to what callbacks before the flush make of it."""
-
-    def __init__(self) -> None:
-        self.per_step: list[list[str]] = []
-
-    def on_train_batch_start(self, *args: object) -> None:
-        self.syncs = HostSyncs()
-        self.syncs.__enter__()
-
-    def on_train_batch_end(self, *args: object) -> None:
-        self.syncs.__exit__(None, None, None)
-        self.per_step.append(self.syncs.found)
-
-
 @pytest.mark.parametrize(
     ("model", "accumulate"),
     [("contractive_l2", 1), ("contractive_bounded", 1), ("dot_product", 1), ("contractive_l2", 2)],
@@ -169,9 +153,9 @@ def test_no_step_waits_for_the_device_between_flushes(
     # On the CPU, where there is nothing to wait for, every update is looked at before it is made.
     monkeypatch.setattr(CharLanguageModel, "refuse_lost_update", lambda self: None)
     more = (f"model={model}", f"trainer.accumulate={accumulate}", "monitor.flush_every=100")
-    watch = BetweenFlushes()
+    watch = Waits()
     small_runs.fitted(arguments(tmp_path, "syncs", *more), watch)
-    assert watch.per_step[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation
+    assert watch.steps[:-1] == [[]] * (6 * accumulate - 1)  # the last step ends in a validation
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning", "ignore:.*many workers")
