@@ -16,7 +16,7 @@ from invformer.kernels.host import keep_freed_memory
 
 def faults() -> int:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(4):
+    for _ in range(2):
         torch.ones(2**24)  # 64 MiB, freed at once
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
