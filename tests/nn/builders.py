@@ -1,38 +1,38 @@
 """Small models for tests."""
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from invformer.assemble.model import build_model
-from invformer.config.load import load_config
-from invformer.nn import (
-    BoundedAttention,
-    CausalMask,
-    ContractiveFeedForward,
-    ContractiveL2Attention,
-    CouplingBlock,
-    CouplingStack,
-    DiagonalScaling,
-    DotProductAttention,
-    FeedForward,
-    InvertibleBlock,
-    InvertibleStack,
-    L2Attention,
-    RelativePositionBias,
-    VisibilityMask,
-    written_channels,
+from invformer.assemble.model import (
+    build_invertible_stack,
+    build_model,
+    build_pre_norm_stack,
 )
+from invformer.config.load import load_config
+from invformer.config.schema import ModelConfig
+from invformer.nn import CausalMask, RelativePositionBias, VisibilityMask
 from invformer.nn.spectral import set_manual_refresh
-from invformer.nn.transformer import CharEmbedding, CharTransformer, PreNormBlock, PreNormStack
+from invformer.nn.transformer import CharEmbedding, CharTransformer
 
 VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
 
 
+def small_model(**options: Any) -> CharTransformer:
+    """A tiny model of these options."""
+    size = {"d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 2 * WIDTH}
+    config = ModelConfig(**size, **options)
+    build_stack = build_invertible_stack if config.is_contractive else build_pre_norm_stack
+    stack, width = build_stack(config, SEQ_LEN), WIDTH * (2 if config.name == "reversible" else 1)
+    channels = config.embedding_width * width // WIDTH
+    return CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, width, channels), stack, VOCAB, width)
+
+
 def contractive_model(
     target: float = 0.7,
-    certificate: str = "token_max",
+    certificate: Any = "token_max",
     norm: bool = True,
     bounded: bool = False,
     strictly_causal: bool = False,
@@ -41,31 +41,12 @@ def contractive_model(
     scaled: bool = False,
 ) -> CharTransformer:
     """A tiny contractive model with injective padding, initialised on random tokens."""
-    d_embedding = WIDTH // 3
-    share = (WIDTH - d_embedding) // LAYERS
-    blocks = []
-    for index in range(LAYERS):
-        first = d_embedding + index * share
-        channels = None if scaled else slice(first, first + share)
-        position = RelativePositionBias(HEADS, SEQ_LEN, sees_itself=not strictly_causal)
-        if bounded:
-            how = {"output_channels": channels, "strictly_causal": strictly_causal}
-            attention = BoundedAttention(WIDTH, HEADS, 2, position, target, certificate, **how)
-        else:
-            attention = ContractiveL2Attention(
-                WIDTH, HEADS, position, target, certificate, channels
-            )
-        feed_forward = ContractiveFeedForward(
-            WIDTH, 2 * WIDTH, target, "silu", output_channels=channels, kernel=kernel
-        )
-        scalings = (None, None)
-        if scaled:
-            scalings = tuple(DiagonalScaling(WIDTH, c) for c in written_channels(WIDTH, index))
-        d_norm = WIDTH if norm and not scaled else None
-        blocks.append(InvertibleBlock(attention, feed_forward, d_norm, input_radius, scalings))
-    kind = "causal" if certificate == "causal" else "global"
-    stack = InvertibleStack(blocks, SEQ_LEN, "token_max", kind)
-    model = CharTransformer(CharEmbedding(VOCAB, SEQ_LEN, WIDTH, d_embedding), stack, VOCAB, WIDTH)
+    model = small_model(
+        name="contractive_bounded" if bounded else "contractive_l2", certificate=certificate,
+        lipschitz_target=target, d_head=2 if bounded else None, strictly_causal=strictly_causal,
+        feed_forward_kernel=kernel, activation_norm=norm and not scaled, diagonal_scaling=scaled,
+        input_radius=None if input_radius is None else input_radius / math.sqrt(WIDTH),
+    )  # fmt: skip
     model.initialise(random_tokens(8))
     return model
 
@@ -96,33 +77,20 @@ def scaled_model(
     return contractive_model(target, certificate, **options)
 
 
-def baseline(
-    attention: type = DotProductAttention,
-    dropout: float = 0.0,
-    kernel: int = 1,
-    block: type[PreNormBlock] = PreNormBlock,
-    stack: type[PreNormStack] = PreNormStack,
-    streams: int = 1,
-) -> CharTransformer:
+def baseline(name: Any = "dot_product", kernel: int = 1) -> CharTransformer:
     """A tiny pre-norm baseline."""
-    blocks = []
-    for _ in range(LAYERS):
-        attends = attention(WIDTH, HEADS, RelativePositionBias(HEADS, SEQ_LEN))
-        feeds = FeedForward(WIDTH, 2 * WIDTH, kernel=kernel)
-        blocks.append(block(attends, feeds, WIDTH, dropout))
-    width = streams * WIDTH
-    embedding = CharEmbedding(VOCAB, SEQ_LEN, width, width)
-    return CharTransformer(embedding, stack(blocks), VOCAB, width)
+    plain = {"certificate": None, "activation": "gelu", "feed_forward_kernel": kernel}
+    return small_model(name=name, **plain)
 
 
 def coupling() -> CharTransformer:
     """Additive couplings, two streams of the baseline's width."""
-    return baseline(block=CouplingBlock, stack=CouplingStack, streams=2)
+    return baseline("reversible")
 
 
 def l2_baseline() -> CharTransformer:
     """The baseline with tied L2 attention."""
-    return baseline(L2Attention)
+    return baseline("l2")
 
 
 def convolutional_baseline() -> CharTransformer:
