@@ -13,41 +13,44 @@ from tests.zygote import Zygote
 
 INT, TERM = int(signal.SIGINT), int(signal.SIGTERM)
 MODULE = "invformer.training.module"
+STEP, UPDATED = f"{MODULE}:CharLanguageModel.training_step", f"{MODULE}:refresh_normalisers"
+VALIDATION, WRITE = (
+    f"{MODULE}:CharLanguageModel.validation_step",
+    "invformer.runs.checkpoint:write_new",
+)
+# Where one run is stopped again and again; each start counts its calls anew.
 PLACES = {
-    "in a forward pass": [(f"{MODULE}:CharLanguageModel.training_step", 4, TERM)],
-    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 11, INT)],
-    "after the update before a validation": [(f"{MODULE}:refresh_normalisers", 6, TERM)],
-    "while certifying": [("invformer.training.callbacks:enforce", 2, TERM)],
-    "in a validation": [(f"{MODULE}:CharLanguageModel.validation_step", 5, TERM)],
-    "in the last validation": [(f"{MODULE}:CharLanguageModel.validation_step", 8, INT)],
-    "in a checkpoint's write": [("invformer.runs.checkpoint:write_new", 8, TERM)],
-    "in the last checkpoint's write": [("invformer.runs.checkpoint:write_new", 12, TERM)],
-    "twice": [
-        (f"{MODULE}:CharLanguageModel.training_step", 9, TERM),
-        (f"{MODULE}:refresh_normalisers", 10, INT),
-    ],
-    "twice, the second time while the state is being saved": [
-        (f"{MODULE}:CharLanguageModel.training_step", 4, TERM),
-        ("invformer.runs.checkpoint:write_new", 2, INT),
-    ],
+    "twice, the second time while the state is being saved": [(STEP, 3, TERM), (WRITE, 2, INT)],
+    "in a forward pass": [(STEP, 1, TERM)],
+    "after the update before a validation": [(UPDATED, 2, TERM)],
+    "in a validation": [(VALIDATION, 2, TERM)],
+    "between backward and update": [(f"{MODULE}:CharLanguageModel.refuse_lost_update", 3, INT)],
+    "twice": [(STEP, 1, TERM), (UPDATED, 2, INT)],
+    "while certifying": [("invformer.training.callbacks:enforce", 1, TERM)],
+    "in a checkpoint's write": [(WRITE, 3, TERM)],
+    "in the last validation": [(VALIDATION, 2, INT)],
+    "in the last checkpoint's write": [(WRITE, 2, TERM)],
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
 def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
-    zygote: Zygote, root: Path, uninterrupted: dict[str, Path], place: str
+    zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
 ) -> None:
-    name = place.replace(" ", "-").replace(",", "").replace("'", "")
-    arguments = options(root, name)
-    began = time.monotonic()
-    ended = zygote.run(arguments, signals=PLACES[place], before=FAST)
-    assert ended.code == 128 + PLACES[place][0][2], ended.stderr
-    assert ended.stderr.startswith("error: interrupted at step")
-    assert ended.stderr.count("\n") == 1
-    assert time.time() - newest(root / name).path.stat().st_mtime < time.monotonic() - began
+    arguments = options(root, "stopped")
+    steps = []
+    for place, signals in PLACES.items():
+        began = time.monotonic()
+        ended = zygote.run(arguments, signals=signals, before=FAST)
+        assert ended.code == 128 + signals[0][2], (place, ended.stderr)
+        assert ended.stderr.startswith("error: interrupted at step"), place
+        assert ended.stderr.count("\n") == 1, place
+        saved = newest(root / "stopped")
+        assert time.time() - saved.path.stat().st_mtime < time.monotonic() - began, place
+        steps.append(saved.step)
+    assert steps == [3, 4, 5, 5, 6, 7, 10, 11, 15, 15]
     ended = zygote.run(arguments, before=FAST)
     assert ended.code == 0, ended.stderr
-    assert difference(uninterrupted["contractive"], root / name) is None
+    assert difference(uninterrupted["contractive"], root / "stopped") is None
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
@@ -80,7 +83,7 @@ def test_a_run_whose_terminal_is_closed_saves_its_state_and_continues_to_the_sam
     zygote: Zygote, root: Path, uninterrupted: dict[str, Path]
 ) -> None:
     arguments = options(root, "hang-up")
-    signals = [(f"{MODULE}:CharLanguageModel.training_step", 4, int(signal.SIGHUP))]
+    signals = [(STEP, 4, int(signal.SIGHUP))]
     ended = zygote.run(arguments, signals=signals, before=f"{__name__}:hears_hang_up")
     assert ended.code == 129, ended.stderr
     assert ended.stderr.startswith("error: interrupted at step 4 by SIGHUP, saved")
