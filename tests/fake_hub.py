@@ -17,11 +17,7 @@ COMMIT = "c" * 40
 
 @contextmanager
 def serve(root: Path) -> Iterator[dict[str, str]]:
-    """A Hub of the repositories ``root/models/*/*`` and ``root/datasets/*/*``.
-
-    Yields:
-        what the environment of a process has that uses it, and that has downloaded nothing yet.
-    """
+    """A Hub of ``root/models/*/*`` and ``root/datasets/*/*``, and its user's environment."""
 
     class Handler(Hub):
         folder = root

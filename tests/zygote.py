@@ -45,7 +45,7 @@ class Zygote:
         self,
         arguments: Sequence[str],
         *,
-        signals: Sequence[tuple[str, int, int]] = (),
+        signals: Sequence[tuple[str, int, int]] = (),  # place, n, number
         environment: dict[str, str | None] | None = None,
         before: str | None = None,
         kill_after: float | None = None,
@@ -53,14 +53,11 @@ class Zygote:
     ) -> int:
         """Begin a run; returns its process number.
 
-        Args:
-            arguments: of the program.
-            signals: (place, n, signal): the run sends itself a signal when it calls for the n-th
-                time what ``place`` names, such as ``module:Class.method``.
-            environment: additional environment variables; None removes one.
-            before: ``module:function`` called first, to break something.
-            kill_after: seconds after which the run is killed, if it is not done.
-            program: the module whose ``main`` runs as ``python -m`` would run it, not train.py.
+        It sends itself each of ``signals`` when it calls for the n-th time what a place names, such
+        as ``module:Class.method``; calls ``before``, a ``module:function``, first, which may break
+        something; and is killed ``kill_after`` so many seconds, if it is not done. A value of
+        ``environment`` that is None removes a variable. ``program`` is a module whose ``main`` runs
+        as ``python -m`` would run it, in the place of train.py.
         """
         request = {
             "arguments": list(arguments), "signals": list(signals), "folder": str(self.folder),

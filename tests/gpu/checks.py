@@ -205,11 +205,8 @@ def runs(machine: Machine) -> Iterator[Row]:
             with suppress(Stopped):
                 weights_after(training(machine, f"{name}-cut", *words), Stop())
             cut = training(machine, f"{name}-cut", *words)
-            yield holds(
-                "continued to the bit",
-                case,
-                cut.resume is not None and same(weights_after(cut), whole),
-            )
+            continued = cut.resume is not None and same(weights_after(cut), whole)
+            yield holds("continued to the bit", case, continued)
             off = training(machine, f"{name}-off", *words, "monitor.enabled=false")
             yield holds("weights equal without monitor", case, same(weights_after(off), whole))
 

@@ -22,21 +22,14 @@ MODELS = (
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One line of the table."""
 
-    Attributes:
-        check, case: what was measured.
-        value, limit: the number, and the largest that passes; None if there is none.
-        verdict: pass, FAIL, measured, or not run.
-        note: the unit, an error in one line, or the reason.
-    """
-
-    check: str
+    check: str  # what was measured
     case: str
     value: float | None = None
-    limit: float | None = None
-    verdict: str = "measured"
-    note: str = ""
+    limit: float | None = None  # the largest value that passes
+    verdict: str = "measured"  # or pass, FAIL, not run
+    note: str = ""  # the unit, an error in one line, or the reason
 
     def markdown(self) -> str:
         """One line."""
@@ -97,12 +90,9 @@ class Machine:
     @property
     def name(self) -> str:
         """What the head of the table says."""
-        gpu = (
-            f"{torch.cuda.get_device_name()}"
-            if self.is_gpu
-            else "a processor, CUDA's rules emulated"
-        )
-        return f"{gpu}; torch {torch.__version__}, Python {platform.python_version()}"
+        emulated = "a processor, CUDA's rules emulated"
+        device = torch.cuda.get_device_name() if self.is_gpu else emulated
+        return f"{device}; torch {torch.__version__}, Python {platform.python_version()}"
 
     def rules(self) -> AbstractContextManager[None]:
         """CUDA's, emulated where there is none."""
