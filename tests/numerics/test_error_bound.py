@@ -49,14 +49,6 @@ def test_an_error_comes_back_in_other_scales_only_as_far_as_channels_allow() -> 
     assert 2e-3 <= bound.item() <= 2e-3 * (1 + 1e-4)  # 0.1 by the largest scales alone
 
 
-def test_the_error_of_a_residual_layer_is_in_the_bound() -> None:
-    """f(x) = −c x is the witness: an error e becomes e/(1 − c), and c e/(1 − c) of that is new."""
-    c, error, scale = 0.75, torch.tensor([1e-3]), torch.tensor([math.log(2.0)])
-    undone = scale_step(torch.zeros(1, 1, 1), scale, torch.zeros(1), "token_max")
-    bound = stack_error_bound([residual_step(error, 0.0), residual_step(error * 0, c), undone])
-    assert bound.item() >= 1e-3 / (1 - c) / 2
-
-
 @pytest.mark.parametrize("constant", [1.0, 1.5, math.inf, math.nan])
 def test_constants_from_one_on_bound_no_error_not_even_of_a_zero_residual(constant: float) -> None:
     for residual in (torch.zeros(3), torch.ones(3)):
