@@ -21,7 +21,7 @@ VOCAB, SEQ_LEN, WIDTH, HEADS, LAYERS = 11, 12, 12, 3, 2
 
 
 def small_model(**options: Any) -> CharTransformer:
-    """A tiny model of these options."""
+    """A tiny model of these options; the numbers of its stack are drawn first."""
     size = {"d_model": WIDTH, "num_heads": HEADS, "num_layers": LAYERS, "d_ff": 2 * WIDTH}
     config = ModelConfig(**size, **options)
     build_stack = build_invertible_stack if config.is_contractive else build_pre_norm_stack

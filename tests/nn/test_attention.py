@@ -1,5 +1,6 @@
 """Attention maps against naive loops, dense Jacobians and the inputs that break imitations."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,24 +40,19 @@ def test_dot_product_attention_is_the_usual_formula() -> None:
     torch.testing.assert_close(layer(x), layer.out(expected.transpose(0, 1).flatten(1)))
 
 
+contractive = partial(ContractiveL2Attention, WIDTH, HEADS, lipschitz_target=TARGET)
+paper = partial(PaperContractiveL2Attention, WIDTH, HEADS, lipschitz_target=TARGET)
+bounded = partial(BoundedAttention, WIDTH, HEADS, 5, lipschitz_target=TARGET)
 ATTENTIONS = {
-    "dot product": lambda where: DotProductAttention(WIDTH, HEADS, where),
-    "l2": lambda where: L2Attention(WIDTH, HEADS, where),
-    "contractive l2": lambda where: ContractiveL2Attention(WIDTH, HEADS, where, TARGET),
-    "paper, entry_max": lambda where: PaperContractiveL2Attention(WIDTH, HEADS, where, TARGET),
-    "paper, frobenius": lambda where: PaperContractiveL2Attention(
-        WIDTH, HEADS, where, TARGET, "kim_frobenius"
-    ),
-    "bounded": lambda where: BoundedAttention(WIDTH, HEADS, 5, where, TARGET),
-    "contractive l2, causal": lambda where: ContractiveL2Attention(
-        WIDTH, HEADS, where, TARGET, "causal"
-    ),
-    "bounded, causal": lambda where: BoundedAttention(
-        WIDTH, HEADS, 5, where, TARGET, certificate="causal"
-    ),
-    "bounded, strict": lambda where: BoundedAttention(
-        WIDTH, HEADS, 5, where, TARGET, certificate="causal", strictly_causal=True
-    ),
+    "dot product": partial(DotProductAttention, WIDTH, HEADS),
+    "l2": partial(L2Attention, WIDTH, HEADS),
+    "contractive l2": contractive,
+    "paper, entry_max": paper,
+    "paper, frobenius": partial(paper, certificate="kim_frobenius"),
+    "bounded": bounded,
+    "contractive l2, causal": partial(contractive, certificate="causal"),
+    "bounded, causal": partial(bounded, certificate="causal"),
+    "bounded, strict": partial(bounded, certificate="causal", strictly_causal=True),
 }
 LIPSCHITZ = [name for name in ATTENTIONS if name != "dot product"]
 TIGHT_OR_NOT = {"token_max": (False,), "frobenius": (False, True)}
@@ -69,7 +65,7 @@ HELD_IN = {
 def attention(name: str, kind: str = "bias", seed: int = 0) -> torch.nn.Module:
     """An attention with no parameter at its start value."""
     torch.manual_seed(seed)
-    return moved(ATTENTIONS[name](mask_of(kind, HEADS, SEQ_LEN)))
+    return moved(ATTENTIONS[name](position=mask_of(kind, HEADS, SEQ_LEN)))
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
