@@ -60,8 +60,12 @@ def test_the_default_is_a_figure_of_twelve_trainings_and_the_record_one_of_114()
     assert {c.lipschitz_target for c in chosen} == {None, 0.5, 0.97}
     assert {c.model for c in chosen} == set(get_args(AttentionName)) - {"reversible"}
     assert set(chosen) <= set(cases(load_config(EVERYTHING, Options)))
-    record = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
-    assert len(cases(load_config([*EVERYTHING, *record], Options))) == 114
+    words = ["lipschitz_targets=[0.5, 0.7, 0.97]", "muon_lr=[0.01, 0.02]"]
+    record = cases(load_config([*EVERYTHING, *words], Options))
+    assert len(record) == 114
+    assert {c.model for c in record if c.strictly_causal} == {"contractive_bounded"}
+    plain = {(c.certificate, c.lipschitz_target) for c in record if c.model == "l2"}
+    assert plain == {(None, None)}
 
 
 def test_the_recipe_is_that_of_the_trainer() -> None:
