@@ -28,7 +28,7 @@ from invformer.assemble.exported import write_export
 from invformer.assemble.trained import load_trained
 from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
-from invformer.errors import ConfigurationError, DataError
+from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
 from invformer.evaluation.prefix_margins import prefix_margins
 from invformer.nn.certificate import Certificate
@@ -256,4 +256,7 @@ def read_states(path: str) -> Float[Tensor, "tokens width"]:
 def write_states(z: Float[Tensor, "tokens width"], path: str) -> None:
     """Write states to a safetensors file that :func:`read_states` reads; raises StorageError."""
     content = safetensors.torch.save({"states": z.cpu().contiguous()})
-    replace_file(Path(os.path.expanduser(path)).absolute(), content)
+    file = Path(os.path.expanduser(path)).absolute()
+    if file.exists() and not file.is_file():  # which root could replace
+        raise StorageError(f"{file}: cannot be written (not a regular file)")
+    replace_file(file, content)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import json
+import os
 import re
 import shutil
 import sys
@@ -16,7 +17,13 @@ from huggingface_hub import ModelCard
 
 import invformer
 from invformer import commands
-from invformer.errors import CertificateViolation, CheckpointError, ConfigurationError, DataError
+from invformer.errors import (
+    CertificateViolation,
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    StorageError,
+)
 from invformer.model import read_states, write_states
 from tests import fake_hub
 from tests.processes import python
@@ -101,6 +108,13 @@ def test_a_file_or_a_pipe_is_inverted_with_its_line_ends_and_without_its_byte_or
         assert re.search(r"^  text +7 times␍⏎7$", typed("invert", *words), re.M)
 
 
+def test_states_replace_no_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(StorageError, match=r"pipe: cannot be written \(not a regular file\)"):
+        write_states(torch.zeros(3, 24), str(tmp_path / "pipe"))
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Path) -> None:
     saved = tmp_path / "states.safetensors"
     said = typed("invert", "text=12 times 12", "noise=3", f"save_states={saved}")
@@ -119,7 +133,7 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
         ("invert", ["file=missing"], 3, "error: missing: No such file or directory\n"),
         ("invert", ["file=~nobody-here/a"], 3, "~nobody-here/a: No such file or directory"),
         ("invert", ["states=missing"], 3, "missing: not a safetensors file with one tensor"),
-        ("invert", ["text=a", "save_states=."], 7, ": cannot be written (Is a directory)"),
+        ("invert", ["text=a", "save_states=."], 7, ": cannot be written (not a regular file)"),
         ("export", ["out=new", "bits=9"], 2, "bits: 9 is not in [2, 8]"),
         ("invert", ["text=a", "device=tpu"], 2, "device: 'tpu' is not auto, cpu"),
     ],
