@@ -331,7 +331,8 @@ def sampled(
     chances = behind.softmax(-1)
     if top_p is not None:
         ordered, order = chances.sort(dim=-1, descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # never the likeliest
+        beyond = ordered.cumsum(-1) - ordered >= top_p
+        beyond[..., 0] = False  # the likeliest stays, though top_p may be zero in float32
         chances = chances.masked_fill(beyond.scatter(-1, order, beyond), 0)
     rows = chances.flatten(0, -2) if chances.ndim > 1 else chances
     return torch.multinomial(rows, 1, generator=generator).view(*logits.shape[:-1], 1)

@@ -216,7 +216,9 @@ def test_texts_that_begin_alike_are_computed_alike_to_the_last_bit(
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize(("top_k", "top_p", "kept"), [(2, None, 2), (None, 0.6, 2), (1, 1.0, 1)])
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "kept"), [(2, None, 2), (None, 0.6, 2), (1, 1.0, 1), (None, 1e-300, 1)]
+)
 def test_only_the_likeliest_are_sampled(top_k: int | None, top_p: float | None, kept: int) -> None:
     logits = torch.tensor([0.1, 0.5, 0.2, 0.2]).log().expand(500, 4)
     generator = torch.Generator().manual_seed(0)
