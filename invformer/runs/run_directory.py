@@ -73,7 +73,9 @@ def open_run(root: Path, name: str | None, default_name: str, resume: bool) -> R
         path = fresh_folder(root, default_name) if name is None else root / name
         path.mkdir(exist_ok=True)
     except OSError as error:
-        raise StorageError(f"{root}: cannot create a run folder ({error.strerror})") from error
+        raise StorageError(
+            f"{error.filename}: cannot create a run folder ({error.strerror})"
+        ) from error
     if is_begun(path) and not resume:
         raise CheckpointError(
             f"{path} exists: choose another run.name, or run.resume=true to continue it"

@@ -54,6 +54,12 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
         continue_run(tmp_path, other)
 
 
+def test_a_file_with_the_name_of_a_run_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("precious")
+    with pytest.raises(StorageError, match=r"/a: cannot create a run folder \(File exists\)"):
+        open_run(tmp_path, "a", "x", True)
+
+
 @pytest.mark.parametrize("config", [None, "mod: 1", '{"mod', "[" * 1_000, os.mkfifo])
 def test_a_foreign_folder_is_refused(tmp_path: Path, config: Any) -> None:
     (tmp_path / "a").mkdir()
