@@ -225,7 +225,7 @@ def text_files(name: str, path: str) -> list[Path]:
         is_name = os.path.lexists(path) or (isinstance(path, SavedPath) and "**" in path)
         found = [] if is_name else sorted(map(Path, glob.glob(path, recursive=True)))
         return [match for match in found if not match.is_dir()] or [file]
-    known = [file / named for named in (name, f"{name}.zip") if (file / named).is_file()]
+    known = [file / named for named in (name, f"{name}.zip") if os.path.isfile(file / named)]
     if files := known[:1] or files_below(file, ".txt"):
         return files
     raise DataError(

@@ -38,7 +38,7 @@ def files_below(folder: Path, suffix: str, foreign: re.Pattern[str] | None = Non
         return not (name.startswith(".") or (foreign and foreign.fullmatch(name)))
 
     found: list[Path] = []
-    for parent, folders, names in os.walk(folder):
+    for parent, folders, names in os.walk(folder, onerror=refuse_unreadable):
         folders[:] = filter(is_wanted, folders)
         wanted = (name for name in filter(is_wanted, names) if name.lower().endswith(suffix))
         found += (Path(parent, name) for name in wanted)
@@ -54,7 +54,7 @@ def require_texts(files: Iterable[Path], path: str) -> None:
         except FileNotFoundError:
             refuse(file, "no such file or folder", path, "check data.path")
         except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+            refuse_unreadable(error)
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
         if not (stat.S_ISREG(status.st_mode) or is_pipe):
             refuse(file, "not a regular file", path)
@@ -99,6 +99,11 @@ def opened(stream: IO[bytes], file: Path, path: str) -> Iterator[IO[bytes]]:
                 yield inner
     except ARCHIVE_ERRORS as error:
         raise DataError(f"{file}: not a readable archive ({error})") from None
+
+
+def refuse_unreadable(error: OSError) -> NoReturn:
+    """Raise the error for a file or folder that the system does not let us read."""
+    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
 
 
 def refuse(

@@ -1,10 +1,12 @@
 """What may be read of a path: all that somebody typed, little on a checkpoint's word."""
 
+import errno
 import os
 import threading
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,3 +123,19 @@ def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path)
     assert found == ["B.TXT", "a/b/c.Txt", "a/b.txt", "a.txt", "d.txt/e.txt", "z.txt"]
     write(tmp_path / ".texts" / "a.txt")
     assert len(files_below(tmp_path / ".texts", ".txt")) == 1
+
+
+def test_a_folder_among_the_texts_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "a.txt")
+    (closed := tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refused(path: str) -> Any:
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    assert refusal(tmp_path) == f"{closed}: cannot be read (Permission denied)"
