@@ -1,6 +1,7 @@
 """The folder a run leaves behind: made once, continued or refused, never overwritten."""
 
 import itertools
+import os
 import shlex
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from invformer.errors import CheckpointError, ConfigurationError, StorageError
 from invformer.runs.checkpoint import CHECKPOINTS, sweep
 from invformer.runs.files import LOCK, PARTIAL, lock_run, read_regular
 from invformer.runs.launcher import from_first_rank
-from invformer.runs.ranks import is_rank, launcher_value
+from invformer.runs.ranks import REPORTS, is_rank, launcher_value
 
 CONFIG, METRICS = "config.yaml", "metrics.jsonl"
 BEFORE_TRAINING = {LOCK, CONFIG, METRICS, CHECKPOINTS, "wandb", "csv", "tensorboard"}
@@ -27,7 +28,12 @@ class RunDirectory:
         self.certificate = path / "certificate.json"  # the latest
         self.summary = path / "summary.png"  # drawn last
         self.checkpoints = path / CHECKPOINTS
-        self.command = shlex.join([*typed(TrainConfig.program), f"config={self.config}"])
+        words = typed(TrainConfig.program)
+        if is_rank() and REPORTS not in os.environ:  # under the user's own torchrun
+            sizes = {"nnodes": "GROUP_WORLD_SIZE", "nproc-per-node": "LOCAL_WORLD_SIZE"}
+            options = [f"--{key}={os.environ[name]}" for key, name in sizes.items()]
+            words = ["torchrun", *options, TrainConfig.program]
+        self.command = shlex.join([*words, f"config={self.config}"])
 
 
 def is_first_process() -> bool:

@@ -9,7 +9,7 @@ import pytest
 from invformer.config.load import from_dict, to_yaml
 from invformer.errors import CheckpointError, StorageError
 from invformer.runs.resume import resume_point
-from invformer.runs.run_directory import open_run
+from invformer.runs.run_directory import RunDirectory, open_run
 
 CONFIG = {"model": {"d_model": 96}, "optim": {"lr": 1e-3}, "run": {"resume": True}}
 OTHER = {**CONFIG, "optim": {"lr": 2e-3}}
@@ -52,6 +52,17 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
     continue_run(tmp_path, default)
     with pytest.raises(CheckpointError, match=r"optim\.ema_decay was None, now 0\.9"):
         continue_run(tmp_path, other)
+
+
+def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert RunDirectory(Path("a")).command == "python train.py config=a/config.yaml"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    again = "torchrun --nnodes=1 --nproc-per-node=2 train.py config=a/config.yaml"
+    assert RunDirectory(Path("a")).command == again
 
 
 def test_a_file_with_the_name_of_a_run_is_named(tmp_path: Path) -> None:
