@@ -3,8 +3,8 @@
 ``python train.py model=l2 data=ptb trainer.max_steps=20000 experiment=nanogpt_cpu``
 
 * ``group=name`` merges ``configs/group/name.yaml`` into a group; fields it does not name stay.
-* ``experiment=name`` or ``config=path/to/mine.yaml`` (or a run's folder) sets fields of any group;
-  ``base: NAME`` at the top of such a file merges another experiment first.
+* ``experiment=name`` or ``config=path/to/mine.yaml`` sets fields of any group; ``base: NAME`` at
+  the top of such a file merges another experiment first. ``config=FOLDER`` names the run in it.
 * ``key=value`` (or ``--key=value``) sets one field.
 * Order: the schema's defaults, the experiment, the other groups, single fields. The last one wins.
 
@@ -89,7 +89,8 @@ def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Conf
 
     A ConfigurationError names the key, and the nearest one if it is unknown.
     """
-    words = [_parse_word(word, schema) for word in argv]
+    words = [setting for word in argv for setting in _parse_word(word, schema)]
+    words.sort(key=lambda setting: not setting.source)  # what was typed wins over config=FOLDER
     chosen = {word.key: word.value for word in words if word.key in schema.groups}
     if chosen.get("experiment") in NULL_WORDS:
         del chosen["experiment"]
@@ -157,13 +158,17 @@ def help_text(schema: type[Root] = TrainConfig) -> str:
     return "\n".join(lines)
 
 
-def _parse_word(word: str, schema: type[Root]) -> Setting:
-    """``key=value`` or ``--key=value``."""
+def _parse_word(word: str, schema: type[Root]) -> list[Setting]:
+    """``key=value`` or ``--key=value``; a run's folder is this run, whatever it was called."""
     key, equals, value = word.removeprefix("--").partition("=")
     if equals and key == "config" and "experiment" in schema.groups:
-        return Setting("experiment", value if value.endswith(YAML) else f"{value}/config.yaml")
+        if value.endswith(YAML):
+            return [Setting("experiment", value)]
+        place = {"run.root": str(Path(value).parent), "run.name": Path(value).name}
+        settings = [Setting(key, part, f"{value}: ") for key, part in place.items()]
+        return [Setting("experiment", f"{value}/config.yaml"), *settings]
     if equals:
-        return Setting(key, value)
+        return [Setting(key, value)]
     meant = {key: f"{key}=VALUE" for key, _ in options(schema)}
     meant |= {name: f"{g}={name}" for g in schema.groups for name in _presets(g)}
     near = nearest(key.lstrip("-"), meant)

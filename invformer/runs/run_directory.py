@@ -33,7 +33,7 @@ class RunDirectory:
             sizes = {"nnodes": "GROUP_WORLD_SIZE", "nproc-per-node": "LOCAL_WORLD_SIZE"}
             options = [f"--{key}={os.environ[name]}" for key, name in sizes.items()]
             words = ["torchrun", *options, TrainConfig.program]
-        self.command = shlex.join([*words, f"config={self.config}"])
+        self.command = shlex.join([*words, f"config={path}"])
 
 
 def is_first_process() -> bool:

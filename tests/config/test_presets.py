@@ -74,9 +74,16 @@ def test_an_experiment_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
     write(tmp_path, mine="base: nanogpt_cpu\nrun: {seed: 4}\n")
     config = load("experiment=nanogpt_cpu", "run.seed=4")
     assert load("experiment=mine.yaml") == load(f"experiment={tmp_path}/mine.yaml") == config
-    (tmp_path / "run").mkdir()
-    write(tmp_path / "run", config=to_yaml(config))
-    assert load("config=run") == load("config=run/config.yaml") == config
+
+
+def test_a_runs_folder_names_the_run_that_is_in_it_now(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    config = load("run.seed=4", "run.name=first")
+    write(tmp_path / "moved", config=to_yaml(config))
+    assert load(f"config={tmp_path}/moved/config.yaml") == config
+    place = f"run.root={tmp_path}", "run.name=moved"
+    assert load(f"config={tmp_path}/moved") == load("run.seed=4", *place)
+    assert load("run.name=other", f"config={tmp_path}/moved").run.name == "other"
 
 
 def test_text_keeps_its_letters_in_a_file_and_blank_is_null(experiments: Path) -> None:

@@ -57,11 +57,11 @@ def test_a_run_begun_before_an_option_existed_continues_with_its_default(tmp_pat
 def test_the_command_that_continues_a_run_of_torchrun_is_torchrun(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert RunDirectory(Path("a")).command == "python train.py config=a/config.yaml"
+    assert RunDirectory(Path("a")).command == "python train.py config=a"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    again = "torchrun --nnodes=1 --nproc-per-node=2 train.py config=a/config.yaml"
+    again = "torchrun --nnodes=1 --nproc-per-node=2 train.py config=a"
     assert RunDirectory(Path("a")).command == again
 
 
