@@ -145,7 +145,7 @@ def sample(config: SampleConfig) -> None:
 
 def prompts() -> Iterator[str]:
     """What a person types until Ctrl-D; a pipe's whole text; a newline if there is neither."""
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         yield read_text() or "\n"
         return
     import readline  # noqa: F401  # history and editing for input()
@@ -201,7 +201,10 @@ def invert(config: InvertConfig) -> None:
 def read_text(path: str | None = None) -> str:
     """The text of a file or of standard input, without a byte order mark; raises DataError."""
     try:
-        content = Path(os.path.expanduser(path)).read_bytes() if path else sys.stdin.buffer.read()
+        if path is not None:
+            content = Path(os.path.expanduser(path)).read_bytes()
+        else:
+            content = b"" if sys.stdin is None else sys.stdin.buffer.read()  # None: it is closed
         return content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path or STDIN}: {getattr(error, 'strerror', error)}") from None

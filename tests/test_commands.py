@@ -83,6 +83,14 @@ def test_a_prompt_comes_from_a_pipe(typed: Typed, monkeypatch: pytest.MonkeyPatc
     assert typed("sample", "length=3").startswith("7 times")
 
 
+def test_a_standard_input_that_is_closed_has_no_text(
+    typed: Typed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert typed("sample", "length=3").startswith("\n")
+    assert "standard input: there is no text to invert" in typed("invert", code=3)
+
+
 def test_a_sample_sends_a_terminal_no_commands(
     typed: Typed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
