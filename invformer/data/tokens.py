@@ -43,17 +43,19 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     """The tokens of a corpus in a file, named by the hash of its text and of its vocabulary."""
     symbols = "".join(vocabulary.symbols).encode("utf-8", "surrogatepass")
     name = hashlib.sha256(corpus.sha256.encode() + symbols).hexdigest()
-    num_bytes = corpus.total * vocabulary.dtype.itemsize
+    num_bytes, folder = corpus.total * vocabulary.dtype.itemsize, None
     try:
-        file = cache_folder() / "tokens" / f"{name}.tokens"
-        file.parent.mkdir(parents=True, exist_ok=True)
+        folder = cache_folder() / "tokens"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / f"{name}.tokens"
         with wait_for_lock(file.with_suffix(".lock")):
             if not file.exists() or file.stat().st_size != num_bytes:
                 write_tokens(file, corpus, vocabulary)
         numbers = np.memmap(file, vocabulary.dtype, "r", shape=corpus.total)
     except OSError as error:
+        where = error.filename or folder or "the cache"  # a full disk names no file
         raise StorageError(
-            f"{error.filename or 'the cache'}: tokens cannot be written ({error.strerror}); free "
+            f"{where}: tokens cannot be written ({error.strerror}); free "
             f"{num_bytes:,} bytes, or set XDG_CACHE_HOME to a folder that has them"
         ) from error
     with warnings.catch_warnings():

@@ -1,5 +1,6 @@
 """A corpus of any size as tokens: mapped from one file that is complete or not there."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def test_a_cache_that_takes_no_file_is_one_line(cache: Path, tmp_path: Path) -> 
     with pytest.raises(StorageError, match=r"cache.*cannot be written .*set XDG_CACHE") as error:
         tokens_of(corpus, Vocabulary.from_text(TEXT))
     assert "\n" not in str(error.value)
+
+
+def test_a_cache_on_a_full_disk_is_named(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    corpus = corpus_at(write(tmp_path / "a.txt", TEXT))
+    with pytest.raises(StorageError, match=rf"^{cache}: tokens cannot be written \(No"):
+        tokens_of(corpus, Vocabulary.from_text(TEXT))
 
 
 def test_the_validation_split_is_as_long_as_asked_for(tmp_path: Path) -> None:
