@@ -115,7 +115,10 @@ class Checkpoint:
         """
         where = f"{self.path / WEIGHTS}: its weights do not fit its configuration"
         need = sum(tensor.nbytes for tensor in wanted.values())
-        have = (self.path / WEIGHTS).stat().st_size
+        try:
+            have = (self.path / WEIGHTS).stat().st_size
+        except OSError as error:  # a run that goes on deletes old checkpoints
+            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
         weights = encoding.from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
