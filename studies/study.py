@@ -164,21 +164,8 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     known = table.read()
     if unused := len(known.keys() - set(wanted)):
         print(f"{table.path}: {unused} rows belong to other options; they stay, unused")
-    circumstances = (hardware(device), commit() or "unknown")
-    names = differing(wanted) or list(vars(wanted[0]))
     try:
-        with tqdm(total=len(wanted), unit="case", disable=None) as bar:
-            for case in wanted:
-                words = " ".join(f"{name}={getattr(case, name)}" for name in names)
-                bar.set_description(words)
-                if case not in known:
-                    start = time.perf_counter()
-                    result = study.measure(case, device)
-                    seconds = time.perf_counter() - start
-                    known[case] = Measured(result, round(seconds, 3), *circumstances)
-                    table.append(case, known[case])
-                    bar.write(f"{words}: {seconds:.1f} s")
-                bar.update()
+        measure_missing(study, wanted, known, table, device)
     except KeyboardInterrupt:
         kept = len(known.keys() & set(wanted))
         print(f"{table.path} keeps {kept} of {len(wanted)} cases; the same command continues")
@@ -200,6 +187,30 @@ def run(study: Study[AnyOptions, AnyCase, AnyResult], chosen: AnyOptions) -> Sum
     }
     write_json(result, chosen.folder / "result.json")
     return summary
+
+
+def measure_missing(
+    study: Study[Any, AnyCase, AnyResult],
+    wanted: Sequence[AnyCase],
+    known: dict[AnyCase, Measured[AnyResult]],
+    table: RowFile[AnyCase, AnyResult],
+    device: torch.device,
+) -> None:
+    """Measure the cases that have no row, and write each row before the next case begins."""
+    circumstances = (hardware(device), commit() or "unknown")
+    names = differing(wanted) or list(vars(wanted[0]))
+    with tqdm(total=len(wanted), unit="case", disable=None) as bar:
+        for case in wanted:
+            words = " ".join(f"{name}={getattr(case, name)}" for name in names)
+            bar.set_description(words)
+            if case not in known:
+                start = time.perf_counter()
+                result = study.measure(case, device)
+                seconds = time.perf_counter() - start
+                known[case] = Measured(result, round(seconds, 3), *circumstances)
+                table.append(case, known[case])
+                bar.write(f"{words}: {seconds:.1f} s")
+            bar.update()
 
 
 def hardware(device: torch.device) -> str:
