@@ -76,7 +76,7 @@ def chunks(file: Path, path: str) -> Iterator[bytes]:
                     refuse(file, "a megabyte of zero bytes is no text", path)
                 yield chunk
     except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+        refuse_unreadable(error, file)
 
 
 @contextmanager
@@ -101,9 +101,9 @@ def opened(stream: IO[bytes], file: Path, path: str) -> Iterator[IO[bytes]]:
         raise DataError(f"{file}: not a readable archive ({error})") from None
 
 
-def refuse_unreadable(error: OSError) -> NoReturn:
-    """Raise the error for a file or folder that the system does not let us read."""
-    raise DataError(f"{error.filename}: cannot be read ({error.strerror})") from None
+def refuse_unreadable(error: OSError, file: Path | None = None) -> NoReturn:
+    """Raise the error for what the system does not let us read; a failed read names no file."""
+    raise DataError(f"{file or error.filename}: cannot be read ({error.strerror})") from None
 
 
 def refuse(

@@ -98,7 +98,7 @@ class Checkpoint:
         try:
             content = read_regular(self.path / name)
         except OSError as error:
-            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
+            raise unreadable(error) from None
         if record_of(content) != self.files[name]:
             raise CheckpointError(
                 f"{self.path}: {name} is damaged or was changed (size or SHA-256 differ from "
@@ -118,7 +118,7 @@ class Checkpoint:
         try:
             have = (self.path / WEIGHTS).stat().st_size
         except OSError as error:  # a run that goes on deletes old checkpoints
-            raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
+            raise unreadable(error) from None
         if not need <= have <= need + MAX_HEADER:
             raise CheckpointError(f"{where}: {have} bytes, the model's weights take {need}")
         weights = encoding.from_bytes(self.read(WEIGHTS), str(self.path / WEIGHTS))
@@ -239,6 +239,11 @@ def write_part(target: Path, files: Mapping[str, bytes]) -> None:
         raise StorageError(f"{target}: a part cannot be written ({why})") from error
 
 
+def unreadable(error: OSError) -> CheckpointError:
+    """The error for a file of a checkpoint that cannot be read."""
+    return CheckpointError(f"{error.filename}: cannot be read ({error.strerror})")
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Read a checkpoint's manifest and ``model.json``, no tensor; raises CheckpointError."""
     try:
@@ -250,7 +255,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             "are pickles, which can run code, and are not opened"
         ) from None
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: cannot be read ({error.strerror})") from None
+        raise unreadable(error) from None
     match encoding.parse(content, str(path / MANIFEST)):
         case {"format": "invformer checkpoint", "version": 1, "files": dict(files)}:
             checkpoint = Checkpoint(path, files, hashlib.sha256(content).hexdigest(), {})
