@@ -220,8 +220,7 @@ def test_a_signal_ends_the_imports_of_a_study_in_one_line() -> None:
 
 
 def test_a_mistake_in_the_words_of_monitor_quality_is_one_line() -> None:
-    words = [sys.executable, "-m", "studies.monitor_quality", "model.d_hed=8"]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    done = python("-m", "studies.monitor_quality", "model.d_hed=8")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
