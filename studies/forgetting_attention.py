@@ -24,11 +24,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.bounds.bounded import head_gains
-from invformer.nn.affine import Tokens
 from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
 from invformer.nn.branch import LipschitzBranch, cast
 from invformer.nn.certificate import require_type
-from invformer.numerics.norms import Norm, unknown_norm
+from invformer.numerics.norms import Norm, Tokens, unknown_norm
 from invformer.numerics.rounding import product_up, sum_up
 from invformer.numerics.spectral_norm import spectral_norm_bound
 

@@ -4,10 +4,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from invformer.numerics.norms import Tokens
 from invformer.numerics.precision import has_autocast, without_autocast
-
-# Sequences of vectors, (*batch, N, D).
-Tokens = Float[Tensor, "*batch tokens width"]
 
 
 def affine(

@@ -18,7 +18,7 @@ from torch import Tensor
 from invformer.bounds import contractive
 from invformer.bounds.heads import InputMaps, OutputMaps
 from invformer.kernels.attention import Kernel, attend_l2
-from invformer.nn.affine import Tokens, affine
+from invformer.nn.affine import affine
 from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.position_bias import VisibilityMask, log_masses
 from invformer.nn.scaling import ScalingWeights
@@ -32,7 +32,7 @@ from invformer.nn.spectral import (
 from invformer.numerics import l2_attention as core
 from invformer.numerics.l2_attention import merge_heads, split_heads
 from invformer.numerics.lambert_w import causal_gain_from_log, phi_inverse_from_log
-from invformer.numerics.norms import Norm, unknown_norm
+from invformer.numerics.norms import Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
 
 # A head with smaller queries is divided by this: otherwise its G_h would leave float32's range.

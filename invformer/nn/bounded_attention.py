@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from invformer.bounds import bounded
 from invformer.kernels.attention import Kernel, attend_in_ball
-from invformer.nn.affine import Tokens, affine
+from invformer.nn.affine import affine
 from invformer.nn.attention import AttentionCertificate
 from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.position_bias import VisibilityMask
@@ -18,7 +18,7 @@ from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import INITIAL_OUTPUT, SpectralNormalised, normalised_weights, write_to
 from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 from invformer.numerics.token_shift import delay
 

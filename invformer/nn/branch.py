@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens
 from invformer.nn.scaling import ScalingWeights
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 
 # Constants normalised in the forward precision stay below their target after float64 certification.

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from invformer.nn.affine import Tokens
 from invformer.nn.transformer import PreNormBlock, PreNormBranch, PreNormStack
+from invformer.numerics.norms import Tokens
 
 
 class CouplingBlock(PreNormBlock):

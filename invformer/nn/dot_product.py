@@ -5,11 +5,11 @@ import math
 from torch import nn
 
 from invformer.kernels.attention import Kernel, attend
-from invformer.nn.affine import Tokens
 from invformer.nn.attention import head_width
 from invformer.nn.branch import AttentionCache
 from invformer.nn.position_bias import VisibilityMask
 from invformer.numerics.l2_attention import merge_heads, split_heads
+from invformer.numerics.norms import Tokens
 
 
 class DotProductAttention(nn.Module):

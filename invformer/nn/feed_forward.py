@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from invformer.bounds import layers
-from invformer.nn.affine import Tokens, affine
+from invformer.nn.affine import affine
 from invformer.nn.branch import AttentionCache, LipschitzBranch, cast, weights_together
 from invformer.nn.scaling import ScalingWeights
 from invformer.nn.spectral import (
@@ -19,7 +19,7 @@ from invformer.nn.spectral import (
     normalised_weights,
     write_to,
 )
-from invformer.numerics.norms import Norm, vector_norm
+from invformer.numerics.norms import Norm, Tokens, vector_norm
 from invformer.numerics.residual_equation import Kind
 from invformer.numerics.rounding import sum_up
 from invformer.numerics.token_shift import windows

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens
+from invformer.numerics.norms import Tokens
 
 # A channel with a smaller deviation is left as it is: no branch has written to it yet.
 LEAST_DEVIATION = 1e-6

@@ -9,7 +9,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.affine import Tokens
 from invformer.nn.branch import LipschitzBranch
 from invformer.nn.certificate import Certificate, NoCertificateError, original_class, require_type
 from invformer.nn.position_bias import POSITIONS
@@ -17,7 +16,7 @@ from invformer.nn.residual import InvertibleBlock, InvertibleResidual
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, scalings_together
 from invformer.numerics.error_bound import ErrorStep, scale_step, stack_error_bound
 from invformer.numerics.fixed_point_solution import FixedPointSolution
-from invformer.numerics.norms import NORMS, Norm, unknown_norm
+from invformer.numerics.norms import NORMS, Norm, Tokens, unknown_norm
 from invformer.numerics.residual_equation import Kind
 
 # The weights of every layer of a stack by its full name, ``block_00/attention`` and so on.

@@ -11,12 +11,11 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from invformer.nn.affine import Tokens
 from invformer.nn.branch import AttentionCache
 from invformer.nn.dropout import Dropout
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 
 # Below this a temperature makes no difference, and float32 would divide by zero.
 COLDEST = 1e-30

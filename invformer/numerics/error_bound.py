@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from invformer.numerics.norms import Norm, norm_upper
+from invformer.numerics.norms import Norm, Tokens, norm_upper
 from invformer.numerics.precision import at_least_single, unit_roundoff
 
 # Headroom over a rounding error that was measured at one point, elsewhere.
@@ -102,7 +102,7 @@ def residual_step(error_bound: Tensor, lipschitz_bound: float) -> ErrorStep:
 
 
 def scale_step(
-    y: Float[Tensor, "*batch tokens width"],
+    y: Tokens,
     log_scale: Float[Tensor, "width"],
     shift: Float[Tensor, "width"],
     norm: Norm,

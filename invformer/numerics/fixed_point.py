@@ -8,7 +8,6 @@ Source: Behrmann et al. 2019, arXiv 1811.00995, Algorithm 1 and Theorem 1.
 import math
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.error_bound import RoundingModel
@@ -18,7 +17,7 @@ from invformer.numerics.fixed_point_solution import (
     InversionStatus,
 )
 from invformer.numerics.linear_map import SequenceMap
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.precision import RESIDUAL_FLOOR
 from invformer.numerics.residual_equation import Kind, ResidualEquation
 
@@ -28,7 +27,7 @@ RUNNING = -1
 @torch.no_grad()
 def invert_residual(
     f: SequenceMap,
-    y: Float[Tensor, "*batch tokens width"],
+    y: Tokens,
     *,
     lipschitz_bound: float | None,
     norm: Norm,

@@ -8,7 +8,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from invformer.numerics.error_bound import ErrorStep
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 
 
 class InversionStatus(IntEnum):
@@ -53,7 +53,7 @@ class FixedPointSolution:
         error_steps: how a layer's inverse passes errors on, for :func:`.stack_error_bound`.
     """
 
-    value: Float[Tensor, "*batch tokens width"]
+    value: Tokens
     residual: Float[Tensor, "*batch"]
     error_bound: Float[Tensor, "*batch"]
     num_steps: Int[Tensor, "*batch"]

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-SequenceMap = Callable[[Float[Tensor, "*batch tokens width"]], Float[Tensor, "*batch tokens width"]]
+from invformer.numerics.norms import Tokens
+
+SequenceMap = Callable[[Tokens], Tokens]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class LinearMap:
     value: Tensor  # f(X)
 
 
-def linearise(f: SequenceMap, x: Float[Tensor, "*batch tokens width"]) -> LinearMap:
+def linearise(f: SequenceMap, x: Tokens) -> LinearMap:
     """J = ∂f/∂X at X for any composition of twice differentiable operations.
 
     JᵀG is reverse mode; G ↦ JᵀG is linear with adjoint J, so J dX is its reverse mode in turn. Both

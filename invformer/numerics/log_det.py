@@ -11,11 +11,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.linear_map import SequenceMap
+from invformer.numerics.norms import Tokens
 
 
-def causal_log_det(
-    f: SequenceMap, x: Float[Tensor, "*batch tokens width"]
-) -> Float[Tensor, "*batch"]:
+def causal_log_det(f: SequenceMap, x: Tokens) -> Float[Tensor, "*batch"]:
     """log|det(I + J)| = Σ_t log|det(I + J_tt)|, J_tt = ∂f_t/∂x_t, exact for causal f.
 
     J is block lower-triangular in time, so only the D × D blocks of its diagonal count. Cost: N·D

@@ -11,9 +11,11 @@ from invformer.numerics.precision import at_least_single
 
 Norm = Literal["token_max", "frobenius", "entry_max"]
 NORMS: tuple[Norm, ...] = get_args(Norm)
+# Sequences of vectors, (*batch, N, D).
+Tokens = Float[Tensor, "*batch tokens width"]
 
 
-def vector_norm(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
+def vector_norm(x: Tokens, norm: Norm) -> Float[Tensor, "*batch"]:
     """‖X‖ of each sequence: ``token_max`` = maxᵢ ‖xᵢ‖₂, ``frobenius``, ``entry_max`` = max |X_ik|.
 
     A constant in one norm says nothing about a constant in another.
@@ -33,7 +35,7 @@ def unknown_norm(norm: str) -> ValueError:
     return ValueError(f"unknown norm {norm!r}: choose one of {', '.join(NORMS)}")
 
 
-def norm_upper(x: Float[Tensor, "*batch tokens width"], norm: Norm) -> Float[Tensor, "*batch"]:
+def norm_upper(x: Tokens, norm: Norm) -> Float[Tensor, "*batch"]:
     """A float64 ≥ ‖X‖ on the processor, for X as it is stored: rounding and underflow included."""
     x, size = at_least_single(x), x.shape[-1] * x.shape[-2]
     format = torch.finfo(x.dtype)

@@ -5,21 +5,19 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from invformer.numerics.norms import Tokens
 
-def delay(
-    x: Float[Tensor, "*batch tokens width"], lag: int = 1
-) -> Float[Tensor, "*batch tokens width"]:
+
+def delay(x: Tokens, lag: int = 1) -> Tokens:
     """x_{i−lag} at token i; zeros where there is none."""
     return F.pad(x, (0, 0, lag, 0))[..., : x.shape[-2], :]
 
 
-def advance(x: Float[Tensor, "*batch tokens width"]) -> Float[Tensor, "*batch tokens width"]:
+def advance(x: Tokens) -> Tokens:
     """x_{i+1} at token i; zero at the last: the adjoint of :func:`delay` by one token."""
     return F.pad(x, (0, 0, 0, 1))[..., 1:, :]
 
 
-def windows(
-    x: Float[Tensor, "*batch tokens width"], kernel: int
-) -> Float[Tensor, "*batch tokens kernel_width"]:
+def windows(x: Tokens, kernel: int) -> Float[Tensor, "*batch tokens kernel_width"]:
     """[x_i, x_{i−1}, …, x_{i−kernel+1}] at token i."""
     return x if kernel == 1 else torch.cat([delay(x, lag) for lag in range(kernel)], dim=-1)
