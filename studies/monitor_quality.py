@@ -24,6 +24,7 @@ from invformer.assemble.run import build_run
 from invformer.config.load import load_config
 from invformer.lipschitz.probe import LipschitzProbe, certified_in
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.ball import into_ball
 from invformer.runs.exit import guarded
 from invformer.runs.run_log import read_rows
 from invformer.training.fit import fit
@@ -57,7 +58,9 @@ def constants(model: CharTransformer, tokens: Tensor) -> dict[str, float]:
     probe = LipschitzProbe(model, tokens)
     for part, at in zip(probe.parts, probe.stacked(), strict=True):
         for name, branch, u in zip(part.names, part.branches, at.inputs, strict=True):
-            found[name] = max(norm(torch.func.jacrev(branch)(one)) for one in at.seen(u))
+            found[name] = max(
+                norm(torch.func.jacrev(branch)(one)) for one in into_ball(u, at.input_radius)
+            )
     return found
 
 

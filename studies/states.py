@@ -20,6 +20,7 @@ from invformer.nn.proof import certify
 from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack
 from invformer.nn.transformer import CharTransformer
+from invformer.numerics.ball import into_ball
 from invformer.numerics.l2_attention import merge_heads, split_heads
 
 MOST_STEPS = 200  # of a fixed point at one position
@@ -154,7 +155,7 @@ class Prefix:
         if weights is None:
             branch, x = layer.inner, layer.norm(x)
         else:
-            branch, x = layer.branch, layer.seen(x)
+            branch, x = layer.branch, into_ball(x, layer.input_radius)
         if isinstance(branch, BoundedAttention):
             assert weights is not None
             q, k, v = branch.in_ball(x, weights)  # pyright: ignore

@@ -67,11 +67,8 @@ class StackedBranches:
         """f(ψ_R(u)) of the next branch, at u = D x + b."""
         branch, w = self.branches[len(self.inputs)], self.weights[len(self.inputs)]
         self.inputs.append(u)
-        return branch(self.seen(u)) if w is None else branch(self.seen(u), w)
-
-    def seen(self, u: Tensor) -> Tensor:
-        """ψ_R(u)."""
-        return u if self.input_radius is None else into_ball(u, self.input_radius)
+        seen = into_ball(u, self.input_radius)
+        return branch(seen) if w is None else branch(seen, w)
 
     def stacked_points(self) -> list[Tensor]:
         """What was kept of every branch, which derivatives and local bounds are made of."""
@@ -99,7 +96,7 @@ class StackedBranches:
             own = [type(weights[0])(*tensors)] if tensors else []
             return torch.func.functional_call(self.branches[0], state, (x, *own))
 
-        return torch.func.vmap(branch)(state, tensors, self.seen(u))
+        return torch.func.vmap(branch)(state, tensors, into_ball(u, self.input_radius))
 
     def rows(self, chosen: Chosen, diagonal: bool = False) -> Products:
         """The rows of K output tokens i, or only the diagonal blocks ∂f_i/∂x_i in them."""
@@ -142,7 +139,7 @@ class StackedMaps(StackedBranches):
 
     def read(self, u: Tensor) -> Tensor:
         """What W multiplies."""
-        return self.seen(u)
+        return into_ball(u, self.input_radius)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """h(z) of a branch."""
@@ -180,7 +177,7 @@ class StackedFeedForward(StackedMaps):
 
     def read(self, u: Tensor) -> Tensor:
         """The tokens that hidden units see."""
-        return windows(self.seen(u), self.weights[0].kernel)
+        return windows(super().read(u), self.weights[0].kernel)
 
     def inner(self, index: int, z: Float[Tensor, "sequences tokens inner"]) -> Tensor:
         """φ(z); z is kept."""

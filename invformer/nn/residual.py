@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from invformer.nn.affine import Tokens, in_two_formats
+from invformer.nn.affine import in_two_formats
 from invformer.nn.branch import AttentionCache, LipschitzBranch, bounds_together
 from invformer.nn.scaling import ActivationNorm, DiagonalScaling, ScalingWeights, scalings_together
 from invformer.numerics.ball import into_ball
 from invformer.numerics.error_bound import residual_step, scale_step, stack_error_bound
 from invformer.numerics.fixed_point import FixedPointSolution, invert_residual
-from invformer.numerics.norms import Norm
+from invformer.numerics.norms import Norm, Tokens
 from invformer.numerics.residual_equation import Kind
 
 
@@ -86,15 +86,11 @@ class InvertibleResidual(nn.Module):
 
     def f(self, u: Tokens, weights: Any = None) -> Tokens:
         """f(ψ_R(u)), with weights of the branch."""
-        return self.branch(self.seen(u), weights)
+        return self.branch(into_ball(u, self.input_radius), weights)
 
     def next_outputs(self, u: Tokens, past: AttentionCache, weights: Any = None) -> Tokens:
         """f of the tokens after those in ``past``, as :meth:`.LipschitzBranch.next_outputs`."""
-        return self.branch.next_outputs(self.seen(u), past, weights)
-
-    def seen(self, u: Tokens) -> Tokens:
-        """ψ_R(u)."""
-        return u if self.input_radius is None else into_ball(u, self.input_radius)
+        return self.branch.next_outputs(into_ball(u, self.input_radius), past, weights)
 
     def weights(self) -> ResidualWeights:
         """The weights as they are now; see :meth:`.InvertibleStack.weights`."""

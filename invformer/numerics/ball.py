@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from invformer.numerics.l2_attention import AttentionWeights, DenseBias, PerHead
+from invformer.numerics.norms import Tokens
 from invformer.numerics.precision import at_least_single, without_autocast
 
 
@@ -58,10 +59,13 @@ def attention_point(
     return AttentionPoint(*q, *k, *v, p, scale)
 
 
-def into_ball(
-    x: Float[Tensor, "*batch tokens width"], radius: float
-) -> Float[Tensor, "*batch tokens width"]:
-    """ψ_R(x) for R = ``radius`` > 0, in the format of x: ‖ψ_R(x)‖₂ < R for every token."""
+def into_ball(x: Tokens, radius: float | None) -> Tokens:
+    """ψ_R(x) in the format of x, for a ``radius`` R > 0: ‖ψ_R(x)‖₂ < R for every token.
+
+    Without a radius it is x.
+    """
+    if radius is None:
+        return x
     if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
         mapped: Tensor = IntoBall.apply(x, radius)
         # Cast out here: torch 2.11 compiles wrong gradients if ``forward`` returns another name of
@@ -70,9 +74,7 @@ def into_ball(
     return (x * shrinkage(x, radius)).to(x.dtype)
 
 
-def shrinkage(
-    x: Float[Tensor, "*batch tokens width"], radius: float
-) -> Float[Tensor, "*batch tokens 1"]:
+def shrinkage(x: Tokens, radius: float) -> Float[Tensor, "*batch tokens 1"]:
     """ρ = 1/√(1 + ‖x‖²/R²), in float32 at least, also under autocast."""
     with without_autocast(x.device):
         x = at_least_single(x)

@@ -11,6 +11,7 @@ from invformer.errors import DataError
 from invformer.lipschitz.probe import LipschitzProbe
 from invformer.nn.position_bias import VisibilityMask
 from invformer.nn.transformer import PreNormBranch
+from invformer.numerics.ball import into_ball
 from studies import growth
 from studies.growth import Case, Options, cases, measure
 from studies.power_law import fit
@@ -38,7 +39,7 @@ def test_the_constant_of_a_layer_is_a_dense_singular_value(
     model, text = growth.model_and_text("", attention, 0)
     probe = LipschitzProbe(model, growth.sequences(text, 4, 2, 0))
     attentions = probe.stacked()[0]
-    layer, inputs = attentions.branches[1], attentions.seen(attentions.inputs[1])
+    layer, inputs = attentions.branches[1], into_ball(attentions.inputs[1], attentions.input_radius)
     if isinstance(layer, PreNormBranch):
         layer, inputs = layer.inner, layer.norm(inputs)
     if not causal:
