@@ -143,11 +143,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def invert(self, z: Float[Tensor, "tokens width"]) -> RecoveredText:
-        """The text behind states at the top of the stack, in float64.
-
-        Raises:
-            ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
-        """
+        """The text behind states at the top of the stack, in float64; not of a baseline."""
         if not self.network.is_invertible:
             raise ConfigurationError(
                 f"model {self.config.model.name} has no fixed-point inverse; load a contractive one"

@@ -96,11 +96,7 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
 
 
 class AttentionBranch(Branch):
-    """Σ_h (Σ_j P_ij v_j) G_h. Rows see the text before them: themselves, or a null token, as well.
-
-    Raises:
-        NotEnclosed: the mask is not causal.
-    """
+    """Σ_h (Σ_j P_ij v_j) G_h. Rows see the text before them, and themselves or a null token."""
 
     # (H, 1, 1), what logits are multiplied by, to a relative error of u.
     factor: Tensor
@@ -221,11 +217,7 @@ class BoundedAttentionBranch(AttentionBranch):
 
 
 def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch:
-    """A branch in enclosures, with its weights.
-
-    Raises:
-        NotEnclosed: its forward is not known here. A subclass may have one of its own.
-    """
+    """A branch in enclosures, with its weights, by its forward: a subclass may have another."""
     match type(branch).forward:
         case ContractiveFeedForward.forward:
             return FeedForwardBranch(weights, branch.activation)
@@ -237,11 +229,7 @@ def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch
 
 
 def weight(x: Tensor) -> Enclosure:
-    """A weight, which has no error.
-
-    Raises:
-        NotEnclosed: a processor may read an entry as zero.
-    """
+    """A weight, which has no error, unless a processor may read an entry as zero."""
     if bool(is_denormal(x).any()):
         least = torch.finfo(x.dtype).tiny
         raise NotEnclosed(f"there are weights below {least:.2g}, which may be read as zero")

@@ -21,10 +21,7 @@ class Network:
     inner numbers may be off is kept number by number: an error e of them is e V A⁻¹ in the channels
     and e (V A⁻¹ A′ W) where a later branch reads, and the one matrix is smaller than the product of
     the moduli of its factors. If ``split``, products are more accurate than float64's own, which
-    takes longer.
-
-    Raises:
-        NotEnclosed: the model has a layer whose rounding is not bounded here.
+    takes longer. It raises NotEnclosed if the rounding of a layer is not bounded here.
     """
 
     def __init__(self, model: CharTransformer, length: int, split: bool = True) -> None:

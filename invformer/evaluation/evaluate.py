@@ -200,10 +200,7 @@ def certify_model(
     """The certificate for the weights as cast for training's forward pass; None for baselines.
 
     A branch above its target by no more than that cast can do (a run that was stopped between two
-    validations) is shrunk, as at a validation.
-
-    Raises:
-        CertificateViolation: a branch is above its target by more.
+    validations) is shrunk, as at a validation; one above it by more is a CertificateViolation.
     """
     if not model.is_invertible:
         return None

@@ -28,11 +28,7 @@ def measured_branches(
     """Per norm and branch: converged estimate ≤ local bound ≤ certified bound, at a text.
 
     ``local_bound`` and ``bound`` are None where nothing is proven (baselines). A norm in which a
-    branch that contracts has no bound is left out.
-
-    Raises:
-        CertificateViolation: an estimate above a bound, or a local bound above a certified one, in
-            the same norm.
+    branch that contracts has no bound is left out. The order is checked: :func:`require_sandwich`.
     """
     report: dict[str, dict[str, dict[str, Any]]] = {}
     causal = ("diagonal_block",) if certified_in(model) == "diagonal_block" else ()
@@ -63,10 +59,9 @@ def measured_branches(
 
 
 def require_sandwich(where: str, row: Mapping[str, float | None]) -> None:
-    """estimate ≤ local bound ≤ bound ≤ target, all in one norm; what is None claims nothing.
+    """Raise CertificateViolation unless estimate ≤ local bound ≤ bound ≤ target, all in one norm.
 
-    Raises:
-        CertificateViolation: naming both numbers. It is a bug, never noise.
+    What is None claims nothing.
     """
     keys = ("estimate", "local_bound", "bound", "target")
     present = [(key, value) for key in keys if (value := row.get(key)) is not None]

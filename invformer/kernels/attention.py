@@ -148,11 +148,7 @@ def attend_l2(q: PerHead, bias: LogitBias, kernel: Kernel = "auto") -> PerHead:
 
 
 def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kernel:
-    """The kernel that ``auto`` stands for, or the one asked for if it can do what is asked.
-
-    Raises:
-        ValueError: the kernel cannot do this, why, and what to choose.
-    """
+    """The kernel that ``auto`` stands for, or the one asked for; ValueError if it cannot."""
     kernel = _override or kernel
     on_cpu, is_plain = q.device.type == "cpu", bias.is_zero and not l2
     if kernel == "auto":

@@ -12,8 +12,7 @@ import torch
 def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/invformer``, by default ``~/.cache/invformer``; it may not exist.
 
-    Raises:
-        FileNotFoundError: the user has no home directory.
+    FileNotFoundError for a user without a home directory.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "invformer"

@@ -47,11 +47,7 @@ def complaint() -> str | None:
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """Run a compiled function for numbers of this format, if code :func:`is_available`.
-
-    Raises:
-        MemoryError: it needs more memory than there is.
-    """
+    """Run a compiled function for numbers of this format, if code :func:`is_available`."""
     function = getattr(_found(), f"{str(dtype).removeprefix('torch.')}_{name}")
     function.restype = ctypes.c_bool
     if not function(*arguments):
@@ -151,11 +147,7 @@ def _digest(file: Path) -> str:
 
 
 def _run(command: list[str]) -> str:
-    """The output of a command.
-
-    Raises:
-        OSError: it failed, with its first error.
-    """
+    """The output of a command; OSError with its first error if it failed."""
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
         command, capture_output=True, encoding="utf-8", errors="replace", env=english,

@@ -188,11 +188,7 @@ class LipschitzProbe:
         return held
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from saved tensors.
-
-        Raises:
-            ValueError: they are not those of this probe.
-        """
+        """Continue from saved tensors; ValueError if they are not those of this probe."""
         held = self.state_dict()
         forms = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (state, held)]
         if forms[0] != forms[1]:

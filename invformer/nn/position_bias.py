@@ -93,8 +93,7 @@ class CausalMask(VisibilityMask):
     def by_lag(self, num_tokens: int) -> Float[Tensor, "heads tokens"]:
         """b_h(lag) at the lags 0 … ``num_tokens`` − 1, with b_h(0) = 0.
 
-        Raises:
-            ValueError: that is more than ``seq_len``, beyond which no constant has been proven.
+        ValueError beyond ``seq_len``, for which no constant has been proven.
         """
         if num_tokens > self.seq_len:
             raise ValueError(f"{num_tokens} tokens are more than the seq_len of {self.seq_len}")

@@ -115,11 +115,7 @@ def parameter_dtype(stack: InvertibleStack) -> torch.dtype:
 
 
 def require_finite(stack: InvertibleStack) -> None:
-    """Check every parameter and every scale.
-
-    Raises:
-        NonFiniteError: one of them is NaN or infinite; the message names its layer.
-    """
+    """Raise NonFiniteError, which names the layer, unless all parameters and scales are finite."""
     for name, layer in stack.layers():
         scalings = [m.weights() for m in layer.modules() if isinstance(m, DiagonalScaling)]
         tensors = [*layer.parameters(), *(w for scaling in scalings for w in scaling)]
@@ -128,11 +124,7 @@ def require_finite(stack: InvertibleStack) -> None:
 
 
 def invertible_stack(model: nn.Module) -> InvertibleStack:
-    """The stack that a certificate speaks about.
-
-    Raises:
-        NoCertificateError: there is none; the message names the module in its place.
-    """
+    """The stack that a certificate speaks about; NoCertificateError if there is none."""
     stack = getattr(model, "stack", model)
     if not isinstance(stack, InvertibleStack):
         raise NoCertificateError(

@@ -57,11 +57,7 @@ def rounded(weight: Tensor, bits: int, input_dim: int) -> Rounded:
 
 @torch.no_grad()
 def quantised(model: CharTransformer, bits: int) -> tuple[CharTransformer, dict[str, Rounded]]:
-    """A copy of the model with rounded matrices, and these by the names of its parameters.
-
-    Raises:
-        ConfigurationError: there is no rounding to so many bits.
-    """
+    """A copy of the model with rounded matrices, and these by the names of its parameters."""
     if bits not in BITS:
         raise ConfigurationError(f"bits: {bits} is not in [{BITS[0]}, {BITS[-1]}]")
     model, matrices = copy.deepcopy(model), {}

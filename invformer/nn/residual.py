@@ -127,10 +127,8 @@ class InvertibleResidual(nn.Module):
     ) -> list[float]:
         """Proven bounds on Lip(f ∘ ψ_R), or on diagonal blocks, of several layers of one group.
 
-        They hold for the weights of the branches as cast.
-
-        Raises:
-            ValueError: there is a radius and ``norm`` is entry_max, in which ψ_R does expand.
+        They hold for the weights of the branches as cast. ValueError with a radius in entry_max, in
+        which ψ_R does expand.
         """
         if kind == "global" and norm == "entry_max" and layers[0].input_radius is not None:
             raise ValueError("no bound in entry_max is known with an input_radius")

@@ -144,9 +144,7 @@ class InvertibleStack(nn.Module):
     ) -> dict[str, float]:
         """A bound of every residual branch, proven if :meth:`require_proven` raises nothing.
 
-        Raises:
-            NoCertificateError: nothing is known of a branch in this norm or of this kind.
-            ValueError: there is no such norm or kind.
+        It raises NoCertificateError if nothing is known of a branch in this norm or of this kind.
         """
         if norm not in NORMS:
             raise unknown_norm(norm)
@@ -170,11 +168,9 @@ class InvertibleStack(nn.Module):
         return {name: bounds[name] for name, _ in self.residual_layers()}
 
     def require_proven(self) -> None:
-        """Raise if a block, layer or branch may compute something that the proof does not cover.
+        """Raise NoCertificateError if a module may compute what the proof does not cover.
 
-        Raises:
-            NoCertificateError: it has a type without a proof, or a module has a forward hook or a
-                replaced forward; the message names it.
+        It has a type without a proof, a forward hook, or a replaced forward.
         """
         for name, module in self.named_modules():
             hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

@@ -45,8 +45,7 @@ class CharEmbedding(nn.Module):
     def forward(self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0) -> Tokens:
         """The input of the stack, for symbols from position ``start`` on.
 
-        Raises:
-            ValueError: there are none, or they reach beyond ``seq_len``.
+        ValueError if there are none, or if they reach beyond ``seq_len``.
         """
         end, seq_len = start + tokens.shape[-1], self.position.shape[0]
         if not 1 <= end <= seq_len:

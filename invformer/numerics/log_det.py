@@ -19,10 +19,8 @@ def causal_log_det(f: SequenceMap, x: Tokens) -> Float[Tensor, "*batch"]:
 
     J is block lower-triangular in time, so only the D × D blocks of its diagonal count. Cost: N·D
     products with Jᵀ, D of them at a time, and N determinants of D × D. Each product also shows
-    whether later tokens have influence. Gradients for x and for weights of f are recorded.
-
-    Raises:
-        ValueError: f is not causal: some f_t depends on a token after t.
+    whether later tokens have influence: then ValueError. Gradients for x and for weights of f are
+    recorded.
     """
     tokens, width = x.shape[-2:]
     identity = torch.eye(width, dtype=x.dtype, device=x.device)
