@@ -57,10 +57,8 @@ class Branch:
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """The rows that V multiplies, (rows, inner), and the numbers that later rows need of them.
 
-        Args:
-            z: x W, (rows, …) for every W.
-            places: (rows,), their positions.
-            past: what was kept of the text they continue; None if the rows are the text.
+        z is x W, (rows, …), for every W. ``places`` are the positions of the rows, ``past`` is what
+        was kept of the text that they continue; None if they are the text.
         """
         raise NotImplementedError
 

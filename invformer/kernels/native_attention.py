@@ -66,11 +66,8 @@ def native_ball_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(τ q·k + b) v, (B, H, N, d), and log Σ_j exp S_ij, for [q, k, v] = ψ(z) of every head.
 
-    Args:
-        z: (B, N, 3 H d) without gaps.
-        temperature: τ, (H,).
-        by_lag: b, (H, N).
-        strictly_causal: keys and values are those of the token before, zero for the first token.
+    z is (B, N, 3 H d) without gaps, τ (H,) and b (H, N). Strictly causal, keys and values are those
+    of the token before, zero for the first token.
     """
     q, k, v = _parts(z, len(temperature))
     y, log_mass = _results(q)

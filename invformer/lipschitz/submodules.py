@@ -37,13 +37,8 @@ def local_constants(
     of x together: the largest over the samples if f does not mix them. The model is in eval mode
     meanwhile, and autocast is off; weights, buffers and global random numbers stay as they are.
     Values are gains of vectors, so below the constant up to rounding, and nothing is proven about
-    other inputs. A submodule takes up to 3 ``num_steps`` backward passes.
-
-    Args:
-        model: submodules without a second derivative are skipped.
-        inputs: what it is called with.
-        num_steps: of power iteration, at most.
-        rtol: residual at which it stops.
+    other inputs. Power iteration stops at a residual of ``rtol``, or after ``num_steps`` of up to 3
+    backward passes each. Submodules without a second derivative are skipped.
     """
     inputs_of: dict[str, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}
     outputs: dict[str, Any] = {}

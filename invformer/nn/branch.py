@@ -94,12 +94,10 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     @staticmethod
     def weights_of(branches: Sequence[Any], scalings: ScalingWeights | None = None) -> list[Any]:
-        """The weights of several branches of one group at once.
+        """The weights of several branches of one group at once; with scalings D of D⁻¹ f(D ·).
 
-        Args:
-            branches: f_1, f_2, …
-            scalings: D of each; the weights are then those of D⁻¹ f(D ·). Only for branches with
-                ``folds_scaling``, whose :meth:`forward` takes a ``centre`` that is added to x.
+        Scalings are only for branches with ``folds_scaling``, whose :meth:`forward` takes a
+        ``centre`` that is added to x.
         """
         return [branch.weights() for branch in branches]
 
@@ -122,7 +120,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: Any = None
     ) -> float:
-        """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
+        """A proven upper bound on Lip(f) in ``norm``, for the weights cast to ``dtype``, if any."""
         return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
 
     def causal_bound(self, dtype: torch.dtype | None = None, weights: Any = None) -> float:
@@ -144,14 +142,9 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         dtype: torch.dtype | None,
         weights: Sequence[Any],
     ) -> list[float]:
-        """The bounds of several branches of one group at once.
+        """The bounds of several branches of one group at once, for their weights cast to ``dtype``.
 
-        Args:
-            branches: f_1, f_2, …
-            norm: of the Lipschitz constants.
-            kind: ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
-            dtype: to which weights are cast first; None takes them as they are.
-            weights: of each branch.
+        ``kind`` is ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
         """
         raise NotImplementedError
 

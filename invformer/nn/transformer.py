@@ -156,13 +156,6 @@ class CharTransformer(nn.Module):
 
     With an :class:`InvertibleStack` everything between embedding and LayerNorm can be undone and is
     certified; LayerNorm, dropout and the head are free and outside that part.
-
-    Args:
-        embedding: tokens to vectors.
-        stack: an invertible stack, or a chain of pre-norm blocks.
-        vocab_size: number of symbols V.
-        d_model: width D.
-        head_dropout: dropout probability on the head's input.
     """
 
     def __init__(
@@ -218,11 +211,8 @@ class CharTransformer(nn.Module):
     ) -> Float[Tensor, "*batch new vocab"]:
         """Logits for the symbols after those in ``past``, to which the new ones are added.
 
-        Args:
-            tokens: the new symbols; with those before at most ``seq_len``.
-            past: one cache per branch, empty for one that sees no earlier tokens; an empty dict at
-                the beginning of a text. Blocks may share a branch, but no cache.
-            weights: of the stack; None computes them.
+        Together they are at most ``seq_len``. ``past`` is an empty dict at the beginning of a text,
+        then it has one cache per branch: blocks may share a branch, but no cache.
         """
         start = max((cache.length for cache in past.values()), default=0)
         x = self.embedding(tokens, start)

@@ -128,12 +128,8 @@ def stack_error_bound(steps: Sequence[ErrorStep]) -> Tensor:
     or the next bound if that is smaller: the error is a sum of vectors d, one from each layer
     above, and ‖e^S d‖ ≤ r is known of each, S the scales at that layer (docs/numerics.md §18).
 
-    Args:
-        steps: the inverse layers in the order they were applied, top of the stack first, all in one
-            norm; each residual layer's own bound is for the y it was given.
-
-    Returns:
-        One bound per sample (a scalar tensor for an empty stack: 0).
+    The steps are in the order they were applied, all in one norm; each residual layer's own bound
+    is for the y it was given. There is one bound per sample (for an empty stack a scalar, 0).
     """
     error = torch.zeros((), dtype=torch.float64)
     scales = torch.zeros(1, dtype=torch.float64)  # relative to those at the top

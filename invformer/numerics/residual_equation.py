@@ -79,14 +79,7 @@ class ResidualEquation:
         return 2 * steps.nan_to_num(0).ceil().clamp(0, MOST_PREDICTED_STEPS).long() + 10
 
     def disproves(self, step: Tensor, change: Tensor, x: Tensor, fx: Tensor) -> Tensor:
-        """True if ‖f(x) − f(x′)‖ > c ‖x − x′‖ beyond rounding.
-
-        Args:
-            step: ‖x − x′‖, the step from x′ to x.
-            change: ‖f(x) − f(x′)‖.
-            x: where the step led.
-            fx: f(x).
-        """
+        """True if ``change`` = ‖f(x) − f(x′)‖ > c ‖x − x′‖ beyond rounding, ``step`` = ‖x − x′‖."""
         c = self.global_bound
         if c is None:
             return torch.zeros_like(step, dtype=torch.bool)

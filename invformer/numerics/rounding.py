@@ -18,15 +18,9 @@ SMALLEST_NORMAL = 2.0**-1022
 def round_up(value: float, operations: int = 1) -> float:
     """A number ≥ the exact result of ``operations`` roundings that produced ``value``.
 
-    The exact result is at most value/(1 − 2⁻⁵³)ᵏ ≤ value (1 + k 2⁻⁵²) for k ≤ 2⁵².
-
-    Args:
-        value: ≥ 0, computed in float64 from non-negative numbers by sums, products, quotients and
-            square roots, without underflow.
-        operations: k, the length of the longest chain of roundings behind it.
-
-    Returns:
-        The value rounded up; inf for NaN.
+    The exact result is at most value/(1 − 2⁻⁵³)ᵏ ≤ value (1 + k 2⁻⁵²) for a value ≥ 0 that was
+    computed in float64 from non-negative numbers by sums, products, quotients and square roots,
+    without underflow; k ≤ 2⁵² is the length of the longest chain of roundings behind it.
     """
     return _next(value * (1 + operations * 2 * UNIT_ROUNDOFF))
 
