@@ -17,6 +17,9 @@ from invformer.nn.residual import InvertibleResidual
 from invformer.nn.stack import InvertibleStack, StackWeights
 from invformer.numerics.norms import Norm, Tokens
 
+# Symbols of texts, and what is predicted after each.
+Text = Integer[Tensor, "*batch tokens"]
+Logits = Float[Tensor, "*batch tokens vocab"]
 # Below this a temperature makes no difference, and float32 would divide by zero.
 COLDEST = 1e-30
 # Distances to symbols that are held at once when states are decoded.
@@ -28,12 +31,6 @@ class CharEmbedding(nn.Module):
 
     Blocks write to the zero channels (injective padding, Jacobsen et al. 2018): beside an embedding
     the output of a contraction would be small.
-
-    Args:
-        vocab_size: number of symbols V.
-        seq_len: longest sequence.
-        d_model: width D.
-        d_embedding: channels written, at most D.
     """
 
     def __init__(self, vocab_size: int, seq_len: int, d_model: int, d_embedding: int) -> None:
@@ -42,7 +39,7 @@ class CharEmbedding(nn.Module):
         self.token = nn.Embedding(vocab_size, d_embedding)
         self.position = nn.Parameter(0.1 * torch.randn(seq_len, d_embedding))
 
-    def forward(self, tokens: Integer[Tensor, "*batch tokens"], start: int = 0) -> Tokens:
+    def forward(self, tokens: Text, start: int = 0) -> Tokens:
         """The input of the stack, for symbols from position ``start`` on.
 
         ValueError if there are none, or if they reach beyond ``seq_len``.
@@ -53,7 +50,7 @@ class CharEmbedding(nn.Module):
         x = self.token(tokens) + self.position[start:end]
         return nn.functional.pad(x, (0, self.padding))
 
-    def nearest_tokens(self, x: Tokens) -> Integer[Tensor, "*batch tokens"]:
+    def nearest_tokens(self, x: Tokens) -> Text:
         """The symbols whose embeddings lie nearest: the inverse of :meth:`forward` on its range."""
         z = x[..., : self.token.embedding_dim].double() - self.position[: x.shape[-2]].double()
         nearest = [some.argmin(-1) for some in self.distances(z.flatten(0, -2))]
@@ -187,28 +184,23 @@ class CharTransformer(nn.Module):
         """The weights of an invertible stack; None for a baseline."""
         return self.stack.weights() if isinstance(self.stack, InvertibleStack) else None
 
-    def forward(
-        self, tokens: Integer[Tensor, "*batch tokens"], weights: StackWeights | None = None
-    ) -> Float[Tensor, "*batch tokens vocab"]:
+    def forward(self, tokens: Text, weights: StackWeights | None = None) -> Logits:
         """Logits of the next symbol at every position; weights of the stack, None computes them."""
         x = self.embedding(tokens)
         return self.predict(self.stack(x) if weights is None else self.stack(x, weights))
 
-    def predict(self, z: Tokens) -> Float[Tensor, "*batch tokens vocab"]:
+    def predict(self, z: Tokens) -> Logits:
         """Logits of the next symbols, from the output of the stack."""
         return self.head(self.dropout(self.norm(z)))
 
-    def initialise(self, tokens: Integer[Tensor, "*batch tokens"]) -> None:
+    def initialise(self, tokens: Text) -> None:
         """Initialise the ActivationNorms, if there are any, from one batch."""
         if isinstance(self.stack, InvertibleStack):
             self.stack.initialise(self.embedding(tokens))
 
     def extend(
-        self,
-        tokens: Integer[Tensor, "*batch new"],
-        past: dict[int, AttentionCache],
-        weights: StackWeights | None = None,
-    ) -> Float[Tensor, "*batch new vocab"]:
+        self, tokens: Text, past: dict[int, AttentionCache], weights: StackWeights | None = None
+    ) -> Logits:
         """Logits for the symbols after those in ``past``, to which the new ones are added.
 
         Together they are at most ``seq_len``. ``past`` is an empty dict at the beginning of a text,
@@ -247,7 +239,7 @@ class CharTransformer(nn.Module):
 
     @torch.no_grad()
     def generate(
-        self, prompt: Integer[Tensor, "*batch tokens"], length: int, **options: Any
+        self, prompt: Text, length: int, **options: Any
     ) -> Integer[Tensor, "*batch longer"]:
         """The prompts and their continuations; the options are those of :meth:`stream`."""
         return torch.cat([prompt, *self.stream(prompt, length, **options)], -1)
@@ -255,7 +247,7 @@ class CharTransformer(nn.Module):
     @torch.no_grad()
     def stream(
         self,
-        prompt: Integer[Tensor, "*batch tokens"],
+        prompt: Text,
         length: int,
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
