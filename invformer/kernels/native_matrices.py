@@ -62,10 +62,10 @@ def squarings(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
 
-    A zero matrix has the bound 0 and zero vectors; of a matrix with NaN all of them are NaN.
+    Matrices are tall, (m, n) of one n, or the transposes of wide ones, each in one piece. A zero
+    matrix has the bound 0 and zero vectors; of a matrix with NaN all of them are NaN.
 
     Args:
-        weights: tall matrices (m, n) of one n, or the transposes of wide ones, each in one piece.
         times: how often the Gram matrix is squared.
         rescale_every: squarings from one rescaling to the next.
     """
@@ -85,12 +85,8 @@ def krylov(
 ) -> tuple[Tensor, Tensor, KrylovSpace]:
     """G = WᵀW/‖W‖_F² (B, n, n), log ‖W‖_F (B,) in float64, and the Krylov spaces from G ``start``.
 
-    If W is zero or not finite, log ‖W‖_F is not finite, and the other results are not written.
-
-    Args:
-        weights: as for :func:`squarings`.
-        num_vectors: S.
-        start: (n,).
+    Matrices are as for :func:`squarings`. If one is zero or not finite, log ‖W‖_F is not finite,
+    and its other results are not written.
     """
     first, count, n = weights[0], len(weights), weights[0].shape[-1]
     grams, log_scale = first.new_empty(count, n, n), torch.empty(count, dtype=torch.float64)

@@ -53,20 +53,13 @@ Normalisation = tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch m"], Float[
 def gram_normalisers(weights: Sequence[Tensor]) -> list[Normalisation]:
     """(σ̄, u, v) of each weight: a bound on ‖W‖₂ in working precision, the leading singular pair.
 
-    Stateless and deterministic: what a differentiable normaliser needs once per optimiser step.
-    Those with Gram matrices of one size are computed at once. σ̄ is above ‖W‖₂ by 1e-5 of its size
+    Weights with Gram matrices of one size are computed at once. σ̄ is above ‖W‖₂ by 1e-5 of its size
     plus the excess of the method: Gram iteration's, up to a factor min(m, n)^{2^{−K−1}} in a
     cluster, or that of the trial, at most 0.5 %. With a gap after σ₁ u and v are its singular
     vectors, in a cluster some unit vectors of the cluster; one is the normalised image of the
-    other.
+    other. For a zero matrix they are zero, but not σ̄, so that W/σ̄ is defined.
 
-    Args:
-        weights: float32 or float64, (*batch, m, n); half precision is computed in float32, with a
-            margin of its eps.
-
-    Returns:
-        For each weight σ̄ (never zero, so that W/σ̄ is defined for W = 0), u and v, in its dtype. For
-        a zero matrix u and v are zero.
+    Weights are (*batch, m, n). Half precision is computed in float32, with a margin of its eps.
     """
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):

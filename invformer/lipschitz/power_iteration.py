@@ -53,15 +53,9 @@ def operator_norm(
 
     In ``frobenius`` a step maximises over the span of x, JᵀJx and the step before (LOBPCG, Knyazev
     2001), which takes about the root of the steps of plain power iteration. Cost: 2 products a
-    step, in ``frobenius`` 3; it ends when every sample has converged.
-
-    Args:
-        jacobian: J, per sample.
-        norm: of input and output.
-        num_steps: at most, from 1 on.
-        rtol: residual that counts as converged.
-        seed: of the left vector, which serves all samples; outside ``frobenius`` other seeds may
-            find a larger gain.
+    step, in ``frobenius`` 3; it ends when every sample has converged to ``rtol``, or after
+    ``num_steps``. One left vector serves all samples; outside ``frobenius`` another ``seed`` may
+    find a larger gain.
 
     Source: Boyd 1974, The power method for l^p norms.
     """

@@ -63,9 +63,6 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     Args:
         lipschitz_target: c in (0, 1), to which the branch is scaled; inf if it is unconstrained.
-
-    Raises:
-        ValueError: c is something else.
     """
 
     # True, in the class itself, if its bounds are proven: a subclass may compute something else.

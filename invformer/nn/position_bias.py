@@ -129,11 +129,8 @@ class RelativePositionBias(CausalMask):
     range of its own. Certificates depend on the table only through its mass
     n_h = Σ_lag exp b_h(lag), which takes the place of N − 1 in every bound (docs/numerics.md).
 
-    Args:
-        num_heads: H.
-        seq_len: longest sequence N.
-        sees_itself: whether lag 0 is the token itself; where it is the one before, b_h starts as
-            −slope_h lag, without the step of 3.
+    If lag 0 is not the token itself but the one before, ``sees_itself`` is false and b_h starts as
+    −slope_h lag, without the step of 3.
     """
 
     def __init__(self, num_heads: int, seq_len: int, sees_itself: bool = True) -> None:

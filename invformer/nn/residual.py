@@ -148,17 +148,13 @@ class InvertibleResidual(nn.Module):
         """The x with x + D⁻¹ f(D x + b) = y, and the evidence for it.
 
         u ← v − f(u) for v = D y + b, until v − u − f(u) is within tolerance; then x = D⁻¹(u − b).
+        ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
 
         Args:
             y: the output of the layer.
             weights: of the layer; None computes them.
             lipschitz_bound: proven c in ``norm``; None proves it.
-            norm: of c and of every length.
-            kind: of c.
-            options: passed to :func:`invformer.numerics.fixed_point.invert_residual`.
-
-        Returns:
-            The solution; ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
+            options: of :func:`invformer.numerics.fixed_point.invert_residual`, as norm and kind.
 
         Raises:
             FixedPointError: the solver failed, unless ``throw=False``.

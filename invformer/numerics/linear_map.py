@@ -25,12 +25,8 @@ def linearise(f: SequenceMap, x: Tokens) -> LinearMap:
 
     JᵀG is reverse mode; G ↦ JᵀG is linear with adjoint J, so J dX is its reverse mode in turn. Both
     graphs are built once and reused: every product costs about one backward pass and needs no
-    forward-mode rule. Works under ``no_grad`` and in inference mode.
-
-    Args:
-        f: a map of (*batch, N, D) that does not mix samples or update buffers. Fused attention has
-            no second derivative: run it as ``with only("math"):``.
-        x: where to linearise.
+    forward-mode rule. Works under ``no_grad`` and in inference mode. f must not mix samples or
+    update buffers. Fused attention has no second derivative: run it as ``with only("math"):``.
     """
     with torch.inference_mode(False):
         # Inference tensors cannot be saved for backward; a clone made here is an ordinary tensor.
