@@ -181,17 +181,13 @@ class TrainedModel:
     def export(
         self, folder: str | os.PathLike[str], name: str | None = None, bits: int | None = None
     ) -> None:
-        """Write the model to a new folder that :func:`load` opens, with a model card.
+        """Write the model to a new or empty folder that :func:`load` opens, with a model card.
 
         Args:
             folder: to write.
             name: what the card says that the model is called; None for the folder's name.
             bits: to which the entries of matrices are rounded, 2 to 8; None rounds nothing. The
                 certificate is proven for the rounded matrices.
-
-        Raises:
-            ConfigurationError: there is no rounding to so many bits.
-            StorageError: the folder holds something, or cannot be written.
         """
         write_export(Path(os.path.expanduser(folder)), self, name, bits)
 

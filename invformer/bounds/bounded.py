@@ -61,11 +61,8 @@ def causal_bounds(
     """sup ‖∂F_i/∂x_i‖₂ ≤ min_w ‖[w_h G_h]_h‖₂ ‖[T_h/w_h]_h‖₂, for any causal mask and bias.
 
     Earlier tokens are held fixed: it is *not* a Lipschitz constant of F. The token_max constant
-    bounds the diagonal blocks too, and is returned if it is smaller.
-
-    Args:
-        weights: w_h to try besides ‖T_h‖₂, for instance the numbers G_h was divided by.
-        strictly_causal: a token does not see itself, so that T_h = τ W_Q.
+    bounds the diagonal blocks too, and is returned if it is smaller. ``weights`` are w_h to try
+    besides ‖T_h‖₂, for instance the numbers G_h was divided by.
     """
     query, key, value = w_qkv.detach().double().unbind(1)
     tau = temperature.detach().double()[..., None, None]

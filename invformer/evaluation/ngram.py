@@ -68,8 +68,7 @@ class Counts:
     ) -> Integer[Tensor, "n"]:
         """Count characters after their contexts, but not the first ones, which were counted before.
 
-        Returns:
-            The place of each gram among the keys, and −1 if the evaluation text does not have it.
+        Returns each gram's place among the keys, −1 if the evaluation text does not have it.
         """
         key = torch.where(context < 0, -1, context * self.vocab_size + text)
         place = torch.searchsorted(self.keys, key).clamp(max=len(self.keys) - 1)

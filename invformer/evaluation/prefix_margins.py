@@ -39,8 +39,7 @@ class MarginEvidence:
     arithmetic_error: Float[Tensor, "sequences tokens"]
     # Proven upper bound on δ_i, the distance of the text's exact states from those given.
     distance: Float[Tensor, "sequences tokens"]
-    # min over j ≤ i of margin_j − distance_j. A text all of whose states lie within this distance
-    # of those given begins with the first i symbols of this one.
+    # min over j ≤ i of margin_j − distance_j.
     radius: Float[Tensor, "sequences tokens"]
     # Whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its state is
     # then farther from that given than this text's. Never for the unknown symbol, which stands for

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 class Replayed:
     """A function of tensors that is launched at its first call, then recorded, then replayed.
 
-    Parameters and whatever else it reads beside its arguments have to stay at their addresses. The
-    first call loads libraries and kernels.
-
-    Args:
-        function: of containers of tensors; no gradients pass through it.
+    Its arguments are containers of tensors, and no gradients pass through it. Parameters and
+    whatever else it reads have to stay at their addresses. The first call loads libraries and
+    kernels.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

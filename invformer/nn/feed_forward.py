@@ -40,11 +40,7 @@ IN_PLACE = {name: getattr(torch.ops.aten, f"{name}_") for name in ACTIVATIONS}
 class FeedForward(nn.Sequential):
     """x_i ↦ W₂ φ(Σ_{l=0}^{k−1} V_l x_{i−l} + b₁) + b₂, unconstrained.
 
-    Args:
-        d_model: width D.
-        d_ff: number of hidden units.
-        activation: φ.
-        kernel: k, tokens that a hidden unit sees: its own and those before.
+    ``d_ff`` hidden units with activation φ see k = ``kernel`` tokens: their own and those before.
     """
 
     def __init__(

@@ -151,7 +151,6 @@ class InvertibleResidual(nn.Module):
         ``error_bound`` is one on ‖x̂ − x‖ in ``norm``, ``residual`` is weighted.
 
         Args:
-            y: the output of the layer.
             weights: of the layer; None computes them.
             lipschitz_bound: proven c in ``norm``; None proves it.
             options: of :func:`invformer.numerics.fixed_point.invert_residual`, as norm and kind.

@@ -45,11 +45,7 @@ class DiagonalScaling(nn.Module):
 
     x ↦ D⁻¹ f(D x + b) with Lip(f) ≤ c contracts in the weighted norm max_i ‖D x_i‖₂. A branch may
     write large values to a channel if it reads little from it: if D is small there
-    (docs/numerics.md §18).
-
-    Args:
-        d_model: width.
-        written: indices of the channels that the branch writes large values to at first.
+    (docs/numerics.md §18). ``written`` are the channels that it writes large values to at first.
     """
 
     def __init__(self, d_model: int, written: Integer[Tensor, "count"] | None = None) -> None:

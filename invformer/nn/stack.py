@@ -215,7 +215,6 @@ class InvertibleStack(nn.Module):
         constants, which bound no error (docs/numerics.md).
 
         Args:
-            z: the output of the stack.
             weights: of the stack, computed without gradients; None computes them.
             certificate: proven bounds of this stack, for the weights as cast to the format it runs
                 in; None proves them for the format of z, which under autocast is another one.

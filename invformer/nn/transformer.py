@@ -262,9 +262,7 @@ class CharTransformer(nn.Module):
 
         Args:
             prompt: at least one symbol; the last ``seq_len`` count.
-            length: number of symbols to add.
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
-            generator: source of randomness.
             top_k: sample among this many likeliest symbols; None among all.
             top_p: sample among the fewest likeliest symbols that have this probability together.
 
