@@ -59,7 +59,6 @@ class InvertibleResidual(nn.Module):
     (docs/numerics.md §17).
 
     Args:
-        branch: the contraction f.
         scaling: D and b; None is D = I and b = 0.
         input_radius: R > 0; None shows the branch u itself.
     """
@@ -203,8 +202,6 @@ class InvertibleBlock(nn.Module):
     """x ↦ x + attention(x), normalise, x ↦ x + feed_forward(x), normalise.
 
     Args:
-        attention: contractive attention branch.
-        feed_forward: contractive feed-forward branch.
         d_model: width, for the two normalisations; None leaves them out.
         input_radius: of both residual layers.
         scalings: of the attention's layer and of the feed-forward's.

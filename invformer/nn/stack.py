@@ -46,11 +46,11 @@ class StackSolution:
 
 
 class InvertibleStack(nn.Module):
-    """A chain of invertible blocks; block l's layers are named ``block_0l/attention`` and so on.
+    """A chain of invertible blocks, bottom first, for sequences of up to ``seq_len`` tokens.
+
+    The layers of block l are named ``block_0l/attention`` and so on.
 
     Args:
-        blocks: the blocks, bottom first.
-        seq_len: longest sequence.
         norm: the norm in which the branches' targets are set.
         kind: ``global`` if the targets bound Lipschitz constants, ``causal`` if they bound the
             diagonal Jacobian blocks.
