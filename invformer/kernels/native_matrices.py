@@ -26,12 +26,6 @@ class _Weight(ctypes.Structure):
     ]
 
 
-class _Quintic(ctypes.Structure):
-    """a, b and c."""
-
-    _fields_ = [(name, ctypes.c_double) for name in "abc"]
-
-
 class KrylovSpace(NamedTuple):
     """Krylov spaces of symmetric matrices G (B, n, n).
 
@@ -62,12 +56,9 @@ def squarings(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """log of a bound on ‖W‖₂ (B,) in float64, v (B, n), and u of every matrix.
 
-    Matrices are tall, (m, n) of one n, or the transposes of wide ones, each in one piece. A zero
-    matrix has the bound 0 and zero vectors; of a matrix with NaN all of them are NaN.
-
-    Args:
-        times: how often the Gram matrix is squared.
-        rescale_every: squarings from one rescaling to the next.
+    Its Gram matrix is squared so many ``times``. Matrices are tall, (m, n) of one n, or the
+    transposes of wide ones, each in one piece. A zero matrix has the bound 0 and zero vectors; of a
+    matrix with NaN all of them are NaN.
     """
     first, count, n = weights[0], len(weights), weights[0].shape[-1]
     log_norms, rights = torch.empty(count, dtype=torch.float64), first.new_empty(count, n)
@@ -115,7 +106,7 @@ def orthogonalised(
     for pairs in by_width.values():
         native.call(
             "orthogonalise", results[0].dtype, *group(*zip(*pairs, strict=True)),
-            _Quintic(*quintic), ctypes.c_int(num_steps), ctypes.c_double(gain),
+            *map(ctypes.c_double, quintic), ctypes.c_int(num_steps), ctypes.c_double(gain),
             native.threads_for(len(pairs)),
         )  # fmt: skip
     return results

@@ -62,10 +62,10 @@ void orthogonalise(Group<T> group, Quintic p, int times, double gain) {
 
 // Each returns whether there was enough memory.
 #define EXPORT(T, NAME)                                                                           \
-  bool NAME##_orthogonalise(const Weight<T>* weights, int64_t count, int64_t n, Quintic p,        \
-                            int times, double gain, int threads) {                                \
+  bool NAME##_orthogonalise(const Weight<T>* weights, int64_t count, int64_t n, double a,         \
+                            double b, double c, int times, double gain, int threads) {            \
     const Group<T> group{weights, count, n, threads};                                             \
-    return had_memory_for([&] { orthogonalise<T>(group, p, times, gain); });                      \
+    return had_memory_for([&] { orthogonalise<T>(group, {a, b, c}, times, gain); });              \
   }
 
 extern "C" {
