@@ -80,12 +80,7 @@ def _omega_upper(log_n: float, shift: float) -> float:
     for _ in range(NUM_STEPS):
         z -= (z + math.exp(z) - y) / (1 + math.exp(z))
     u = math.exp(z)
-    while not _reaches(u, y):
+    # Until u + log u ≥ y for certain: four units of rounding cover log, sum and difference.
+    while u + math.log(u) - y < 2**-51 * (u + abs(math.log(u)) + abs(y)):
         u = math.nextafter(u * (1 + 2**-51), math.inf)
     return u
-
-
-def _reaches(u: float, y: float) -> bool:
-    """True if u + log u ≥ y for certain: four units of rounding cover log, sum and difference."""
-    log_u = math.log(u)
-    return u + log_u - y >= 2**-51 * (u + abs(log_u) + abs(y))
