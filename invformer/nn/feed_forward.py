@@ -100,7 +100,6 @@ class ContractiveFeedForward(LipschitzBranch[FeedForwardWeights]):
     The other arguments are those of :class:`FeedForward`.
 
     Args:
-        lipschitz_target: c in (0, 1).
         activation: φ; its largest slope, rounded up, divides.
         norm: ``spectral`` holds ‖W‖₂ at one (token_max and frobenius); ``entry_max`` the row sums.
         output_channels: channels the output map writes to at initialisation (None: all).

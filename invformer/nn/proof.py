@@ -24,7 +24,8 @@ def certify(
 ) -> Certificate:
     """Prove a bound for every branch of a model's invertible stack, on the weights as cast.
 
-    All arithmetic is in float64 and rounded outward, with :func:`.spectral_norm_bound`.
+    All arithmetic is in float64 and rounded outward, with :func:`.spectral_norm_bound`. A bound
+    above the target is reported, not hidden: see :func:`enforce`.
 
     Args:
         model: an InvertibleStack, or a module whose ``stack`` is one.
@@ -34,9 +35,6 @@ def certify(
         kind: None for the kind of the stack's targets; ``causal`` bounds the diagonal blocks of any
             stack with causal masks, often far below its Lipschitz constants.
         weights: of the stack, computed without gradients; None computes them.
-
-    Returns:
-        The certificate. A bound above the target is reported, not hidden: see :func:`enforce`.
 
     Raises:
         NoCertificateError: the stack contains something without a proof, such as a subclass or a
@@ -83,11 +81,8 @@ def enforce(model: nn.Module, dtype: torch.dtype | None = None) -> Certificate:
     """Certify in the target's norm; shrink branches above their targets and certify again.
 
     In float32 the margin in the normalised weights makes this a no-op. In bfloat16 the cast alone
-    may lift a spectral norm by 0.4 %. ``dtype`` is that of :func:`certify`.
-
-    Raises:
-        NonFiniteError: a weight is NaN or infinite, so nothing can be proven.
-        NoCertificateError: the stack contains something without a proof.
+    may lift a spectral norm by 0.4 %. ``dtype`` and errors are those of :func:`certify`, and
+    NonFiniteError for a weight that is NaN or infinite.
     """
     stack = invertible_stack(model)
     dtype = dtype or parameter_dtype(stack)

@@ -119,7 +119,6 @@ def written_channels(
 
     Args:
         d_model: width; behind its last channel comes the first again.
-        block: number of the block.
         count: channels of each branch; None is a quarter of them, at least one.
         first: where block 0 begins; where the embedding leaves channels free, these come first.
     """

@@ -35,14 +35,9 @@ def spectral_norm_bound(
     The first exceeds ‖W‖₂ by at most a factor min(m, n)^{2^{−K−1}}, the second by about
     5e-13 min(m, n) for every spectrum; if the factorisation fails, the first stands alone. Cost:
     a product of W with itself, and num_steps products and one eigenvalue problem of size min(m, n).
-    On a GPU, where eigenvalues take longer than products, the first stands alone with K = 40.
-
-    Args:
-        weight: any floating dtype; certify weights *after* the cast they run in.
-        num_steps: K ≥ 1 on a processor.
-
-    Returns:
-        float64, one bound per matrix; 0 for a zero matrix, inf where an entry is NaN or infinite.
+    On a GPU, where eigenvalues take longer than products, the first stands alone with K = 40;
+    elsewhere K is ``num_steps``. The bound is 0 for a zero matrix, inf where an entry is NaN or
+    infinite. Certify weights *after* the cast they run in.
 
     Source: Delattre et al. 2023, arXiv 2305.16173, Theorem 1; the residual after Rump 2006,
         *Verification of positive definiteness*; rounding terms ours, after Higham 2002, §3.5.
