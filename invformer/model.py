@@ -77,7 +77,7 @@ class TrainedModel:
     """A trained character model with its vocabulary.
 
     Attributes:
-        network: the PyTorch module, which is put into eval mode.
+        network: the PyTorch module, in eval mode.
         vocabulary: the characters behind its tokens.
         config: the configuration of its training.
         metadata: step, command, commit and source of the text, if known.
@@ -89,9 +89,6 @@ class TrainedModel:
     config: TrainConfig
     metadata: dict[str, Any]
     evaluation: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        self.network.eval()
 
     def __repr__(self) -> str:
         parameters = sum(p.numel() for p in self.network.parameters())
