@@ -176,9 +176,8 @@ class LipschitzProbe:
         before = {name: vector.clone() for name, vector in self.state_dict().items()}
         has_started = self.has_started
         yield
+        self.load_state_dict(before)
         self.has_started = has_started
-        for name, vector in self.state_dict().items():
-            vector.copy_(before[name])
 
     def state_dict(self) -> dict[str, Tensor]:
         """The vectors that the next estimate starts from, which are changed in place."""
