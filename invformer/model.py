@@ -140,7 +140,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def invert(self, z: Float[Tensor, "tokens width"]) -> RecoveredText:
-        """The text behind states at the top of the stack, in float64; not of a baseline."""
+        """The text behind states at the top of the stack, in float64.
+
+        Raises:
+            ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
+        """
         if not self.network.is_invertible:
             raise ConfigurationError(
                 f"model {self.config.model.name} has no fixed-point inverse; load a contractive one"
@@ -185,6 +189,10 @@ class TrainedModel:
             name: what the card says that the model is called; None for the folder's name.
             bits: to which the entries of matrices are rounded, 2 to 8; None rounds nothing. The
                 certificate is proven for the rounded matrices.
+
+        Raises:
+            ConfigurationError: there is no rounding to so many bits.
+            StorageError: the folder holds something, or cannot be written.
         """
         write_export(Path(os.path.expanduser(folder)), self, name, bits)
 

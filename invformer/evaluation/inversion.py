@@ -62,7 +62,11 @@ class RoundTrip:
         }
 
     def proof(self) -> MarginEvidence:
-        """Prove characters by the states; takes a forward pass of every symbol at every place."""
+        """Prove characters by the states; takes a forward pass of every symbol at every place.
+
+        Raises:
+            CertificateViolation: a proven character is not the one that went up.
+        """
         evidence = prefix_margins(self.model, self.decoded, self.states)
         wrong = (evidence.proven & (self.decoded != self.tokens)).nonzero()
         if len(wrong):

@@ -265,6 +265,9 @@ class CharTransformer(nn.Module):
             temperature: 0 takes the likeliest symbol; 1 samples the model's distribution.
             top_k: sample among this many likeliest symbols; None among all.
             top_p: sample among the fewest likeliest symbols that have this probability together.
+
+        Raises:
+            ValueError: the prompt is empty, or one of the numbers is out of its range.
         """
         if not prompt.shape[-1]:
             raise ValueError("the prompt is empty: it needs at least one symbol")
