@@ -214,7 +214,7 @@ def without_sharpness(
     return list(by_lag), w_out * (UNFOLDING * sharpness).unsqueeze(-1)
 
 
-def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Tokens:
+def with_past(x: Tokens, kernel: int, past: AttentionCache) -> Float[Tensor, "*batch longer width"]:
     """New tokens behind the k − 1 tokens before them, as far as there are any in ``past``."""
     if kernel == 1:
         return x

@@ -51,7 +51,7 @@ def test_activation_norm_leaves_zero_mean_and_unit_variance_and_constant_channel
     assert not y[:, 3].any()
 
 
-@pytest.mark.parametrize("shape", [(WIDTH,), (5, WIDTH), (2, 3, WIDTH)])
+@pytest.mark.parametrize("shape", [(1, WIDTH), (5, WIDTH), (2, 3, WIDTH)])
 def test_activation_norm_has_the_derivatives_of_its_formula(shape: tuple[int, ...]) -> None:
     layer = ActivationNorm(WIDTH)
     for parameter in layer.parameters():

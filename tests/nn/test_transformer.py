@@ -69,6 +69,7 @@ def test_dropout_before_the_head_leaves_the_certified_stack_alone() -> None:
     assert model.eval()(random_tokens(1)).allclose(plain)
 
 
+@pytest.mark.compiles
 @pytest.mark.filterwarnings("ignore")  # while it traces, Dynamo does what PyTorch warns of
 @pytest.mark.parametrize(
     ("build", "autocast"),
