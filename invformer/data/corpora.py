@@ -42,9 +42,9 @@ FOREIGN = re.compile(
 def read_corpus(config: DataConfig) -> Corpus:
     """The text that a configuration names, in its splits.
 
-    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file (also a
-    ``.zip`` with one file in it), folder, pattern or pipe; the others come from the Hugging Face
-    Hub, or with ``path`` from local files.
+    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file,
+    folder, pattern or pipe; the others come from the Hugging Face Hub, or with ``path`` from local
+    files.
 
     A local file is cut into contiguous splits, train first and test last. A folder with files
     ``train.txt``, ``valid.txt`` and ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``,
@@ -225,8 +225,9 @@ def text_files(name: str, path: str) -> list[Path]:
         is_name = os.path.lexists(path) or (isinstance(path, SavedPath) and "**" in path)
         found = [] if is_name else sorted(map(Path, glob.glob(path, recursive=True)))
         return [match for match in found if not match.is_dir()] or [file]
-    known = [file / named for named in (name, f"{name}.zip") if os.path.isfile(file / named)]
-    if files := known[:1] or files_below(file, ".txt"):
+    if os.path.isfile(file / name):  # enwik8, for one, has no suffix
+        return [file / name]
+    if files := files_below(file, ".txt"):
         return files
     raise DataError(
         f"{path}: no *.txt in this folder and no train.txt; give data.path a file, or a pattern "
@@ -235,7 +236,7 @@ def text_files(name: str, path: str) -> list[Path]:
 
 
 def read_files(name: str, path: str, files: list[Path]) -> Iterator[str]:
-    """The texts of plain files, of the one file in a .zip, or of tables, in pieces."""
+    """The texts of plain files or of tables, in pieces."""
     encoding = "latin-1" if name == "enwik8" else "utf-8-sig"  # without a byte order mark
     for file in files:
         if file.suffix == ".parquet":

@@ -5,26 +5,18 @@ may name regular files only, with a limit on their size: it may come from anywhe
 pipe may never begin. Devices are refused, because reading one may never end.
 """
 
-import lzma
 import os
 import re
 import stat
-import zipfile
-import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from invformer.config.schema import SavedPath
 from invformer.errors import DataError
 
-MOST_BYTES = 64 << 30  # of an archive, and of all that a checkpoint names
+MOST_BYTES = 64 << 30  # of all that a checkpoint names
 CHUNK = 1 << 20
-ARCHIVE_ERRORS = (
-    zipfile.BadZipFile, zlib.error, lzma.LZMAError, RuntimeError, ValueError, EOFError, OSError,
-)  # fmt: skip
-RESOURCE_FORKS = "__MACOSX/"  # what macOS puts beside the files of an archive
 
 
 def files_below(folder: Path, suffix: str, foreign: re.Pattern[str] | None = None) -> list[Path]:
@@ -58,6 +50,8 @@ def require_texts(files: Iterable[Path], path: str) -> None:
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
         if not (stat.S_ISREG(status.st_mode) or is_pipe):
             refuse(file, "not a regular file", path)
+        if file.suffix == ".zip":
+            refuse(file, "an archive", path, "unpack it")
         if is_typed:
             continue
         size += status.st_size
@@ -70,35 +64,13 @@ def chunks(file: Path, path: str) -> Iterator[bytes]:
     try:
         if isinstance(path, SavedPath) and not file.stat().st_size:
             return  # empty, or of the kernel, whose files may never end
-        with open(file, "rb") as stream, opened(stream, file, path) as content:
+        with open(file, "rb") as content:
             while chunk := content.read(CHUNK):
                 if len(chunk) == CHUNK and not chunk.strip(b"\0"):
                     refuse(file, "a megabyte of zero bytes is no text", path)
                 yield chunk
     except OSError as error:
         refuse_unreadable(error, file)
-
-
-@contextmanager
-def opened(stream: IO[bytes], file: Path, path: str) -> Iterator[IO[bytes]]:
-    """The stream itself, or of a ``.zip`` the one file in it."""
-    if file.suffix != ".zip":
-        yield stream
-        return
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            members = [
-                member for member in archive.infolist()
-                if not (member.is_dir() or member.filename.startswith(RESOURCE_FORKS))
-            ]  # fmt: skip
-            if len(members) != 1:
-                raise DataError(f"{file}: {len(members)} files in the archive instead of one")
-            if members[0].file_size > MOST_BYTES:  # where reading ends, whatever there is
-                refuse(file, f"more than {MOST_BYTES:,} bytes of text", path)
-            with archive.open(members[0]) as inner:
-                yield inner
-    except ARCHIVE_ERRORS as error:
-        raise DataError(f"{file}: not a readable archive ({error})") from None
 
 
 def refuse_unreadable(error: OSError, file: Path | None = None) -> NoReturn:

@@ -3,8 +3,6 @@
 import errno
 import os
 import threading
-import zipfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,37 +79,6 @@ def test_the_texts_that_a_checkpoint_names_are_bounded_together(
         f"{tmp_path / 'c.txt'}: more than 25 bytes of text, and {UNTYPED}"
     )
     corpus_at(tmp_path)
-
-
-def test_an_archive_that_grows_without_bound_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "MOST_BYTES", 1 << 20)
-    path = tmp_path / "bomb.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("a.txt", bytes((1 << 20) + 1))
-    assert path.stat().st_size < 1 << 14
-    assert "more than 1,048,576 bytes of text; give data.path a plain file" in refusal(path)
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_damaged_archive_is_refused_and_never_a_bug(tmp_path: Path, method: int) -> None:
-    path = tmp_path / "a.zip"
-    with zipfile.ZipFile(path, "w", method) as archive:
-        archive.writestr("a.txt", bytes(range(128)) * 40)
-    content = path.read_bytes()
-    for place in range(0, len(content), 3):
-        path.write_bytes(content[:place] + bytes([content[place] ^ 0x55]) + content[place + 1 :])
-        with suppress(DataError):  # or the damage is to what nobody reads, such as a date
-            whole(corpus_at(path))
-
-
-def test_files_that_macos_adds_to_an_archive_are_ignored(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("folder/", "")
-        archive.writestr("folder/a.txt", "the text")
-        archive.writestr("__MACOSX/folder/._a.txt", "no text")
-    assert whole(corpus_at(tmp_path / "a.zip")) == "the text"
 
 
 def test_a_folder_gives_its_texts_in_any_case_and_nothing_hidden(tmp_path: Path) -> None:
