@@ -70,11 +70,8 @@ def read_corpus(config: DataConfig) -> Corpus:
     else:
         corpus = read_hub(config)
     if config.name == "ptb":
-        texts = dict.fromkeys(SPLITS, "")
-        for split, piece in corpus.labelled():
-            texts[split] += piece
-        characters = map(words_to_characters, texts.values())
-        corpus = Corpus.of_texts(config.name, corpus.source, *characters)
+        texts = (words_to_characters("".join(corpus.read(split))) for split in SPLITS)
+        corpus = Corpus.of_texts(config.name, corpus.source, *texts)
     if config.max_characters is not None and config.max_characters < corpus.total:
         corpus = corpus.shortened(config.max_characters)
     if config.vocabulary == "bytes":
