@@ -23,7 +23,7 @@ from dataclasses import MISSING, Field, asdict, replace
 from operator import attrgetter
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, NamedTuple, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_origin
 
 import yaml  # OmegaConf's own parser, used here to keep scalars as text
 
@@ -85,10 +85,7 @@ def parse_or_exit(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Co
 
 
 def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Config:
-    """The validated dataclasses that ``group=name`` and ``key=value`` words ask for.
-
-    A ConfigurationError names the key, and the nearest one if it is unknown.
-    """
+    """The validated dataclasses that ``group=name`` and ``key=value`` words ask for."""
     words = [setting for word in argv for setting in _parse_word(word, schema)]
     words.sort(key=lambda setting: not setting.source)  # what was typed wins over config=FOLDER
     chosen = {word.key: word.value for word in words if word.key in schema.groups}
@@ -104,10 +101,7 @@ def load_config(argv: Sequence[str], schema: type[Config] = TrainConfig) -> Conf
 
 
 def from_dict(values: Mapping[str, Any], schema: type[Config] = TrainConfig) -> Config:
-    """A configuration from plain values, such as a checkpoint's; absent keys take their defaults.
-
-    An unknown key and a value of the wrong type or out of range are a ConfigurationError.
-    """
+    """A configuration from plain values, such as a checkpoint's; absent keys have defaults."""
     return _build(_flatten(values, "", schema, ""), schema)
 
 
@@ -272,8 +266,8 @@ def _build(settings: Iterable[Setting], schema: type[Config]) -> Config:
                 value = [*(OmegaConf.select(tree, setting.key) or []), *value]
             OmegaConf.update(tree, setting.key, value)
         except OmegaConfBaseException:
-            what = f"{describe(field.type)}{_hint(setting.value, field.type)}"
-            refuse(setting.source + setting.key, f"{shown(setting.value)} is not {what}")
+            why = f"{shown(setting.value)} is not {describe(field.type)}"
+            refuse(setting.source + setting.key, why)
     try:
         config: Any = OmegaConf.to_object(tree)
     except MissingMandatoryValue as error:
@@ -299,19 +293,6 @@ def _prepared(setting: Setting, field: Field) -> Any:
         items = value if field.metadata.get("again") else _parse_yaml(value, where)
         return [items] if isinstance(items, str) else items  # one word is a list of one
     return value
-
-
-def _hint(value: Any, kind: Any) -> str:
-    """What to write instead, if that can be told."""
-    kind = required_part(kind)
-    choices = get_args(get_args(kind)[0]) if get_origin(kind) is list else get_args(kind)
-    for word in re.findall(r"\w+", str(value)):
-        if word not in choices and (near := nearest(word, choices)):
-            return f": did you mean {near!r}?"
-    try:
-        return f": write {int(float(value))}" if kind is int and float(value).is_integer() else ""
-    except (TypeError, ValueError):
-        return ""
 
 
 def _as_text(value: Any) -> str:
