@@ -28,7 +28,7 @@ SPLIT_WORDS: dict[Split, tuple[str, ...]] = {
     "val": ("valid", "validation", "val", "dev"),
     "test": ("test",),
 }
-SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw", "{}-*.parquet")
+SPLIT_FILES = ("{}.txt", "ptb.{}.txt", "wiki.{}.raw")
 UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # how such a file begins
 # Benchmarks whose splits are the first 90, the next 5 and the last 5 million characters.
 HUNDRED_MILLION = ("text8", "enwik8")
@@ -42,16 +42,15 @@ FOREIGN = re.compile(
 def read_corpus(config: DataConfig) -> Corpus:
     """The text that a configuration names, in its splits.
 
-    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file,
-    folder, pattern or pipe; the others come from the Hugging Face Hub, or with ``path`` from local
-    files.
+    ``python_docs`` and ``python_stdlib`` come with Python; ``text_file`` is any file, folder,
+    pattern or pipe; the others come from the Hugging Face Hub, or with ``path`` from local files.
 
     A local file is cut into contiguous splits, train first and test last. A folder with files
-    ``train.txt``, ``valid.txt`` and ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``,
-    ``train-*.parquet``; validation and val are understood too) has its splits already, and an
-    absent test file leaves the test split empty. Any other folder is the concatenation of the
-    ``*.txt`` in it and in its folders, a pattern such as ``books/*.md`` that of the files it
-    matches, both in sorted order, and cut like a file.
+    ``train.txt``, ``valid.txt`` and ``test.txt`` (or ``ptb.train.txt``, ``wiki.train.raw``;
+    validation and val are understood too) has its splits already, and an absent test file leaves
+    the test split empty. Any other folder is the concatenation of the ``*.txt`` in it and in its
+    folders, a pattern such as ``books/*.md`` that of the files it matches, both in sorted order,
+    and cut like a file.
 
     Text is read as it is: UTF-8 without exceptions, line ends kept. A byte order mark at the
     beginning of a file says how the file is encoded, and is no part of its text. Two corpora are
@@ -233,13 +232,10 @@ def text_files(name: str, path: str) -> list[Path]:
 
 
 def read_files(name: str, path: str, files: list[Path]) -> Iterator[str]:
-    """The texts of plain files or of tables, in pieces."""
+    """The texts of files, in pieces."""
     encoding = "latin-1" if name == "enwik8" else "utf-8-sig"  # without a byte order mark
     for file in files:
-        if file.suffix == ".parquet":
-            yield hub.read_parquet(name, file)
-        else:
-            yield from decoded(file, chunks(file, path), encoding)
+        yield from decoded(file, chunks(file, path), encoding)
 
 
 def decoded(file: Path, content: Iterable[bytes], encoding: str) -> Iterator[str]:

@@ -50,8 +50,8 @@ def require_texts(files: Iterable[Path], path: str) -> None:
         is_pipe = is_typed and stat.S_ISFIFO(status.st_mode) and file == Path(path)
         if not (stat.S_ISREG(status.st_mode) or is_pipe):
             refuse(file, "not a regular file", path)
-        if file.suffix == ".zip":
-            refuse(file, "an archive", path, "unpack it")
+        if file.suffix in (".zip", ".parquet"):
+            refuse(file, "an archive or a table", path, "make it a text file")
         if is_typed:
             continue
         size += status.st_size

@@ -87,16 +87,6 @@ def refuse_changed_cache(source: str, tables: Any, texts: Iterable[str]) -> None
         )
 
 
-def read_parquet(name: str, file: Path) -> str:
-    """The text in a table that was downloaded by hand."""
-    import pyarrow.parquet  # which datasets brings
-
-    try:
-        return rows_to_text(name, pyarrow.parquet.read_table(file).to_pylist())
-    except Exception as error:
-        raise DataError(f"{file}: not a table of text ({one_line(error)})") from None
-
-
 def rows_to_text(name: str, rows: Iterable[Any]) -> str:
     """The text that a table's rows were made from."""
     if name == "ptb":

@@ -178,7 +178,7 @@ def test_the_digest_covers_the_text_and_where_it_is_cut(tmp_path: Path) -> None:
         ("text_file", "missing.txt", r"missing\.txt: no such file or folder; check data\.path"),
         ("ptb", "missing", "no such file or folder"),
         ("text_file", "folder.txt", r"no \*\.txt in this folder"),
-        ("enwik8", "a.zip", r"a\.zip: an archive; unpack it"),
+        ("enwik8", "a.zip", r"a\.zip: an archive or a table; make it a text file"),
         ("text_file", "latin", r"b\.txt: byte 0xe9 at offset 3 is not UTF-8 .*iconv -f latin1 -t"),
         ("text_file", "utf-16.txt", "iconv -f utf-16 -t utf-8"),
         ("text_file", "utf-16-be.txt", "iconv -f utf-16 -t utf-8"),
@@ -303,7 +303,7 @@ def test_the_hub_is_asked_in_a_process_that_has_not_loaded_datasets(
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder with a table for each split, as somebody downloads them by hand."""
+    """A folder with a table for each split, as it is on the Hub."""
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -311,13 +311,6 @@ def tables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         table = datasets.Dataset.from_dict({"text": [f"text of {split}\r\n" * 50]})
         table.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     return tmp_path
-
-
-def test_a_table_that_was_downloaded_by_hand_is_a_split(tables: Path) -> None:
-    assert corpus_at(tables, "tiny_shakespeare").split("val") == "text of validation\r\n" * 50
-    write(tables / "train-00000-of-00001.parquet", "no table")
-    with pytest.raises(DataError, match=r"train-.*\.parquet: not a table of text"):
-        corpus_at(tables, "tiny_shakespeare")
 
 
 def test_a_byte_that_changed_in_the_cache_is_noticed(
