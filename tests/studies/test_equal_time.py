@@ -7,7 +7,7 @@ import pytest
 
 from invformer.config.load import load_config
 from invformer.config.schema import TrainConfig
-from studies import equal_time
+from studies import equal_time, price
 from studies.equal_time import KINDS, Case, Options, build, cases, summarise
 from studies.price import Result, command
 
@@ -23,6 +23,15 @@ def test_nanogpt_has_its_size_ties_its_head_and_decays_matrices_alone() -> None:
     assert sum(p.numel() for p in model.parameters()) - 64 * 128 == 795_904  # it says 0.80M
     decays = {p.dim(): g["weight_decay"] for g in optimiser.param_groups for p in g["params"]}
     assert decays == {1: 0.0, 2: 0.1}
+
+
+def test_the_kinds_whose_losses_are_compared_are_of_one_size() -> None:
+    def size(kind: str) -> int:
+        config = load_config(KINDS[kind].split(), TrainConfig)
+        return sum(p.numel() for p in build(config, 51)[0].parameters())
+
+    sizes = [size(kind) for kind in price.KINDS]
+    assert max(sizes) < 1.01 * min(sizes)
 
 
 def test_minutes_become_steps_of_each_kind_at_the_times_that_the_folder_keeps(
