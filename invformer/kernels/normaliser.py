@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from invformer.kernels import native_matrices
 from invformer.kernels.native_matrices import KrylovSpace
 from invformer.numerics.precision import without_autocast
-from invformer.numerics.spectral_norm import tall_side
+from invformer.numerics.spectral_norm import check_matrix, tall_side
 
 # K − 1: on trained weights the bound then exceeds the norm by about 0.1 %.
 NUM_SQUARINGS = 7
@@ -60,9 +60,13 @@ def gram_normalisers(weights: Sequence[Tensor]) -> list[Normalisation]:
     other. For a zero matrix they are zero, but not σ̄, so that W/σ̄ is defined.
 
     Weights are (*batch, m, n). Half precision is computed in float32, with a margin of its eps.
+
+    Raises:
+        ValueError: one of them is not a (batch of) floating-point matrix.
     """
     by_gram: dict[Hashable, list[int]] = {}
     for index, weight in enumerate(weights):
+        check_matrix(weight)
         key = (min(weight.shape[-2:]), weight.dtype, weight.device)
         by_gram.setdefault(key, []).append(index)
     work = []

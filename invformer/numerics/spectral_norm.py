@@ -39,9 +39,13 @@ def spectral_norm_bound(
     elsewhere K is ``num_steps``. The bound is 0 for a zero matrix, inf where an entry is NaN or
     infinite. Certify weights *after* the cast they run in.
 
+    Raises:
+        ValueError: ``weight`` is not a (batch of) floating-point matrix.
+
     Source: Delattre et al. 2023, arXiv 2305.16173, Theorem 1; the residual after Rump 2006,
         *Verification of positive definiteness*; rounding terms ours, after Higham 2002, §3.5.
     """
+    check_matrix(weight)
     weight = weight.detach()
     g = tall_side(weight.to(torch.float64))
     largest = g.abs().amax((-2, -1))
@@ -56,6 +60,15 @@ def spectral_norm_bound(
         squared = _gram_bound(gram, STEPS_ALONE - 1)
     bound = _up((squared + _product_error(g)).sqrt(), 2) * scale + _flushed(weight)
     return bound.nextafter(2 * bound).masked_fill(not_finite, torch.inf)  # zero stays zero
+
+
+def check_matrix(weight: Tensor) -> None:
+    """Raise ValueError if there is no floating-point matrix with entries."""
+    if weight.ndim < 2 or not weight.is_floating_point() or 0 in weight.shape[-2:]:
+        raise ValueError(
+            "a spectral norm is of a real matrix (*batch, m, n) with at least one entry, "
+            f"got {weight.dtype} of shape {tuple(weight.shape)}"
+        )
 
 
 def eigenvalues_are_cheap(device: torch.device) -> bool:

@@ -228,3 +228,10 @@ def test_a_cluster_whose_leading_vector_no_krylov_space_sees_stays_below_the_bou
         weight = ((basis * values) @ basis.mT).float()
         bound, *_ = gram_normaliser(weight)
         assert bound >= torch.linalg.svdvals(weight.double())[0]
+
+
+@pytest.mark.wrong_shapes
+@pytest.mark.parametrize("wrong", [torch.zeros(3), torch.zeros(2, 0)])
+def test_tensors_that_are_not_matrices_do_not_reach_compiled_code(wrong: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="real matrix"):
+        gram_normalisers([wrong])
