@@ -155,7 +155,7 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         short, long = q.shape[-2] <= SHORT, q.shape[-2] > LONGEST_MASK
         # Accelerators have no fused kernel for float64; longer texts need one of less memory.
         precise = q.dtype == torch.float64 and (torch.is_grad_enabled() or not (on_cpu or long))
-        plain = precise or short or bias.by_lag is None
+        plain = precise or short or bias.by_lag is None or not q.numel()
         if plain or torch._C._are_functorch_transforms_active():
             return "math"
         if on_cpu and native.occupies_threads(math.prod(q.shape[:-2])) and native.is_available():
@@ -179,6 +179,8 @@ def choose(kernel: Kernel, q: Tensor, bias: LogitBias, l2: bool = False) -> Kern
         return "blocked"  # inverses of a model are computed in float64
     elif kernel == "triton" and not triton_attention.can_take(q):
         why = f"takes at most {triton_attention.MOST_CHANNELS} channels a head: choose 'auto'"
+    elif kernel in ("sdpa", "triton") and not q.numel():
+        return "math"  # PyTorch's own give no gradient to the bias of nothing
     if why:
         raise ValueError(f"attention kernel {kernel!r} {why}")
     return kernel

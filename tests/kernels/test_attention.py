@@ -88,7 +88,7 @@ def test_autocast_does_not_reach_the_logits_of_l2(kernel: str, scale: float) -> 
 
 
 @pytest.mark.parametrize(
-    ("batch", "tokens"), [(2, 1), (2, 2), (2, 33), (2, 128), (2, 129), (2, 300)]
+    ("batch", "tokens"), [(2, 1), (2, 2), (2, 33), (2, 128), (2, 129), (2, 300), (0, 33), (0, 300)]
 )
 @pytest.mark.parametrize("bias", BIASES)
 @every_fused_kernel
