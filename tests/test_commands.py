@@ -289,7 +289,7 @@ def test_the_hub_takes_a_model_and_gives_it_back_to_every_command(
     with fake_hub.serve(tmp_path) as environment:
         done = python("-c", program, str(run), *lines, cwd=tmp_path, **environment)
     assert f"uploaded to {environment['HF_ENDPOINT']}/me/squares\n" in done.stdout, done.stderr
-    said = "CheckpointError: me/nothing: no folder here, none from the Hub (Client error '404"
+    said = "CheckpointError: me/nothing: no folder here, and no model on the Hub"
     assert said in done.stderr.splitlines()[-1]
     assert "invformer.load('me/squares')" in (tmp_path / "models/me/squares/README.md").read_text()
     assert json.loads((tmp_path / "me--squares.evaluation.json").read_text())["step"] == 8
@@ -398,7 +398,7 @@ def test_wrong_states_texts_and_paths_are_refused(
         read_states("states.safetensors")
     with pytest.raises(ConfigurationError, match="empty"):
         model.encode("")
-    with pytest.raises(CheckpointError, match="no folder here, none from the Hub"):
+    with pytest.raises(CheckpointError, match="no folder here, and the Hub cannot be reached"):
         invformer.load("me/nothing")
     for path in (f"{run.name}/nothing", "checkpoints/nothing"):
         with pytest.raises(CheckpointError, match="does not exist: name a run folder"):

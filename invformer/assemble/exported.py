@@ -207,9 +207,16 @@ def upload(folder: Path, name: str) -> str:
 def download(name: str) -> Path:
     """The folder that a model of the Hub is kept in; raises CheckpointError if there is none."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name))
-    except Exception as error:  # of which the cause says whether the Hub can be reached
-        why = one_line(error.__cause__ or error)
-        raise CheckpointError(f"{name}: no folder here, none from the Hub ({why})") from None
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: no folder here, and the Hub cannot be reached "
+            f"({one_line(error.__cause__ or error)})"
+        ) from None
+    except Exception as error:
+        raise CheckpointError(
+            f"{name}: no folder here, and no model on the Hub ({one_line(error)})"
+        ) from None
