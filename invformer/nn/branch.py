@@ -91,10 +91,12 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
 
     @staticmethod
     def weights_of(branches: Sequence[Any], scalings: ScalingWeights | None = None) -> list[Any]:
-        """The weights of several branches of one group at once; with scalings D of D⁻¹ f(D ·).
+        """The weights of several branches of one group at once.
 
-        Scalings are only for branches with ``folds_scaling``, whose :meth:`forward` takes a
-        ``centre`` that is added to x.
+        Args:
+            branches: f_1, f_2, …
+            scalings: D of each; the weights are then those of D⁻¹ f(D ·). Only for branches with
+                ``folds_scaling``, whose :meth:`forward` takes a ``centre`` that is added to x.
         """
         return [branch.weights() for branch in branches]
 
@@ -117,7 +119,7 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
     def lipschitz_bound(
         self, norm: Norm, dtype: torch.dtype | None = None, weights: Any = None
     ) -> float:
-        """A proven upper bound on Lip(f) in ``norm``, for the weights cast to ``dtype``, if any."""
+        """A proven upper bound on Lip(f) in ``norm``, for the weights as cast to ``dtype``."""
         return self.bounds_of([self], norm, "global", dtype, [weights or self.weights()])[0]
 
     def causal_bound(self, dtype: torch.dtype | None = None, weights: Any = None) -> float:
@@ -139,9 +141,14 @@ class LipschitzBranch(nn.Module, Generic[Weights]):
         dtype: torch.dtype | None,
         weights: Sequence[Any],
     ) -> list[float]:
-        """The bounds of several branches of one group at once, for their weights cast to ``dtype``.
+        """The bounds of several branches of one group at once.
 
-        ``kind`` is ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
+        Args:
+            branches: f_1, f_2, …
+            norm: of the Lipschitz constants.
+            kind: ``global`` for :meth:`lipschitz_bound`, ``causal`` for :meth:`causal_bound`.
+            dtype: to which weights are cast first; None takes them as they are.
+            weights: of each branch.
         """
         raise NotImplementedError
 
