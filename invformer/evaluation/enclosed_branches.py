@@ -1,6 +1,7 @@
 """Residual branches in enclosures of real numbers."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,9 @@ from invformer.nn.feed_forward import (
 )
 from invformer.nn.position_bias import VisibilityMask
 from invformer.numerics import enclosure
-from invformer.numerics.enclosure import Enclosure, Matrix, U, constant, length_up, outward, size
+from invformer.numerics.enclosure import Enclosure, Matrix, constant, length_up, outward, size
 from invformer.numerics.l2_attention import merge_heads, split_heads
+from invformer.numerics.pairs import Pair, paired
 from invformer.numerics.precision import is_denormal
 from invformer.numerics.token_shift import delay
 
@@ -48,11 +50,7 @@ class Branch:
 
     def __init__(self, reads: list[Tensor], output: Tensor) -> None:
         self.weights = [weight(w) for w in (*reads, output)]
-
-    def make_matrices(self, split: bool) -> None:
-        """Get ready to multiply, more accurately than in float64 if split."""
-        self.split = split
-        *self.reads, self.output = (Matrix(w, split) for w in self.weights)
+        *self.reads, self.output = map(Matrix, self.weights)
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """The rows that V multiplies, (rows, inner), and the numbers that later rows need of them.
@@ -81,23 +79,43 @@ class FeedForwardBranch(Branch):
 
 
 def activate(x: Enclosure, activation: Activation) -> Enclosure:
-    """φ(x): |φ(x ± r) − φ(x)| ≤ r min(sup |φ′|, |φ′(x)| + r sup |φ″|)."""
-    middle = ACTIVATIONS[activation](x.middle)
+    """φ(x): |φ(x ± r) − φ(x)| ≤ r min(sup |φ′|, |φ′(x)| + r sup |φ″|).
+
+    Of pairs only silu and relu are more accurate than in float64.
+    """
+    if isinstance(x, Pair) and activation == "silu":
+        value: Enclosure = silu(x.exact())
+    elif isinstance(x, Pair) and activation == "relu":
+        value = x.exact().map(lambda t: t.where(x.middle > 0, 0))
+    else:
+        x = x.single()
+        middle = ACTIVATIONS[activation](x.middle)
+        # In gelu, 1 + erf cancels.
+        rounding = ACTIVATION_ERROR * size(x.middle if activation == "gelu" else middle)
+        value = Enclosure(middle, rounding)
     if activation == "relu":  # which bends at zero
         slope = (x.middle.float() * (1 - 2.0**-22) + x.radius >= 0).float()
     else:
         slope = activation_slope(activation, x.middle.float()).abs_().add_(SLOPE_ERROR)
         slope = slope.addcmul_(x.radius, x.radius.new_tensor(CURVATURE[activation]))
-    # In gelu, 1 + erf cancels.
-    rounding = ACTIVATION_ERROR * size(x.middle if activation == "gelu" else middle)
-    return Enclosure(middle, outward(x.radius * slope.clamp_(max=SLOPE[activation]) + rounding))
+    moved = x.radius * slope.clamp_(max=SLOPE[activation])
+    return replace(value, radius=outward(moved + value.radius))
+
+
+def silu(x: Pair) -> Pair:
+    """x/(1 + e^{−x}), of negative x as x eˣ/(1 + eˣ), which cannot overflow."""
+    one = paired(constant(torch.ones_like(x.middle)))
+    positive = x.middle > 0
+    e = (x * constant(one.middle.where(~positive, -1))).exp()  # e^{−|x|}
+    parts = zip((one.middle, one.radius, one.low), (e.middle, e.radius, e.low), strict=True)
+    return x * Pair(*(of_one.where(positive, of_e) for of_one, of_e in parts)) / (one + e)
 
 
 class AttentionBranch(Branch):
     """Σ_h (Σ_j P_ij v_j) G_h. Rows see the text before them, and themselves or a null token."""
 
-    # (H, 1, 1), what logits are multiplied by, to a relative error of u.
-    factor: Tensor
+    # (H, 1, 1), what logits are multiplied by.
+    factor: Pair
 
     def __init__(
         self, reads: list[Tensor], position: VisibilityMask, output: Tensor, length: int
@@ -134,14 +152,11 @@ class AttentionBranch(Branch):
             bias = torch.cat([bias, self.bias[:, places, places, None]], -1)
             hidden = nn.functional.pad(hidden, (0, 1), value=False)
         hidden = hidden | bias.isinf()
-        scaled = logits.middle * self.factor
-        scores = (scaled + bias).masked_fill_(hidden, -math.inf)
-        highest = scores.amax(-1, keepdim=True)
-        behind = scores - highest
-        rounding = 4 * U * (size(scaled) + size(highest) + size(behind))
-        radius = (logits.radius * size(self.factor) + rounding).masked_fill_(hidden, 0)
-        weights = Enclosure(behind, outward(radius)).exp()
-        total = weights[..., :count].matmul(Matrix(values.with_one(), self.split))
+        factor = self.factor if isinstance(logits, Pair) else self.factor.single()
+        scores = logits * factor + constant(bias.masked_fill(hidden, 0))
+        highest = scores.middle.masked_fill(hidden, -math.inf).amax(-1, keepdim=True)
+        weights = (scores - constant(highest)).exp().map(lambda t: t.masked_fill(hidden, 0))
+        total = weights[..., :count].matmul(Matrix(values.with_one()))
         if own is not None:
             total = total + own[1].with_one() * weights[..., count:]
         means = total[..., :-1] / total[..., -1:]
@@ -155,7 +170,8 @@ class L2AttentionBranch(AttentionBranch):
         reads, output = [merge_heads(weights.w_q)], weights.g.flatten(-3, -2)
         super().__init__(reads, position, output, length)
         self.num_heads, _, d_head = weights.w_q.shape
-        self.factor = constant(torch.full_like(weights.w_q[:1, :1, :1], 4 / d_head)).middle.sqrt()
+        quarter = constant(torch.full_like(weights.w_q[:1, :1, :1], d_head / 4))
+        self.factor = paired(quarter).inverse_root()
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, and q relative to its mean."""
@@ -163,23 +179,23 @@ class L2AttentionBranch(AttentionBranch):
         origin = q.middle.mean(-2, keepdim=True) if past is None else past[1]
         q = q - constant(origin)
         keys = (q if past is None else past[0])[:, : int(places.max()) + 1]
-        half, their_half = (squares(part) for part in (q, keys))
-        exact = constant(q.middle), constant(keys.middle)
-        right = exact[1].joined(their_half).map(lambda t: t.mT)
+        exact, of_keys = q.exact(), keys.exact()
+        half, their_half = (squares(part) for part in (exact, of_keys))
+        right = of_keys.joined(their_half).map(lambda t: t.mT)
         # −‖q_i − q_j‖²/2 of the midpoints: where tokens are near one another, its terms cancel.
-        behind = exact[0].with_one().matmul(Matrix(right), half)
+        behind = exact.with_one().matmul(Matrix(right), half)
         squared = (behind.radius - behind.middle.float()).clamp_(min=0)
         distance = squared.mul_(2 * enclosure.UP).sqrt_()
         error = length_up(q.radius).unsqueeze(-1) + length_up(keys.radius).unsqueeze(-2)
         spread = error.float() * (distance + error.float() / 2)
-        logits = Enclosure(behind.middle, outward(behind.radius + spread))
-        own = constant(torch.zeros_like(half.middle)), q
+        logits = replace(behind, radius=outward(behind.radius + spread))
+        own = logits[..., :1] * constant(behind.middle.new_zeros(())), q
         return self.attended(logits, keys, own, places, origin), past or (q, origin)
 
 
 def squares(q: Enclosure) -> Enclosure:
-    """−‖q‖²/2 of midpoints, as a column."""
-    return -constant(q.middle).square_sum().map(lambda t: t.unsqueeze(-1) / 2)
+    """−‖q‖²/2, as a column."""
+    return -q.square_sum().map(lambda t: t.unsqueeze(-1) / 2)
 
 
 class BoundedAttentionBranch(AttentionBranch):
@@ -192,13 +208,13 @@ class BoundedAttentionBranch(AttentionBranch):
         w_qkv, temperature, g = weights
         reads = [merge_heads(w) for w in w_qkv]
         super().__init__(reads, branch.position, g.flatten(-3, -2), length)
-        self.factor = weight(temperature).middle[:, None, None]
+        self.factor = paired(weight(temperature)[:, None, None])
         self.sees_itself = not branch.strictly_causal
         self.num_reads = 3 if self.sees_itself else 1
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys, and values relative to their mean."""
-        per_head = (part.map(lambda t: split_heads(t, len(self.factor))) for part in z)
+        per_head = (part.map(lambda t: split_heads(t, len(self.factor.middle))) for part in z)
         q, *kv = (part.into_ball(1.0) for part in per_head)
         if past is None:
             k, v = kv if self.sees_itself else (part.map(delay) for part in kv)
@@ -206,7 +222,7 @@ class BoundedAttentionBranch(AttentionBranch):
             past = k, v - constant(origin), origin
         *text, origin = past
         keys, values = (part[:, : int(places.max()) + 1] for part in text)
-        logits = q.matmul(Matrix(keys.map(lambda t: t.mT), self.split))
+        logits = q.matmul(Matrix(keys.map(lambda t: t.mT)))
         own = None
         if self.sees_itself:
             k, v = kv

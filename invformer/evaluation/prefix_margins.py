@@ -25,7 +25,7 @@ from invformer.numerics.precision import changed, without_autocast
 
 # Symbols that are pushed up at once: their activations stay in a processor's cache.
 ROWS = 256
-# How many times an arithmetic error goes into a margin before products are made more accurate.
+# How many times an arithmetic error goes into a margin, or numbers get more digits.
 ENOUGH = 16
 
 
@@ -59,7 +59,8 @@ def prefix_margins(
     """Prove a text by the states at the top of a stack.
 
     Cost: a forward pass of every symbol at every position, about four times in float64; where its
-    arithmetic error is more than a small part of the margin, again with accurate products.
+    arithmetic error is more than a small part of the margin, again in sums of two float64, which
+    takes four times as long.
 
     Args:
         model: any model; where its rounding is not bounded, nothing is proven.
@@ -71,7 +72,7 @@ def prefix_margins(
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
         with changed(*precision, "highest"), without_autocast(tokens.device):
-            network = Network(model, tokens.shape[-1], split=False)
+            network = Network(model, tokens.shape[-1], accurate=False)
             found = []
             for pair in zip(tokens, states, strict=True):
                 evidence = evidence_of(network, *pair)
@@ -95,7 +96,7 @@ def evidence_of(
 ) -> tuple[Tensor, ...] | None:
     """Margin, arithmetic error, distance and radius of every character of one text.
 
-    None if the products are float64's own and that is not enough: an error is more than a
+    None if the numbers are float64's own and that is not enough: an error is more than a
     sixteenth of its margin.
     """
     length, symbols = len(tokens), len(network.symbols.middle)
@@ -108,7 +109,7 @@ def evidence_of(
         margin, error = (state - own[places]).norm_at_least()
         margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
         errors.append(error)
-        if not network.split and not bool((ENOUGH * error <= margins[-1]).all()):
+        if not network.accurate and not bool((ENOUGH * error <= margins[-1]).all()):
             return None
     margin = torch.cat(margins).view(length, symbols).amin(-1)
     error = torch.cat(errors).view(length, symbols).amax(-1)

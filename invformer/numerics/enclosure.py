@@ -8,6 +8,8 @@ docs/numerics.md §19 has the proofs.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -21,8 +23,6 @@ EXP = 4 * U
 UP = 1 + 2.0**-18
 # Added to every radius: it covers underflow and flushed denormal numbers.
 UNDERFLOW = 2.0**-100
-# Leading bits of a right factor; those of a left factor fill the 53 bits of an exact sum.
-RIGHT_BITS = 25
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Enclosure:
     def square_sum(self) -> "Enclosure":
         """Σ x² over the last axis: of leading bits f exactly, and of the rest r as Σ r (f + x)."""
         count = self.middle.shape[-1]
-        bits = min(RIGHT_BITS, (53 - math.ceil(math.log2(count))) // 2)
+        bits = bits_of_slices(count)
         first, power = leading(self.middle, bits, -1)
         total = torch.linalg.vecdot(first, first)
         total += torch.linalg.vecdot(self.middle - first, self.middle + first)
@@ -94,38 +94,18 @@ class Enclosure:
         return Enclosure(total, outward(radius + rounding + U * size(total)))
 
     def matmul(self, y: "Matrix", *terms: "Enclosure") -> "Enclosure":
-        """x y plus further terms.
-
-        If y is split, the product of leading bits is exact in any order of summation. All else is
-        smaller by 2⁻²⁰, so that its rounding in float64 is, too.
-        """
-        n = y.first.shape[-2]
-        if y.rest is None:
-            middle, rest = self.middle @ y.first, None
-            radius = (self.radius + 2 * (n + 2) * U * size(self.middle)) @ y.sizes[..., :-1, :]
-        else:
-            bits = min(RIGHT_BITS, 53 - RIGHT_BITS - math.ceil(math.log2(n)))
-            first, power = leading(self.middle, bits, -1)
-            middle = first @ y.first
-            rest = (self.middle - first) @ y.first
-            rest += self.middle @ y.rest
-            rounding = outward(power.float() * (4 * (n + 4) * n * U * 2.0**-bits))
-            radius = torch.cat([self.radius, rounding], -1) @ y.sizes
+        """x y plus further terms, in any order of summation."""
+        n = y.middle.shape[-2]
+        radius = (self.radius + 2 * (n + 2) * U * size(self.middle)) @ y.sizes
         if y.radius is not None:
             radius += (size(self.middle) * UP) @ y.radius
-        radius *= 1 + 2.0**-22 * (n + 8)
-        for term in terms:
-            middle = middle + term.middle
-            radius += term.radius + U * size(middle)
-        if rest is not None:
-            middle += rest
-        return Enclosure(middle, outward(radius.add_(size(middle), alpha=U)))
+        found = Enclosure(self.middle @ y.middle, outward(radius * (1 + 2.0**-22 * (n + 8))))
+        return reduce(add, terms, found)
 
     def into_ball(self, radius: float) -> "Enclosure":
         """x/√(1 + ‖x‖²/R²) over the last axis."""
-        one = torch.ones((), dtype=torch.float64, device=self.middle.device)
-        r = constant(one * radius)
-        shrinkage = (constant(one) + self.square_sum() / (r * r)).inverse_root()
+        one, r = (constant(self.middle.new_tensor(number)) for number in (1.0, radius))
+        shrinkage = (self.square_sum() / r / r + one).inverse_root()
         return self * shrinkage[..., None]
 
     def norm_at_least(self) -> tuple[Tensor, Tensor]:
@@ -146,61 +126,27 @@ class Enclosure:
         """[x, 1] along the last axis."""
         return self.joined(constant(torch.ones_like(self.middle[..., :1])))
 
-    def paired(self) -> "Pair":
-        """The numbers without low digits."""
-        return Pair(self.middle, torch.zeros_like(self.middle), self.radius)
+    def exact(self) -> "Enclosure":
+        """The midpoints, as if they were exact."""
+        return constant(self.middle)
 
-
-@dataclass(frozen=True)
-class Pair:
-    """All x with |x − (high + low)| ≤ radius: a midpoint of twice the digits."""
-
-    high: Tensor
-    low: Tensor
-    radius: Tensor
-
-    def map(self, view: Callable[[Tensor], Tensor]) -> "Pair":
-        """The numbers in another shape."""
-        return Pair(view(self.high), view(self.low), view(self.radius))
-
-    def __add__(self, y: "Pair") -> "Pair":
-        """Rounding errs by at most 8 u² (|x| + |y|)."""
-        total, error = two_sum(self.high, y.high)
-        high, low = two_sum(total, error + (self.low + y.low))
-        rounding = 8 * U**2 * (size(self.high) + size(y.high))
-        return Pair(high, low, outward(self.radius + y.radius + rounding))
-
-    def times(self, factor: Tensor) -> "Pair":
-        """x times constants, where rounding errs by at most 8 u² |x factor|."""
-        product, error = two_product(self.high, factor)
-        high, low = two_sum(product, error + self.low * factor)
-        return Pair(high, low, outward(self.radius * size(factor) + 16 * U**2 * size(product)))
-
-    def affine(self, factor: "Pair", shift: "Pair") -> Enclosure:
-        """x · factor + shift, rounded once the two large parts are added."""
-        product = self.high * factor.high
-        small = (self.low * factor.high + self.high * factor.low) + shift.low
-        middle = (product + shift.high) + small
-        radius = self.radius * (size(factor.high) + factor.radius) + size(self.high) * factor.radius
-        rounding = 2 * U * (size(product) + size(middle)) + 16 * U**2 * size(shift.high)
-        return Enclosure(middle, outward(radius + shift.radius + rounding))
+    def single(self) -> "Enclosure":
+        """Itself: its midpoints are in float64."""
+        return self
 
 
 class Matrix:
-    """A right factor y, (…, n, columns), split for accurate products unless told otherwise.
+    """A right factor y, (…, n, columns), and what products with it need.
 
-    ``first`` has its leading bits, ``rest`` the others; all are first if it is not split. Radii are
-    multiplied by ``sizes``: |y| + radius, and in one more row, if it is split, a power of two above
-    each column. ``radius`` is None for constants.
+    Radii of a left factor are multiplied by ``sizes``: |y| + radius. ``radius`` is None for
+    constants.
     """
 
-    def __init__(self, y: Enclosure, split: bool = True) -> None:
-        self.first, power, self.rest = y.middle, y.middle[..., :1, :], None
-        if split:
-            self.first, power = leading(y.middle, RIGHT_BITS, -2)
-            self.rest = y.middle - self.first
-        self.sizes = outward(torch.cat([size(y.middle) + y.radius, size(power)], -2))
+    def __init__(self, y: Enclosure) -> None:
+        self.value, self.middle = y, y.middle
+        self.sizes = outward(size(y.middle) + y.radius)
         self.radius = y.radius if y.radius.any() else None
+        self.slices: Any = None  # of :mod:`.pairs`, when they are needed
 
 
 def size(x: Tensor) -> Tensor:
@@ -236,20 +182,9 @@ def leading(x: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor]:
     return (x + shifter).sub_(shifter), power
 
 
-def two_sum(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a + b = sum + error, exactly (Knuth)."""
-    total = a + b
-    of_b = total - a
-    return total, (a - (total - of_b)) + (b - of_b)
-
-
-def two_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a b = product + error, exactly (Dekker, with Veltkamp's splitting)."""
-    a_high, b_high = (c - (c - x) for x in (a, b) for c in [x * (2.0**27 + 1)])
-    a_low, b_low = a - a_high, b - b_high
-    product = a * b
-    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
-    return product, error
+def bits_of_slices(n: int) -> int:
+    """Such that a sum of n products of numbers of so many bits has at most 53."""
+    return (53 - math.ceil(math.log2(n))) // 2
 
 
 def length_up(x: Tensor) -> Tensor:
