@@ -83,7 +83,7 @@ def monitor(machine: Machine) -> Iterator[Row]:
     from invformer.training.monitor import LipschitzMonitor
     from tests.gpu.checks import training, weights_after
 
-    span, turns = (40, 7) if machine.is_gpu else (2, 3)
+    span, turns = (40, 15) if machine.is_gpu else (2, 3)
 
     class Turns(L.Callback):
         """Seconds a step of spans with the monitor at every step, and without it."""
