@@ -75,7 +75,7 @@ class Network:
             errors = torch.cat([errors, value.radius], -1)
             x = x + value.exact().matmul(branch.output) / step.scale
             kept.append(own)
-        return self.top.state(x, errors).single(), kept
+        return self.top.state(x, errors), kept
 
 
 class View:

@@ -101,12 +101,12 @@ def evidence_of(
     """
     length, symbols = len(tokens), len(network.symbols.middle)
     own, past = network(tokens, torch.arange(length, device=tokens.device), None)
-    distance = (own - constant(states)).norm_at_most()
+    distance = (own - constant(states)).single().norm_at_most()
     margins, errors = [], []
     for rows in torch.arange(length * symbols, device=tokens.device).split(ROWS):
         places, symbol = rows // symbols, rows % symbols
         state, _ = network(symbol, places, past)
-        margin, error = (state - own[places]).norm_at_least()
+        margin, error = (state - own[places]).single().norm_at_least()
         margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
         errors.append(error)
         if not network.accurate and not bool((ENOUGH * error <= margins[-1]).all()):

@@ -109,7 +109,8 @@ class Pair(Enclosure):
         product, error = two_product(high, more)
         total, other = two_sum(high, product)
         rest = other + (error + low * more + high * rest + low)
-        power = torch.exp2(k.div(PARTS, rounding_mode="floor").double())
+        exponent = k.div(PARTS, rounding_mode="floor") + 1023
+        power = (exponent << 52).view(torch.float64)  # exact on any device, as exp2 need not be
         result = pair(total * power, rest * power, self.radius)
         radius = size(result.middle) * (torch.expm1(self.radius) + EXP)
         known = (self.radius <= 1) & (x <= -LEAST)

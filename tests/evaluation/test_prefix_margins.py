@@ -142,10 +142,11 @@ def test_enclosures_of_states_contain_those_in_200_bits(
         changed[5] = other[5]
         at_five = state[5]
         for found, true in ((own, exact), (at_five, exact_states(model, changed)[5])):
-            pairs = (t.flatten().tolist() for t in (found.middle, found.radius))
-            for middle, radius, value in zip(*pairs, true.flatten(), strict=True):
-                assert abs(value - arb(middle)) <= arb(radius)
-        assert own.radius.max() < (1e-14 if accurate else 1e-9)
+            found = paired(found)
+            parts = (t.flatten().tolist() for t in (found.middle, found.low, found.radius))
+            for middle, low, radius, value in zip(*parts, true.flatten(), strict=True):
+                assert abs(value - arb(middle) - arb(low)) <= arb(radius)
+        assert own.radius.max() < (1e-17 if accurate else 1e-9)
 
 
 @pytest.mark.parametrize("relative", [1e-6, 1e-2])
