@@ -1,6 +1,7 @@
 """Residual branches in enclosures of real numbers."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from invformer.nn.attention import L2Weights, TiedL2Attention
-from invformer.nn.bounded_attention import BoundedAttention, BoundedWeights
+from invformer.nn.bounded_attention import BoundedAttention
+from invformer.nn.dot_product import DotProductAttention
 from invformer.nn.feed_forward import (
     ACTIVATIONS,
     Activation,
     ContractiveFeedForward,
-    FeedForwardWeights,
+    FeedForward,
     activation_slope,
 )
 from invformer.nn.position_bias import VisibilityMask
@@ -62,12 +64,14 @@ class Branch:
 
 
 class FeedForwardBranch(Branch):
-    """φ(Σ_l x_{i−l} W_l + b) V, W_0 for the own token."""
+    """φ(Σ_l x_{i−l} W_l + b) V, W_0 for the own token.
 
-    def __init__(self, weights: FeedForwardWeights, activation: Activation) -> None:
-        w_in, b_in, w_out, _ = weights
-        super().__init__(list(w_in.split(w_out.shape[-1], dim=-2)), w_out)
-        self.b_in = weight(b_in)
+    If V has one more row, that is added to every output.
+    """
+
+    def __init__(self, w_in: Tensor, b_in: Tensor, output: Tensor, activation: Activation) -> None:
+        super().__init__(list(w_in.split(output.shape[-1], dim=-2)), output)
+        self.b_in, self.has_bias = weight(b_in), len(output) > len(b_in)
         self.activation: Activation = activation
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
@@ -75,7 +79,8 @@ class FeedForwardBranch(Branch):
         if past is None:
             past = [part.map(partial(delay, lag=lag)) for lag, part in enumerate(z[1:], 1)]
         hidden = sum((part[places] for part in past), start=z[0] + self.b_in)
-        return activate(hidden, self.activation), past
+        found = activate(hidden, self.activation)
+        return found.with_one() if self.has_bias else found, past
 
 
 def activate(x: Enclosure, activation: Activation) -> Enclosure:
@@ -198,24 +203,37 @@ def squares(q: Enclosure) -> Enclosure:
     return -q.square_sum().map(lambda t: t.unsqueeze(-1) / 2)
 
 
-class BoundedAttentionBranch(AttentionBranch):
-    """Attention by dot products τ q·k of projections in the unit ball.
+class DotProductBranch(AttentionBranch):
+    """Attention by dot products τ q·k, of projections in the unit ball if ``in_ball``.
 
     Strictly causal, rows do not see themselves.
+
+    Args:
+        w_qkv: (D, H d) each.
+        temperature: τ, (H,).
+        output: V, (H d, D).
     """
 
-    def __init__(self, branch: BoundedAttention, weights: BoundedWeights, length: int) -> None:
-        w_qkv, temperature, g = weights
-        reads = [merge_heads(w) for w in w_qkv]
-        super().__init__(reads, branch.position, g.flatten(-3, -2), length)
-        self.factor = paired(weight(temperature)[:, None, None])
-        self.sees_itself = not branch.strictly_causal
+    def __init__(
+        self,
+        w_qkv: Sequence[Tensor],
+        temperature: Pair,
+        position: VisibilityMask,
+        output: Tensor,
+        length: int,
+        in_ball: bool = False,
+        strictly_causal: bool = False,
+    ) -> None:
+        super().__init__(list(w_qkv), position, output, length)
+        self.factor = temperature.map(lambda t: t[:, None, None])
+        self.in_ball, self.sees_itself = in_ball, not strictly_causal
         self.num_reads = 3 if self.sees_itself else 1
 
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """Means of every row, keys, and values relative to their mean."""
-        per_head = (part.map(lambda t: split_heads(t, len(self.factor.middle))) for part in z)
-        q, *kv = (part.into_ball(1.0) for part in per_head)
+        heads = len(self.factor.middle)
+        per_head = (part.map(lambda t: split_heads(t, heads)) for part in z)
+        q, *kv = (part.into_ball(1.0) if self.in_ball else part for part in per_head)
         if past is None:
             k, v = kv if self.sees_itself else (part.map(delay) for part in kv)
             origin = v.middle.mean(-2, keepdim=True)
@@ -234,11 +252,33 @@ def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch
     """A branch in enclosures, with its weights, by its forward: a subclass may have another."""
     match type(branch).forward:
         case ContractiveFeedForward.forward:
-            return FeedForwardBranch(weights, branch.activation)
+            w_in, b_in, w_out, _ = weights
+            return FeedForwardBranch(w_in, b_in, w_out, branch.activation)
+        case FeedForward.forward:
+            first, _, last = branch
+            output = torch.cat([last.weight.mT, last.bias[None]])
+            return FeedForwardBranch(first.weight.mT, first.bias, output, branch.activation)
         case TiedL2Attention.forward:
-            return L2AttentionBranch(branch.position, weights, length)
+            return L2AttentionBranch(branch.position, weights or branch.weights(), length)
         case BoundedAttention.forward:
-            return BoundedAttentionBranch(branch, weights, length)
+            w_qkv, temperature, g = weights
+            return DotProductBranch(
+                [merge_heads(w) for w in w_qkv],
+                paired(weight(temperature)),
+                branch.position,
+                g.flatten(-3, -2),
+                length,
+                in_ball=True,
+                strictly_causal=branch.strictly_causal,
+            )
+        case DotProductAttention.forward:
+            w_qkv, heads = branch.qkv.weight.mT, branch.num_heads
+            width = constant(w_qkv.new_full((heads,), w_qkv.shape[0] // heads))
+            temperature = paired(width).inverse_root()  # 1/√d
+            output = branch.out.weight.mT
+            return DotProductBranch(
+                w_qkv.chunk(3, -1), temperature, branch.position, output, length
+            )
     raise NotEnclosed(f"{name}: the rounding of a {type(branch).__name__} is not bounded")
 
 

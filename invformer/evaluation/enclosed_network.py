@@ -1,6 +1,9 @@
 """The stack of a model in enclosures of real numbers: its rounding, bounded number by number."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -8,9 +11,9 @@ from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.evaluation.enclosed_branches import Branch, NotEnclosed, enclosed_branch, weight
-from invformer.nn.scaling import ActivationNorm
-from invformer.nn.stack import InvertibleStack
-from invformer.nn.transformer import CharTransformer
+from invformer.nn.scaling import ActivationNorm, ScalingWeights
+from invformer.nn.stack import InvertibleStack, full_name
+from invformer.nn.transformer import CharTransformer, PreNormBranch, PreNormStack
 from invformer.numerics.enclosure import Enclosure, U, constant, outward
 from invformer.numerics.pairs import Pair, paired
 
@@ -27,9 +30,6 @@ class Network:
     """
 
     def __init__(self, model: CharTransformer, length: int, accurate: bool = True) -> None:
-        stack = model.stack
-        if not isinstance(stack, InvertibleStack):
-            raise NotEnclosed("the rounding of a stack without a certificate is not bounded")
         self.accurate, self.padding = accurate, model.embedding.padding
         self.symbols = weight(model.embedding.token.weight)
         self.positions = weight(model.embedding.position)
@@ -37,19 +37,16 @@ class Network:
         factor, shift = (paired(constant(t[0])) for t in (ones, 0 * ones))
         writes = constant(ones[:0]).middle
         self.steps: list[Step] = []
-        weights = stack.weights()
-        for name, layer in stack.layers():
-            is_scaling = isinstance(layer, ActivationNorm)
-            scaling = weights[name] if is_scaling else weights[name].scaling
+        for name, module, seen, scaling, weights in layers_of(model.stack):
             inside = factor, shift
             if scaling is not None:
                 by = weight(scaling.scale)
                 inside = factor * by, shift * by + weight(scaling.shift)
-            if is_scaling:
+            if module is None:
                 factor, shift = inside
                 continue
-            branch = enclosed_branch(name, layer.branch, length, weights[name].branch)
-            self.steps.append(Step(branch, layer.input_radius, *inside, writes, accurate))
+            branch = enclosed_branch(name, module, length, weights)
+            self.steps.append(Step(branch, seen, *inside, writes, accurate))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].middle])
         self.top = View(factor, shift, writes, accurate)
 
@@ -76,6 +73,41 @@ class Network:
             x = x + value.exact().matmul(branch.output) / step.scale
             kept.append(own)
         return self.top.state(x, errors), kept
+
+
+# What a branch makes of the channels before it reads them.
+Seen = Callable[[Enclosure], Enclosure]
+
+
+def layers_of(
+    stack: nn.Module,
+) -> Iterator[tuple[str, nn.Module | None, Seen | None, ScalingWeights | None, Any]]:
+    """The name of every layer, its branch, and what it sees, scales, and multiplies by."""
+    if isinstance(stack, InvertibleStack):
+        weights = stack.weights()
+        for name, layer in stack.layers():
+            if isinstance(layer, ActivationNorm):
+                yield name, None, None, weights[name], None
+            else:
+                radius = layer.input_radius
+                seen = None if radius is None else methodcaller("into_ball", radius)
+                yield name, layer.branch, seen, weights[name].scaling, weights[name].branch
+    elif type(stack) is PreNormStack:
+        for index, block in enumerate(stack.blocks):
+            for name, layer in block.named_children():
+                assert isinstance(layer, PreNormBranch)
+                seen = partial(layer_norm, norm=layer.norm)
+                yield full_name(index, name), layer.inner, seen, None, None
+    else:
+        raise NotEnclosed(f"the rounding of a {type(stack).__name__} is not bounded")
+
+
+def layer_norm(x: Enclosure, norm: nn.LayerNorm) -> Enclosure:
+    """(x − mean)/√(variance + ε) · γ + β over the last axis."""
+    count, eps = (constant(x.middle.new_tensor(n)) for n in (x.middle.shape[-1], norm.eps))
+    apart = x - (x.sum() / count)[..., None]
+    inverse = (apart.square_sum() / count + eps).inverse_root()
+    return apart * inverse[..., None] * weight(norm.weight) + weight(norm.bias)
 
 
 class View:
@@ -105,27 +137,27 @@ class View:
 
 
 class Step(View):
-    """A branch, and the channels as it reads them: in a ball, if there is a radius."""
+    """A branch, and the channels as it reads them: in a ball, or normalised."""
 
     def __init__(
         self,
         branch: Branch,
-        radius: float | None,
+        makes: Seen | None,
         factor: Pair,
         shift: Pair,
         writes: Tensor,
         accurate: bool,
     ) -> None:
         super().__init__(factor, shift, writes, accurate)
-        self.branch, self.radius = branch, radius
-        matrices = [] if radius is not None else branch.weights[:-1]
+        self.branch, self.makes = branch, makes
+        matrices = [] if makes is not None else branch.weights[:-1]
         self.to_reads = [sizes_of(writes * factor.middle, w.middle) for w in matrices]
 
     def read(self, x: Pair, errors: Tensor, count: int | None) -> list[Enclosure]:
         """(A x + B) W for the first W of the branch, or for all."""
         matrices = self.branch.reads[:count]
-        if self.radius is not None:
-            seen = self.state(x, errors).into_ball(self.radius)
+        if self.makes is not None:
+            seen = self.makes(self.state(x, errors))
             return [seen.matmul(w) for w in matrices]
         u = self.seen(x)
         pairs = zip(matrices, self.to_reads, strict=False)

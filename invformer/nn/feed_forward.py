@@ -47,6 +47,7 @@ class FeedForward(nn.Sequential):
         self, d_model: int, d_ff: int, activation: Activation = "gelu", kernel: int = 1
     ) -> None:
         super().__init__(nn.Linear(d_model, d_ff), MODULES[activation](), nn.Linear(d_ff, d_model))
+        self.activation: Activation = activation
         self.kernel = kernel
         self.is_token_wise = kernel == 1
         if kernel > 1:
