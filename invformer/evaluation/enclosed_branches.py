@@ -54,6 +54,12 @@ class Branch:
         self.weights = [weight(w) for w in (*reads, output)]
         *self.reads, self.output = map(Matrix, self.weights)
 
+    def write_from(self, first: int, width: int) -> None:
+        """Write to the channels from ``first`` on, of so many in all."""
+        last = width - first - self.output.middle.shape[-1]
+        self.weights[-1] = self.weights[-1].map(lambda t: nn.functional.pad(t, (first, last)))
+        self.output = Matrix(self.weights[-1])
+
     def inner(self, z: list[Enclosure], places: Tensor, past: Any) -> tuple[Enclosure, Any]:
         """The rows that V multiplies, (rows, inner), and the numbers that later rows need of them.
 

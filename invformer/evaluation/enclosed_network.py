@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 from invformer.evaluation.enclosed_branches import Branch, NotEnclosed, enclosed_branch, weight
+from invformer.nn.coupling import CouplingBlock
 from invformer.nn.scaling import ActivationNorm, ScalingWeights
 from invformer.nn.stack import InvertibleStack, full_name
 from invformer.nn.transformer import CharTransformer, PreNormBranch, PreNormStack
@@ -37,16 +38,17 @@ class Network:
         factor, shift = (paired(constant(t[0])) for t in (ones, 0 * ones))
         writes = constant(ones[:0]).middle
         self.steps: list[Step] = []
-        for name, module, seen, scaling, weights in layers_of(model.stack):
+        for layer in layers_of(model.stack):
             inside = factor, shift
-            if scaling is not None:
-                by = weight(scaling.scale)
-                inside = factor * by, shift * by + weight(scaling.shift)
-            if module is None:
+            if layer.scaling is not None:
+                by = weight(layer.scaling.scale)
+                inside = factor * by, shift * by + weight(layer.scaling.shift)
+            if layer.branch is None:
                 factor, shift = inside
                 continue
-            branch = enclosed_branch(name, module, length, weights)
-            self.steps.append(Step(branch, seen, *inside, writes, accurate))
+            branch = enclosed_branch(layer.name, layer.branch, length, layer.weights)
+            branch.write_from(layer.first, ones.shape[-1])
+            self.steps.append(Step(branch, layer.makes, *inside, writes, accurate))
             writes = torch.cat([writes, branch.weights[-1].middle / inside[0].middle])
         self.top = View(factor, shift, writes, accurate)
 
@@ -75,35 +77,49 @@ class Network:
         return self.top.state(x, errors), kept
 
 
-# What a branch makes of the channels before it reads them.
-Seen = Callable[[Enclosure], Enclosure]
+class Layer(NamedTuple):
+    """A branch, what it makes of the channels before it reads them, and where it begins to write.
+
+    Without a branch it is a scaling of all channels.
+    """
+
+    name: str
+    branch: nn.Module | None
+    makes: Callable[[Enclosure], Enclosure] | None
+    scaling: ScalingWeights | None
+    weights: Any
+    first: int = 0
 
 
-def layers_of(
-    stack: nn.Module,
-) -> Iterator[tuple[str, nn.Module | None, Seen | None, ScalingWeights | None, Any]]:
-    """The name of every layer, its branch, and what it sees, scales, and multiplies by."""
+def layers_of(stack: nn.Module) -> Iterator[Layer]:
+    """The layers of a stack in the order they act."""
     if isinstance(stack, InvertibleStack):
         weights = stack.weights()
         for name, layer in stack.layers():
             if isinstance(layer, ActivationNorm):
-                yield name, None, None, weights[name], None
-            else:
-                radius = layer.input_radius
-                seen = None if radius is None else methodcaller("into_ball", radius)
-                yield name, layer.branch, seen, weights[name].scaling, weights[name].branch
-    elif type(stack) is PreNormStack:
+                yield Layer(name, None, None, weights[name], None)
+                continue
+            radius, of_layer = layer.input_radius, weights[name]
+            makes = None if radius is None else methodcaller("into_ball", radius)
+            yield Layer(name, layer.branch, makes, of_layer.scaling, of_layer.branch)
+    elif isinstance(stack, PreNormStack):
         for index, block in enumerate(stack.blocks):
             for name, layer in block.named_children():
                 assert isinstance(layer, PreNormBranch)
-                seen = partial(layer_norm, norm=layer.norm)
-                yield full_name(index, name), layer.inner, seen, None, None
+                read, first = slice(None), 0
+                if isinstance(block, CouplingBlock):  # attention adds to the first stream
+                    (width,) = layer.norm.normalized_shape
+                    second = slice(width, None)
+                    read, first = (second, 0) if name == "attention" else (slice(width), width)
+                makes = partial(layer_norm, norm=layer.norm, read=read)
+                yield Layer(full_name(index, name), layer.inner, makes, None, None, first)
     else:
         raise NotEnclosed(f"the rounding of a {type(stack).__name__} is not bounded")
 
 
-def layer_norm(x: Enclosure, norm: nn.LayerNorm) -> Enclosure:
-    """(x − mean)/√(variance + ε) · γ + β over the last axis."""
+def layer_norm(x: Enclosure, norm: nn.LayerNorm, read: slice) -> Enclosure:
+    """(x − mean)/√(variance + ε) · γ + β over some channels."""
+    x = x[..., read]
     count, eps = (constant(x.middle.new_tensor(n)) for n in (x.middle.shape[-1], norm.eps))
     apart = x - (x.sum() / count)[..., None]
     inverse = (apart.square_sum() / count + eps).inverse_root()
@@ -142,7 +158,7 @@ class Step(View):
     def __init__(
         self,
         branch: Branch,
-        makes: Seen | None,
+        makes: Callable[[Enclosure], Enclosure] | None,
         factor: Pair,
         shift: Pair,
         writes: Tensor,
