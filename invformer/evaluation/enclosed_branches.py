@@ -32,6 +32,8 @@ ACTIVATION_ERROR = 2.0**-49
 # ≥ sup |φ″|, and ≥ sup |φ′|.
 CURVATURE = {"silu": 0.5001, "gelu": 0.7980, "relu": math.inf, "tanh": 0.7699}
 SLOPE = {"silu": 1.0999, "gelu": 1.1290, "relu": 1.0, "tanh": 1.0}
+# Up to here what may underflow in a radius, times anything, is below what is added to each.
+LARGEST = 2.0**26
 # Covers the rounding of φ′ in float32.
 SLOPE_ERROR = 2.0**-16
 
@@ -97,7 +99,7 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
     if isinstance(x, Pair) and activation == "silu":
         value: Enclosure = silu(x.exact())
     elif isinstance(x, Pair) and activation == "relu":
-        value = x.exact().map(lambda t: t.where(x.middle > 0, 0))
+        value = x.exact().map(lambda t: t.masked_fill(x.middle <= 0, 0))
     else:
         x = x.single()
         middle = ACTIVATIONS[activation](x.middle)
@@ -105,7 +107,7 @@ def activate(x: Enclosure, activation: Activation) -> Enclosure:
         rounding = ACTIVATION_ERROR * size(x.middle if activation == "gelu" else middle)
         value = Enclosure(middle, rounding)
     if activation == "relu":  # which bends at zero
-        slope = (x.middle.float() * (1 - 2.0**-22) + x.radius >= 0).float()
+        slope = 1 - (x.middle.float() * (1 - 2.0**-22) + x.radius < 0).float()
     else:
         slope = activation_slope(activation, x.middle.float()).abs_().add_(SLOPE_ERROR)
         slope = slope.addcmul_(x.radius, x.radius.new_tensor(CURVATURE[activation]))
@@ -162,7 +164,7 @@ class AttentionBranch(Branch):
             logits = logits.joined(own[0])
             bias = torch.cat([bias, self.bias[:, places, places, None]], -1)
             hidden = nn.functional.pad(hidden, (0, 1), value=False)
-        hidden = hidden | bias.isinf()
+        hidden = hidden | bias.isneginf()
         factor = self.factor if isinstance(logits, Pair) else self.factor.single()
         scores = logits * factor + constant(bias.masked_fill(hidden, 0))
         highest = scores.middle.masked_fill(hidden, -math.inf).amax(-1, keepdim=True)
@@ -289,7 +291,12 @@ def enclosed_branch(name: str, branch: Any, length: int, weights: Any) -> Branch
 
 
 def weight(x: Tensor) -> Enclosure:
-    """A weight, which has no error, unless a processor may read an entry as zero."""
+    """A weight, which has no error.
+
+    NotEnclosed if a processor may read an entry as zero, or if one is above LARGEST.
+    """
+    if bool(((x.abs() > LARGEST) & x.isfinite()).any()):
+        raise NotEnclosed(f"there are weights above {LARGEST:.2g}")
     if bool(is_denormal(x).any()):
         least = torch.finfo(x.dtype).tiny
         raise NotEnclosed(f"there are weights below {least:.2g}, which may be read as zero")

@@ -1,5 +1,6 @@
 """The stack of a model in enclosures of real numbers: its rounding, bounded number by number."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,13 @@ import torch
 from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
-from invformer.evaluation.enclosed_branches import Branch, NotEnclosed, enclosed_branch, weight
+from invformer.evaluation.enclosed_branches import (
+    LARGEST,
+    Branch,
+    NotEnclosed,
+    enclosed_branch,
+    weight,
+)
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.scaling import ActivationNorm, ScalingWeights
 from invformer.nn.stack import InvertibleStack, full_name
@@ -27,7 +34,8 @@ class Network:
     inner numbers may be off is kept number by number: an error e of them is e V A⁻¹ in the channels
     and e (V A⁻¹ A′ W) where a later branch reads, and the one matrix is smaller than the product of
     the moduli of its factors. If ``accurate``, every number is a sum of two float64, which takes
-    longer. It raises NotEnclosed if the rounding of a layer is not bounded here.
+    longer. It raises NotEnclosed if the rounding of a layer is not bounded here. Autocast has to be
+    off, and products of float32 in full precision.
     """
 
     def __init__(self, model: CharTransformer, length: int, accurate: bool = True) -> None:
@@ -187,6 +195,11 @@ def sizes_of(x: Tensor, y: Tensor) -> Float[Tensor, "inner out"]:
 
 
 def spread(x: Enclosure, errors: Tensor, sizes: Float[Tensor, "inner out"]) -> Enclosure:
-    """x whose entries may further be off by errors times matrices of these sizes."""
+    """x whose entries may further be off by errors times matrices of these sizes.
+
+    Nothing is known of numbers above LARGEST.
+    """
     further = errors @ sizes * (1 + 2.0**-22 * (len(sizes) + 8))
-    return replace(x, radius=outward(x.radius + further))
+    radius = outward(x.radius + further)
+    known = (radius <= LARGEST) & (x.middle.abs() <= LARGEST)
+    return replace(x, radius=radius.masked_fill(~known, math.inf))

@@ -1,8 +1,8 @@
 """Rigorous enclosures of real numbers: a float64 midpoint and a radius, entry by entry.
 
 Every function returns an enclosure of the exact result for all exact arguments within the
-enclosures given, in any order of summation. Overflow gives inf or NaN, which prove nothing.
-docs/numerics.md §19 has the proofs.
+enclosures given, in any order of summation. Overflow gives inf or NaN, in the midpoint or in the
+radius, which proves nothing. docs/numerics.md §19 has the proofs.
 """
 
 import math
@@ -43,6 +43,7 @@ class Enclosure:
         return Enclosure(-self.middle, self.radius)
 
     def __add__(self, y: "Enclosure") -> "Enclosure":
+        y = y.single()
         middle = self.middle + y.middle
         return Enclosure(middle, outward(self.radius + y.radius + U * size(middle)))
 
@@ -50,19 +51,28 @@ class Enclosure:
         return self + -y
 
     def __mul__(self, y: "Enclosure") -> "Enclosure":
+        y = y.single()
         middle = self.middle * y.middle
         radius = self.radius * (size(y.middle) + y.radius) + size(self.middle) * y.radius
         return Enclosure(middle, outward(radius + U * size(middle)))
 
     def __truediv__(self, y: "Enclosure") -> "Enclosure":
         """For y > 0: |x/y − q| ≤ (r_x + |q| r_y) / (y − r_y) for the quotient q of midpoints."""
-        middle = self.middle / y.middle
-        radius = (self.radius + size(middle) * y.radius) / y.least()
+        y = y.single()
+        middle, least = self.middle / y.middle, y.least()
+        radius = self.radius / least + size(middle) * (y.radius / least)
         return Enclosure(middle, outward(radius + 2 * U * size(middle)))
 
     def least(self) -> Tensor:
         """A lower bound on numbers > 0."""
-        return (self.middle.float() * (1 - 2.0**-22) - self.radius).clamp_(min=0)
+        largest = torch.finfo(torch.float32).max
+        middle = self.middle.float().clamp_(max=largest)
+        return (middle * (1 - 2.0**-22) - self.radius).clamp_(min=0)
+
+    def root_moved(self) -> Tensor:
+        """How far x^{−½} may be from that of the midpoint: r/2 (x − r)^{−3/2}."""
+        least = self.least().double()
+        return (self.radius / (2 * least * least.sqrt())).float()
 
     def exp(self) -> "Enclosure":
         """eˣ: e^{x ± r} is within eˣ (e^r − 1) of eˣ. The radius is infinite if r > 1."""
@@ -71,10 +81,9 @@ class Enclosure:
         return Enclosure(middle, outward(radius.masked_fill_(~(self.radius <= 1), math.inf)))
 
     def inverse_root(self) -> "Enclosure":
-        """x^{−½} for x > 0, whose slope is at most ½ (x − r)^{−3/2}."""
-        middle, least = self.middle.rsqrt(), self.least()
-        radius = self.radius / (2 * least * least.sqrt())
-        return Enclosure(middle, outward(radius + 2 * EXP * size(middle)))
+        """x^{−½} for x > 0."""
+        middle = self.middle.rsqrt()
+        return Enclosure(middle, outward(self.root_moved() + 2 * EXP * size(middle)))
 
     def sum(self) -> "Enclosure":
         """Σ x over the last axis."""
@@ -119,6 +128,7 @@ class Enclosure:
 
     def joined(self, y: "Enclosure") -> "Enclosure":
         """Both, one behind the other along the last axis."""
+        y = y.single()
         pairs = (self.middle, y.middle), (self.radius, y.radius)
         return Enclosure(*(torch.cat(pair, -1) for pair in pairs))
 

@@ -1,7 +1,7 @@
 """Enclosures whose midpoints are sums of two float64: errors of 2⁻⁸⁰ instead of 2⁻⁵³.
 
 Sums and products without an error are Knuth's and Dekker's; docs/numerics.md §19 bounds what the
-rest rounds. Every bound here is at least four times that.
+rest rounds. Every bound here is at least twice that.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,7 @@ class Pair(Enclosure):
         return Pair(-self.middle, self.radius, -self.low)
 
     def __add__(self, y: Enclosure) -> "Pair":
-        """Rounding errs by at most 8 u² (|x| + |y|)."""
+        """Rounding errs by at most 3 u² (|x| + |y|)."""
         y = paired(y)
         total, error = two_sum(self.middle, y.middle)
         rounding = 8 * U**2 * (size(self.middle) + size(y.middle))
@@ -76,17 +76,17 @@ class Pair(Enclosure):
         first = self.middle / y.middle
         product, error = two_product(first, y.middle)
         rest = ((self.middle - product) - error + self.low) - first * y.low
-        radius = (self.radius + size(first) * y.radius) / y.least() + QUOTIENT * size(first)
+        least = y.least()
+        radius = self.radius / least + size(first) * (y.radius / least + QUOTIENT)
         return pair(first, rest / y.middle, radius)
 
     def inverse_root(self) -> "Pair":
         """As :meth:`.Enclosure.inverse_root`, by one Newton step: y + y (1 − x y²)/2."""
-        first, least = self.middle.rsqrt(), self.least()
+        first = self.middle.rsqrt()
         square, error = two_product(first, first)
         product, rest = two_product(self.middle, square)
         off = (1 - product) - rest - (self.middle * error + self.low * square)
-        radius = self.radius / (2 * least * least.sqrt()) + ROOT * size(first)
-        return pair(first, first * off / 2, radius)
+        return pair(first, first * off / 2, self.root_moved() + ROOT * size(first))
 
     def exp(self) -> "Pair":
         """As :meth:`.Enclosure.exp`: x = k ln(2)/1024 + a + b, and eˣ = 2^{k/1024} e^{a + b}.
@@ -143,16 +143,15 @@ class Pair(Enclosure):
         radius = self.radius @ y.sizes
         if y.radius is not None:
             radius = radius + (size(self.middle) * UP) @ y.radius
-        rounding = 16 * (n + 4) * n * U * 2.0 ** (-2 * bits) * size(row) * size(column)
+        rounding = size(16 * (n + 4) * n * U * 2.0 ** (-2 * bits) * row * column)
         found = pair(total, rest, radius * (1 + 2.0**-22 * (n + 8)) + rounding)
         return reduce(add, terms, found)
 
     def joined(self, y: Enclosure) -> "Pair":
         """As :meth:`.Enclosure.joined`."""
         y = paired(y)
-        low = torch.cat([self.low, y.low], -1)
-        both = super().joined(y)
-        return Pair(both.middle, both.radius, low)
+        parts = (self.middle, y.middle), (self.radius, y.radius), (self.low, y.low)
+        return Pair(*(torch.cat(part, -1) for part in parts))
 
 
 def paired(x: Enclosure) -> Pair:

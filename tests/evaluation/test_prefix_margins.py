@@ -467,6 +467,21 @@ def test_an_activation_of_a_pair_is_enclosed_with_more_digits_if_it_is_silu_or_r
         assert (found.radius <= 2.0**-79 * found.middle.abs() + 2.0**-98 * (1 + x.abs())).all()
 
 
+def test_relu_of_no_number_is_no_number() -> None:
+    zero = torch.zeros(1)
+    found = activate(Pair(zero * math.nan, zero.float(), zero), "relu")
+    assert found.middle.isnan().all()
+
+
+@pytest.mark.parametrize("number", [math.inf, 1e9])
+@torch.no_grad()
+def test_a_bias_that_is_infinite_or_a_large_weight_proves_nothing(number: float) -> None:
+    model, tokens = ready(contractive_model), random_tokens(1)
+    states = model.stack(model.embedding(tokens))
+    model.stack.blocks[0].attention.branch.position.table[0, 0] = number
+    assert not prefix_margins(model, tokens, states, unknown=None).proven.any()
+
+
 def test_relu_passes_on_an_enclosure_that_reaches_just_beyond_zero() -> None:
     x = Enclosure(torch.tensor([-1.0]), torch.tensor([1 + 2.0**-23], dtype=torch.float32))
     assert activate(x, "relu").radius >= 2.0**-23

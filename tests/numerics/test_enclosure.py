@@ -135,6 +135,36 @@ def test_a_function_of_any_number_in_an_enclosure_is_in_its_enclosure(
         assert (found.radius <= 2.0**-82 * size + 2.0**-99).all()
 
 
+@KINDS
+@pytest.mark.parametrize("power", [-90, 0, 86, 120])
+def test_numbers_of_any_size_in_float32_have_enclosed_roots_and_quotients(
+    power: int, kind: type[Enclosure]
+) -> None:
+    x, small = 2.0**power * (1 + torch.rand(20)), 2.0**-50 * torch.rand(20)
+    for share in (0.0, 2.0**-32, 0.25):
+        given = of_kind(kind, x, (share * x).float())
+        other = of_kind(kind, small, torch.full((20,), 2.0**-100, dtype=torch.float32))
+        root, quotient = given.inverse_root(), other / given
+        for side in (-1, 1):
+            for place, (number, small_one) in enumerate(
+                zip(exactly(given), exactly(other), strict=True)
+            ):
+                at = number + side * arb(given.radius[place].item())
+                assert within(1 / at.sqrt(), root[place])
+                assert within((small_one + arb(2.0**-100)) / at, quotient[place])
+
+
+def test_low_digits_are_not_forgotten_where_float64_meets_a_pair() -> None:
+    one, pair = (
+        constant(torch.ones(1)),
+        Pair(-torch.ones(1), torch.zeros(1).float(), 2.0**-54 * torch.ones(1)),
+    )
+    for found in (one + pair, one - -pair):
+        assert within(arb(2.0**-54), found[0])
+    assert within(exactly(pair)[0], (one * pair)[0])
+    assert within(exactly(pair)[0], one.joined(pair)[1])
+
+
 def test_an_exponential_of_a_pair_is_enclosed_wherever_float64_has_one() -> None:
     x = torch.cat([torch.linspace(-760, 700, 400), 2.0 ** torch.arange(-60.0, 9.0)])
     given = of_kind(Pair, x, torch.zeros(x.shape, dtype=torch.float32))
