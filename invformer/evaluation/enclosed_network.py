@@ -21,7 +21,12 @@ from invformer.evaluation.enclosed_branches import (
 from invformer.nn.coupling import CouplingBlock
 from invformer.nn.scaling import ActivationNorm, ScalingWeights
 from invformer.nn.stack import InvertibleStack, full_name
-from invformer.nn.transformer import CharTransformer, PreNormBranch, PreNormStack
+from invformer.nn.transformer import (
+    CharTransformer,
+    PreNormBlock,
+    PreNormBranch,
+    PreNormStack,
+)
 from invformer.numerics.enclosure import Enclosure, U, constant, outward
 from invformer.numerics.pairs import Pair, paired
 
@@ -112,14 +117,17 @@ def layers_of(stack: nn.Module) -> Iterator[Layer]:
             yield Layer(name, layer.branch, makes, of_layer.scaling, of_layer.branch)
     elif isinstance(stack, PreNormStack):
         for index, block in enumerate(stack.blocks):
+            if type(block) not in (PreNormBlock, CouplingBlock):
+                raise NotEnclosed(f"the rounding of a {type(block).__name__} is not bounded")
             for name, layer in block.named_children():
-                assert isinstance(layer, PreNormBranch)
-                read, first = slice(None), 0
+                norm, read, first = layer.norm, slice(None), 0
+                if type(layer) is not PreNormBranch or type(norm) is not nn.LayerNorm:
+                    raise NotEnclosed(f"the rounding of a {type(norm).__name__} is not bounded")
                 if isinstance(block, CouplingBlock):  # attention adds to the first stream
-                    (width,) = layer.norm.normalized_shape
+                    (width,) = norm.normalized_shape
                     second = slice(width, None)
                     read, first = (second, 0) if name == "attention" else (slice(width), width)
-                makes = partial(layer_norm, norm=layer.norm, read=read)
+                makes = partial(layer_norm, norm=norm, read=read)
                 yield Layer(full_name(index, name), layer.inner, makes, None, None, first)
     else:
         raise NotEnclosed(f"the rounding of a {type(stack).__name__} is not bounded")

@@ -28,7 +28,7 @@ from invformer.nn import (
 from invformer.nn.coupling import CouplingStack
 from invformer.nn.feed_forward import ACTIVATIONS, activation_slope
 from invformer.nn.position_bias import VisibilityMask
-from invformer.nn.transformer import CharTransformer, PreNormStack
+from invformer.nn.transformer import CharTransformer, PreNormBlock, PreNormStack
 from invformer.numerics import enclosure
 from invformer.numerics.enclosure import Enclosure, constant
 from invformer.numerics.pairs import Pair, paired
@@ -384,9 +384,30 @@ def doubled() -> CharTransformer:
     return model
 
 
+class Twice(PreNormBlock):
+    """Both branches, applied again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(super().forward(x))
+
+
+def twice() -> CharTransformer:
+    model = unconstrained("dot_product")
+    model.stack.blocks[1].__class__ = Twice
+    return model
+
+
+def without_a_mean() -> CharTransformer:
+    model = unconstrained("dot_product")
+    model.stack.blocks[1].feed_forward.norm = nn.RMSNorm(12)
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (twice, "the rounding of a Twice is not bounded"),
+        (without_a_mean, "the rounding of a RMSNorm is not bounded"),
         (sees_ahead, "see later ones"),
         (doubled, "block_00/attention: the rounding of a Doubled is not bounded"),
     ],
