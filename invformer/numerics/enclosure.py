@@ -53,15 +53,22 @@ class Enclosure:
     def __mul__(self, y: "Enclosure") -> "Enclosure":
         y = y.single()
         middle = self.middle * y.middle
-        radius = self.radius * (size(y.middle) + y.radius) + size(self.middle) * y.radius
-        return Enclosure(middle, outward(radius + U * size(middle)))
+        return Enclosure(middle, outward(self.product_moved(y) + U * size(middle)))
 
     def __truediv__(self, y: "Enclosure") -> "Enclosure":
-        """For y > 0: |x/y − q| ≤ (r_x + |q| r_y) / (y − r_y) for the quotient q of midpoints."""
+        """For y > 0."""
         y = y.single()
-        middle, least = self.middle / y.middle, y.least()
-        radius = self.radius / least + size(middle) * (y.radius / least)
-        return Enclosure(middle, outward(radius + 2 * U * size(middle)))
+        middle = self.middle / y.middle
+        return Enclosure(middle, outward(self.quotient_moved(y, middle) + 2 * U * size(middle)))
+
+    def product_moved(self, y: "Enclosure") -> Tensor:
+        """How far x y may be from the product of the midpoints."""
+        return self.radius * (size(y.middle) + y.radius) + size(self.middle) * y.radius
+
+    def quotient_moved(self, y: "Enclosure", q: Tensor) -> Tensor:
+        """How far x/y may be from the quotient q of the midpoints: (r_x + |q| r_y)/(y − r_y)."""
+        least = y.least()
+        return self.radius / least + size(q) * (y.radius / least)
 
     def least(self) -> Tensor:
         """A lower bound on numbers > 0."""
@@ -103,13 +110,10 @@ class Enclosure:
         return Enclosure(total, outward(radius + rounding + U * size(total)))
 
     def matmul(self, y: "Matrix", *terms: "Enclosure") -> "Enclosure":
-        """x y plus further terms, in any order of summation."""
-        n = y.middle.shape[-2]
-        radius = (self.radius + 2 * (n + 2) * U * size(self.middle)) @ y.sizes
-        if y.radius is not None:
-            radius += (size(self.middle) * UP) @ y.radius
-        found = Enclosure(self.middle @ y.middle, outward(radius * (1 + 2.0**-22 * (n + 8))))
-        return reduce(add, terms, found)
+        """x y plus further terms, for y in float64, in any order of summation."""
+        rounding = 2 * (y.middle.shape[-2] + 2) * U * size(self.middle)
+        radius = y.product_moved(self.middle, self.radius + rounding)
+        return reduce(add, terms, Enclosure(self.middle @ y.middle, outward(radius)))
 
     def into_ball(self, radius: float) -> "Enclosure":
         """x/√(1 + ‖x‖²/R²) over the last axis."""
@@ -157,6 +161,16 @@ class Matrix:
         self.sizes = outward(size(y.middle) + y.radius)
         self.radius = y.radius if y.radius.any() else None
         self.slices: Any = None  # of :mod:`.pairs`, when they are needed
+
+    def product_moved(self, middle: Tensor, radius: Tensor) -> Tensor:
+        """How far x y may be from the product of the midpoints, for x of this midpoint and radius.
+
+        The radius may include what rounding adds to x. Rounding of the sums here is included.
+        """
+        moved = radius @ self.sizes
+        if self.radius is not None:
+            moved += (size(middle) * UP) @ self.radius
+        return moved * (1 + 2.0**-22 * (self.middle.shape[-2] + 8))
 
 
 def size(x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from invformer.numerics.enclosure import (
-    UP,
     Enclosure,
     Matrix,
     U,
@@ -67,17 +66,15 @@ class Pair(Enclosure):
         y = paired(y)
         product, error = two_product(self.middle, y.middle)
         error += self.middle * y.low + self.low * y.middle
-        radius = self.radius * (size(y.middle) + y.radius) + size(self.middle) * y.radius
-        return pair(product, error, radius + 16 * U**2 * size(product))
+        return pair(product, error, self.product_moved(y) + 16 * U**2 * size(product))
 
     def __truediv__(self, y: Enclosure) -> "Pair":
-        """As :meth:`.Enclosure.__truediv__`; the quotient of midpoints by one Newton step."""
+        """For y > 0; the quotient of midpoints by one Newton step."""
         y = paired(y)
         first = self.middle / y.middle
         product, error = two_product(first, y.middle)
         rest = ((self.middle - product) - error + self.low) - first * y.low
-        least = y.least()
-        radius = self.radius / least + size(first) * (y.radius / least + QUOTIENT)
+        radius = self.quotient_moved(y, first) + QUOTIENT * size(first)
         return pair(first, rest / y.middle, radius)
 
     def inverse_root(self) -> "Pair":
@@ -140,12 +137,9 @@ class Pair(Enclosure):
         total, error = two_sum(x0 @ y0, x0 @ y1)
         total, other = two_sum(total, x1 @ y0)
         rest = (error + other) + (x0 @ y2 + x1 @ y12 + x2 @ y.middle)
-        radius = self.radius @ y.sizes
-        if y.radius is not None:
-            radius = radius + (size(self.middle) * UP) @ y.radius
         rounding = size(16 * (n + 4) * n * U * 2.0 ** (-2 * bits) * row * column)
-        found = pair(total, rest, radius * (1 + 2.0**-22 * (n + 8)) + rounding)
-        return reduce(add, terms, found)
+        radius = y.product_moved(self.middle, self.radius) + rounding
+        return reduce(add, terms, pair(total, rest, radius))
 
     def joined(self, y: Enclosure) -> "Pair":
         """As :meth:`.Enclosure.joined`."""
