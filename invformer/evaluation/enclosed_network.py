@@ -18,7 +18,7 @@ from invformer.evaluation.enclosed_branches import (
     enclosed_branch,
     weight,
 )
-from invformer.nn.coupling import CouplingBlock
+from invformer.nn.coupling import CouplingBlock, CouplingStack
 from invformer.nn.scaling import ActivationNorm, ScalingWeights
 from invformer.nn.stack import InvertibleStack, full_name
 from invformer.nn.transformer import (
@@ -115,7 +115,7 @@ def layers_of(stack: nn.Module) -> Iterator[Layer]:
             radius, of_layer = layer.input_radius, weights[name]
             makes = None if radius is None else methodcaller("into_ball", radius)
             yield Layer(name, layer.branch, makes, of_layer.scaling, of_layer.branch)
-    elif isinstance(stack, PreNormStack):
+    elif isinstance(stack, PreNormStack) and type(stack) in (PreNormStack, CouplingStack):
         for index, block in enumerate(stack.blocks):
             if type(block) not in (PreNormBlock, CouplingBlock):
                 raise NotEnclosed(f"the rounding of a {type(block).__name__} is not bounded")

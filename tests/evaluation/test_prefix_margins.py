@@ -397,6 +397,21 @@ def twice() -> CharTransformer:
     return model
 
 
+class Downwards(PreNormStack):
+    """The blocks from the top down."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def downwards() -> CharTransformer:
+    model = unconstrained("dot_product")
+    model.stack.__class__ = Downwards
+    return model
+
+
 def without_a_mean() -> CharTransformer:
     model = unconstrained("dot_product")
     model.stack.blocks[1].feed_forward.norm = nn.RMSNorm(12)
@@ -406,6 +421,7 @@ def without_a_mean() -> CharTransformer:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (downwards, "the rounding of a Downwards is not bounded"),
         (twice, "the rounding of a Twice is not bounded"),
         (without_a_mean, "the rounding of a RMSNorm is not bounded"),
         (sees_ahead, "see later ones"),
