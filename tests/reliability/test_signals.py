@@ -43,6 +43,7 @@ def test_a_stopped_run_saves_its_state_and_continues_to_the_same_bits(
         assert ended.stderr.startswith("error: interrupted at step"), place
         assert ended.stderr.count("\n") == 1, place
         saved = newest(root / "stopped")
+        assert f"interrupted at step {saved.step}" in ended.stderr, place
         assert time.time() - saved.path.stat().st_mtime < time.monotonic() - began, place
         steps.append(saved.step)
     in_a_write = steps.pop(7)  # which a thread does while the run goes on
