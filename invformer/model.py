@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from invformer.config.schema import TrainConfig
 from invformer.data.vocabulary import Vocabulary
 from invformer.errors import ConfigurationError, DataError, StorageError
 from invformer.evaluation.evaluate import certify_model
-from invformer.evaluation.prefix_margins import prefix_margins
+from invformer.evaluation.prefix_margins import fitted
 from invformer.nn.certificate import Certificate
 from invformer.nn.proof import certify, invertible_stack
 from invformer.nn.transformer import CharTransformer
@@ -48,7 +49,8 @@ class RecoveredText:
         text: the recovered characters; U+FFFD for the unknown symbol and for broken UTF-8.
         symbols: the recovered symbols: the text, or a character chr(b) for every byte b of it.
         proven: per symbol, whether :func:`.prefix_margins` proves it: the states of this text
-            are nearer to the given ones than half the distance of any other text's states.
+            are nearer to the given ones than half the distance of any other text's states; or no
+            other text has states ``within`` the bounds that were given.
         error_bound: bound on the distance of the recovered embeddings from the exact preimage of
             the states, by the rounding model of docs/numerics.md; inf if none is known.
         num_steps: largest number of solver steps in any layer.
@@ -139,8 +141,20 @@ class TrainedModel:
         return torch.cat([network.stack(network.embedding(window)) for window in windows])
 
     @torch.no_grad()
-    def invert(self, z: Float[Tensor, "tokens width"]) -> RecoveredText:
+    def invert(
+        self,
+        z: Float[Tensor, "tokens width"],
+        within: Float[Tensor, "#tokens #width"] | None = None,
+    ) -> RecoveredText:
         """The text behind states at the top of the stack, in float64.
+
+        If the states were damaged, other symbols may fit them better than those nearest to what the
+        inverse finds. They are found by trying all (:func:`.fitted`).
+
+        Args:
+            z: the states.
+            within: how far their entries may be off, such as half the step of a rounding; inf where
+                they are lost. More is then proven.
 
         Raises:
             ConfigurationError: the model is a baseline, whose stack has no fixed-point inverse.
@@ -156,11 +170,15 @@ class TrainedModel:
         stack, weights = invertible_stack(network), network.weights()
         symbols, proven, bounds, steps, residuals, radii = "", [], [], [], [], []
         unproven = None
-        windows = z.to(self.device, torch.float64)[None].split(network.seq_len, 1)
-        for window in tqdm(windows, "inversion", unit=" windows", leave=False, disable=None):
+        z = z.to(self.device, torch.float64)
+        windows, known = z[None].split(network.seq_len, 1), repeat(None)
+        if within is not None:
+            known = within.to(z).expand_as(z).split(network.seq_len)
+        shown = tqdm(windows, "inversion", unit=" windows", leave=False, disable=None)
+        for window, of_window in zip(shown, known, strict=False):
             solution = stack.inverse(window, weights, certificate, throw=False)
-            tokens = network.embedding.nearest_tokens(solution.value)
-            evidence = prefix_margins(network, tokens, window)
+            nearest = network.embedding.nearest_tokens(solution.value)
+            tokens, evidence = fitted(network, nearest, window, of_window)
             symbols += self.vocabulary.decode(tokens[0].cpu())
             proven += evidence.proven[0].tolist()
             bounds.append(solution.error_bound.max().item())

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Float, Integer
 from torch import Tensor, nn
 
 import invformer
@@ -26,7 +26,7 @@ from invformer.numerics.l2_attention import merge_heads, split_heads
 MOST_STEPS = 200  # of a fixed point at one position
 OUTSIDE = 1e6  # more than any distance of two states
 MORE = 4  # times as many candidates, if none of those tried can be the true one
-SLACK = 1e-9  # covers the rounding of float64 in a state
+SLACK = 1e-9  # more than what float64 rounds in a state
 
 
 @lru_cache(maxsize=4)
@@ -200,7 +200,6 @@ class Decoded:
     """Texts decoded from states."""
 
     tokens: Integer[Tensor, "texts tokens"]
-    unique: Bool[Tensor, "texts tokens"]  # no other symbol tried up to there lies in the cell
     passes: float  # forward passes of one token that it took
 
 
@@ -209,22 +208,21 @@ def decode(
     model: CharTransformer,
     z: Float[Tensor, "texts tokens width"],
     num_candidates: int | None,
-    cell: Float[Tensor, "texts #tokens #width"] | None = None,
+    within: Float[Tensor, "texts #tokens #width"] | None = None,
 ) -> Decoded:
     """Position by position, the symbol whose state behind those decoded fits z best.
 
     Args:
         num_candidates: only so many symbols are tried: those nearest to the preimage of the
-            position, then those that :func:`predicted` puts first; more if a cell says that none
-            of them is the true one. None tries all.
-        cell: half the step of a rounding that made z: the entries of the true state lie no farther
-            than this from those of z, which tells more than the distance does.
+            position, then those that :func:`predicted` puts first; more if none of them has a
+            state ``within`` these bounds. None tries all.
+        within: how far the entries of the true states may be from those of z, which tells more than
+            their distance does; inf where they are lost.
     """
-    prefix = Prefix(model, len(z))
-    found, unique = [], []
+    prefix, found = Prefix(model, len(z)), []
     for place in range(z.shape[1]):
         target = z[:, place : place + 1]
-        of_place = None if cell is None else cell[:, min(place, cell.shape[1] - 1), None]
+        of_place = None if within is None else within[:, min(place, within.shape[1] - 1), None]
         symbols = torch.arange(prefix.vocab_size).expand(len(z), -1)
         scores = z.new_zeros(symbols.shape)
         if num_candidates is not None:
@@ -237,28 +235,9 @@ def decode(
         while symbols.shape[1] < prefix.vocab_size and bool((misfits.amin(1) >= OUTSIDE).any()):
             symbols = smallest(scores, MORE * symbols.shape[1])  # the true symbol is none of them
             misfits = misfit(prefix, symbols, target, of_place)
-        best = symbols.gather(1, misfits.argmin(1, True))
-        inside = (misfits < OUTSIDE) & (symbols != best)
-        found.append(best[:, 0])
-        unique.append(~inside.any(1))
+        found.append(symbols.gather(1, misfits.argmin(1, True))[:, 0])
         prefix.append(found[-1])
-    return Decoded(torch.stack(found, 1), torch.stack(unique, 1).cumprod(1).bool(), prefix.passes)
-
-
-@torch.no_grad()
-def margins(
-    model: CharTransformer, tokens: Integer[Tensor, "texts tokens"]
-) -> Float[Tensor, "texts tokens"]:
-    """m_i, the least distance of another symbol's state from the true one, in plain float64."""
-    prefix, found = Prefix(model, len(tokens)), []
-    symbols = torch.arange(prefix.vocab_size).expand(len(tokens), -1)
-    for true in tokens.unbind(1):
-        states = prefix.states(prefix.embed(symbols))
-        own = states.gather(1, true[:, None, None].expand(-1, 1, states.shape[-1]))
-        apart = (states - own).norm(dim=-1).scatter(1, true[:, None], torch.inf)
-        found.append(apart.amin(1))
-        prefix.append(true)
-    return torch.stack(found, 1)
+    return Decoded(torch.stack(found, 1), prefix.passes)
 
 
 def smallest(scores: Float[Tensor, "texts vocab"], count: int) -> Integer[Tensor, "texts count"]:
@@ -270,14 +249,14 @@ def misfit(
     prefix: Prefix,
     symbols: Integer[Tensor, "texts candidates"],
     target: Tensor,
-    cell: Tensor | None,
+    within: Tensor | None,
 ) -> Float[Tensor, "texts candidates"]:
-    """‖F(v) − z‖₂ of each candidate; at least OUTSIDE if an entry lies outside the cell of z."""
+    """‖F(v) − z‖₂ of each candidate; at least OUTSIDE if an entry is not ``within`` its bound."""
     apart = prefix.states(prefix.embed(symbols)) - target
-    length = apart.norm(dim=-1)
-    if cell is None:
-        return length
-    outside = ((apart.abs() - SLACK) / cell).amax(-1)
+    if within is None:
+        return apart.norm(dim=-1)
+    outside = (apart.abs() / within).amax(-1)
+    length = apart.masked_fill(within.isinf(), 0.0).norm(dim=-1)  # of what is not lost
     return torch.where(outside <= 1, length, OUTSIDE * outside)
 
 

@@ -129,7 +129,8 @@ def test_damaged_states_prove_less_and_nothing_wrong(typed: Typed, tmp_path: Pat
     assert "other symbols would have a state" not in said
     assert re.search(r"^error \d.* at the embedding, the solver's part at most ", said, re.M)
     assert "recovered  " in typed("invert", f"states={saved}")
-    assert "11 of 11 characters recovered" in typed("invert", "text=12 times 12", "bits=16")
+    said = typed("invert", "text=12 times 12", "bits=3")
+    assert "11 of 11 characters recovered, 11 of 11 proven\nproven: no other symbols have " in said
 
 
 @pytest.mark.parametrize(
@@ -374,6 +375,17 @@ def test_a_loaded_model_generates_encodes_and_inverts(run: Path) -> None:
         repr(model.certificate),
     )
     assert "step 8" in repr(model)
+
+
+def test_a_text_of_more_windows_comes_back_from_states_without_some_channels(run: Path) -> None:
+    model = invformer.load(run)
+    text = "3 times 3 is 9; " * 6
+    z = model.encode(text)
+    within = torch.full_like(z[:1], 1e-4)
+    z[:, :8], within[:, :8] = 0, torch.inf
+    assert len(text) > model.network.seq_len
+    assert model.invert(z, within).text == text
+    assert all(model.invert(z, within).proven)
 
 
 def test_the_unknown_symbol_is_never_proven_but_what_follows_it_is(

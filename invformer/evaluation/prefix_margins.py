@@ -5,8 +5,10 @@ For a causal network F, a text x̂ and a position i let
     m_i = min over symbols v ≠ x̂_i of ‖F(x̂_{<i}, v)_i − F(x̂)_i‖₂,   δ_i = ‖F(x̂)_i − z_i‖₂.
 
 A text whose states lie within m_j − δ_j of the states z_j for all j ≤ i begins with x̂_1 … x̂_i
-(docs/numerics.md §19). So it takes forward passes alone, of every symbol at every position, and an
-enclosure of the rounding of each (:mod:`invformer.evaluation.enclosed_network`). F is the network
+(docs/numerics.md §19). If it is known how far each entry of z may be off, more is proven: a text
+whose states are all so near begins with x̂_1 … x̂_i if no other symbol has such a state at a j ≤ i.
+Both take forward passes alone, of every symbol at every position, and an enclosure of the rounding
+of each (:mod:`invformer.evaluation.enclosed_network`). F is the network
 of real numbers with the weights that its forward pass multiplies by.
 """
 
@@ -42,9 +44,12 @@ class MarginEvidence:
     # min over j ≤ i of margin_j − distance_j.
     radius: Float[Tensor, "sequences tokens"]
     # Whether 2 distance_j < margin_j for all j ≤ i. Where another text differs first, its state is
-    # then farther from that given than this text's. Never for the unknown symbol, which stands for
-    # many characters.
+    # then farther from that given than this text's. If it is known how far the entries may be off:
+    # whether no other text may have such states up to i. Never for the unknown symbol, which stands
+    # for many characters.
     proven: Bool[Tensor, "sequences tokens"]
+    # The symbols whose states, behind those before them in the text, fit those given best.
+    best: Integer[Tensor, "sequences tokens"]
     # Why nothing is proven, where the rounding of a network is not bounded.
     unproven: str | None = None
 
@@ -55,6 +60,7 @@ def prefix_margins(
     tokens: Integer[Tensor, "sequences tokens"],
     states: Float[Tensor, "sequences tokens width"],
     unknown: int | None = 0,
+    within: Float[Tensor, "#sequences #tokens #width"] | None = None,
 ) -> MarginEvidence:
     """Prove a text by the states at the top of a stack.
 
@@ -67,34 +73,62 @@ def prefix_margins(
         tokens: the text, as decoded from the states.
         states: the states at the top of the stack, in front of its LayerNorm, in any precision.
         unknown: the symbol that stands for every character outside the vocabulary.
+        within: how far the entries of ``states`` may be from those of the text that is sought: half
+            the step of a rounding, with room for that of the forward pass; inf where they are lost.
+            None if nothing is known.
     """
     # Products in the formats of their factors: no autocast, no TF32 or bfloat16 for float32.
     precision = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     try:
         with changed(*precision, "highest"), without_autocast(tokens.device):
             network = Network(model, tokens.shape[-1], accurate=False)
+            known = [None] * len(states) if within is None else within.expand_as(states)
             found = []
-            for pair in zip(tokens, states, strict=True):
-                evidence = evidence_of(network, *pair)
+            for text in zip(tokens, states, known, strict=True):
+                evidence = evidence_of(network, *text)
                 if evidence is None:
                     network = Network(model, tokens.shape[-1])  # also for the texts that follow
-                    evidence = evidence_of(network, *pair)
+                    evidence = evidence_of(network, *text)
                 found.append(evidence)
     except NotEnclosed as error:
         nan = torch.full(tokens.shape, math.nan, dtype=torch.float64, device=tokens.device)
-        return MarginEvidence(nan, nan, nan, nan, torch.zeros_like(tokens).bool(), str(error))
-    margin, arithmetic_error, distance, radius = (
+        nothing = torch.zeros_like(tokens).bool()
+        return MarginEvidence(nan, nan, nan, nan, nothing, tokens, str(error))
+    margin, arithmetic_error, distance, radius, told_apart, best = (
         torch.stack(numbers) for numbers in zip(*found, strict=True)
     )
-    told_apart = (2 * distance < margin) & margin.isfinite()
     proven = told_apart.cumprod(-1).bool() & (tokens != unknown)
-    return MarginEvidence(margin, arithmetic_error, distance, radius, proven)
+    return MarginEvidence(margin, arithmetic_error, distance, radius, proven, best)
+
+
+def fitted(
+    model: CharTransformer,
+    tokens: Integer[Tensor, "sequences tokens"],
+    states: Float[Tensor, "sequences tokens width"],
+    within: Float[Tensor, "#sequences #tokens #width"] | None = None,
+) -> tuple[Integer[Tensor, "sequences tokens"], MarginEvidence]:
+    """The text found from damaged states by trying every symbol, and what is proven of it.
+
+    All positions at once take the symbol that fits best, until none changes: the i-th is final
+    after i rounds at most, and after few where ``tokens`` is nearly right. The arguments are those
+    of :func:`prefix_margins`; where nothing is proven, ``tokens`` stay as they are.
+    """
+    evidence = prefix_margins(model, tokens, states, within=within)
+    for _ in range(tokens.shape[-1]):
+        if torch.equal(evidence.best, tokens):
+            break
+        tokens = evidence.best
+        evidence = prefix_margins(model, tokens, states, within=within)
+    return tokens, evidence
 
 
 def evidence_of(
-    network: Network, tokens: Integer[Tensor, "tokens"], states: Float[Tensor, "tokens width"]
+    network: Network,
+    tokens: Integer[Tensor, "tokens"],
+    states: Float[Tensor, "tokens width"],
+    within: Float[Tensor, "tokens width"] | None,
 ) -> tuple[Tensor, ...] | None:
-    """Margin, arithmetic error, distance and radius of every character of one text.
+    """What :class:`MarginEvidence` says of every character of one text, and each alone if proven.
 
     None if the numbers are float64's own and that is not enough: an error is more than a
     sixteenth of its margin.
@@ -102,15 +136,28 @@ def evidence_of(
     length, symbols = len(tokens), len(network.symbols.middle)
     own, past = network(tokens, torch.arange(length, device=tokens.device), None)
     distance = (own - constant(states)).single().norm_at_most()
-    margins, errors = [], []
+    margins, errors, alone, misfits = [], [], [], []
     for rows in torch.arange(length * symbols, device=tokens.device).split(ROWS):
         places, symbol = rows // symbols, rows % symbols
         state, _ = network(symbol, places, past)
         margin, error = (state - own[places]).single().norm_at_least()
-        margins.append(margin.masked_fill(symbol == tokens[places], math.inf))
+        is_own = symbol == tokens[places]
+        margins.append(margin.masked_fill(is_own, math.inf))
         errors.append(error)
+        off = (state - constant(states[places])).single()
+        if within is None:
+            misfits.append(torch.linalg.vector_norm(off.middle, dim=-1))
+        else:
+            misfits.append((off.middle.abs() / within[places]).amax(-1))
+            alone.append((off.at_least() > within[places]).any(-1) != is_own)
         if not network.accurate and not bool((ENOUGH * error <= margins[-1]).all()):
             return None
     margin = torch.cat(margins).view(length, symbols).amin(-1)
     error = torch.cat(errors).view(length, symbols).amax(-1)
-    return margin, error, distance, (margin - distance).cummin(0).values
+    best = torch.cat(misfits).view(length, symbols).argmin(-1)
+    radius = (margin - distance).cummin(0).values
+    if within is None:
+        told_apart = (2 * distance < margin) & margin.isfinite()
+    else:
+        told_apart = torch.cat(alone).view(length, symbols).all(-1)
+    return margin, error, distance, radius, told_apart, best

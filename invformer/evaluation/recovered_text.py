@@ -17,14 +17,15 @@ LINE_BREAKS = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥"})
 
 def perturb(
     z: Float[Tensor, "tokens width"], noise: float, bits: int | None, seed: int
-) -> Float[Tensor, "tokens width"]:
+) -> tuple[Float[Tensor, "tokens width"], Tensor | None]:
     """States with Gaussian noise added, then rounded to a number of bits, if there is one.
 
-    The noise is in units of the states' root mean square. The levels that bits number are evenly
-    spaced between the least and the largest value. States in half precision become float32 first:
-    float16 has no number for the 65536th level.
+    And how far an entry may be off, if it was rounded only: half a level, and 2⁻¹⁶ of the range for
+    the rounding of the forward pass. The noise is in units of the states' root mean square. The
+    levels that bits number are evenly spaced between the least and the largest value. States in
+    half precision become float32 first: float16 has no number for the 65536th level.
     """
-    z = at_least_single(z)
+    z, within = at_least_single(z), None
     if noise:
         generator = torch.Generator().manual_seed(seed)
         size = noise * z.square().mean().sqrt()
@@ -33,7 +34,8 @@ def perturb(
         least, largest = z.aminmax()
         step = (largest - least) / (2**bits - 1)
         z = least + ((z - least) / step).round() * step if step > 0 else z
-    return z
+        within = None if noise else step / 2 + 2.0**-16 * (largest - least)
+    return z, within
 
 
 def marks(text: str | None, recovered: str, proven: Iterable[bool]) -> str:

@@ -121,6 +121,10 @@ class Enclosure:
         shrinkage = (self.square_sum() / r / r + one).inverse_root()
         return self * shrinkage[..., None]
 
+    def at_least(self) -> Tensor:
+        """A lower bound on |x|."""
+        return self.middle.abs() * (1 - 2.0**-30) - self.radius
+
     def norm_at_least(self) -> tuple[Tensor, Tensor]:
         """A lower bound on ‖x‖₂ over the last axis, and the error it takes into account."""
         error = length_up(self.radius)

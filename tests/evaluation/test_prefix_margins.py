@@ -17,7 +17,7 @@ from invformer.evaluation import enclosed_branches
 from invformer.evaluation import prefix_margins as prefix_module
 from invformer.evaluation.enclosed_branches import activate
 from invformer.evaluation.enclosed_network import Network
-from invformer.evaluation.prefix_margins import prefix_margins
+from invformer.evaluation.prefix_margins import fitted, prefix_margins
 from invformer.nn import (
     ActivationNorm,
     ContractiveL2Attention,
@@ -306,6 +306,46 @@ def test_no_text_but_the_proven_one_has_states_within_the_radius() -> None:
         wrong += int((evidence.proven & (decoded != texts[chosen])).sum())
     assert proven > 60
     assert wrong == 0
+
+
+@torch.no_grad()
+def test_a_text_is_found_from_its_rounded_states_alone(model: CharTransformer) -> None:
+    tokens = random_tokens(2).clamp(min=1)
+    states = model.stack(model.embedding(tokens))
+    step = states.std() / 4
+    nothing = torch.ones_like(tokens)
+    found, evidence = fitted(model, nothing, (states / step).round() * step, step / 2 + 1e-6)
+    assert torch.equal(found, tokens)
+    assert evidence.proven.all()
+    assert torch.equal(fitted(model, nothing, states)[0], tokens)
+
+
+@pytest.mark.parametrize(("step", "lost"), [(1.0, 0), (3.0, 0), (9.0, 0), (1.0, 5), (0.0, 6)])
+@torch.no_grad()
+def test_proven_by_known_damage_is_what_no_other_text_may_be(step: float, lost: int) -> None:
+    model = ready(lambda: contractive_model(bounded=True, scaled=True)).double()
+    texts = torch.tensor(list(product(range(VOCAB), repeat=3)))
+    states = model.stack(model.embedding(texts))
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(texts), (40,), generator=generator)
+    damaged = states[chosen]
+    within = torch.full_like(damaged[:1, :1], step / 2 + 1e-9)
+    if step:
+        damaged = (damaged / step).round() * step
+    damaged[..., :lost], within[..., :lost] = 0, math.inf
+    decoded = texts[chosen]
+    decoded[::2, 1] = (decoded[::2, 1] + 1) % VOCAB  # every second is wrong
+    evidence = prefix_margins(model, decoded, damaged, unknown=None, within=within)
+    near = ((states[None] - damaged[:, None]).abs() <= within).all(-1)  # (damaged, texts, places)
+    same = (texts[None] == decoded[:, None]).cumprod(-1).bool()
+    expected = torch.ones(len(decoded)).bool()
+    for end in range(3):
+        assert (same[..., end] | ~near[..., : end + 1].all(-1))[evidence.proven[:, end]].all()
+        behind = same[..., end - 1] if end else torch.ones_like(same[..., 0])
+        expected &= (~behind | (near[..., end] == same[..., end])).all(-1)
+        assert torch.equal(evidence.proven[:, end], expected)
+    assert not evidence.proven[::2, 1:].any()
+    assert evidence.proven.any() == (step < 9)
 
 
 @torch.no_grad()
