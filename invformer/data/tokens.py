@@ -46,11 +46,12 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     num_bytes, folder = corpus.total * vocabulary.dtype.itemsize, None
     try:
         folder = cache_folder() / "tokens"
-        folder.mkdir(parents=True, exist_ok=True)
         file = folder / f"{name}.tokens"
-        with wait_for_lock(file.with_suffix(".lock")):
-            if not file.exists() or file.stat().st_size != num_bytes:
-                write_tokens(file, corpus, vocabulary)
+        if not is_whole(file, num_bytes):  # others may only read the cache
+            folder.mkdir(parents=True, exist_ok=True)
+            with wait_for_lock(file.with_suffix(".lock")):
+                if not is_whole(file, num_bytes):
+                    write_tokens(file, corpus, vocabulary)
         numbers = np.memmap(file, vocabulary.dtype, "r", shape=corpus.total)
     except OSError as error:
         where = error.filename or folder or "the cache"  # a full disk names no file
@@ -61,6 +62,11 @@ def mapped(corpus: Corpus, vocabulary: Vocabulary) -> Tokens:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(numbers)
+
+
+def is_whole(file: Path, num_bytes: int) -> bool:
+    """Whether there is a file of this size."""
+    return file.exists() and file.stat().st_size == num_bytes
 
 
 def write_tokens(file: Path, corpus: Corpus, vocabulary: Vocabulary) -> None:
